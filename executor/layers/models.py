@@ -297,14 +297,7 @@ class GATLayer(_SplitLayer):
         z, of_source, of_reader = torch.split(rows, widths, 1)
         if not of_reader.shape[1]:
             of_reader = self._logits(z[: block.n_dst], self.attention[:, self.width :])
-        of_reader = of_reader[: block.n_dst]
-        return torch.cat(
-            [
-                attend(block, head, of_source[:, i], of_reader[:, i])
-                for i, head in enumerate(torch.split(z, self.width, 1))
-            ],
-            1,
-        )
+        return attend(block, z, of_source, of_reader[: block.n_dst])
 
     def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool

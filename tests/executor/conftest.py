@@ -10,6 +10,10 @@ import pytest
 import torch
 from ranks import ForkServer, Ranks
 
+# Without a GPU Triton's kernels are interpreted, which is asked for before they are imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:

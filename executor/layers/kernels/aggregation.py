@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.block import Block, check_rows
-from gnnplan.executor.layers.kernels.runtime import apply
+from gnnplan.executor.layers.kernels.runtime import apply, triton_kernels
+
+# Said once, or torch warns of what nobody has asked for (and of an argument that says it, in 2.11).
+torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
 
 def aggregate(block: Block, x: Tensor) -> Tensor:
@@ -36,9 +39,12 @@ def aggregate_beside(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
     return both
 
 
-def aggregate_transposed(block: Block, gradient: Tensor) -> Tensor:
-    """The backward pass of `aggregate`, called by hand: gradient [R, H] -> [S, H]."""
-    return spmm(block.t_indptr, block.t_indices, block.t_weight, gradient.contiguous())
+def aggregate_transposed(block: Block, gradient: Tensor, add: Tensor | None = None) -> Tensor:
+    """The backward pass of `aggregate`, called by hand: gradient [R, H] -> [S, H].
+
+    add: rows [., H] that are added to the first rows of the result.
+    """
+    return spmm(block.t_indptr, block.t_indices, block.t_weight, gradient.contiguous(), add)
 
 
 class _Aggregate(torch.autograd.Function):
@@ -62,13 +68,25 @@ class _AggregateBeside(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_sums: Tensor, of_own: Tensor) -> tuple[Tensor, None]:
-        gradient = aggregate_transposed(ctx.block, of_sums)
-        gradient[: ctx.block.n_dst].add_(of_own)
-        return gradient, None
+        return aggregate_transposed(ctx.block, of_sums, of_own), None
 
 
-def spmm(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
-    """A CSR matrix [R, S] times x [S, H] -> [R, H]; without `weight` [E] its entries are 1."""
+def spmm(
+    indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor, add: Tensor | None = None
+) -> Tensor:
+    """A CSR matrix [R, S] times x [S, H] -> [R, H]; without `weight` [E] its entries are 1.
+
+    add: rows [., H] that are added to the first rows of the result.
+    """
+    if x.is_cuda and (ours := triton_kernels()):
+        return cast(Tensor, ours.spmm(indptr, indices, weight, x, add))
+    out = _by_torch(indptr, indices, weight, x)
+    if add is not None:
+        out[: len(add)].add_(add)
+    return out
+
+
+def _by_torch(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
     rows = len(indptr) - 1
     if not (rows and len(indices) and x.shape[1]):
         return x.new_zeros(rows, x.shape[1])
@@ -87,10 +105,7 @@ def sparse_product(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Te
     if weight is None:
         weight = torch.ones(len(indices), dtype=x.dtype, device=x.device)
     with no_beta_warning():
-        matrix = torch.sparse_csr_tensor(
-            indptr, indices, weight, (rows, x.shape[0]), check_invariants=False
-        )
-        return matrix @ x
+        return torch.sparse_csr_tensor(indptr, indices, weight, (rows, x.shape[0])) @ x
 
 
 @contextmanager

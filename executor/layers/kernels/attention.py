@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.aggregation import aggregate_transposed, no_beta_warning, spmm
 from gnnplan.executor.layers.kernels.block import Block, check_rows
-from gnnplan.executor.layers.kernels.runtime import apply
+from gnnplan.executor.layers.kernels.runtime import apply, triton_kernels
 from gnnplan.planner.gnn.model import EDGE_NUMBERS
 
 
@@ -60,22 +60,33 @@ class _SoftmaxAggregate(torch.autograd.Function):
 def attend(
     block: Block, z: Tensor, of_source: Tensor, of_reader: Tensor, slope: float = 0.2
 ) -> Tensor:
-    """One head of attention: sum of z_u [S, H] over edges, by softmax of logits -> [R, H].
+    """Attention: sum of z_u [S, H] over edges, by softmax of logits per head -> [R, H].
 
-    The logit of an edge u -> v is LeakyReLU(of_source[u] + of_reader[v]), with of_source [S] and
-    of_reader [R]. Destinations without edges get zero. Edge weights of the block play no part.
+    The logit of an edge u -> v is LeakyReLU(of_source[u] + of_reader[v]), with of_source [S, heads]
+    and of_reader [R, heads], or [S] and [R] for one head. Heads lie side by side in z. Destinations
+    without edges get zero. Edge weights of the block play no part.
     """
-    return apply(_Attend, z, of_source, of_reader, block, slope)
+    check_rows(block, z)
+    if of_source.dim() == 1:
+        of_source, of_reader = of_source[:, None], of_reader[:, None]
+    if z.is_cuda and (ours := triton_kernels()):
+        return cast(Tensor, ours.attend(block, z, of_source, of_reader, slope))
+    heads = [
+        apply(_Attend, of_head, *logits, block, slope)
+        for of_head, *logits in zip(
+            z.chunk(of_source.shape[1], 1), of_source.T, of_reader.T, strict=True
+        )
+    ]
+    return heads[0] if len(heads) == 1 else torch.cat(heads, 1)
 
 
 class _Attend(torch.autograd.Function):
-    """Saves two values per edge for backward; nothing is ever [E, H]."""
+    """One head. Saves two values per edge for backward; nothing is ever [E, H]."""
 
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, of_source: Tensor, of_reader: Tensor, block: Block, slope: float
     ) -> Tensor:
-        check_rows(block, z)
         z = z.contiguous()
         logit = of_source.index_select(0, block.indices).add_(block.per_edge(of_reader))
         derivative = torch.full_like(logit, slope).masked_fill_(logit > 0, 1.0)
@@ -116,9 +127,12 @@ def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2
     over edges u -> v, by softmax of the logits a . LeakyReLU(z_u + r_v), with `vectors` a
     [heads, H / heads]. Destinations without edges get zero. Edge weights of the block play no part.
 
-    A sum of two rows is made for some edges at a time, and made again in the backward pass. On CUDA
-    the backward pass adds in no fixed order.
+    Without Triton a sum of two rows is made for some edges at a time, and made again in the
+    backward pass, which on CUDA adds in no fixed order.
     """
+    check_rows(block, rows)
+    if rows.is_cuda and (ours := triton_kernels()):
+        return cast(Tensor, ours.attend_pairs(block, rows, vectors, slope))
     return apply(_AttendPairs, rows, vectors, block, slope)
 
 
@@ -127,7 +141,6 @@ class _AttendPairs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
-        check_rows(block, rows)
         h_out = rows.shape[1] // 2
         readers = _readers(block)
         out = rows.new_empty(block.n_dst, h_out)
@@ -214,7 +227,6 @@ def _edge_products(block: Block, a: Tensor, b: Tensor) -> Tensor:
             block.indices.long(),
             a.new_zeros(block.edges),
             (block.n_dst, block.n_src),
-            check_invariants=False,
         )
         products: Tensor = torch.sparse.sampled_addmm(pattern, a, b.t(), beta=0.0).values()
         return products

@@ -5,13 +5,13 @@ rows it has. The hash may never change: losses are compared between versions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnplan.executor.layers.kernels.runtime import apply
+from gnnplan.executor.layers.kernels.runtime import apply, triton_kernels
 from gnnplan.executor.layers.kernels.sparse_rows import Pattern, Rows, SparseRows
 
 # splitmix64's constants, as int64
@@ -43,6 +43,9 @@ def dropout(
         return SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p)))
     if not x.numel():
         return x
+    if x.is_cuda and (ours := triton_kernels()):
+        numbers = key_of(seed, epoch, layer), first, _threshold(p), 1.0 / (1.0 - p)
+        return cast(Tensor, ours.dropout(x, vertices, *numbers))
     mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
     return apply(_Mask, x, mask, 1.0 / (1.0 - p))
 
@@ -75,11 +78,15 @@ def dropout_mask(
 
 def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
     """A word per vertex, int64 [R], from which the words of its columns follow."""
+    return mix((vertices + key_of(*numbers)) * GOLDEN)
+
+
+def key_of(*numbers: int) -> int:
+    """A word of 64 bits, with its sign. A number: to copy a tensor to a GPU the host would wait."""
     key = torch.zeros(1, dtype=torch.int64)
     for number in numbers:
         key = mix((key + number + 1) * GOLDEN)
-    # as a number: to copy a tensor to a GPU the host would wait for it
-    return mix((vertices + int(key)) * GOLDEN)
+    return int(key)
 
 
 def _threshold(p: float) -> int:

@@ -1,0 +1,467 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Sums over edges, attention over edges and dropout on GPUs, in Triton.
+
+CUDA builds of torch bring Triton; `runtime.triton_kernels` imports this module where it works.
+
+A program makes one row (of one head). It adds its edges up in their order, in float32 (rows of
+float64 in float64), so a call repeats itself to the bit. Backward passes go over the transposed
+edges, and nothing is added atomically.
+
+    spmm            a CSR matrix times rows, plus other rows
+    attend          softmax over a row's edges and the weighted sum, in one pass over them
+    attend_pairs    the same with logits of sums of two rows
+    dropout         a hash decides, forward and backward alike, so no mask is kept
+
+The softmax is made online, as in FlashAttention (Dao et al. 2022, Sec. 3.1): sums so far are scaled
+down when a larger logit comes. Of it log(sum(exp(logit))) is saved, per row and head.
+
+Shapes: R destinations, S sources, E edges; H numbers a row, which are heads x W in attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnnplan.executor.layers.kernels.block import Block
+from gnnplan.executor.layers.kernels.runtime import apply
+
+MOST_COLUMNS = 256  # of a row that one program of `spmm` makes
+PROGRAMS = 2048  # that share the rows where something is summed over all of them
+WORDS = 256  # of a hash that one program of `dropout` makes
+
+
+def probe() -> None:
+    """Raises whatever keeps these kernels from working on the current GPU."""
+    ones, indices = (
+        torch.ones(2, 16, device="cuda"),
+        torch.zeros(2, dtype=torch.int32, device="cuda"),
+    )
+    indptr = torch.tensor([0, 2, 2], dtype=torch.int32, device="cuda")
+    sums = spmm(indptr, indices, None, ones, ones)
+    if sums.tolist() != [[3.0] * 16, [1.0] * 16]:
+        raise RuntimeError(f"a sum of three ones is {sums[0, 0]}, one is {sums[1, 0]}")
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The rows, each in one piece of memory."""
+    return x if x.stride(1) == 1 or not x.numel() else x.contiguous()
+
+
+def _power(width: int) -> int:
+    """The least power of two that has room for a row."""
+    power: int = triton.next_power_of_2(width)
+    return max(16, power)
+
+
+def _sum_of(x: Tensor) -> tl.dtype:
+    """The type in which rows are added up."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def _rows(x, stride, which, column, mask, SUM: tl.constexpr):
+    """Some columns [C] of some rows [B] of x -> [B, C]."""
+    place = which.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(x + place, mask=mask, other=0.0).to(SUM)
+
+
+# -- sums over edges -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _spmm(
+    indptr, indices, weight, x, stride, add, added, stride_add, out, width,
+    COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros([COLUMNS], SUM)
+    end = tl.load(indptr + row + 1)
+    for first in range(tl.load(indptr + row), end, EDGES):
+        edge = first + tl.arange(0, EDGES)
+        is_edge = edge < end
+        source = tl.load(indices + edge, mask=is_edge, other=0)
+        rows = _rows(x, stride, source, column, is_edge[:, None] & inside[None, :], SUM)
+        if weight is not None:
+            rows *= tl.load(weight + edge, mask=is_edge, other=0.0).to(SUM)[:, None]
+        total += tl.sum(rows, 0)
+    if add is not None:
+        more = tl.load(add + row * stride_add + column, mask=inside & (row < added), other=0.0)
+        total += more.to(SUM)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def spmm(
+    indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor, add: Tensor | None = None
+) -> Tensor:
+    """A CSR matrix [R, S] times x [S, H] -> [R, H]; without `weight` [E] its entries are 1.
+
+    add: rows [., H] that are added to the first rows of the result.
+    """
+    x, rows, width = _by_rows(x), len(indptr) - 1, x.shape[1]
+    add = None if add is None else _by_rows(add)
+    out = x.new_empty(rows, width)
+    if out.numel():
+        columns = min(MOST_COLUMNS, _power(width))
+        edges, warps = _shape(columns * x.element_size())
+        _spmm[(rows, triton.cdiv(width, columns))](
+            indptr, indices, weight, x, x.stride(0), add,
+            *((0, 0) if add is None else (len(add), add.stride(0))),
+            out, width, columns, edges, _sum_of(x), num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def _shape(row_bytes: int) -> tuple[int, int]:
+    """How many edges a program reads together, and its warps, for rows of so many bytes."""
+    return (8, 2) if row_bytes >= 1024 else (8, 1)
+
+
+# -- attention -------------------------------------------------------------------------------------
+# `vectors` are GATv2's, whose logits are vector . LeakyReLU(z_u + r_v), and `reader` has rows r_v.
+# Without them a logit is LeakyReLU(source_u + reader_v), of a number per head, as in GAT.
+
+
+@triton.jit
+def _attend(
+    indptr, indices, z, stride, source, stride_source, reader, stride_reader, vectors, out, saved,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, SLOPE: tl.constexpr,
+    COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    if vectors is None:
+        of_reader = tl.load(reader + row * stride_reader + head).to(SUM)
+    else:
+        of_reader = tl.load(
+            reader + row * stride_reader + head * WIDTH + column, mask=inside, other=0.0
+        ).to(SUM)
+        vector = tl.load(vectors + head * WIDTH + column, mask=inside, other=0.0).to(SUM)
+    slope = tl.full([], SLOPE, SUM)
+    largest = tl.full([], float("-inf"), SUM)
+    total = tl.zeros([], SUM)
+    sums = tl.zeros([COLUMNS], SUM)
+    end = tl.load(indptr + row + 1)
+    for first in range(tl.load(indptr + row), end, EDGES):
+        edge = first + tl.arange(0, EDGES)
+        is_edge = edge < end
+        which = tl.load(indices + edge, mask=is_edge, other=0)
+        mask = is_edge[:, None] & inside[None, :]
+        rows = _rows(z, stride, which, head * WIDTH + column, mask, SUM)
+        if vectors is None:
+            place = source + which.to(tl.int64) * stride_source + head
+            logit = tl.load(place, mask=is_edge, other=0.0).to(SUM) + of_reader
+            logit = tl.where(logit > 0, logit, slope * logit)
+        else:
+            pair = rows + of_reader[None, :]
+            logit = tl.sum(tl.where(pair > 0, pair, slope * pair) * vector[None, :], 1)
+        logit = tl.where(is_edge, logit, float("-inf"))
+        new = tl.maximum(largest, tl.max(logit, 0))
+        shrink, weight = tl.exp(largest - new), tl.exp(logit - new)
+        sums = sums * shrink + tl.sum(rows * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        largest = new
+    has_edges = total > 0
+    sums = tl.where(has_edges, sums / tl.where(has_edges, total, 1.0), 0.0)
+    place = out + row * (HEADS * WIDTH) + head * WIDTH + column
+    tl.store(place, sums.to(out.dtype.element_ty), mask=inside)
+    log_total = tl.where(has_edges, largest + tl.log(tl.where(has_edges, total, 1.0)), 0.0)
+    tl.store(saved + row * HEADS + head, log_total)
+
+
+@triton.jit
+def _attend_home(
+    indptr, indices, order, z, stride, source, stride_source, reader, stride_reader, vectors,
+    saved, gradient, inner, to_z, stride_to_z, to_source, to_logit,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, SLOPE: tl.constexpr,
+    COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a source's row, and of the logits of its edges: over the readers of it."""
+    row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    column = tl.arange(0, COLUMNS)
+    inside, of_head = column < WIDTH, head * WIDTH + column
+    own = tl.load(z + row * stride + of_head, mask=inside, other=0.0).to(SUM)
+    if vectors is None:
+        of_source = tl.load(source + row * stride_source + head).to(SUM)
+    else:
+        vector = tl.load(vectors + of_head, mask=inside, other=0.0).to(SUM)
+    slope = tl.full([], SLOPE, SUM)
+    sums, total = tl.zeros([COLUMNS], SUM), tl.zeros([], SUM)
+    end = tl.load(indptr + row + 1)
+    for first in range(tl.load(indptr + row), end, EDGES):
+        edge = first + tl.arange(0, EDGES)
+        is_edge = edge < end
+        which = tl.load(indices + edge, mask=is_edge, other=0)
+        mask = is_edge[:, None] & inside[None, :]
+        rows = _rows(gradient, HEADS * WIDTH, which, of_head, mask, SUM)
+        of_row = which.to(tl.int64) * HEADS + head
+        if vectors is None:
+            place = reader + which.to(tl.int64) * stride_reader + head
+            before = tl.load(place, mask=is_edge, other=0.0).to(SUM) + of_source
+            slopes = tl.where(before > 0, 1.0, slope)
+            logit = before * slopes
+        else:
+            pair = _rows(reader, stride_reader, which, of_head, mask, SUM) + own[None, :]
+            slopes = tl.where(pair > 0, 1.0, slope) * vector[None, :]
+            logit = tl.sum(pair * slopes, 1)
+        log_total = tl.load(saved + of_row, mask=is_edge, other=0.0)
+        weight = tl.where(is_edge, tl.exp(logit - log_total), 0.0)
+        product = tl.sum(rows * own[None, :], 1)
+        through = weight * (product - tl.load(inner + of_row, mask=is_edge, other=0.0).to(SUM))
+        sums += tl.sum(rows * weight[:, None], 0)
+        if vectors is None:
+            through *= slopes
+            total += tl.sum(through, 0)
+        else:
+            sums += tl.sum(slopes * through[:, None], 0)
+        place = tl.load(order + edge, mask=is_edge, other=0).to(tl.int64) * HEADS + head
+        tl.store(to_logit + place, through.to(to_logit.dtype.element_ty), mask=is_edge)
+    tl.store(to_z + row * stride_to_z + of_head, sums.to(to_z.dtype.element_ty), mask=inside)
+    if vectors is None:
+        tl.store(to_source + row * HEADS + head, total.to(to_source.dtype.element_ty))
+
+
+@triton.jit
+def _pairs_home(
+    indptr, indices, z, stride, reader, stride_reader, vectors, to_logit,
+    to_reader, stride_to_reader, to_vectors, count,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, SLOPE: tl.constexpr,
+    COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """The gradient of readers' rows r_v, and of the vector: over the edges of some of the rows."""
+    head, column = tl.program_id(1), tl.arange(0, COLUMNS)
+    inside, of_head = column < WIDTH, head * WIDTH + column
+    vector = tl.load(vectors + of_head, mask=inside, other=0.0).to(SUM)
+    slope, to_vector = tl.full([], SLOPE, SUM), tl.zeros([COLUMNS], SUM)
+    for number in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = number + tl.zeros([], tl.int64)
+        of_reader = tl.load(reader + row * stride_reader + of_head, mask=inside, other=0.0).to(SUM)
+        sums = tl.zeros([COLUMNS], SUM)
+        end = tl.load(indptr + row + 1)
+        for first in range(tl.load(indptr + row), end, EDGES):
+            edge = first + tl.arange(0, EDGES)
+            is_edge = edge < end
+            which = tl.load(indices + edge, mask=is_edge, other=0)
+            mask = is_edge[:, None] & inside[None, :]
+            pair = _rows(z, stride, which, of_head, mask, SUM) + of_reader[None, :]
+            of_edge = to_logit + edge.to(tl.int64) * HEADS + head
+            through = tl.load(of_edge, mask=is_edge, other=0.0).to(SUM)
+            slopes = tl.where(pair > 0, 1.0, slope) * through[:, None]
+            sums += tl.sum(slopes, 0)
+            to_vector += tl.sum(pair * slopes, 0)
+        place = to_reader + row * stride_to_reader + of_head
+        tl.store(place, (sums * vector).to(to_reader.dtype.element_ty), mask=inside)
+    place = (tl.program_id(0) * HEADS + head) * WIDTH + column
+    tl.store(to_vectors + place, to_vector.to(to_vectors.dtype.element_ty), mask=inside)
+
+
+def _head_shape(width: int, x: Tensor) -> tuple[int, int, tl.dtype, int]:
+    """Columns, edges at a time, type of sums, and warps of a program that makes a row of a head."""
+    columns = _power(width)
+    warps = min(16, max(1, columns // 64))
+    return columns, 8 if columns <= 128 else 4, _sum_of(x), warps
+
+
+def _attended(
+    block: Block, z: Tensor, source: Tensor | None, reader: Tensor, vectors: Tensor | None,
+    heads: int, slope: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sums [R, H], and the logarithm of each sum of exponentials [R, heads]."""
+    width = z.shape[1] // heads
+    columns, edges, sums, warps = _head_shape(width, z)
+    out, total = z.new_empty(block.n_dst, z.shape[1]), _wide(z, block.n_dst, heads)
+    if out.numel():
+        _attend[(block.n_dst * heads,)](
+            block.indptr, block.indices, *_strided(z, source, reader), vectors, out, total,
+            width, heads, slope, columns, edges, sums, num_warps=warps,
+        )  # fmt: skip
+    return out, total
+
+
+def _attended_home(
+    block: Block, z: Tensor, source: Tensor | None, reader: Tensor, vectors: Tensor | None,
+    heads: int, slope: float, out: Tensor, total: Tensor, gradient: Tensor,
+    to_z: Tensor, to_reader: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradients of `_attended`: fills to_z [S, H] and to_reader [R, .].
+
+    Returns that of source [S, heads], or of vectors [heads, W].
+    """
+    width, gradient = z.shape[1] // heads, gradient.contiguous()
+    columns, edges, sums, warps = _head_shape(width, z)
+    inner = (gradient * out).view(block.n_dst, heads, width).sum(2, dtype=total.dtype)
+    to_logit, to_source = _wide(z, block.edges, heads), z.new_empty(block.n_src, heads)
+    shape = (width, heads, slope, columns, edges, sums)
+    if block.n_src:
+        _attend_home[(block.n_src * heads,)](
+            block.t_indptr, block.t_indices, block.order, *_strided(z, source, reader), vectors,
+            total, gradient, inner, to_z, to_z.stride(0), to_source, to_logit,
+            *shape, num_warps=warps,
+        )  # fmt: skip
+    if vectors is None:
+        to_reader.copy_(torch.segment_reduce(to_logit, "sum", offsets=block.indptr, unsafe=True))
+        return to_source
+    programs = min(PROGRAMS, max(block.n_dst, 1))
+    to_vectors = _wide(z, programs, heads, width)
+    _pairs_home[(programs, heads)](
+        block.indptr, block.indices, z, z.stride(0), reader, reader.stride(0), vectors, to_logit,
+        to_reader, to_reader.stride(0), to_vectors, block.n_dst, *shape, num_warps=warps,
+    )  # fmt: skip
+    return to_vectors.sum(0).to(vectors.dtype)
+
+
+def _wide(x: Tensor, *shape: int) -> Tensor:
+    """Room for numbers of the type in which rows are added up."""
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _strided(
+    z: Tensor, source: Tensor | None, reader: Tensor
+) -> tuple[Tensor, int, Tensor | None, int, Tensor, int]:
+    of_source = 0 if source is None else source.stride(0)
+    return z, z.stride(0), source, of_source, reader, reader.stride(0)
+
+
+def attend(block: Block, z: Tensor, of_source: Tensor, of_reader: Tensor, slope: float) -> Tensor:
+    """attention.attend of all heads together."""
+    return apply(_Attend, *map(_by_rows, (z, of_source, of_reader)), block, slope)
+
+
+class _Attend(torch.autograd.Function):
+    """Logits are made again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, of_source: Tensor, of_reader: Tensor, block: Block, slope: float
+    ) -> Tensor:
+        ctx.block, ctx.slope, heads = block, slope, of_source.shape[1]
+        out, total = _attended(block, z, of_source, of_reader, None, heads, slope)
+        ctx.save_for_backward(z, of_source, of_reader, out, total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, of_source, of_reader, out, total = ctx.saved_tensors
+        to_z, to_reader = torch.empty_like(z), torch.empty_like(of_reader)
+        to_source = _attended_home(
+            ctx.block, z, of_source, of_reader, None, of_source.shape[1], ctx.slope,
+            out, total, grad, to_z, to_reader,
+        )  # fmt: skip
+        return to_z, to_source, to_reader, None, None
+
+
+def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float) -> Tensor:
+    """attention.attend_pairs of all heads together."""
+    return apply(_AttendPairs, _by_rows(rows), vectors.contiguous(), block, slope)
+
+
+class _AttendPairs(torch.autograd.Function):
+    """As `_Attend`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
+        ctx.block, ctx.slope = block, slope
+        z, of_reader = rows.chunk(2, 1)
+        out, total = _attended(block, z, None, of_reader, vectors, len(vectors), slope)
+        ctx.save_for_backward(rows, vectors, out, total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, vectors, out, total = ctx.saved_tensors
+        (z, of_reader), to_rows = rows.chunk(2, 1), torch.empty_like(rows)
+        to_z, to_reader = to_rows.chunk(2, 1)
+        to_reader[ctx.block.n_dst :] = 0.0
+        to_vectors = _attended_home(
+            ctx.block, z, None, of_reader, vectors, len(vectors), ctx.slope,
+            out, total, grad, to_z, to_reader,
+        )  # fmt: skip
+        return to_rows, to_vectors, None, None
+
+
+# -- dropout ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix(z):
+    """splitmix64's finalizer, on uint64."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit(do_not_specialize=["low", "high"])
+def _dropout(
+    x, stride, vertices, out, rows, width, low, high,
+    FIRST: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    golden: tl.constexpr = 0x9E3779B97F4A7C15
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    key = (high.to(tl.uint64) << 32) | (low.to(tl.uint64) & 0xFFFFFFFF)
+    key = _mix((tl.load(vertices + row, mask=row < rows, other=0).to(tl.uint64) + key) * golden)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    words = _mix(key[:, None] + ((word + FIRST // 4 + 1).to(tl.uint64) * golden)[None, :])
+    lane = tl.arange(0, 4)
+    bits = ((words[:, :, None] >> (lane * 16).to(tl.uint64)[None, None, :]) & 0xFFFF).to(tl.int32)
+    survives = tl.where(bits >= 32768, bits - 65536, bits) >= THRESHOLD
+    column = word[None, :, None] * 4 + lane[None, None, :] - FIRST % 4
+    inside = (row < rows)[:, None, None] & (column >= 0) & (column < width)
+    values = tl.load(x + row[:, None, None] * stride + column, mask=inside, other=0.0).to(SUM)
+    values = tl.where(survives, values * tl.full([], SCALE, SUM), 0.0)
+    place = out + row[:, None, None] * width + column
+    tl.store(place, values.to(out.dtype.element_ty), mask=inside)
+
+
+def dropout(
+    x: Tensor, vertices: Tensor, key: int, first: int, threshold: int, scale: float
+) -> Tensor:
+    """x [R, H] times `scale` where the hash of (key, vertex, column) survives, else 0 -> [R, H].
+
+    vertices: int64 [R]. first: the column that x begins with. threshold: the least 16-bit number
+    that survives, counted from -2^15.
+    """
+    return apply(_Dropout, x, vertices, key, first, threshold, scale)
+
+
+class _Dropout(torch.autograd.Function):
+    """Its gradient is dropped out alike; the mask is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, vertices: Tensor, *numbers: Any) -> Tensor:
+        ctx.numbers = numbers
+        ctx.save_for_backward(vertices)
+        return _dropped(x, vertices, *numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (vertices,) = ctx.saved_tensors
+        return _dropped(grad, vertices, *ctx.numbers), *[None] * (1 + len(ctx.numbers))
+
+
+def _dropped(
+    x: Tensor, vertices: Tensor, key: int, first: int, threshold: int, scale: float
+) -> Tensor:
+    x, (rows, width) = _by_rows(x), x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    words = triton.cdiv(first % 4 + width, 4)
+    together = min(WORDS, triton.next_power_of_2(words))
+    each = WORDS // together
+    rounded = float(torch.tensor(scale, dtype=x.dtype))
+    # two halves of 32 bits with a sign: Triton would compile once more for each other type
+    low, high = ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, key >> 32
+    _dropout[(triton.cdiv(rows, each), triton.cdiv(words, together))](
+        x, x.stride(0), vertices, out, rows, width, low, high,
+        first, threshold, rounded, each, together, _sum_of(x), num_warps=4,
+    )  # fmt: skip
+    return out
