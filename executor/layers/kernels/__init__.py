@@ -12,9 +12,9 @@ Open
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
     few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random
     mixed_bits.py      for `pack_mixed`, `Mix`: rows of 8, 4 or 2 bits beside each other
-    triton_kernels.py  for what GPUs do by kernels of our own: sums over edges, attention, dropout
-    runtime.py         for typed autograd calls, `backward`, the allocator's settings, and whether
-                       Triton works here
+    gpu.py             for `triton_kernels`: the next file, where a GPU takes it
+    triton_kernels.py  for sums over edges, attention and dropout on GPUs
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
 (H_in and H_out for a linear layer)."""
