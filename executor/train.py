@@ -66,6 +66,7 @@ def train(
     last epoch always has one. may_train: asked before every epoch, counted from 0; training ends
     where it says no. Raises GnnplanError if the loss is not finite.
     """
+    torch.backends.cuda.matmul.allow_tf32 = problem.workload.dtype == "tf32"
     with Shapes.varying(strategy.mode == "mini"):
         training = _Training(rank, problem, strategy, out, epochs, checkpoints)
         for epoch in range(training.first, epochs):

@@ -48,7 +48,12 @@ SHAPES = (
     (2_500, 512, 512),
 )
 # Kinds of dense products, and how many of a kind a sample is the time of.
-PRODUCTS = {"gemm": 2, "weight_gradient": 1, "gemm_bfloat16": 2, "weight_gradient_bfloat16": 1}
+PRODUCTS = {
+    f"{kind}{dtype}": products
+    for kind, products in (("gemm", 2), ("weight_gradient", 1))
+    for dtype in ("", "_bfloat16", "_tf32")
+}
+TF32 = (8, 0)  # compute capability of the first GPUs that have it
 # rows, width; for smaller tensors the framework's own time would dominate
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
 LARGE = (400_000, 256)  # on GPUs, whose L2 would hold the others
@@ -106,6 +111,12 @@ class Computation(Messages):
             found["gather_bfloat16"] = [
                 self.gather(block, width, torch.bfloat16) for block in blocks for width in WIDTHS
             ]
+        if self.device.type == "cuda" and torch.cuda.get_device_capability() >= TF32:
+            notify("products in TF32")
+            torch.backends.cuda.matmul.allow_tf32 = True
+            for product in (self.gemm, self.weight_gradient):
+                found[f"{product.__name__}_tf32"] = [product(*shape) for shape in SHAPES]
+            torch.backends.cuda.matmul.allow_tf32 = False
         sampled = GRAPHS.index(SAMPLED)
         sums = found["gather"][sampled * len(WIDTHS)]
         found["attention"] = [self.attention(blocks[sampled], sums)]

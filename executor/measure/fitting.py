@@ -37,6 +37,7 @@ RATES = {
     "gemm": ("gemm",),
     "weight_gradient": ("weight_gradient",),
     "gemm_bfloat16": ("gemm_bfloat16", "weight_gradient_bfloat16"),
+    "gemm_tf32": ("gemm_tf32", "weight_gradient_tf32"),
 }
 HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")

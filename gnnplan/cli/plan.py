@@ -87,9 +87,10 @@ def plan(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of rows: float32, float64, or bfloat16, half the bytes and memory, with weights"
-            " in float32; auto compares float32 and bfloat16, and takes bfloat16 only where it is"
-            " surely faster or alone fits.  [default: float32]"
+            help="Of rows: float32; tf32, whose products GPUs round and make several times as fast;"
+            " float64; or bfloat16, half the bytes and memory, with weights in float32. auto"
+            " compares float32 and bfloat16, and takes bfloat16 only where it is surely faster or"
+            " alone fits.  [default: float32]"
         ),
     ] = None,
     seed: Annotated[

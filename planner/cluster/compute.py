@@ -72,12 +72,8 @@ class Roofline:
         for each framework operation that is launched.
         """
         device, bandwidth = self.device, self.memory_rate(work.tensor_bytes)
-        is_rounded = work.itemsize == BFLOAT16
-        gemm = device.gemm
-        gradient_rate = gemm if device.weight_gradient is None else device.weight_gradient
-        if is_rounded and device.gemm_bfloat16 is not None:
-            gemm = gradient_rate = device.gemm_bfloat16
-        multiplying = work.flops / gemm + work.weight_gradient_flops / gradient_rate
+        gradient_rate = device.gemm if device.weight_gradient is None else device.weight_gradient
+        multiplying = work.flops / device.gemm + work.weight_gradient_flops / gradient_rate
         reading = work.gemm_bytes / bandwidth
         # On a GPU some warps compute while others wait for memory. A core does one after the other.
         on_gpu = device.kind == "cuda"
@@ -97,7 +93,7 @@ class Roofline:
                 width, distinct * self._read_at_once(row_bytes), rows / distinct
             )
             slowdown = SCATTERED_SLOWDOWN if work.scattered and not on_gpu else 1.0
-            if is_rounded:
+            if work.itemsize == BFLOAT16:
                 slowdown /= device.gather_bfloat16
             seconds = seconds + rows * row_bytes * slowdown / rate
             seconds = seconds + outputs * (

@@ -125,8 +125,9 @@ def drawn(cluster: Cluster) -> Cluster:
         name: rate * memory for name in rates if (rate := getattr(device, name)) is not None
     }
     scaled["gemm"] = device.gemm * factor("device.gemm")
-    if device.gemm_bfloat16 is not None:
-        scaled["gemm_bfloat16"] = device.gemm_bfloat16 * factor("device.gemm")
+    for name in ("gemm_bfloat16", "gemm_tf32"):
+        if (rate := getattr(device, name)) is not None:
+            scaled[name] = rate * factor("device.gemm")
     if device.weight_gradient is not None:
         scaled["weight_gradient"] = device.weight_gradient * factor("device.weight_gradient")
     scaled["launch"] = device.launch * factor("device.launch")

@@ -15,6 +15,7 @@ DEVICE = (
     "gemm",
     "weight_gradient",
     "gemm_bfloat16",
+    "gemm_tf32",
     "memory_bandwidth",
     "cache_bandwidth",
     "hash_rate",

@@ -132,8 +132,10 @@ class Device(Spec):
     gemm: Rate  # dense matrix product, fp32 [flop/s]
     # The same of products whose sums run over rows: gradients of weights. None: as gemm.
     weight_gradient: Rate | None = None
-    # All products of rows in bfloat16 [flop/s]. None: as float32's.
+    # All products of rows in bfloat16, and of rows in float32 whose factors are rounded to TF32
+    # [flop/s]. None: as float32's.
     gemm_bfloat16: Rate | None = None
+    gemm_tf32: Rate | None = None
     memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s]
     # The same by the size of a tensor. Empty: memory_bandwidth at all sizes.
     memory_rates: Rates = Field(default_factory=dict)
@@ -165,6 +167,13 @@ class Device(Spec):
     overlap_tax: float = Field(
         default_factory=lambda given: 0.185 if given.get("kind") == "cuda" else 0.0, ge=0.0, le=1.0
     )
+
+    def multiplying(self, dtype: str) -> Device:
+        """The device at the rates of products of rows in this type."""
+        rate = {"bfloat16": self.gemm_bfloat16, "tf32": self.gemm_tf32}.get(dtype)
+        if rate is None:
+            return self
+        return self.model_copy(update={"gemm": rate, "weight_gradient": None})
 
     def code_of(self, itemsize: int) -> float:
         """Machine code that is kept for each shape of a product of numbers of so many bytes [B]."""

@@ -174,7 +174,12 @@ def estimates(problem: Problem) -> list[str]:
 
 
 def rounded_rows(problem: Problem) -> list[str]:
-    """What rows in bfloat16 are, and how they are priced; nothing where rows are not."""
+    """What rows in bfloat16 or TF32 are, and how they are priced; nothing of other rows."""
+    if problem.workload.dtype == "tf32":
+        return [
+            "Rows are float32, and GPUs round the factors of products to 10 bits (TF32);"
+            f" {rounded_products(problem)}"
+        ]
     if problem.workload.dtype != "bfloat16":
         return []
     return [
@@ -211,17 +216,19 @@ def rounding_cost() -> str:
 
 
 def rounded_products(problem: Problem) -> str:
-    """How fast the device multiplies rows in bfloat16, beside float32."""
-    device = problem.cluster.device
-    if device.gemm_bfloat16 is None:
+    """How fast the device multiplies such rows, in bfloat16 or TF32, beside float32."""
+    device, dtype = problem.cluster.device, problem.workload.dtype
+    own = device.multiplying(dtype)
+    if own is device:
+        measure = "gnnplan measure" + " --dtype bfloat16" * (dtype == "bfloat16")
         return (
-            "bfloat16 products are priced at float32's rate, for this device's own is not known"
-            " (`gnnplan measure --dtype bfloat16` measures it)"
+            f"{dtype} products are priced at float32's rate, for this device's own is not known"
+            f" (`{measure}` measures it)"
         )
-    ratio = device.gemm_bfloat16 / device.gemm
+    ratio = own.gemm / device.gemm
     if ratio < 1:
-        return f"bfloat16 products run at {ratio:.2g} of float32's rate here"
-    return f"bfloat16 products run at {ratio:.2g} times float32's rate here"
+        return f"{dtype} products run at {ratio:.2g} of float32's rate here"
+    return f"{dtype} products run at {ratio:.2g} times float32's rate here"
 
 
 def before_the_first_epoch(best: Candidate) -> list[str]:

@@ -127,7 +127,7 @@ def certainty(found: SearchResult) -> str:
             f"{len(errors)} blind epochs of CPU ranks were off by {show_percent(np.median(errors))}"
             f" in the median, {show_percent(max(errors))} at most"
         )
-    if problem.workload.dtype == "bfloat16":
+    if problem.workload.dtype in ("bfloat16", "tf32"):
         words.append(rounded_products(problem))
     if not problem.stats.known:
         words.append("sizes of halos and frontiers are estimated from statistics")

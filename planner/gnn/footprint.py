@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gnnplan.planner.gnn.counted import Event, amount
-from gnnplan.planner.gnn.model import Layer, Model
+from gnnplan.planner.gnn.model import EDGE_NUMBERS, Layer, Model
 from gnnplan.planner.gnn.workload import Residual
 from gnnplan.planner.vocabulary.numbers import Number
 
@@ -154,7 +154,7 @@ class Prepared:
             spec.norm,
             normed * spec.activates,
             rows * spec.activates,
-            n * width * drops,
+            n * width * drops * (not model.on_gpu),
             rows * drops,
         )
 
@@ -167,7 +167,7 @@ class Prepared:
 
     def backward(self, tape: Tape) -> None:
         """From the gradient of the prepared rows, on the tape, to that of the inputs."""
-        if np.any(self.mask):
+        if np.any(self.dropped):
             tape.touch(self.rows)
             tape.free(self.mask)
         if np.any(self.active):
@@ -197,7 +197,7 @@ class LayerPasses:
         spec, itemsize = model.layers[layer - 1], model.itemsize
         self.spec, self.itemsize, self.apart, self.local = spec, itemsize, apart, local
         self.weight_itemsize, self.in_place = model.weight_itemsize, model.in_place
-        self.edge_numbers = model.edge_numbers
+        self.on_gpu, self.bag = model.on_gpu, BAG * (not model.on_gpu)
         # [B] of a rounded number while it is added up, in the type of weights; 0: rows are not
         # rounded
         self.unrounded = model.weight_itemsize * (model.itemsize < model.weight_itemsize)
@@ -348,6 +348,15 @@ class LayerPasses:
     def scatter_gradient(self, tape: Tape) -> None:
         """From the aggregate's gradient to that of the rows read, over the transposed edges."""
 
+    @property
+    def _totals(self) -> Number:
+        """A sum of exponentials per row and head."""
+        return self.rows * self.spec.heads * self.weight_itemsize
+
+    @property
+    def _logits(self) -> Number:
+        return self.edges * self.spec.heads * self.weight_itemsize
+
     def product(self, n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
         """Temporaries of the backward pass of a product of n rows [B].
 
@@ -369,7 +378,7 @@ class LayerPasses:
         varies: bool = True,
     ) -> Number:
         made_apart = max(h_in * varies, h_out) * (not self.in_place)
-        read = np.minimum(n, block_rows(h_in, h_out, self.itemsize))
+        read = n if self.on_gpu else np.minimum(n, block_rows(h_in, h_out, self.itemsize))
         block = read * (made_apart + h_out * through_relu)
         # per matrix its transpose and the sum of its gradients; and where it is not added in place,
         # the gradient of a block
@@ -402,7 +411,7 @@ class AggregatesFirst(LayerPasses):
 
     def scatter_gradient(self, tape: Tape) -> None:
         tape.take(self.s_in)
-        tape.touch(BAG * self.sources, self.edges * self.unrounded)
+        tape.touch(self.bag * self.sources, self.edges * self.unrounded)
         tape.free(self.r_in * self.spec.matrices)
 
 
@@ -411,7 +420,7 @@ class AggregatesOnly(AggregatesFirst):
 
     def compute(self, tape: Tape) -> None:
         tape.take(self.gathered)
-        tape.touch(BAG * self.rows * (not self.apart))
+        tape.touch(self.bag * self.rows * (not self.apart))
         tape.take(self.r_out * self.spec.bias)
         tape.free(self.gathered * self.spec.bias)
 
@@ -468,6 +477,9 @@ class Attention(LayerPasses):
             tape.take(self.s_out)  # z
             tape.touch(self.s_out)  # z times the attention vector
             tape.take(self.projected)  # z beside its logits
+        if self.on_gpu:
+            tape.take(self.r_out, self._totals, self.r_out)  # outputs, and with the bias
+            return
         # z head by head; slope and weight of every edge; the heads' outputs
         tape.take(self.s_out, self._edge_weights, self.r_out)
         tape.take(self.r_out, self.r_out)  # outputs side by side; with the bias
@@ -476,14 +488,21 @@ class Attention(LayerPasses):
     def compute_backward(self, tape: Tape) -> None:
         spec, itemsize = self.spec, self.itemsize
         tape.take(self.before_relu)
-        # temporaries of one head
-        tape.touch(
-            (self.rows * (spec.heads > 1) + self.sources) * (spec.h_out / spec.heads) * itemsize,
-            self.edges * (3 * LONG + 2 * itemsize),
-            2 * self.rows * LONG,
-        )
-        # what the heads saved; gradients take the place of their rows
-        tape.free(self._edge_weights, self.r_out, self.before_relu)
+        if self.on_gpu:
+            tape.take(self.s_out)
+            tape.touch(self.r_out, self._logits)
+            tape.free(self._totals, self.r_out, self.before_relu)
+        else:
+            # temporaries of one head
+            tape.touch(
+                (self.rows * (spec.heads > 1) + self.sources)
+                * (spec.h_out / spec.heads)
+                * itemsize,
+                self.edges * (3 * LONG + 2 * itemsize),
+                2 * self.rows * LONG,
+            )
+            # what the heads saved; gradients take the place of their rows
+            tape.free(self._edge_weights, self.r_out, self.before_relu)
         tape.touch(self.s_out)  # gradients side by side, or those by the readers' logits
         tape.free(0.0 if self.narrow else self.projected)
         tape.take(self.projected)
@@ -506,21 +525,25 @@ class PairAttention(LayerPasses):
     def compute(self, tape: Tape) -> None:
         if not self.narrow:
             tape.take(self.projected)
-        tape.take(self._edge_weights, self.r_out)
-        tape.touch(self._one_head, INDEX * self.edges, 2 * self._sums)
+        tape.take(self._kept, self.r_out)
+        if not self.on_gpu:
+            tape.touch(self._one_head, INDEX * self.edges, 2 * self._sums)
         after = self.r_out * (self.spec.bias or self.relu)
         tape.take(after)
 
     def compute_backward(self, tape: Tape) -> None:
         tape.take(self.before_relu, self.projected)
-        tape.take(self.edges * (LONG + INDEX))  # the order of edges by source, their readers
-        # of one head: its rows, and products along edges; then their gradient, and sums of rows
-        head = self._one_head + self.r_out / self.spec.heads
-        tape.touch(head, self.edges * 2 * (LONG + self.itemsize))
-        tape.touch(2 * head, self.edges * self.itemsize, 3 * self._sums)
-        tape.free(self.edges * (LONG + INDEX))
+        if self.on_gpu:
+            tape.touch(self.r_out, self._logits)
+        else:
+            tape.take(self.edges * (LONG + INDEX))  # the order of edges by source, their readers
+            # of one head: its rows, and products along edges; then their gradient, sums of rows
+            head = self._one_head + self.r_out / self.spec.heads
+            tape.touch(head, self.edges * 2 * (LONG + self.itemsize))
+            tape.touch(2 * head, self.edges * self.itemsize, 3 * self._sums)
+            tape.free(self.edges * (LONG + INDEX))
         after = self.r_out * (self.spec.bias or self.relu)  # else the aggregate is the output
-        tape.free(self._edge_weights, after, self.before_relu)
+        tape.free(self._kept, after, self.before_relu)
         if not self.narrow:
             tape.free(self.projected)
             tape.take(self.s_in * self.varies)
@@ -532,14 +555,15 @@ class PairAttention(LayerPasses):
         return self.s_out / self.spec.heads
 
     @property
-    def _edge_weights(self) -> Number:
-        return self.edges * self.spec.heads * self.itemsize
+    def _kept(self) -> Number:
+        """From the forward to the backward pass, besides rows: per edge the weight of each head."""
+        return self._totals if self.on_gpu else self.edges * self.spec.heads * self.itemsize
 
     @property
     def _sums(self) -> Number:
         """Sums of two rows, of as many edges as are taken together."""
         width = self.spec.h_out // self.spec.heads
-        return np.minimum(self.edges, max(1, self.edge_numbers // width)) * width * self.itemsize
+        return np.minimum(self.edges, max(1, EDGE_NUMBERS["cpu"] // width)) * width * self.itemsize
 
 
 class Perceptron(LayerPasses):
@@ -599,7 +623,7 @@ class Perceptron(LayerPasses):
     def scatter_gradient(self, tape: Tape) -> None:
         if not self.spec.projects_first:
             tape.take(self.s_in)
-            tape.touch(BAG * self.sources)
+            tape.touch(self.bag * self.sources)
             tape.free(self.r_in)
 
 
@@ -860,7 +884,8 @@ def addition(model: Model, layer: int, own: Number) -> Addition:
         return Addition(dropped, dropped + rows * drops, rows * drops, ())
     after = "bias" if layer == len(model.layers) else ""
     product = Product(own, h_out, model.jumped, True, (after,))
-    read = np.minimum(own, block_rows(h_out, model.jumped, model.itemsize))
+    whole = np.inf if model.on_gpu else block_rows(h_out, model.jumped, model.itemsize)
+    read = np.minimum(own, whole)
     block = read * max(h_out, model.jumped) * (not model.in_place)
     temporaries = (block + (3 - model.in_place) * h_out * model.jumped) * model.itemsize
     backward = dropped + added + rows + np.maximum(temporaries, rows * drops)

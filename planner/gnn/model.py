@@ -126,10 +126,12 @@ class Model:
     # every step has other shapes and oneDNN multiplies.
     by_pieces: bool = False
     # Gradients of products are written where they belong, and a sum of products is added up there,
-    # with ReLU after it (MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made apart, with
-    # ReLU inside; GPUs are counted so too.
-    in_place: bool = False
-    edge_numbers: int = EDGE_NUMBERS["cuda"]
+    # with ReLU after it (cuBLAS, MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made
+    # apart, with ReLU inside.
+    in_place: bool = True
+    # Kernels in Triton and whole products: nothing goes by blocks, dropout keeps no mask, and
+    # attention keeps nothing per edge.
+    on_gpu: bool = True
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
     jump: Jump | None = None
@@ -424,7 +426,7 @@ class Model:
             launches=self._prepare_launches(spec), hash_ops=hashed
         )
         backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
-            elementwise_bytes=passes.MASKED * hashed * self.itemsize
+            elementwise_bytes=self.masked * hashed * self.itemsize
         )
         return forward, backward
 
@@ -624,6 +626,11 @@ class Model:
             return 0.0
         return rows * (4 * self.nonzeros if sparse else spec.h_in)
 
+    @property
+    def masked(self) -> float:
+        """Passes over numbers with dropout, of its gradient."""
+        return passes.MASKED_IN_PASSING if self.on_gpu else passes.MASKED
+
     def _prepare_launches(self, spec: Layer) -> int:
         """Operations of norm, activation and dropout."""
         activate = (1 if spec.norm == "none" else 4) * spec.activates
@@ -760,7 +767,7 @@ class Model:
     def _prepares(self, spec: Layer) -> passes.Both:
         """Per number of the inputs: norm, activation and dropout."""
         forward, backward = passes.ACTIVATE[spec.norm] if spec.activates else (0, 0)
-        return forward, backward + passes.MASKED * bool(self.dropout and spec.drops)
+        return forward, backward + self.masked * bool(self.dropout and spec.drops)
 
     def _ends(self, layer: int) -> passes.Both:
         """Per number of the outputs: bias, ReLU and residual."""

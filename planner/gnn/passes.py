@@ -19,7 +19,9 @@ Both = tuple[float, float]  # of the forward and of the backward pass
 # of inputs that are activated, by their norm
 ACTIVATE: dict[str, Both] = {"none": (2, 3), "layer": (4, 6), "batch": (6, 15)}
 MOMENTS: Both = (6, 9)  # of a rank's own inputs: batch norm's sums, and their gradient
-MASKED = 6.25  # of dropout's gradient: a mask has a byte per number. Masks are made by hash_ops.
+# Of dropout's gradient: on CPUs by a mask, which has a byte per number and is made by hash_ops;
+# GPUs make it again in passing.
+MASKED, MASKED_IN_PASSING = 6.25, 2.0
 BIAS: Both = (2, 1)
 RELU: Both = (2, 3)
 SUM = 3  # of two tensors

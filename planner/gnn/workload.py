@@ -127,8 +127,9 @@ class Workload(Spec):
     lr: float = Field(0.01, gt=0.0, le=100.0)
     epochs: int = Field(50, ge=1, le=MOST)
     # of rows: features, activations, their gradients, messages. Weights, their gradients and the
-    # optimizer's state are float32 where rows are bfloat16.
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    # optimizer's state are float32 where rows are bfloat16. tf32: float32, but GPUs round the
+    # factors of products to 10 bits.
+    dtype: Literal["float32", "float64", "bfloat16", "tf32"] = "float32"
     alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
     theta: float = Field(0.5, gt=0.0, le=1e6)  # GCNII: beta_l = log(theta / l + 1)
     heads: int = Field(4, ge=1, le=10_000)  # GAT, GATv2: of hidden layers; the last layer has one
@@ -144,8 +145,8 @@ class Workload(Spec):
         if dtype == AUTO:
             raise ValueError(
                 f"{AUTO} is no type: only a plan on one number of GPUs chooses one (`gnnplan plan"
-                f" --dtype {AUTO}`, gnnplan.plan(..., dtype='{AUTO}')); use float32, float64 or"
-                " bfloat16 here"
+                f" --dtype {AUTO}`, gnnplan.plan(..., dtype='{AUTO}')); use float32, tf32,"
+                " float64 or bfloat16 here"
             )
         return dtype
 
@@ -273,7 +274,7 @@ class Workload(Spec):
     @property
     def itemsize(self) -> int:
         """[B] of a number of a row."""
-        return {"float64": 8, "float32": 4, "bfloat16": 2}[self.dtype]
+        return {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2}[self.dtype]
 
     @property
     def weight_itemsize(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
-from gnnplan.planner.gnn.model import EDGE_NUMBERS, Model, describe
+from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.links import expect_held_out, hold_out
@@ -125,7 +125,7 @@ class Problem:
             model,
             by_pieces=model.redrawn and device.code_of(b) > 0,
             in_place=b == 2 or (b == 4 and not device.product_code),
-            edge_numbers=EDGE_NUMBERS["cpu"],
+            on_gpu=False,
         )
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:
@@ -144,11 +144,16 @@ class Problem:
     @cached_property
     def cost(self) -> Cost:
         """The cost model of the cluster with ranks placed so."""
-        # a cluster of several what-ifs has arrays and no hash; a Cost keeps its cluster, and its id
-        asked = id(self.cluster), self.placement, self.stats.spread
-        return self.known.recent(
-            "cost", asked, lambda: Cost.of(self.cluster, self.placement, self.stats.spread)
-        )
+        # a cluster of several what-ifs has arrays and no hash; what is kept keeps its cluster, and
+        # its id
+        asked = id(self.cluster), self.placement, self.stats.spread, self.workload.dtype
+
+        def make() -> tuple[Cost, Cluster]:
+            device = self.cluster.device.multiplying(self.workload.dtype)
+            cluster = self.cluster.model_copy(update={"device": device})
+            return Cost.of(cluster, self.placement, self.stats.spread), self.cluster
+
+        return self.known.recent("cost", asked, make)[0]
 
     @property
     def servers(self) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from gnnplan.planner.vocabulary.schedule import Collective, Compute, Gather, Sen
 DEVICE = Device(
     memory=1e9,
     gemm=1e9,
-    gemm_bfloat16=4e9,
     gather_bfloat16=0.5,
     memory_bandwidth=1e8,
     gather={10: 1e6, 1000: 1e8},
@@ -56,8 +55,6 @@ COST = Cost.of(
         (Compute(flops=1e9, gemm_bytes=2e8), 2.0),  # a product of few columns waits for its rows
         (Compute(flops=1e9) + Compute(elementwise_bytes=1e8, launches=2), 3.0),
         (Compute(flops=1e9, weight_gradient_flops=2e9), 3.0),  # as other products where not said
-        # of rows in bfloat16 everywhere, where it is said
-        (Compute(flops=1e9, weight_gradient_flops=1e9, itemsize=2), 0.5),
         (Compute(gathers=(Gather(1e5, 10, 1e3, 1e4),), itemsize=2), 4.0),
     ],
 )
@@ -69,8 +66,6 @@ CORE = Device(
     kind="cpu",
     memory=1e9,
     gemm=1e9,
-    gemm_bfloat16=4e9,
-    gather_bfloat16=0.5,
     weight_gradient=4e8,
     memory_bandwidth=1e8,
     memory_rates={1e3: 4e8, 1e5: 1e8},

@@ -225,6 +225,6 @@ def test_the_command_line_says_what_python_says(tmp_path: Path):
 def test_auto_is_refused_where_nothing_chooses(where: str):
     given: dict[str, Any] = {where: {"dtype": "auto"}}
     with pytest.raises(
-        SpecError, match=r"dtype: auto is no type: .*use float32, float64 or bfloat16"
+        SpecError, match=r"dtype: auto is no type: .*use float32, tf32, float64 or bfloat16"
     ):
         gnnplan.plan("reddit", "l4_box", **given)

@@ -83,6 +83,7 @@ def test_what_takes_over_really_takes_over() -> None:
         assert first(float(factor) / beyond**2) == found.best.strategy.name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
 @pytest.mark.parametrize(
     ("times", "told"),
     [
@@ -91,18 +92,23 @@ def test_what_takes_over_really_takes_over() -> None:
         (16, "run at 16 times float32's rate here"),
     ],
 )
-def test_a_plan_says_how_fast_products_in_bfloat16_are(times: float | None, told: str) -> None:
+def test_a_plan_says_how_fast_rounded_products_are(
+    times: float | None, told: str, dtype: str
+) -> None:
+    """The rate is the device's own for that type, of gradients of weights too."""
     problem = question()
     whole = min(float(c.predicted.epoch_s) for c in search(problem).ranked)
     device = problem.cluster.device
-    device = device.model_copy(update={"gemm_bfloat16": times and device.gemm * times})
+    rate = times and device.gemm * times
+    slow = 1.0 if times else None  # of float32 [flop/s]
+    device = device.model_copy(update={f"gemm_{dtype}": rate, "weight_gradient": slow})
     rounded = replace(
         problem,
-        workload=problem.workload.model_copy(update={"dtype": "bfloat16"}),
+        workload=problem.workload.model_copy(update={"dtype": dtype}),
         cluster=problem.cluster.model_copy(update={"device": device}),
     )
     found = search(rounded)
-    assert f"bfloat16 products {told}" in certainty(found)
+    assert f"{dtype} products {told}" in certainty(found)
     assert told in explain.rounded_rows(rounded)[0]
     slower = min(float(c.predicted.epoch_s) for c in found.ranked) > whole
     assert slower == (times == 0.03)

@@ -75,5 +75,6 @@ class TheirProblem(Problem):
 
     @cached_property
     def model(self) -> Model:
-        model = super().model
-        return TheirModel(**{each.name: getattr(model, each.name) for each in fields(model)})
+        ours = super().model
+        model = {each.name: getattr(ours, each.name) for each in fields(ours)}
+        return TheirModel(**{**model, "in_place": False, "on_gpu": False})

@@ -16,7 +16,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn import few_bits, passes
+from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
@@ -278,7 +278,7 @@ class Pipeline(Strategy):
                 hash_ops=dropped * width,
             ),
             Compute(
-                elementwise_bytes=(3.0 * given + 2 * rows + 4 * taken + passes.MASKED * dropped)
+                elementwise_bytes=(3.0 * given + 2 * rows + 4 * taken + model.masked * dropped)
                 * width
                 * b,
                 launches=4,
