@@ -20,6 +20,7 @@ from gnnplan.executor.layers.copies import Staging
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.train import train
+from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import LANES, recorded_order
 
@@ -364,7 +365,9 @@ def test_peak_memory(
     )
     settled = case.settled(problem)
     predicted = sum(
-        float(np.sum(use)) for name, use in settled.memory(problem).items() if name != "runtime"
+        float(np.sum(use))
+        for name, use in settled.memory(problem).items()
+        if name not in BESIDE_TRAINING
     )
     torch.cuda.empty_cache()
     train(gpu_rank, problem, settled, tmp_path, case.epochs, 0)

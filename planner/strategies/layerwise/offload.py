@@ -48,9 +48,8 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.program.memory import fullest
@@ -217,7 +216,7 @@ def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
         "optimizer": zero + states * model.weights * model.weight_itemsize,
         **fullest(problem, step.fullest_program()),
         "copies": step.under_way,
-        "runtime": zero + RUNTIME[problem.cluster.device.kind],
+        **before_training(problem),
     }
 
 
