@@ -234,6 +234,21 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
             4,
         ),
         (
+            {0: Gone(75, 2), 1: Gone(-15, 2)},
+            {0: "its peers did not answer (NCCL timed out after 600 s)"},
+            "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 600 s in",
+            4,
+        ),
+        (
+            {0: Gone(-6, 1), 1: Gone(-15, 2)},  # where it could not say so itself
+            {},
+            (
+                "rank 0 (server 0) was lost in start: killed by SIGABRT, as torch and Gloo do to a"
+                " rank whose peers are lost"
+            ),
+            4,
+        ),
+        (
             {0: Gone(75, 9), 1: Gone(-9, 2)},
             {0: "Timed out waiting 3000ms"},
             "rank 1 (server 1) was lost in start: killed by SIGKILL",
@@ -287,7 +302,8 @@ def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path:
     from gnnplan.executor.ranks.activity import Activity, seen
 
     for rank, message in notes.items():
-        failure = Failure(failures[rank].exitcode, message, "halo", rank, rank)
+        waited_s = 600.0 * ("NCCL" in message)
+        failure = Failure(failures[rank].exitcode, message, "halo", rank, rank, waited_s)
         Activity(seen(tmp_path, rank)).leave(failure.note)
     error = blame(failures, tmp_path, range(len(failures)), 3.0)
     assert str(error).startswith(words) and error.exit_code == code

@@ -94,8 +94,9 @@ def _room(rank: Rank, problem: Problem, predicted: Mapping[str, float]) -> dict[
     needs = free = 0.0
     if rank.device.type == "cuda":
         free = float(torch.cuda.mem_get_info(rank.device)[0])
-        if problem.cluster.device.kind == "cuda":  # the CUDA context is there already
-            needs = sum(predicted.values()) - predicted.get("runtime", 0.0)
+        if problem.cluster.device.kind == "cuda":  # context and communicators are there already
+            there = ("runtime", "communicators")
+            needs = sum(nbytes for use, nbytes in predicted.items() if use not in there)
     return {
         "host": socket.gethostname(),
         "device": str(rank.device),

@@ -31,6 +31,7 @@ class Failure:
     activity: str  # the operation it was in
     rank: int
     server: int | None  # None: it has not read its plan
+    waited_s: float = 0.0  # for its peers, if that is known [s]
 
     @property
     def note(self) -> str:
@@ -73,13 +74,15 @@ def blame(
             first = waited[0]
             suspects = " or ".join(f"{case.name(r)}, in {case.last_activity(r)}," for r in silent)
             return LostRank(
-                f"{suspects} stopped answering: {case.name(first)} waited {timeout_s:g} s in"
+                f"{suspects} stopped answering: {case.name(first)} waited"
+                f" {case.notes[first]['waited_s'] or timeout_s:g} s in"
                 f" {case.last_activity(first)}. {ended}"
             )
         if len(waited) > 1:
             waiting = ", ".join(f"{case.name(r)} in {case.last_activity(r)}" for r in waited)
             return LostRank(
-                f"ranks do not reach each other: {waiting} waited {timeout_s:g} s. None of them"
+                f"ranks do not reach each other: {waiting} waited"
+                f" {case.notes[waited[0]]['waited_s'] or timeout_s:g} s. None of them"
                 f" died: is a link between them down? {ended}"
             )
     code = failure.exitcode
@@ -87,6 +90,8 @@ def blame(
         reason = f"killed by {signal.Signals(-code).name}"
     else:
         reason = own_note.get("message", f"exit code {code}")
+    if code == -signal.SIGABRT and not own_note:
+        reason += ", as torch and Gloo do to a rank whose peers are lost"
     if code == -signal.SIGKILL and starved:
         reason += f", as the kernel does to processes when memory runs out. {starved}"
     return LostRank(f"{case.name(rank)} was lost in {case.last_activity(rank)}: {reason}. {ended}")

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -315,7 +315,8 @@ class _Process:
             isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
         ):
             message = f"its peers did not answer ({reason})"
-            return self._failure(FAILED_WITH_OTHERS, message, where)
+            waited_s = self.rank.patience if self.rank else self.options.timeout_s
+            return replace(self._failure(FAILED_WITH_OTHERS, message, where), waited_s=waited_s)
         return self._failure(4, f"{_describe(error)} ({self._keep_traceback(error)})", where)
 
     def _keep_traceback(self, error: Exception) -> str:

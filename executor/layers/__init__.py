@@ -5,6 +5,7 @@ Open
     models.py   for the layers (GCN, GraphSAGE, GCNII, GAT, GEN), batch norm, and the whole `Net`
     own.py      for a layer of the user's own, and count.py for what it does
     blocks.py   for features, labels, loss, and `weighted_block`: a layer's edges with weights
+    copies.py   for rows on their way between the server's memory and a GPU
     links.py    for the loss of link prediction, and how well edges rank
     kernels/    for the operations beneath: aggregation, attention, products, dropout
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import Block, SparseRows
 from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.planner.gnn.workload import Workload
@@ -36,10 +37,22 @@ def features(
 ) -> Tensor:
     """Dense features of `rows` [rows + room, F]; the last `room` rows are not filled.
 
-    Rows are converted a few at a time, so they are never in memory twice.
+    Rows are converted a few at a time, so they are never in memory twice. To a GPU they are under
+    way when this returns (copies.py).
     """
     width, x = graph.stats.features, graph.x
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
+    if device.type == "cuda":
+
+        def gather(start: int, stop: int, into: Tensor) -> None:
+            some, numbers = rows[start:stop], into.numpy()
+            if isinstance(x, np.ndarray) and x.dtype == np.float32:
+                take_rows(x, some, numbers)
+            else:
+                numbers[:] = graph.features(some)
+
+        staging(device).load(out[: rows.size], torch.float32, gather)
+        return out
     if isinstance(x, np.ndarray) and device.type == "cpu" and out.dtype == torch.float32:
         take_rows(x, rows, out[: rows.size].numpy())
         return out

@@ -234,6 +234,7 @@ def _attempt(
     else:
         wait_in_turn()
     free = torch.cuda.mem_get_info()[0] if cuda else 0  # before this process fills any
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     env, limit = os.environ, datetime.timedelta(seconds=STUCK)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
@@ -242,8 +243,8 @@ def _attempt(
         rank=int(env["RANK"]),
         world_size=int(env["WORLD_SIZE"]),
         timeout=limit,
+        device_id=device if cuda else None,
     )
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     places = gather_all(int(env.get("GROUP_RANK", "0")), device)
     bench = Bench(
         dist.get_rank(),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.layers.kernels import linear
 from gnnplan.executor.measure.timing import Group, Timing
+from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
@@ -120,8 +121,9 @@ class Messages(Timing):
         peer = second if is_first else first
 
         def ping_pong() -> None:
-            for turn in (dist.send, dist.recv) if is_first else (dist.recv, dist.send):
-                turn(buffer, peer, group=self.me.exchange_group)
+            for turn in (dist.isend, dist.irecv) if is_first else (dist.irecv, dist.isend):
+                for handle in comm.begin(self.me, [(turn, buffer, peer)], self.me.pair(peer)):
+                    handle.wait()
 
         return ping_pong
 

@@ -53,6 +53,8 @@ class Bench(Computation):
         }
         for group in itertools.chain(*self.groups.values()):
             self.me.group(group)  # all ranks ask for all groups in the same order
+            if self.me.backend == "nccl":  # those of `Rank.pair`
+                self.me.group(group[:2])
         found: dict[str, Any] = {"name": device_name(self.device), "active": len(self.apart)}
         # by kind and shape, rounds of a sample per rank
         rounds_by_kind: dict[str, list[list[list[float]]]] = {}

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -36,6 +37,8 @@ from gnnplan.planner.vocabulary.trace import Span
 
 T = TypeVar("T")
 NCCL_LEAST_S = 600.0  # [s] as torch has it
+SPEAKS_FIRST_S = 30.0  # [s] by which torch is more patient than a rank that can say where it is
+LOOK_S = 50e-6  # [s] between two looks at a device that waits for peers
 SCRATCH = "GNNPLAN_SCRATCH"  # the launcher's folder of temporary files; samplers are noted there
 
 
@@ -154,14 +157,44 @@ class Rank:
         """
         if self.device.type != "cuda":
             return
+        lanes = self._streams.values() if all_lanes else ()
+        for stream in (torch.cuda.current_stream(self.device), *lanes):
+            self._await(stream)
         if all_lanes:
             torch.cuda.synchronize(self.device)
-        else:
-            torch.cuda.current_stream(self.device).synchronize()
         with self._lock:
             self._read()
             if self._clock is not None:
                 self._clock.renew()
+
+    def _await(self, stream: Any) -> None:
+        """Wait until the device has done what a stream was given.
+
+        NCCL's messages wait there, and of a peer that is lost it may never hear. Torch then ends
+        this process, which says nothing. So the rank is less patient. Raises RuntimeError.
+        """
+        if self.backend != "nccl" or self.world == 1:
+            stream.synchronize()
+            return
+        begun, looks, shown = time.monotonic(), 0, set[str]()
+        while not stream.query():
+            if (waited := time.monotonic() - begun) > looks:  # a second each
+                looks, shown = looks + 1, shown | self._show_device()
+            if waited > self.patience:
+                raise RuntimeError(f"NCCL timed out after {self.patience:g} s")
+            time.sleep(LOOK_S)
+        for lane in shown:
+            self.activity.end(lane)
+
+    def _show_device(self) -> set[str]:
+        """Let the activity be what the device is in, for the host is ahead of it -> the lanes."""
+        with self._lock:
+            under_way = [
+                span for span, begin, end in self._marked if begin.is_reached and not end.is_reached
+            ]
+        for span in reversed(under_way):  # the first of a lane stays
+            self.activity.begin(span.lane, span.label)
+        return {span.lane for span in under_way}
 
     def _read(self) -> None:
         """Make spans of what has been marked and is over."""
@@ -191,13 +224,18 @@ class Rank:
             self.counted.add(label)
 
     @property
-    def patience(self) -> timedelta:
-        """How long a message may take.
+    def patience(self) -> float:
+        """How long a message may take [s].
 
         Over NCCL a host enqueues a step's messages ahead of it, so they wait for its computation.
         """
-        least = NCCL_LEAST_S if self.backend == "nccl" else 0.0
-        return timedelta(seconds=max(self.timeout_s, least))
+        return max(self.timeout_s, NCCL_LEAST_S if self.backend == "nccl" else 0.0)
+
+    @property
+    def limit(self) -> timedelta:
+        """How long torch lets a message take."""
+        later_s = SPEAKS_FIRST_S if self.backend == "nccl" else 0.0
+        return timedelta(seconds=self.patience + later_s)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The process group of some ranks; None is the group of all ranks.
@@ -208,18 +246,34 @@ class Rank:
             return None
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(
-                list(ranks), backend=self.backend, timeout=self.patience
+                list(ranks), backend=self.backend, timeout=self.limit
             )
             if self.rank in ranks:
                 self.meet(self._groups[ranks])
         return self._groups[ranks]
+
+    def open_pairs(self, distance: int) -> None:
+        """Let ranks send messages to the one `distance` further on, and back. All ranks call this.
+
+        Over NCCL two ranks get a communicator. In one of all ranks, a message that is received
+        would wait for the one that is sent before it, to another rank.
+        """
+        if self.backend == "nccl":
+            for first in range(self.world - distance):
+                self.group((first, first + distance))
+
+    def pair(self, peer: int) -> dist.ProcessGroup | None:
+        """The group in which messages between this rank and the peer go (`open_pairs`)."""
+        if self.backend == "nccl":
+            return self.group((min(self.rank, peer), max(self.rank, peer)))
+        return self.exchange_group
 
     def await_all(self, group: dist.ProcessGroup | None) -> None:
         """A barrier of the group's ranks."""
         if self.world > 1:
             number = torch.zeros(1, device=self.wire_device)
             dist.all_reduce(number, group=group)
-            number.item()  # over NCCL the host has only enqueued the sum
+            self.settle()  # over NCCL the host has only enqueued the sum
 
     def meet(self, group: dist.ProcessGroup) -> None:
         """Connect a new group. All of its ranks call this.
@@ -488,7 +542,12 @@ def _connect(rank: Rank, store: Store) -> None:
     if rank.backend == "gloo":
         wait_in_turn()
     dist.init_process_group(
-        rank.backend, store=store, rank=rank.rank, world_size=rank.world, timeout=rank.patience
+        rank.backend,
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world,
+        timeout=rank.limit,
+        device_id=rank.device if rank.backend == "nccl" else None,  # groups then connect at once
     )
-    rank.exchange_group = dist.new_group(backend=rank.backend, timeout=rank.patience)
+    rank.exchange_group = dist.new_group(backend=rank.backend, timeout=rank.limit)
     rank.meet(rank.exchange_group)

@@ -4,18 +4,24 @@ A rank's rows in the server's memory are in the order of its chunks, so that a c
 neighbours. A layer of a chunk is a segment of its own, as graph parallelism's of a rank. What it
 reads of its rank's other chunks it finds in the server's memory, where these have stored it; what
 it reads of other ranks crosses as a halo. What is loaded for it is let go before the next chunk is
-loaded (planner/strategies/layerwise/chunked.py).
+loaded (planner/strategies/layerwise/chunked.py). On a GPU a thread copies beside computation: while
+a chunk is computed, what the one before has made goes back, and then the next one's rows come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of, features, weighted_block
+from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import (
     Block,
     Rows,
@@ -25,7 +31,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.ownership.layout import Layout, Piece
@@ -33,6 +39,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
 from gnnplan.planner.vocabulary.schedule import Label
 
+T = TypeVar("T")
 HOST = torch.device("cpu")
 
 
@@ -70,6 +77,14 @@ class _Loaded:
     gradient: Tensor | None = None  # of h_l [R, H_l], for a backward pass
     targets: Targets | None = None  # for a loss
 
+    def used_on(self, stream: object) -> None:
+        """Keep its memory from being handed out again before this stream has used it."""
+        of_block = vars(self.block).values() if self.block else ()
+        of_loss = [self.targets.y, self.targets.masks[0]] if self.targets else []
+        for each in (*vars(self).values(), *of_block, *of_loss):
+            if isinstance(each, Tensor) and each.is_cuda:
+                each.record_stream(stream)  # type: ignore[arg-type]
+
 
 class Worker(base.Worker):
     """A rank, and what it keeps in the server's memory."""
@@ -82,6 +97,9 @@ class Worker(base.Worker):
         self.sums = torch.empty(0)  # of the rows of which moments are made next
         assert strategy.chunks is not None
         self.turns = range(strategy.chunks)  # in each of them every rank has a chunk
+        self.copies_beside = rank.device.type == "cuda"  # computation
+        self.coming: Future[_Loaded] | None = None  # the next chunk's
+        self.storing: Future[None] = there(None)  # the last store
         with rank.in_server_memory():
             layout = problem.chunked(strategy.chunks)
             assert isinstance(layout, Layout)
@@ -176,7 +194,22 @@ class Worker(base.Worker):
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """A copy on the device; of a CPU rank too, whose device holds what is copied."""
-        return tensor.to(self.rank.device, copy=True)
+        return tensor.to(self.rank.device, copy=True, non_blocking=tensor.is_pinned())
+
+    def _pick(self, rows: Tensor, places: Tensor, into: Tensor) -> Tensor:
+        """Copy rows of the server's memory to the device -> `into`."""
+        if into.device == rows.device:
+            return torch.index_select(rows, 0, places, out=into)
+
+        def gather(start: int, stop: int, buffer: Tensor) -> None:
+            torch.index_select(rows, 0, places[start:stop], out=buffer)
+
+        staging(self.rank.device).load(into, rows.dtype, gather)
+        return into
+
+    def _submit(self, copy: Callable[[], T]) -> Future[T]:
+        """Copy, on a GPU beside computation, one copy after the other."""
+        return self.rank.in_thread("copy", copy) if self.copies_beside else there(copy())
 
     def _features(self, vertices: np.ndarray, device: torch.device) -> Tensor:
         assert self.problem.graph is not None
@@ -200,9 +233,11 @@ class Worker(base.Worker):
                     source = rows.new_empty(
                         len(part.vertices), rows.shape[1], device=self.rank.device
                     )
-                    _pick(rows, part.places, source[: len(part.places)])
+                    self._pick(rows, part.places, source[: len(part.places)])
                     if part.meets:
-                        outgoing = part.exchange.pack(rows).to(self.rank.device)
+                        given = part.exchange.positions
+                        outgoing = source.new_empty(len(given), rows.shape[1])
+                        self._pick(rows, given, outgoing)
                 block = part.block.mapped(self._copy)
                 loaded = _Loaded(source, block, self._copy(part.vertices), outgoing=outgoing)
             if way == "b":
@@ -228,12 +263,29 @@ class Worker(base.Worker):
 
     def _store_rows(self, step: int, layer: int, chunk: _Chunk, out: Tensor) -> None:
         label = Label("store", step, "f", layer, chunk.number)
-        with self.rank.span(label, "copy", out.nbytes):
-            self.hidden[layer][chunk.own] = out
+
+        def store() -> None:
+            with self.rank.span(label, "copy", out.nbytes):
+                self.hidden[layer][chunk.own].copy_(out, non_blocking=True)
+
+        self.storing = self._submit(store)
+
+    def _arrived(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
+        """`_load`. On a GPU the next chunk's of the layer is then under way."""
+        if not self.copies_beside:
+            return self._load(step, way, layer, chunk)
+        load, following = partial(self._load, step, way, layer), chunk.number + 1
+        coming, self.coming = self.coming or self._submit(partial(load, chunk)), None
+        loaded = coming.result()
+        if following < len(self.chunks):
+            self.coming = self._submit(partial(load, self.chunks[following]))
+        if self.rank.device.type == "cuda":
+            loaded.used_on(torch.cuda.current_stream(self.rank.device))
+        return loaded
 
     def _read(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
-        """`_load`, and the rows read that other ranks have."""
-        loaded = self._load(step, way, layer, chunk)
+        """`_arrived`, and the rows read that other ranks have."""
+        loaded = self._arrived(step, way, layer, chunk)
         if loaded.outgoing is not None:
             part, outgoing, loaded.outgoing = chunk.parts[layer], loaded.outgoing, None
             op = "halo" if way == "f" else "halo_again"
@@ -264,17 +316,36 @@ class Worker(base.Worker):
             near = source.grad[: len(chunk.parts[layer].places)]
             home = self._halo_home(step, layer, chunk, source.grad)
         nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
-        with self.rank.span(Label("store", step, "b", layer, chunk.number), "copy", nbytes):
-            if logits is not None:
-                self.logits[chunk.own] = logits
-            if near is None:
-                return
-            into, part = self.gradients[layer - 1], chunk.parts[layer]
-            if chunk is self.chunks[0]:
-                into.zero_()
-            into.index_add_(0, part.places, near.to(HOST))
-            if home is not None:
-                part.exchange.add_home(into, home.to(HOST))
+        label = Label("store", step, "b", layer, chunk.number)
+
+        def store() -> None:
+            with self.rank.span(label, "copy", nbytes):
+                if logits is not None:
+                    self.logits[chunk.own].copy_(logits, non_blocking=True)
+                if near is not None:
+                    self._add(layer, chunk, near, home)
+
+        self.storing = self._submit(store)
+
+    def _add(self, layer: int, chunk: _Chunk, near: Tensor, home: Tensor | None) -> None:
+        """Add gradients of rows that a layer of the chunk read, and of those that it gave."""
+        into, part = self.gradients[layer - 1], chunk.parts[layer]
+        if chunk is self.chunks[0]:
+            into.zero_()
+        if near.device == HOST:
+            into.index_add_(0, part.places, near)
+        else:  # threads may share this: no row is there twice
+
+            def add(start: int, stop: int, rows: Tensor) -> None:
+                its = part.places[start:stop]
+                if rows.dtype == torch.bfloat16:  # index_add_ of it writes others' rows, too
+                    into.index_copy_(0, its, into.index_select(0, its).add_(rows))
+                else:
+                    into.index_add_(0, its, rows)
+
+            staging(near.device).store(near, add)
+        if home is not None:
+            part.exchange.add_home(into, home.to(HOST))
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -380,6 +451,7 @@ class Worker(base.Worker):
             self._complete_gradient_of_moments(step, layer + 1)
             for chunk in self.chunks:
                 self._backward(step, layer, chunk)
+        self.storing.result()
         return loss, self.logits
 
     @torch.no_grad()
@@ -400,11 +472,3 @@ class Worker(base.Worker):
 def open_worker(rank: Rank, problem: Problem, strategy: Offload, first: int) -> Worker:
     """This rank's part of the strategy."""
     return Worker(rank, problem, strategy)
-
-
-def _pick(rows: Tensor, places: Tensor, into: Tensor) -> None:
-    """Copy rows to a device, without a second copy there."""
-    if into.device == rows.device:
-        torch.index_select(rows, 0, places, out=into)
-    else:
-        into.copy_(rows.index_select(0, places))

@@ -25,6 +25,10 @@ from gnnplan.planner.vocabulary.numbers import Number
 
 # [B] of libraries and context in a process that has done nothing yet
 RUNTIME = {"cpu": 300e6, "cuda": 800e6}
+# [B] of NCCL's own buffers for a communicator, which torch does not count. They grow with its
+# channels, of which NVLink has many and PCIe few (github.com/NVIDIA/nccl, issue 986): two A100s
+# with NVLink took 544 MB, four 688 MB (issue 964).
+COMMUNICATOR = 300e6
 # Numbers of a product's operands that its backward pass reads at a time (the executor's products
 # work block by block), by their bytes: where they take 2, a product is so fast that small blocks
 # cost time.

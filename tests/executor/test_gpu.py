@@ -16,8 +16,11 @@ import torch.distributed as dist
 from plain import difference
 from ranks import Case, Ranks
 
+from gnnplan.executor.layers.copies import Staging
 from gnnplan.executor.ranks.rank import Rank, open_rank
+from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.train import train
+from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import LANES, recorded_order
 
@@ -103,6 +106,84 @@ def test_one_rank_on_the_gpu_equals_the_cpu(
     assert (
         difference({name: p.cpu() for name, p in net.state_dict().items()}, alone.weights) <= 1e-9
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("offload(chunks=3)", {"layers": 3}),
+        ("offload(chunks=3)", {"model": "gat", "heads": 2}),
+        ("data_parallel", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
+        ("data_parallel(prefetch=1)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
+        ("p3(pipelined=True)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
+    ],
+)
+def test_rows_of_the_servers_memory(
+    gpu_rank: Rank,
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    tmp_path: Path,
+    strategy: str,
+    more: dict[str, object],
+) -> None:
+    """They pass the GPU, beside computation, and train it as those of a processor do."""
+    case = Case(strategy, graphs["rough"], workload(**{"model": "sage", **more}), eval_every=2)
+    problem = case.problem(1)
+    net = train(gpu_rank, problem, case.settled(problem), tmp_path, case.epochs, case.eval_every)
+    on_cpu = run_ranks(1, [case])[0]
+    assert (
+        difference({name: p.cpu() for name, p in net.state_dict().items()}, on_cpu.weights) <= 1e-9
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_wait_for_what_they_read_and_write(gpu_rank: Rank, dtype: torch.dtype) -> None:
+    """Through buffers of few rows, while the device is late with what it was given before."""
+    staging = Staging(gpu_rank.device, size=1 << 16)
+    kept = torch.randn(10_000, 64, dtype=dtype)
+    places = torch.randperm(10_000)[:9_000]
+    for _ in range(3):
+        torch.cuda._sleep(CYCLES // 10)
+        busy = torch.full((9_000, 64), 7.0, dtype=dtype, device=gpu_rank.device)
+        total = busy.sum(dtype=torch.float64)
+        del busy  # its memory is handed out again, and must not be written yet
+        into = torch.empty(9_000, 64, dtype=dtype, device=gpu_rank.device)
+        staging.load(into, dtype, lambda start, stop, rows: rows.copy_(kept[places[start:stop]]))
+        twice = into * 2
+        back = torch.zeros_like(kept)
+
+        def scatter(start: int, stop: int, rows: torch.Tensor, back: torch.Tensor = back) -> None:
+            back[places[start:stop]] = rows
+
+        staging.store(twice, scatter)
+        assert into.cpu().equal(kept[places]) and back[places].equal(2 * kept[places])
+        assert float(total) == pytest.approx(7.0 * 9_000 * 64)
+
+
+def test_chunks_are_copied_beside_computation(gpu_rank: Rank) -> None:
+    """In the order of the plan, and while another chunk is computed."""
+    graph = "synthetic:community?vertices=100000&edges=2000000&features=256&classes=16&seed=0"
+    how = {"model": "sage", "layers": 3, "hidden": 256, "dropout": 0.5}
+    case = Case("offload(chunks=4)", graph, how)
+    problem = case.problem(1)
+    device = problem.cluster.device.model_copy(update={"kind": "cuda"})
+    problem = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
+    worker = open_worker(gpu_rank, problem, case.settled(problem))
+    for step in range(3):
+        worker.step(step)
+        gpu_rank.settle(all_lanes=True)
+    schedule = case.settled(problem).schedule(problem, 3)
+    for lane in ("copy", "compute"):
+        labels = [str(task.label) for task in schedule.lane(0, lane) if task.label.op != "update"]
+        assert recorded_order(gpu_rank.spans, 0, lane) == labels
+    copies, computed = (
+        [span for span in gpu_rank.spans if (span.lane, span.step) == (lane, 2)]
+        for lane in ("copy", "compute")
+    )
+    together = sum(
+        max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in copies for b in computed
+    )
+    assert together > 0.3 * min(sum(span.seconds for span in spans) for spans in (copies, computed))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +365,9 @@ def test_peak_memory(
     )
     settled = case.settled(problem)
     predicted = sum(
-        float(np.sum(use)) for name, use in settled.memory(problem).items() if name != "runtime"
+        float(np.sum(use))
+        for name, use in settled.memory(problem).items()
+        if name not in BESIDE_TRAINING
     )
     torch.cuda.empty_cache()
     train(gpu_rank, problem, settled, tmp_path, case.epochs, 0)

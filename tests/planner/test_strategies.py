@@ -18,6 +18,7 @@ from pairwise import covered
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.search import families, search
+from gnnplan.planner.gnn.footprint import COMMUNICATOR
 from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
@@ -44,6 +45,7 @@ from gnnplan.planner.strategies import (
 )
 from gnnplan.planner.strategies.gnnpipe.balance import balance
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
+from gnnplan.planner.strategies.layerwise.granndis import SHARED
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.strategies.program.flowshop import MANY
@@ -605,7 +607,11 @@ def test_one_rank_sends_nothing(problem: Problem):
         p, schedule = strategy.predict(alone), strategy.schedule(alone, 2)
         assert (p.bytes, p.bytes_by_link, p.bytes_total, p.setup_bytes) == ({}, {}, 0, 0)
         of_copies = (float(s) for op, s in p.by_op.items() if op.split(":")[0] in ("load", "store"))
-        assert float(p.comm_s) == pytest.approx(sum(of_copies), abs=ROUND * float(p.epoch_s))
+        copied_s, close = sum(of_copies), ROUND * float(p.epoch_s)
+        if strategy.family == "offload" and alone.cluster.device.kind == "cuda":
+            assert -close <= float(p.comm_s) <= copied_s + close  # beside computation
+        else:
+            assert float(p.comm_s) == pytest.approx(copied_s, abs=close)
         assert not [
             t for t in schedule.tasks + schedule.setup if isinstance(t.work, (Send, Collective))
         ]
@@ -1219,13 +1225,7 @@ def test_more_ranks_never_need_more_memory_each(model: str):
         most = []
         for ranks in (1, 2, 4, 8):
             memory = strategy.memory(problem_of(graph, cluster(1, ranks), model=model, layers=3))
-            most.append(
-                sum(
-                    memory[use]
-                    for use in memory
-                    if use not in ("parameters", "optimizer", "runtime")
-                ).max()
-            )
+            most.append(sum(memory[use] for use in memory if use not in SHARED).max())
         assert most == sorted(most, reverse=True)
 
 
@@ -1258,7 +1258,31 @@ def test_what_costs_memory():
     )
     # a member keeps its own rows and those it reads, so less than all
     alone = problem_of(GRAPHS[0], cluster(1, 1), layers=8)
-    assert total(halved, problem_of(GRAPHS[0], cluster(1, 2), layers=8)) < total(halved, alone)
+    shared = halved.settle(both := problem_of(GRAPHS[0], cluster(1, 2), layers=8)).memory(both)
+    del shared["communicators"]
+    assert sum(shared.values(), np.zeros(2)).max() < total(halved, alone)
+
+
+def test_nccl_has_buffers_of_its_own():
+    """For a communicator of sums and one of exchanges; GNNPipe's for a stage and its neighbours,
+    P3's for peers and twins, those along each axis of a grid. One rank has none, nor has Gloo."""
+
+    def communicators(text: str, where: Cluster, **more: Any) -> list[float]:
+        problem = problem_of(GRAPHS[0], where, layers=4, **more)
+        use = parse(text).settle(problem).memory(problem)
+        return (use.get("communicators", np.zeros(1)) / COMMUNICATOR).tolist()
+
+    assert communicators("graph_parallel", cluster(1, 1)) == [0]
+    assert communicators("graph_parallel", cluster(2, 2)) == [2, 2, 2, 2]
+    assert communicators("gnnpipe(stages=2)", cluster(1, 2)) == [2, 2]
+    assert communicators("gnnpipe(stages=4)", cluster(2, 2)) == [3, 4, 4, 3]
+    assert communicators("gnnpipe(stages=2)", cluster(2, 2)) == [4, 4, 4, 4]
+    mini = {"mode": "mini", "batch": 32, "fanout": (3, 3, 3, 3)}
+    assert communicators("p3", cluster(1, 2), **mini) == [2, 2]
+    assert communicators("p3", cluster(2, 2), **mini) == [4, 4, 4, 4]
+    assert communicators("tensor3d(x=2,y=2,z=1)", cluster(2, 2)) == [4, 4, 4, 4]
+    on_cpu = cluster(2, 2).device.model_copy(update={"kind": "cpu"})
+    assert communicators("gnnpipe", cluster(2, 2).model_copy(update={"device": on_cpu})) == [0]
 
 
 def test_a_checkpoint_of_resgcn_gathers_again():

@@ -55,6 +55,7 @@ class Worker(base.Worker):
         if self.members > 1:
             for stage in range(self.stages):
                 rank.group(tuple(strategy.group(problem, stage)))
+        rank.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload), workload.seed
         self.net = Net(self.shapes, workload, self.layers).to(device)
         must_run_in_parts(self.net, self.layers)

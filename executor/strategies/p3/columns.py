@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gnnplan.executor.layers.blocks import dtype_of, sparse_rows, take_rows
+from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import FeatureRows
 from gnnplan.executor.minibatch.feature_store import by_class, merged
 from gnnplan.executor.ranks.rank import Rank
@@ -65,5 +66,13 @@ class Columns:
         workload, device = self.problem.workload, self.rank.device
         if not isinstance(self.x, np.ndarray):
             return sparse_rows(self.x[ids], workload, device)
-        rows = take_rows(self.x, ids, np.empty((ids.size, self.x.shape[1]), self.x.dtype))
-        return torch.from_numpy(rows).to(device, dtype_of(workload))
+        rows = np.empty((ids.size, self.x.shape[1]), self.x.dtype)
+        if device.type == "cuda":
+            out = torch.empty(rows.shape, dtype=dtype_of(workload), device=device)
+            staging(device).load(
+                out,
+                torch.from_numpy(rows).dtype,
+                lambda start, stop, into: take_rows(self.x, ids[start:stop], into.numpy()),
+            )
+            return out
+        return torch.from_numpy(take_rows(self.x, ids, rows)).to(device, dtype_of(workload))

@@ -86,10 +86,9 @@ class Worker(base.Worker):
         self.net = Net(problem.model, problem.workload).to(device)
         self.sliced = self._cut()
         _must_be_cut_by_columns(self.sliced)
-        for twins in strategy.all_twins(problem):
-            rank.group(twins)
-        for rail in strategy.rails(problem):
-            rank.group(rail)
+        for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
+            if len(group) > 1:
+                rank.group(group)
         edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
         lists = strategy.lists(problem)
         store = strategy.store(problem)

@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike
 
 from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
-    RUNTIME,
     Footprint,
     Prepared,
     Product,
@@ -26,7 +25,7 @@ from gnnplan.planner.gnn.footprint import (
 )
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import Memory, before_training
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
@@ -64,8 +63,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         if s + 1 < pipe.stages:
             # buffers for the gradients that come back
             use["pipeline"][at] = pipe.facts(problem).rows.sum(0) * pipe.handed_bytes(problem, s)
-    use["runtime"] = np.full(problem.ranks, RUNTIME[problem.cluster.device.kind])
-    return use
+    return use | before_training(problem, pipe.groups(problem))
 
 
 def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, np.ndarray]:

@@ -198,6 +198,13 @@ class Pipeline(Strategy):
         g = self.members(problem)
         return range(stage * g, stage * g + g)
 
+    def groups(self, problem: Problem) -> list[range]:
+        """Ranks that meet in a communicator: those of a stage, and two that hand on chunks."""
+        assert self.stages is not None
+        g = self.members(problem)
+        pairs = [range(rank, rank + g + 1, g) for rank in range(problem.ranks - g)]
+        return [self.group(problem, stage) for stage in range(self.stages)] + pairs
+
     def facts(self, problem: Problem) -> ChunkFacts:
         assert self.chunks is not None
         return problem.chunks(self.chunks, self.members(problem))

@@ -24,14 +24,18 @@ rows of h_l; the backward pass begins with the forward pass. The gradient of the
 store takes the gradient of the rows read back, where it is added to what other chunks have left
 there. When a load begins, nothing of the chunk before is on the device.
 
+A GPU copies beside computation: while a chunk is computed, what the one before has made is stored,
+and then the rows of the layer's next chunk are loaded (`beside`).
+
 Which rows a chunk reads is counted by planner/ownership/layout.py, as if each chunk were a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -42,8 +46,8 @@ from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import alike_as, moments
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import Op, Program
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.strategies.program.program import Op, Program, Queued, Step
+from gnnplan.planner.vocabulary.schedule import Compute, Label
 
 COUNTS_AT_ENDS = 8  # [B] by which the offsets of a block's edges are more than its rows, both ways
 
@@ -91,9 +95,15 @@ class ChunkedStep:
         """Those of each rank."""
         return range(self.layout.ranks // self.problem.ranks)
 
+    @property
+    def copies_beside(self) -> bool:
+        """Whether chunks pass the device while others are computed."""
+        return self.problem.cluster.device.kind == "cuda" and len(self.chunks) > 1
+
     def program(self) -> Program:
         step = list(self.ops(self.chunks))
-        return Program(lambda: [step], 1, lambda t: step)
+        order = beside if self.copies_beside else None
+        return Program(lambda: [step], 1, lambda t: step, order=order)
 
     def fullest_program(self) -> Program:
         """The step over one chunk of each kind, which holds as much as the whole step."""
@@ -311,6 +321,17 @@ class ChunkedStep:
 
     # -- memory ----------------------------------------------------------------------------------
 
+    @property
+    def under_way(self) -> np.ndarray:
+        """What is on the device beside the chunk that is computed: first what the one before has
+        made, then what the next one reads [ranks] [B]."""
+        most = np.zeros(self.problem.ranks)
+        if self.copies_beside:
+            for layer, c, way in product(range(1, len(self.model.layers) + 1), self.chunks, "fb"):
+                for copied in (self.loaded_bytes, self.stored_bytes):
+                    most = np.maximum(most, copied(way, layer, c))
+        return most
+
     def _held(self, way: str, layer: int, c: int, held: Held) -> None:
         """Of a load: nothing of the chunk before is left. There is room for the halo."""
         held.let_go()
@@ -358,3 +379,35 @@ class ChunkedStep:
         if (layer, n) not in self._needs:
             self._needs[layer, n] = footprint(kind, self.model, layer, n.rows, n.sources, n.edges)
         return self._needs[layer, n]
+
+
+def beside(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
+    """The order of steps whose copies go beside computation, one after the other (`Order`)."""
+    computed: tuple[Label, ...] = ()  # what was done last, other than copies
+    for step in range(steps):
+        loaded: dict[int | None, tuple[Label, ...]] = {}  # by chunk
+        stored: tuple[Label, ...] = ()
+        for op in _loads_ahead(at(step)):
+            label, after = op.label(step), computed
+            if op.op == "load":
+                loaded[op.chunk] = (label,)
+            elif op.op == "store":
+                stored = (label,)
+            else:  # the step is over when all is stored
+                after += loaded.pop(op.chunk, ()) + (stored if op.chunk is None else ())
+                computed = (label,)
+            yield Queued(op, step, after)
+
+
+def _loads_ahead(ops: Iterable[Op]) -> Iterator[Op]:
+    """Each pass of a layer begins with two loads; at the place of any other stands the next one."""
+    loads = pairwise(op for op in ops if op.op == "load")
+    following = {
+        id(op): later for op, later in loads if (op.way, op.layer) == (later.way, later.layer)
+    }
+    ahead = {id(op) for op in following.values()}
+    for op in ops:
+        if id(op) not in ahead:
+            yield op
+        if id(op) in following:
+            yield following[id(op)]

@@ -50,10 +50,10 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, block, gathers_linearly
+from gnnplan.planner.gnn.footprint import block, gathers_linearly
 from gnnplan.planner.graph.partition import Stopwatch, locality_order
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
 from gnnplan.planner.strategies.layerwise import columns
 from gnnplan.planner.strategies.layerwise.columns import (
     ByColumns,
@@ -173,7 +173,7 @@ class FeatureParallel(Strategy):
             "activations": held["activations"],
             "graph": zero + edges + 16 * own,
             "buffers": held["buffers"],
-            "runtime": zero + RUNTIME[problem.cluster.device.kind],
+            **before_training(problem),
         }
         # at set-up: rows, their columns, and the sums of these
         most = 3 * read if model.aggregate_cached(1) else read

@@ -83,7 +83,8 @@ MOST = 10_000  # the largest max_hop, and the most batches
 MAX_HOP, FANOUT = 1, 15  # defaults of the paper, Sec. 4.3
 DEGREES = ("global", "local")
 GROUPS = ("server", "island")
-SHARED = ("parameters", "optimizer", "runtime")  # uses of memory that batches do not shrink
+# uses of memory that batches do not shrink
+SHARED = ("parameters", "optimizer", "runtime", "communicators")
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class GraNNDis(Strategy):
         if (
             tried[1] <= room
             or problem.workload.norm == "batch"
-            or sum(whole[use].max() for use in SHARED) > room
+            or sum(whole[use].max() for use in SHARED if use in whole) > room
         ):
             return 1
         few, many, most = 1, 1, self._targets(problem)

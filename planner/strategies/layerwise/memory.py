@@ -10,11 +10,11 @@ from collections import Counter
 import numpy as np
 
 from gnnplan.planner.gnn import few_bits
-from gnnplan.planner.gnn.footprint import RUNTIME, block, footprint
+from gnnplan.planner.gnn.footprint import block, footprint
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import Memory, before_training
 from gnnplan.planner.strategies.layerwise.step import (
     Batches,
     ExchangeOptions,
@@ -52,7 +52,7 @@ def memory(
         "halo": zero,
         "graph": zero,
         "buffers": held["buffers"],
-        "runtime": zero + RUNTIME[problem.cluster.device.kind],
+        **before_training(problem),
     }
     if batches:
         loaded = np.max([_constant(problem, batch) for batch in different], axis=0)

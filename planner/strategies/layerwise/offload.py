@@ -11,13 +11,18 @@ of the rows read to those in the server's memory. The last layer goes forward an
     copy     |load|      |store|load|      |store|load|                    |store|..
     compute       |f 1 c0|          |f 1 c1|          |f 2 c0|loss|b 2 c0|
 
+On GPUs copies go beside computation, but for the first load and the last store of a layer's pass:
+
+    copy     |load c0|load c1|store c0|load c2|store c1|..
+    compute          |f 1 c0 .|f 1 c1 . . . . |f 1 c2|
+
 Several ranks do their first chunk at the same time, then their second. A row that is in another
 rank's memory is loaded there and crosses as a halo, once for every chunk that reads it, and once
 more in the backward pass; its gradient goes home. Features are read from the own server's memory.
 
-So a device holds one layer of one chunk. How many chunks a rank has is chosen: the least power of
-two that fits by estimates, or up to sixteen times as many if its real cut does not. More chunks
-read more rows of each other.
+So a device holds one layer of one chunk, and on GPUs one more that comes or goes. How many chunks
+a rank has is chosen: the least power of two that fits by estimates, or up to sixteen times as many
+if its real cut does not. More chunks read more rows of each other.
 
 Exact: the gradient of one process, since no row is missing and none is stale.
 
@@ -43,9 +48,8 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.program.memory import fullest
@@ -211,7 +215,8 @@ def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
         "parameters": zero + model.weights * model.weight_itemsize,
         "optimizer": zero + states * model.weights * model.weight_itemsize,
         **fullest(problem, step.fullest_program()),
-        "runtime": zero + RUNTIME[problem.cluster.device.kind],
+        "copies": step.under_way,
+        **before_training(problem),
     }
 
 

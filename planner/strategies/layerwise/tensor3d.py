@@ -44,9 +44,8 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
 from gnnplan.planner.strategies.layerwise import tiles
 from gnnplan.planner.strategies.layerwise.columns import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
@@ -177,7 +176,7 @@ class Tensor3D(Strategy):
             "activations": held["activations"],
             "graph": zero + sum(edges, zero) + sum(ends, zero) + 8.0 * layers[-1].rows,
             "buffers": held["buffers"],
-            "runtime": zero + RUNTIME[problem.cluster.device.kind],
+            **before_training(problem, (group for axis in AXES for group in grid.groups(axis))),
         }
         # at set-up: features of all columns, and what is made of them
         training = use["activations"] + use["buffers"]

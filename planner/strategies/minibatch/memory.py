@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, block, weighs_edges
+from gnnplan.planner.gnn.footprint import block, weighs_edges
 from gnnplan.planner.gnn.model import Layer
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import Memory, before_training
 from gnnplan.planner.strategies.layerwise.memory import blocks
 from gnnplan.planner.strategies.minibatch.adjacency_store import (
     ENTRY,
@@ -72,7 +72,7 @@ def memory(
         "halo": zero,
         "graph": graph,
         "buffers": buffers,
-        "runtime": zero + RUNTIME[problem.cluster.device.kind],
+        **before_training(problem),
     }
 
 

@@ -18,11 +18,11 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import RUNTIME, Footprint, block, footprint, link_loss, loss
+from gnnplan.planner.gnn.footprint import Footprint, block, footprint, link_loss, loss
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import Memory, before_training
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.p3.slices import INT, Slices
 from gnnplan.planner.strategies.program.held import Held
@@ -68,7 +68,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
             + batchwise_memory.of_order(problem, p3.prefetch)
         ),
         "buffers": held["buffers"],
-        "runtime": zero + RUNTIME[problem.cluster.device.kind],
+        **before_training(problem, (*p3.all_twins(problem), *p3.rails(problem))),
     }
 
 

@@ -39,12 +39,13 @@ def epoch_s(cost: Cost, program: Program, priced: Mapping[Identity, Price]) -> N
         steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
     free: dict[str, Number] = {}  # lane -> when [.., ranks]
     ended: dict[Label, Number] = {}  # -> when [.., ranks]
+    losses: dict[int, Number] = {}  # step -> when its last loss has ended [.., ranks]
     for op, step, after, _ in program.order(lambda t: known[t % len(known)], epoch, steps):
         lane, seconds, is_transfer = takes[id(op)]
         ready = largest((ended[label] for label in after), free.get(lane, 0.0))
         end = (slowest(ready) if is_transfer else ready) + seconds
         free[lane] = ended[op.label(step)] = end
-    last, before = (
-        slowest(ended[Label("loss", count * len(known) - 1)]) for count in (rounds, rounds - 1)
-    )
+        if op.op == "loss":
+            losses[step] = end
+    last, before = (slowest(losses[count * len(known) - 1]) for count in (rounds, rounds - 1))
     return np.asarray(last) - before

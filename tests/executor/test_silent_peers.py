@@ -1,0 +1,90 @@
+"""A peer that NCCL waits for on the device: the rank says so, and where it was, before torch's
+watchdog ends it without a word. The device is a fake that never comes to an end, or late."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.rank_process import _Process
+from gnnplan.executor.ranks import rank as ranks
+from gnnplan.executor.ranks.activity import Activity, read
+from gnnplan.executor.ranks.device_clock import HostMark
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.vocabulary.schedule import Label
+
+
+@dataclass
+class Device:
+    """A stream, and a clock whose first `reached` marks the device has come to."""
+
+    reached: int
+    ends: float = float("inf")  # when the stream is done
+    marks: list[HostMark] = field(default_factory=list)
+
+    def query(self) -> bool:
+        return time.monotonic() > self.ends
+
+    def mark(self) -> HostMark:
+        self.marks.append(HostMark(0.0, len(self.marks) < self.reached))
+        return self.marks[-1]
+
+    def renew(self) -> None:
+        pass
+
+
+def waiting(device: Device, path: Path, patch: pytest.MonkeyPatch) -> Rank:
+    """Rank 0 of two, whose host has begun two exchanges, of which the device is in the first."""
+    patch.setattr(torch.cuda, "current_stream", lambda device_: device)
+    rank = Rank(0, 2, torch.device("cuda", 0), "nccl", activity=Activity(path))
+    rank._clock = device  # type: ignore[assignment]
+    rank.activity.begin("phase", "epoch 3")
+    for layer in (1, 2):
+        with rank.span(Label("halo", 7, "f", layer), "comm"):
+            pass
+    with rank.span(Label("update", 7), "compute"):
+        pass
+    return rank
+
+
+def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "NCCL_LEAST_S", 0.2)
+    rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
+    rank.timeout_s = 0.1
+    assert rank.limit.total_seconds() > rank.patience == 0.2
+    with pytest.raises(RuntimeError, match=r"NCCL timed out after 0\.2 s") as caught:
+        rank.settle()
+    process = _Process(tmp_path / "plan.json", tmp_path, Options(timeout_s=0.1), prepared=True)
+    process.rank, process.activity = rank, rank.activity
+    failure = process._unexpected(caught.value)
+    assert (failure.exit_code, failure.waited_s) == (FAILED_WITH_OTHERS, 0.2)
+    assert failure.message == "its peers did not answer (NCCL timed out after 0.2 s)"
+    assert failure.activity == read(tmp_path / "activity") == "halo:f:l1:s7 of epoch 3"
+
+
+def test_a_device_that_is_late_leaves_the_activity_as_the_host_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(reached=1, ends=time.monotonic() + 0.1)
+    rank = waiting(device, tmp_path / "activity", monkeypatch)
+    rank.settle()
+    assert read(tmp_path / "activity").startswith("what follows")
+
+
+def test_over_gloo_the_device_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
+    rank.backend, synchronized = "gloo", []
+    rank._clock.synchronize = lambda: synchronized.append(1)  # type: ignore[union-attr, attr-defined]
+    rank.settle()
+    assert synchronized == [1] and rank.patience == rank.timeout_s
+    assert rank.limit.total_seconds() == rank.timeout_s
