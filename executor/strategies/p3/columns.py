@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gnnplan.executor.layers.blocks import dtype_of, sparse_rows, take_rows
-from gnnplan.executor.layers.kernels import FeatureRows
+from gnnplan.executor.layers.kernels import FeatureRows, sent
 from gnnplan.executor.minibatch.feature_store import by_class, merged
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.sampling import Ids
@@ -53,7 +53,7 @@ class Columns:
         if store.caches:
             with rank.span(Label("pick", step), "compute"):
                 places = torch.from_numpy(store.slot(rank.rank)[ids[hits]].astype(np.int64))
-                parts.append((hits, self.cached.index_select(0, places.to(rank.device))))
+                parts.append((hits, self.cached.index_select(0, *sent([places], rank.device))))
         return merged(parts, ids.size, rank.device)
 
     def _load(self, ids: Ids, step: int) -> FeatureRows:
@@ -66,4 +66,4 @@ class Columns:
         if not isinstance(self.x, np.ndarray):
             return sparse_rows(self.x[ids], workload, device)
         rows = take_rows(self.x, ids, np.empty((ids.size, self.x.shape[1]), self.x.dtype))
-        return torch.from_numpy(rows).to(device, dtype_of(workload))
+        return sent([torch.from_numpy(rows)], device)[0].to(dtype_of(workload))
