@@ -162,7 +162,8 @@ class _Training:
         rank, worker, checkpoints = self.rank, self.worker, self.checkpoints
         rank.activity.begin("phase", f"epoch {epoch + 1}")
         sent_before, seconds = sum(rank.sent.values()), 0.0
-        loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+        # they stay where they are computed until the epoch is over
+        loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for step in range(epoch * self.steps, (epoch + 1) * self.steps):
             started = now()
             self.learner.zero()
@@ -173,10 +174,12 @@ class _Training:
                 self.gradient_errors.measure(step)
                 started = now()
             self.learner.update(step)
-            rank.settle()
-            seconds += now() - started
-            loss, counts = loss + part.cpu(), counts + worker.counts(logits)
+            loss, counts = loss + part, counts + worker.counts(logits)
             del part, logits
+            seconds += now() - started
+        started = now()
+        rank.settle()
+        seconds += now() - started
         if epoch == self.first + WATCHED_EPOCHS - 1:
             self.watch.stop()
         is_kept = checkpoints is not None and checkpoints.due(epoch + 1)
@@ -297,8 +300,8 @@ def _row(
     numbers = torch.cat(
         [
             torch.tensor([float(loss)], dtype=torch.float64),
-            counts.flatten(),
-            tested.flatten(),
+            counts.flatten().cpu(),
+            tested.flatten().cpu(),
             torch.tensor([float(sent)], dtype=torch.float64),
         ]
     )

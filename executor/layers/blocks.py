@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.copies import staging
-from gnnplan.executor.layers.kernels import Block, SparseRows
+from gnnplan.executor.layers.kernels import Block, SparseRows, sent
 from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -58,7 +58,7 @@ def features(
         return out
     for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
         some = rows[start : start + step]
-        out[start : start + some.size] = torch.from_numpy(graph.features(some))
+        out[start : start + some.size] = sent([torch.from_numpy(graph.features(some))], device)[0]
     return out
 
 
@@ -233,10 +233,11 @@ class Targets:
         y = torch.from_numpy(np.array(graph.y[rows]))
         self.dtype = weight_dtype_of(workload)
         self.y = y.to(device, self.dtype if self.multilabel else torch.int64)
-        self.masks = [
-            torch.from_numpy(np.flatnonzero(mask[rows])).to(device)
-            for mask in (graph.train, graph.val, graph.test)
-        ]
+        parts = np.stack([mask[rows] for mask in (graph.train, graph.val, graph.test)])
+        self.train = torch.from_numpy(np.flatnonzero(parts[0])).to(device)
+        if not self.multilabel:
+            parts &= y.numpy() >= 0
+        self.parts = torch.from_numpy(parts).to(device)  # rows whose answers count [3, R]
         self.total = graph.stats.train_vertices if total is None else total
 
     @property
@@ -247,18 +248,17 @@ class Targets:
     def to_train_on(self, device: torch.device) -> Targets:
         """A copy on a device of what the loss is of."""
         out = copy.copy(self)
-        out.y, out.masks = (
-            self.y.to(device, copy=True),
-            [self.masks[0].to(device, copy=True), *self.masks[1:]],
-        )
+        out.y, out.train = self.y.to(device, copy=True), self.train.to(device, copy=True)
         return out
 
     def loss(self, logits: Tensor) -> Tensor:
         """This rank's part of the mean loss over all `total` training vertices."""
-        train = self.masks[0]
-        if not train.numel():
+        if not self.train.numel():
             return logits.sum().to(self.dtype) * 0.0
-        chosen, y = logits.index_select(0, train).to(self.dtype), self.y.index_select(0, train)
+        chosen, y = logits, self.y
+        if self.train.numel() < self.size:
+            chosen, y = (rows.index_select(0, self.train) for rows in (chosen, y))
+        chosen = chosen.to(self.dtype)
         if self.multilabel:
             return F.binary_cross_entropy_with_logits(chosen, y, reduction="sum") / (
                 self.total * y.shape[1]
@@ -266,24 +266,19 @@ class Targets:
         return F.cross_entropy(chosen, y, reduction="sum") / self.total
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers on train, val and test, float64 [3, 2].
+        """Right and wrong answers on train, val and test, float64 [3, 2] where the logits are.
 
         With several labels per vertex these are 2 TP and FP + FN. So right / (right + wrong) is the
         accuracy, or F1-micro.
         """
-        out = torch.zeros(3, 2, dtype=torch.float64)
-        for i, rows in enumerate(self.masks):
-            if not rows.numel():
-                continue
-            answer, y = logits.index_select(0, rows), self.y.index_select(0, rows)
-            if self.multilabel:
-                positive, true = answer > 0, y > 0.5
-                out[i, 0], out[i, 1] = 2 * (positive & true).sum(), (positive ^ true).sum()
-            else:
-                labelled = y >= 0
-                right = ((answer.argmax(1) == y) & labelled).sum()
-                out[i, 0], out[i, 1] = right, labelled.sum() - right
-        return out
+        if self.multilabel:
+            positive, true = logits > 0, self.y > 0.5
+            right = 2 * (positive & true).sum(1, dtype=torch.int32)
+            wrong = (positive ^ true).sum(1, dtype=torch.int32)
+        else:
+            right = logits.argmax(1) == self.y
+            wrong = ~right
+        return (self.parts[:, None] * torch.stack([right, wrong])).sum(2, dtype=torch.float64)
 
 
 def scores(counts: Tensor) -> list[float | None]:

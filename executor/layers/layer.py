@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
     def gather_beside(self, block: Block, rows: FeatureRows) -> tuple[Tensor, FeatureRows]:
         """`gather` of prepared rows [S, H_in], and those of the destinations [R, H_in]."""
-        return self.gather(block, self.gathers(rows)), rows[: block.n_dst]
+        return self.gather(block, self.gathers(rows)), block.own_rows(rows)
 
     def update(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
@@ -100,7 +100,7 @@ class Layer(nn.Module):
         """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
         rows = self.prepare(x, drop) if moments is None else self.prepare(x, drop, moments)
         gathered, own = self.gather_beside(block, rows)
-        return self.update(gathered, own, x[: block.n_dst], x0, relu)
+        return self.update(gathered, own, block.own_rows(x), x0, relu)
 
 
 class ColumnLayer(Protocol):

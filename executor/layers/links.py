@@ -20,16 +20,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gnnplan.executor.layers.kernels import sent
 from gnnplan.planner.graph.links import Pairs
 
 AT_ONCE = 1 << 20  # numbers of rows that are picked together where no gradient is needed
 
 
-def scores(rows: Tensor, pairs: Pairs) -> Tensor:
-    """Scores [B, 1 + Q] of pairs of these rows [R, H], given by their places: edges, negatives."""
-    heads = rows.index_select(0, torch.from_numpy(pairs.heads).to(rows.device))
-    tails = rows.index_select(0, torch.from_numpy(pairs.tails.ravel()).to(rows.device))
-    return torch.bmm(tails.view(*pairs.tails.shape, -1), heads.unsqueeze(2)).squeeze(2)
+def scores(rows: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
+    """Scores [B, 1 + Q] of pairs of these rows [R, H], given by their places as in `Pairs`."""
+    of_heads, of_tails = rows.index_select(0, heads), rows.index_select(0, tails.flatten())
+    return torch.bmm(of_tails.view(*tails.shape, -1), of_heads.unsqueeze(2)).squeeze(2)
+
+
+def _leads(found: Tensor) -> Tensor:
+    """Comparisons of edges with their negatives that are right, and wrong, float64 [2].
+
+    A tie counts half for either.
+    """
+    lead = found[:, :1] - found[:, 1:]
+    right = (lead > 0).sum(dtype=torch.float64) + (lead == 0).sum(dtype=torch.float64) / 2
+    return torch.stack([right, lead.numel() - right])
 
 
 class LinkTargets:
@@ -39,13 +49,14 @@ class LinkTargets:
     """
 
     def __init__(self, pairs: Pairs, size: int, total: int) -> None:
-        self.pairs, self.size, self.total = pairs, size, total
+        self.heads, self.tails = torch.from_numpy(pairs.heads), torch.from_numpy(pairs.tails)
+        self.size, self.total = size, total
 
     def loss(self, rows: Tensor) -> Tensor:
         """This rank's part of the mean loss over the pairs of all `total` edges."""
-        if not self.pairs.heads.size:
+        if not len(self.heads):
             return rows.sum() * 0.0
-        found = scores(rows, self.pairs)
+        found = scores(rows, self.heads, self.tails)
         is_edge = torch.zeros_like(found)
         is_edge[:, 0] = 1.0
         total = self.total * found.shape[1]
@@ -53,23 +64,19 @@ class LinkTargets:
 
     def counts(self, rows: Tensor) -> Tensor:
         """Right and wrong comparisons of the batch's edges, float64 [3, 2]: none but training's."""
-        out = torch.zeros(3, 2, dtype=torch.float64)
-        out[0] = compared(rows, self.pairs)
+        out = rows.new_zeros(3, 2, dtype=torch.float64)
+        if len(self.heads):
+            out[0] = _leads(scores(rows, self.heads, self.tails))
         return out
 
 
 @torch.no_grad()
 def compared(rows: Tensor, pairs: Pairs) -> Tensor:
-    """How often an edge scores higher than one of its negatives, and how often lower, float64 [2].
-
-    A tie counts half for either.
-    """
-    out = torch.zeros(2, dtype=torch.float64)
+    """How often an edge scores higher than one of its negatives, and how often not, float64 [2]."""
+    out = rows.new_zeros(2, dtype=torch.float64)
     step = max(1, AT_ONCE // max(pairs.tails.shape[1] * rows.shape[1], 1))
     for start in range(0, pairs.heads.size, step):
         some = slice(start, start + step)
-        found = scores(rows, Pairs(pairs.heads[some], pairs.tails[some]))
-        lead = found[:, :1] - found[:, 1:]
-        right = float((lead > 0).sum()) + 0.5 * float((lead == 0).sum())
-        out += torch.tensor([right, lead.numel() - right], dtype=torch.float64)
+        places = [torch.from_numpy(ids[some]) for ids in (pairs.heads, pairs.tails)]
+        out += _leads(scores(rows, *sent(places, rows.device)))
     return out

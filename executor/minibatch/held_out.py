@@ -48,5 +48,5 @@ class HeldOut:
         Those of training, the first row, are none.
         """
         rows = torch.cat([rows, self.exchange.forward(self.exchange.pack(rows))])
-        none = torch.zeros(2, dtype=torch.float64)
+        none = rows.new_zeros(2, dtype=torch.float64)
         return torch.stack([none, *(compared(rows, pairs) for pairs in self.parts)])

@@ -54,6 +54,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
 from gnnplan.executor.layers.blocks import weighted_block
+from gnnplan.executor.layers.kernels import pinned, together
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.device_clock import now
@@ -84,9 +85,10 @@ class Sampled:
     sent: dict[str, int] = field(default_factory=dict)
 
     def pin_memory(self) -> Sampled:
-        """Itself in page-locked memory, so that copies to a GPU overlap; DataLoader calls it."""
-        for part in self.share.parts:
-            part.block = part.block.pinned()
+        """Itself, with edges in page-locked memory, for one copy to a GPU; DataLoader calls it."""
+        blocks = together([part.block for part in self.share.parts], pinned)
+        for part, block in zip(self.share.parts, blocks, strict=True):
+            part.block = block
         return self
 
 

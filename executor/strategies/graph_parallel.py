@@ -11,7 +11,7 @@ is sent in training is packed before, and unpacked before its use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar, cast
@@ -29,6 +29,8 @@ from gnnplan.executor.layers.kernels import (
     dropout,
     pack,
     pack_mixed,
+    sent,
+    together,
     unpack,
     unpack_mixed,
 )
@@ -69,7 +71,7 @@ class _Step:
     moments: Tensor | None = None  # leaf: moments of all ranks' rows [2, H_{l-1}]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Picks:
     """Source rows [S, H] that are some of a rank's own rows and halo [T, H], or sums of some."""
 
@@ -79,13 +81,13 @@ class Picks:
     rows: int  # S
 
     @staticmethod
-    def of(part: Part, device: torch.device) -> Picks | None:
-        """Of a part; None if it reads its own rows and halo as they are."""
+    def of(part: Part) -> Picks | None:
+        """Of a part, on the host; None if it reads its own rows and halo as they are."""
         if part.picks is None:
             return None
-        into = None if part.into is None else torch.from_numpy(part.into).to(device)
+        into = None if part.into is None else torch.from_numpy(part.into)
         there = part.local + int(part.take.sum())
-        return Picks(torch.from_numpy(part.picks).to(device), there, into, part.source.size)
+        return Picks(torch.from_numpy(part.picks), there, into, part.source.size)
 
     @property
     def adds(self) -> bool:
@@ -149,29 +151,39 @@ class Worker(base.Worker):
         self.picks: dict[int, Picks] = {}
         self.vertices: dict[int, Tensor] = {}
         first_with: dict[int, int] = {}  # by part: the first layer that has it
+        host = torch.device("cpu")
         for layer, part in zip(self.layers, share.parts, strict=True):
             twin = first_with.setdefault(id(part), layer)
             if twin == layer:
-                self.exchanges[layer] = Exchange(self.rank, part.give, part.take)
-                if (picks := Picks.of(part, device)) is not None:
+                self.exchanges[layer] = Exchange(self.rank, part.give, part.take, at=host)
+                if (picks := Picks.of(part)) is not None:
                     self.picks[layer] = picks
-                self.vertices[layer] = torch.from_numpy(part.source).to(device)
-                self.blocks[layer] = part.block.to(device)
+                self.vertices[layer] = torch.from_numpy(part.source)
+                self.blocks[layer] = part.block
             else:
                 self.exchanges[layer] = self.exchanges[twin]
                 self.vertices[layer] = self.vertices[twin]
                 self.blocks[layer] = self.blocks[twin]
             self.silent[layer] = not part.meets
-        self.own_vertices = self.scored_vertices = torch.from_numpy(share.own).to(device)
+        self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
         self.ends_meet = share.ends is not None and share.ends.meets
         if share.ends is not None and share.ends.meets:
             self.exchanges[len(self.layers) + 1] = Exchange(
-                self.rank, share.ends.give, share.ends.take
+                self.rank, share.ends.give, share.ends.take, at=host
             )
-            scored = np.concatenate([share.own, share.ends.away])
-            self.scored_vertices = torch.from_numpy(scored).to(device)
+            self.scored_vertices = torch.from_numpy(np.concatenate([share.own, share.ends.away]))
         self.vertices_in_all = share.everyone
-        self.targets = targets_of(problem, share, device, self.batch)
+        self.targets = targets_of(problem, share, host, self.batch)
+
+        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
+            # one by one where all of the graph would be page-locked
+            return [t.to(device) for t in tensors] if self.batch is None else sent(tensors, device)
+
+        both = self.own_vertices, self.scored_vertices
+        self.exchanges, self.picks, self.blocks, self.vertices, both, self.targets = together(
+            (self.exchanges, self.picks, self.blocks, self.vertices, both, self.targets), move
+        )
+        self.own_vertices, self.scored_vertices = both
         self.scored = self.targets  # to which the last logits belong
         self.arriving = torch.empty(
             self._numbers_to_smooth(), dtype=dtype_of(problem.workload), device=device
@@ -232,7 +244,7 @@ class Worker(base.Worker):
 
         def projection() -> tuple[Tensor, Tensor]:
             rows = net.prepare(leaf, drop)
-            return net.project(rows), rows[: self.blocks[layer].n_dst]
+            return net.project(rows), self.blocks[layer].own_rows(rows)
 
         return _Step(leaf, self._kept(projection), projection)
 

@@ -258,7 +258,7 @@ class Worker(base.Worker):
         nbytes = edges + read * self.shapes.layers[layer - 1].h_in * b
         if way == "b":
             return nbytes + rows * self.shapes.layers[layer - 1].h_out * b
-        labels = targets.y.nbytes + targets.masks[0].nbytes
+        labels = targets.y.nbytes + targets.train.nbytes
         return nbytes + (labels if layer == self.last else 0)
 
     def _store_rows(self, step: int, layer: int, chunk: _Chunk, out: Tensor) -> None:

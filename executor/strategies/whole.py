@@ -45,5 +45,5 @@ def counts_of(scored: Sequence[Scored], rows: Tensor) -> Tensor:
     shares = torch.split(rows, [each.size for each in scored])
     return sum(
         (each.counts(share) for each, share in zip(scored, shares, strict=True)),
-        torch.zeros(3, 2),
+        rows.new_zeros(3, 2, dtype=torch.float64),
     )

@@ -14,6 +14,7 @@ Open
     mixed_bits.py      for `pack_mixed`, `Mix`: rows of 8, 4 or 2 bits beside each other
     gpu.py             for `triton_kernels`: the next file, where a GPU takes it
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
+    page_locked.py     for `sent`, `together`, `pinned`: copies to a GPU that nobody waits for
     runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
@@ -37,6 +38,7 @@ from gnnplan.executor.layers.kernels.matmul import (
     weight_gradient,
 )
 from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
+from gnnplan.executor.layers.kernels.page_locked import pinned, sent, together
 from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, pin_no_more_than_asked
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
@@ -64,7 +66,10 @@ __all__ = [
     "pack",
     "pack_mixed",
     "pin_no_more_than_asked",
+    "pinned",
+    "sent",
     "softmax_aggregate",
+    "together",
     "unpack",
     "unpack_mixed",
     "warm_up",

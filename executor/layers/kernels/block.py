@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
+
+from gnnplan.executor.layers.kernels.page_locked import mapped
+from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows
+
+R = TypeVar("R", bound=FeatureRows)
 
 
 class Block:
@@ -68,6 +74,13 @@ class Block:
         self.weight = weight.contiguous().to(self.indptr.device)
         self.t_weight = self.weight[self.order.long()]
 
+    def own_rows(self, rows: R) -> R:
+        """Those of the destinations, the first of the sources' rows [S, H].
+
+        Where these are all, a slice would cost a backward pass that puts its gradient among zeros.
+        """
+        return rows if rows.shape[0] == self.n_dst else cast(R, rows[: self.n_dst])
+
     def per_edge(self, values: Tensor) -> Tensor:
         """A value per destination [R], repeated for each of its edges [E]."""
         return values.repeat_interleave(self.indptr.diff(), output_size=self.edges)
@@ -109,11 +122,7 @@ class Block:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Block:
         """The block of what a function makes of its arrays."""
-        block = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(block, name, function(value))
-        return block
+        return mapped(self, function)
 
     def __repr__(self) -> str:
         return (

@@ -12,6 +12,8 @@ from scipy import sparse
 from torch import Tensor
 from torch.nn import functional as F
 
+from gnnplan.executor.layers.kernels.page_locked import sent
+
 
 class Pattern:
     """Where sparse rows have their Z stored values: CSR, indptr [R + 1] and columns [Z], int32.
@@ -20,8 +22,12 @@ class Pattern:
     its slices too, which are computed once.
     """
 
-    def __init__(self, indptr: Tensor, columns: Tensor, width: int) -> None:
+    def __init__(
+        self, indptr: Tensor, columns: Tensor, width: int, on_host: Tensor | None = None
+    ) -> None:
+        """on_host: indptr once more, in host memory; None: the host waits for it if it is cut."""
         self.indptr, self.columns, self.width = indptr, columns, width
+        self.on_host = indptr if on_host is None else on_host
         self._slices: dict[tuple[int, int], tuple[Pattern, slice]] = {}
 
     def per_number(self, values: Tensor) -> Tensor:
@@ -52,16 +58,18 @@ class Pattern:
         rows = self.per_number(
             torch.arange(len(self.indptr) - 1, dtype=torch.int32, device=order.device)
         )
-        counts = torch.bincount(self.columns, minlength=self.width)
-        return _offsets(counts), rows[order], order.int()
+        starts = torch.arange(self.width + 1, dtype=self.columns.dtype, device=order.device)
+        # torch.bincount would have the host wait for the largest column
+        indptr = torch.searchsorted(self.columns[order], starts, out_int32=True)
+        return indptr, rows[order], order.int()
 
     def cut(self, start: int, stop: int) -> tuple[Pattern, slice]:
         """The pattern of rows [start, stop), and which of the stored values are theirs."""
         if (start, stop) not in self._slices:
-            first, last = self.indptr[[start, stop]].tolist()
-            pattern = Pattern(
-                self.indptr[start : stop + 1] - first, self.columns[first:last], self.width
-            )
+            first, last = self.on_host[[start, stop]].tolist()
+            rows, numbers = slice(start, stop + 1), slice(first, last)
+            indptr, on_host = self.indptr[rows] - first, self.on_host[rows] - first
+            pattern = Pattern(indptr, self.columns[numbers], self.width, on_host)
             self._slices[start, stop] = pattern, slice(first, last)
         return self._slices[start, stop]
 
@@ -134,12 +142,10 @@ class SparseRows:
     def to(self, device: torch.device | str) -> SparseRows:
         if self.values.device == torch.device(device):
             return self
-        return SparseRows.of(
-            self.lengths.to(device),
-            self.pattern.columns.to(device),
-            self.values.to(device),
-            self.shape[1],
-        )
+        parts = self.pattern.indptr, self.pattern.columns, self.values
+        indptr, columns, values = sent(parts, torch.device(device))
+        pattern = Pattern(indptr, columns, self.shape[1], on_host=self.pattern.on_host)
+        return SparseRows(pattern, values)
 
     def __repr__(self) -> str:
         return f"SparseRows(shape={self.shape}, numbers={len(self.values)})"

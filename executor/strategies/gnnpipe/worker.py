@@ -458,7 +458,7 @@ class Worker(base.Worker):
 
     def counts(self, logits: Tensor) -> Tensor:
         """Right and wrong answers [3, 2] of this rank's rows; zeros before the last stage."""
-        total = torch.zeros(3, 2, dtype=torch.float64)
+        total = logits.new_zeros(3, 2, dtype=torch.float64)
         for chunk, targets in zip(self.chunks, self.targets, strict=False):
             total += targets.counts(logits[chunk.rows])
         return total

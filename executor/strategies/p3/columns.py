@@ -54,7 +54,7 @@ class Columns:
         if store.caches:
             with rank.span(Label("pick", step), "compute"):
                 places = torch.from_numpy(store.slot(rank.rank)[ids[hits]].astype(np.int64))
-                parts.append((hits, self.cached.index_select(0, places.to(rank.device))))
+                parts.append((hits, self.cached.index_select(0, *sent([places], rank.device))))
         return merged(parts, ids.size, rank.device)
 
     def _load(self, ids: Ids, step: int) -> FeatureRows:

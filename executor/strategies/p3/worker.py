@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import backward, dropout
+from gnnplan.executor.layers.kernels import backward, dropout, sent, together
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
@@ -43,6 +43,9 @@ from gnnplan.planner.strategies.p3.periods import period
 from gnnplan.planner.strategies.p3.slices import DELAY
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
+
+T = TypeVar("T")
+HOST = torch.device("cpu")
 
 
 class _Summed(torch.autograd.Function):
@@ -200,7 +203,17 @@ class Worker(base.Worker):
         # sparse rows offer what dropout and layer 1 ask of a tensor
         x = cast(Tensor, self.features.read(part.source, step))
         layer = cast(ColumnLayer, net.layer(1))
-        block, vertices = part.block.to(rank.device), torch.from_numpy(part.source).to(rank.device)
+        ends = np.cumsum(part.rows)
+        place = self.rail.index(rank.rank)
+        own_rows = part.rows[place]
+        own = slice(int(ends[place] - own_rows), int(ends[place]))
+        give, take = [np.zeros(0, np.int64)] * rank.world, np.zeros(rank.world, np.int64)
+        for peer, end, count in zip(self.rail, ends.tolist(), part.rows, strict=True):
+            if peer != rank.rank:
+                give[peer], take[peer] = np.arange(end - count, end), own_rows
+        block, vertices, exchange = self._sent(
+            (part.block, torch.from_numpy(part.source), Exchange(rank, give, take, at=HOST))
+        )
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
         with ExitStack() as spans:
             first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
@@ -217,15 +230,11 @@ class Worker(base.Worker):
             rows = dropout(x, workload.seed, step, 1, vertices, p, self.columns.start)
             partial = partial_sums(layer, block, rows, sync)
         del x, rows  # autograd keeps what it needs of them
-        ends = np.cumsum(part.rows)
-        place = self.rail.index(rank.rank)
-        own_rows = part.rows[place]
-        own = slice(int(ends[place] - own_rows), int(ends[place]))
-        give, take = [np.zeros(0, np.int64)] * rank.world, np.zeros(rank.world, np.int64)
-        for peer, end, count in zip(self.rail, ends.tolist(), part.rows, strict=True):
-            if peer != rank.rank:
-                give[peer], take[peer] = np.arange(end - count, end), own_rows
-        return Flight(step, net, share, Exchange(rank, give, take), partial, own)
+        return Flight(step, net, share, exchange, partial, own)
+
+    def _sent(self, things: T) -> T:
+        """Objects on the device, in one copy."""
+        return together(things, lambda tensors: sent(tensors, self.rank.device))
 
     def _total_over_peers(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
         """What sums attention's logits over peers, in the middle of a span of computation.
@@ -276,7 +285,15 @@ class Worker(base.Worker):
         """
         step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
         assert flight.pulled is not None
-        pulled, device = flight.pulled.result(), self.rank.device
+        pulled = flight.pulled.result()
+        blocks, sources, own, targets = self._sent(
+            (
+                [part.block for part in share.parts[1:]],
+                [torch.from_numpy(part.source) for part in share.parts[1:]],
+                torch.from_numpy(share.own),
+                graph_parallel.targets_of(self.problem, share, HOST, share.everyone),
+            )
+        )
         with self.rank.span(Label("forward", step), "compute"):
             summed = flight.partial.detach()[flight.own].clone()
             for part in pulled.view(len(self.rail) - 1, *summed.shape):
@@ -285,7 +302,6 @@ class Worker(base.Worker):
             del pulled
             summed.requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
-            own = torch.from_numpy(share.own).to(device)
 
             def dropping(number: int, vertices: Tensor) -> Drop:
                 return lambda rows: dropout(
@@ -299,14 +315,13 @@ class Worker(base.Worker):
                 return added if summed is None else summed + added
 
             of_layers = added_up(1, h, None)
-            for number, part in enumerate(share.parts[1:], 2):
-                drop = dropping(number, torch.from_numpy(part.source).to(device))
-                h = net.layer(number)(part.block.to(device), h, drop, None, net.relu_after(number))
+            for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
+                drop = dropping(number, source)
+                h = net.layer(number)(block, h, drop, None, net.relu_after(number))
                 of_layers = added_up(number, h, of_layers)
             h = h if of_layers is None else of_layers
         with self.rank.span(Label("loss", step), "compute"):
             leaf = h.detach().requires_grad_()
-            targets = graph_parallel.targets_of(self.problem, share, device, share.everyone)
             logits = net.decode(leaf)
             loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -351,9 +366,10 @@ class Worker(base.Worker):
             self._tail(flight)
             return loss, logits
         done = self.play(step)
-        total = sum((loss for loss, _ in done), torch.zeros(()))
+        device = self.rank.device
+        total = sum((loss for loss, _ in done), torch.zeros((), device=device))
         if not done:
-            return total, torch.zeros(0, self.problem.model.classes)
+            return total, torch.zeros(0, self.problem.model.classes, device=device)
         return total, torch.cat([rows for _, rows in done])
 
     def play(self, t: int, steps: int | None = None) -> list[tuple[Tensor, Tensor]]:

@@ -1,0 +1,372 @@
+"""A CUDA device that does not exist: its tensors say `cuda:0`, and their numbers lie on the host.
+
+What a GPU would refuse is refused: operations on tensors of two devices. What it would be given is
+counted: launches, copies between host and device, and waits of the host. So tests see without a GPU
+where a step waits, and how many kernels it is made of; times they cannot see.
+
+A launch is an operation of torch that computes something. Views and allocations launch nothing; a
+few operations of torch are several kernels (`SEVERAL`), and the product's own kernels are one
+(`OURS`). Autograd's operations are counted like others."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from gnnplan.executor.layers.kernels import (
+    GOLDEN,
+    Block,
+    aggregation,
+    attention,
+    hashed_dropout,
+    mix,
+)
+
+CUDA = torch.device("cuda", 0)
+FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")
+ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+SEVERAL = {"slice_backward": 2, "select_backward": 2, "index_select_backward": 2}
+READ = {  # the host reads what the device has computed, if only how large a result is
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
+    "bincount", "equal", "is_nonzero", "_assert_scalar",
+}  # fmt: skip
+
+
+class Device:
+    """What the pretend device has been asked for."""
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()  # launches, copies, waits
+        self.operations: collections.Counter[str] = collections.Counter()  # by name
+        self.may_wait = True
+
+    def launch(self, name: str, times: int = 1) -> None:
+        self.counts["launches"] += times
+        self.operations[name] += times
+
+    def wait(self, why: str) -> None:
+        """The host waits for all that it has asked for. Raises AssertionError if it may not."""
+        assert self.may_wait, f"the host waits for the device: {why}"
+        self.counts["waits"] += 1
+        self.operations[f"wait: {why}"] += 1
+
+    def copy(self, host: Tensor, in_background: bool, what: str) -> None:
+        """Numbers cross between host and device."""
+        if host.numel():
+            self.counts["copies"] += 1
+            if not (in_background and is_pinned(host)):
+                self.wait(f"{what}, not in the background or not of page-locked memory")
+
+    @contextlib.contextmanager
+    def no_waits(self) -> Iterator[None]:
+        """The host may not wait in this block."""
+        self.may_wait = False
+        try:
+            yield
+        finally:
+            self.may_wait = True
+
+
+PINNED: dict[int, Any] = {}  # storages in page-locked memory, by address
+
+
+def is_pinned(host: Tensor) -> bool:
+    return not isinstance(host, OnDevice) and host.untyped_storage().data_ptr() in PINNED
+
+
+def pin(host: Tensor) -> Tensor:
+    copy = host.clone()
+    PINNED[copy.untyped_storage().data_ptr()] = copy.untyped_storage()
+    return copy
+
+
+DEVICE = Device()
+
+
+class OnDevice(Tensor):
+    """A tensor of the pretend device; `host` has its numbers."""
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> OnDevice:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+        )  # fmt: skip
+        made.host = host
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def record_stream(self, stream: object) -> None:
+        """Keep memory for a stream."""
+
+    def __repr__(self, **_: object) -> str:
+        return f"OnDevice({self.host})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, flat = func._schema.name.split("::")[1], tree_flatten((args, kwargs))[0]
+        is_copy = name in ("copy_", "_copy_from")
+        if is_copy and not all(isinstance(t, OnDevice) for t in args[:2]):
+            host = next(t for t in args[:2] if not isinstance(t, OnDevice))
+            if host.dim() or not isinstance(args[0], OnDevice):
+                DEVICE.copy(host, args[2] if len(args) > 2 else False, "copy")
+        else:
+            for other in flat:
+                if (
+                    isinstance(other, Tensor)
+                    and not isinstance(other, cls)
+                    and other.dim()
+                    and other.numel()
+                ):
+                    raise RuntimeError(f"{name}: expected all tensors on one device, not {other}")
+        if name in READ or _sizes_itself(name, args, kwargs or {}):
+            DEVICE.wait(name)
+        given = {t.host.untyped_storage().data_ptr() for t in flat if isinstance(t, OnDevice)}
+        if "device" in (kwargs or {}):
+            kwargs["device"] = None
+        out = func(
+            *tree_map_only(OnDevice, _host, args), **tree_map_only(OnDevice, _host, kwargs or {})
+        )
+        made = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.numel()]
+        is_view = (
+            not func._schema.is_mutable
+            and made
+            and all(t.untyped_storage().data_ptr() in given for t in made)
+        )
+        if not (is_view or name in ALLOCATE) and (made or func._schema.is_mutable):
+            DEVICE.launch(name, SEVERAL.get(name, 1))
+        return tree_map_only(Tensor, OnDevice, out)
+
+
+def _host(tensor: OnDevice) -> Tensor:
+    return tensor.host
+
+
+def _sizes_itself(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the size of an operation's result depends on numbers."""
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        masks = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        return masks and (name == "index" or args[2].numel() > 1)
+    return False
+
+
+# -- what torch and the product call ---------------------------------------------------------------
+
+
+def _is_cuda(device: object) -> bool:
+    return device is not None and torch.device(device).type == "cuda"  # type: ignore[arg-type]
+
+
+def _made_by(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of torch that makes tensors, on the pretend device if it is asked to."""
+
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        if _is_cuda(device):
+            needs_gradient = kwargs.pop("requires_grad", False)
+            out = factory(*args, **kwargs)
+            if factory.__name__ == "tensor":
+                DEVICE.copy(out, False, "torch.tensor")
+            elif factory.__name__ != "empty" and out.numel():
+                DEVICE.launch(factory.__name__)
+            return OnDevice(out).requires_grad_(needs_gradient)
+        out = factory(*args, **kwargs, **({} if device is None else {"device": device}))
+        return pin(out) if pin_memory else out
+
+    return make
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Tensor.to, with CUDA devices in place of which there is only the pretend one."""
+    device, dtype, non_blocking, _ = (
+        torch._C._nn._parse_to(  # type: ignore[attr-defined]
+            *(arg for arg in args if not isinstance(arg, Tensor)),
+            **{
+                k: v
+                for k, v in kwargs.items()
+                if k in ("device", "dtype", "non_blocking") and v is not None
+            },
+        )
+        if args or set(kwargs) - {"copy", "memory_format"}
+        else (None, None, False, None)
+    )
+    rest = {} if dtype is None else {"dtype": dtype}
+    if kwargs.get("copy"):
+        rest["copy"] = True
+    if device is None or _is_cuda(device) == isinstance(tensor, OnDevice):
+        return TO(tensor, **rest) if rest else tensor
+    if isinstance(tensor, OnDevice):
+        tensor, rest["copy"] = TO(tensor, dtype) if dtype else tensor, True
+        DEVICE.copy(tensor.host, non_blocking, "copy to the host")
+        return tensor.host.clone()
+    DEVICE.copy(tensor, non_blocking, "copy to the device")
+    return OnDevice(TO(tensor.detach(), dtype or tensor.dtype, copy=True))
+
+
+def _new_empty(tensor: Tensor, *size: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    out = NEW_EMPTY(tensor.host if isinstance(tensor, OnDevice) else tensor, *size, **kwargs)
+    is_there = isinstance(tensor, OnDevice) if device is None else _is_cuda(device)
+    return OnDevice(out) if is_there else out
+
+
+TO, NEW_EMPTY = Tensor.to, Tensor.new_empty
+
+
+def _is_read(name: str) -> Callable[..., Any]:
+    original = getattr(Tensor, name)
+
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensor, OnDevice):
+            return original(tensor, *args, **kwargs)
+        if name != "tolist":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu()")
+        DEVICE.wait(name)
+        return tensor.host.tolist()
+
+    return read
+
+
+class Stream:
+    """Work is done when it is given, so a stream has nothing left to do."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        DEVICE.wait("Stream.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self) -> Event:
+        return Event()
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    wait_stream = wait_event
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        """Wait for a part of what the host has asked for, which may be long over."""
+        DEVICE.counts["events"] += 1
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: object) -> float:
+        return 0.0
+
+
+# -- the product's own kernels ---------------------------------------------------------------------
+
+
+def _dropout(
+    x: Tensor, vertices: Tensor, key: int, first: int, threshold: int, scale: float
+) -> Tensor:
+    keys = mix((vertices + key) * GOLDEN)
+    steps = torch.arange(first // 4 + 1, (first + x.shape[1] + 3) // 4 + 1) * GOLDEN
+    words = mix(keys[:, None] + steps).view(torch.int16)
+    return x * (words[:, first % 4 :][:, : x.shape[1]] >= threshold) * scale
+
+
+# name -> what computes the same on the host, and launches forward and backward
+OURS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
+    "spmm": (aggregation.spmm, 1, 0),
+    "dropout": (_dropout, 1, 1),
+    "attend": (attention.attend, 1, 5),
+    "attend_pairs": (attention.attend_pairs, 1, 7),
+}
+
+
+class _Kernel(torch.autograd.Function):
+    """One of them."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *args: Any) -> Tensor:
+        of_host, launches, ctx.launches = OURS[name]
+        assert all(isinstance(arg, OnDevice) for arg in args if isinstance(arg, Tensor)), name
+        on_host = [_on_host(arg) for arg in args]
+        for i, needed in enumerate(ctx.needs_input_grad[1:]):
+            if needed:
+                on_host[i] = on_host[i].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.out = of_host(*on_host)
+        ctx.name, ctx.leaves = name, on_host
+        if ctx.out.numel():
+            DEVICE.launch(name, launches)
+        return OnDevice(ctx.out.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        leaves = [leaf for leaf, is_needed in zip(ctx.leaves, needed, strict=True) if is_needed]
+        DEVICE.launch(f"{ctx.name} backward", ctx.launches)
+        gradients = map(OnDevice, torch.autograd.grad(ctx.out, leaves, grad.host))  # type: ignore[attr-defined]
+        return None, *(next(gradients) if is_needed else None for is_needed in needed)
+
+
+def _on_host(arg: Any) -> Any:
+    if isinstance(arg, OnDevice):
+        return arg.host
+    return arg.mapped(_on_host) if isinstance(arg, Block) else arg
+
+
+@pytest.fixture
+def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """The pretend device, in place of CUDA."""
+    global DEVICE
+    DEVICE = Device()
+    for name in FACTORIES:
+        monkeypatch.setattr(torch, name, _made_by(getattr(torch, name)))
+    monkeypatch.setattr(Tensor, "new_empty", _new_empty)
+    monkeypatch.setattr(Tensor, "to", _to)
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: _to(tensor, "cpu"))
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "is_pinned", is_pinned)
+    for name in ("numpy", "tolist", "__array__"):
+        monkeypatch.setattr(Tensor, name, _is_read(name))
+    for name, value in {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": Stream,
+        "stream": contextlib.nullcontext,
+        "synchronize": lambda device=None: DEVICE.wait("synchronize"),
+        "set_device": lambda device: None,
+        "set_stream": lambda stream: None,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    kernels = {name: functools.partial(_Kernel.apply, name) for name in OURS}
+    for module in (aggregation, attention, hashed_dropout):
+        monkeypatch.setattr(module, "triton_kernels", lambda: SimpleNamespace(**kernels))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a module's .to
+    yield DEVICE
+    torch.__future__.set_swap_module_params_on_conversion(before)

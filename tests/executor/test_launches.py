@@ -1,0 +1,242 @@
+"""What one rank asks of a GPU in a step: no wait, few copies and so many launches, counted on a
+device that does not exist (pretend_device.py). The losses are those of a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairwise import covered
+from pretend_device import CUDA, Device, OnDevice, pretend_device
+from ranks import Case, Ranks, Result
+
+from gnnplan.executor import train
+from gnnplan.executor.layers.kernels import sent
+from gnnplan.executor.ranks.learner import Learner
+from gnnplan.executor.ranks.rank import Rank
+
+__all__ = ["pretend_device"]
+
+MODELS = ("sage", "gcn", "gcnii", "gat", "gatv2", "gin", "resgcn", "sgc")
+# Of a step, by model, with its loss, its answers and the optimizer; they may only fall. 0: the
+# strategy refuses the model.
+LAYERWISE = (60, 51, 93, 138, 81, 72, 148, 34)
+BATCHES = (60, 49, 91, 136, 79, 70, 156, 32)
+LAUNCHES = {
+    "graph_parallel": LAYERWISE,
+    "graph_parallel(narrow=True)": LAYERWISE,
+    "graph_parallel(checkpoint=True)": (75, 63, 111, 167, 95, 90, 205, 40),
+    "graph_parallel(trim=True)": (58, 47, 89, 134, 77, 68, 152, 30),
+    "bns": (60, 51, 93, 0, 0, 72, 0, 34),
+    "pipegcn": LAYERWISE,
+    "granndis": LAYERWISE,
+    "gnnpipe(chunks=4)": (303, 255, 429, 607, 379, 339, 720, 197),
+    "feature_parallel": (67, 57, 93, 0, 0, 77, 0, 45),
+    "tensor3d": (75, 57, 0, 0, 0, 0, 0, 0),
+    "data_parallel": BATCHES,
+    "gsplit": BATCHES,
+    "dnp": (60, 49, 0, 136, 79, 70, 0, 32),
+    "snp": (60, 49, 0, 0, 0, 0, 0, 32),
+}
+OF_BATCHES = ("data_parallel", "gsplit", "dnp", "snp")
+# of an epoch: its end, then its loss and its answers
+WAITS = {"waits": 3, "copies": 1}
+
+
+def case_of(strategy: str, model: str, graph: str, **more: object) -> Case:
+    """Three steps: as many epochs, or one epoch of as many batches."""
+    of_batches = {"mode": "mini", "batch": 8, "fanout": (3, 3, 2)}
+    work = {"model": model, "layers": 3, "hidden": 16, "dropout": 0.5, "lr": 0.01, "seed": 3}
+    if strategy not in OF_BATCHES:
+        return Case(strategy, graph, work | more)
+    return Case(strategy, graph, work | of_batches | more, epochs=1)
+
+
+def trained(
+    case: Case, device: Device, out: Path, monkeypatch: pytest.MonkeyPatch, may_wait: bool = False
+) -> tuple[Result, Counter[str], Counter[str]]:
+    """Train on the pretend device -> what is left, and what is asked of it in the second step:
+    counts and operations."""
+    open_worker, zero, update = train.open_worker, Learner.zero, Learner.update
+    began: list[tuple[Counter[str], Counter[str]]] = []
+
+    def begin(learner: Learner) -> None:
+        began.append((device.counts.copy(), device.operations.copy()))
+        zero(learner)
+
+    def open_watched(*args: Any) -> Any:
+        worker = open_worker(*args)
+        step = worker.step
+
+        def watched(number: int) -> Any:
+            with nullcontext() if may_wait else device.no_waits():
+                return step(number)
+
+        worker.step = watched  # type: ignore[method-assign]
+        return worker
+
+    def updated(learner: Learner, step: int) -> None:
+        with device.no_waits():
+            update(learner, step)
+
+    monkeypatch.setattr(train, "open_worker", open_watched)
+    monkeypatch.setattr(Learner, "zero", begin)
+    monkeypatch.setattr(Learner, "update", updated)
+    problem = case.problem(1)
+    rank = Rank(0, 1, CUDA, "nccl", streams=True)
+    train.train(rank, problem, case.settled(problem), out, case.epochs, eval_every=0)
+    rank.close()
+    (counts, operations), (counts_after, operations_after) = began[1:3]
+    return Result(case, 1, out), counts_after - counts, operations_after - operations
+
+
+def needs(row: tuple[str, str, int]) -> set[Hashable]:
+    """Every strategy, and every model on the full graph and in batches."""
+    return {row[0], (row[1], row[0] in OF_BATCHES)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "launches"),
+    covered(
+        [
+            (strategy, model, most)
+            for strategy, budget in LAUNCHES.items()
+            for model, most in zip(MODELS, budget, strict=True)
+            if most
+        ],
+        needs,
+    ),
+)
+def test_a_step_waits_for_nothing(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    pretend_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    model: str,
+    launches: int,
+) -> None:
+    case = case_of(strategy, model, graphs["rough"])
+    alone = run_ranks.alone(case)
+    found, counts, operations = trained(case, pretend_device, tmp_path, monkeypatch)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert counts["launches"] <= launches, operations.most_common()
+    if strategy in OF_BATCHES:
+        assert counts["waits"] == 0 and counts["copies"] <= 2, operations
+    else:
+        assert {name: counts[name] for name in WAITS} == WAITS, operations
+
+
+@pytest.mark.parametrize(
+    ("strategy", "graph", "more"),
+    [
+        ("graph_parallel", "multi", {}),
+        ("graph_parallel", "sparse", {}),
+        ("data_parallel", "sparse", {}),
+        ("data_parallel", "rough", {"task": "link", "negatives": 2, "batch": 80}),
+        ("data_parallel", "rough", {"dtype": "float64"}),
+        ("snp", "multi", {}),
+    ],
+)
+def test_other_labels_features_and_numbers(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    pretend_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    graph: str,
+    more: dict[str, object],
+) -> None:
+    case = case_of(strategy, "sage", graphs[graph], **more)
+    alone = run_ranks.alone(case)
+    found, counts, operations = trained(case, pretend_device, tmp_path, monkeypatch)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert counts["waits"] <= WAITS["waits"] * (strategy not in OF_BATCHES), operations
+
+
+@pytest.mark.parametrize("model", ["sage", "gat"])
+def test_offload_waits_for_its_copies_alone(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    pretend_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+) -> None:
+    """Its rows come from the server's memory and go back there."""
+    case = case_of("offload(chunks=3)", model, graphs["rough"])
+    alone = run_ranks.alone(case)
+    found = trained(case, pretend_device, tmp_path, monkeypatch, may_wait=True)[0]
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+# -- the device itself -----------------------------------------------------------------------------
+
+
+def test_devices_do_not_mix(pretend_device: Device) -> None:
+    here, there = torch.arange(4.0), torch.arange(4.0, device=CUDA)
+    assert there.is_cuda and there.device == CUDA
+    with pytest.raises(RuntimeError, match="on one device"):
+        there + here
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    assert (there + torch.tensor(1.0)).cpu().tolist() == [1, 2, 3, 4]  # as CUDA has it
+
+
+def test_launches_copies_and_waits_are_counted(pretend_device: Device) -> None:
+    there = torch.arange(4.0, device=CUDA).requires_grad_()
+    pretend_device.counts.clear()
+    rows = there[1:].view(3, 1).t()
+    assert not pretend_device.counts, "a view launches nothing"
+    (2 * rows).sum().backward()
+    # two forward; the seed, and gradients: of the sum a view, of the product, of the slice two
+    assert pretend_device.counts == {"launches": 2 + 4}
+    assert isinstance(there.grad, OnDevice) and there.grad.cpu().tolist() == [0, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda rows: float(rows.sum()),
+        lambda rows: bool(rows.any()),
+        lambda rows: rows.tolist(),
+        lambda rows: rows.cpu(),
+        lambda rows: rows.nonzero(),
+        lambda rows: rows[rows > 1],
+        lambda rows: rows.repeat_interleave(rows.long()),
+        lambda rows: rows.long().bincount(),
+        lambda rows: torch.tensor([1.0], device=CUDA),
+        lambda rows: torch.ones(4).to(CUDA),
+        lambda rows: torch.ones(4).to(CUDA, non_blocking=True),
+        lambda rows: rows.copy_(torch.ones(4)),
+        lambda rows: torch.cuda.current_stream().synchronize(),
+    ],
+)
+def test_waits_are_noticed(pretend_device: Device, ask: Any) -> None:
+    rows = torch.arange(4.0, device=CUDA)
+    with pretend_device.no_waits():
+        torch.ones(4).pin_memory().to(CUDA, non_blocking=True)
+        with pytest.raises(AssertionError, match="the host waits"):
+            ask(rows)
+
+
+def test_what_crosses_together_crosses_once(pretend_device: Device) -> None:
+    """Tensors of several types and shapes, one of them empty and one transposed."""
+    here = [
+        torch.arange(3),
+        torch.zeros(0, 5),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor([True, False]),
+    ]
+    with pretend_device.no_waits():
+        there = sent(here, CUDA)
+    assert pretend_device.counts["copies"] == 1 and pretend_device.counts["launches"] == 0
+    for before, after in zip(here, there, strict=True):
+        assert after.is_cuda and after.dtype == before.dtype and after.cpu().equal(before)
