@@ -8,6 +8,7 @@ RUN ?= runs/demo
 SOAK ?= 600
 GPU_PYTHON ?= python3
 GPU_OUT ?= runs/gpu
+MINUTES ?= 9
 # Images often set it; every process would compile torch anew, which takes longer than to import it.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -54,8 +55,8 @@ bench: .venv/.installed  ## timings: ratios measured side by side, never asserte
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py ddp
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/minibatch.py split
 
-gpu:  ## all that only a GPU can show, with the torch of $(GPU_PYTHON); see benchmarks/gpu.py --help
-	$(GPU_PYTHON) benchmarks/gpu.py all --out $(GPU_OUT)
+gpu:  ## what only a GPU can show, with the torch of $(GPU_PYTHON), in $(MINUTES) minutes; STAGES=more: what these had no time for
+	$(GPU_PYTHON) benchmarks/gpu.py all --out $(GPU_OUT) --minutes $(MINUTES) $(if $(STAGES),--stages $(STAGES))
 
 published: .venv/.installed  ## printed figures of five papers predicted again: errors and choices
 	$(BIN)/python benchmarks/published.py table

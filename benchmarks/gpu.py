@@ -1,30 +1,33 @@
 """Tries everything that only a GPU can show, and writes what it finds.
 
-    python benchmarks/gpu.py all --out DIR           every stage, one after the other (make gpu)
-    python benchmarks/gpu.py STAGE --out DIR         one of them
-    python benchmarks/gpu.py all --out DIR --device cpu --small    a rehearsal, without a GPU
-    python benchmarks/gpu.py table DIR               DIR/gpu.md; of results docs/gpu.md too
+    python benchmarks/gpu.py all --out DIR [--minutes 9] [--stages STAGE[:SECONDS[:WORDS]..] ..]
+    python benchmarks/gpu.py STAGE --out DIR [--only WORDS ..]     one stage, without a limit
+    python benchmarks/gpu.py table DIR               DIR/gpu.md of stages that ran alone
     python benchmarks/gpu.py --list                  packages that this Python has, and lacks
 
-Stages, of eight minutes at most, each in a process of its own:
+Stages, each in a process of its own:
 
-    tests      all tests that are marked `gpu`
-    kernels    aggregation (ours, torch.sparse, DGL, PyG), products, dropout, attention, against
-               the card's bandwidth and peak, which are measured in the same run
-    measure    `gnnplan measure`, with its ranges
-    one        plan, train and validate on one rank, for every strategy that one rank can run;
-               losses beside the CPU's
-    shared     the same on two and four ranks that share the card (Gloo; NCCL where there are
-               enough GPUs), and how much of exchanges computation hides
-    further    the same of rows in bfloat16 and in few bits, columns, tiles, split layers, and rows
-               in the server's memory
-    streams    what recording spans costs, launches and waits of a step, a step as a CUDA graph
-    sampling   neighbours drawn by the GPU and by the host
-    peers      the full-batch epoch beside PyG's and DGL's
+    kernels     aggregation at the size of ogbn-products, dropout, products and attention, against
+                the card's bandwidth and peak, which are measured in the same run
+    peers       the epoch beside PyG's and DGL's, of the full graph and of mini-batches
+    one         plan, train and validate on one rank, for every strategy that one rank can run
+    tests       all tests that are marked `gpu`
+    measure     `gnnplan measure`, with its ranges
+    shared      as `one`, on two and four ranks that share the card (Gloo; NCCL where there are
+                enough GPUs), and how much of exchanges computation hides
+    streams     what recording spans costs, launches and waits of a step, a step as a CUDA graph
+    further     as `one`, of rows in bfloat16 and in few bits, columns, tiles, split layers, and
+                rows in the server's memory
+    sampling    neighbours drawn by the GPU and by the host
+    references  trainings of one, shared and further on the CPU, whose losses theirs must be
 
-A stage writes DIR/STAGE.json after every row: rows, what failed with its error, and what was left
-out and why. A stage that fails or hangs stops no other. Traces lie beside them. It uses the torch
-that is there; docs/how-to/run-on-a-gpu.md says how to bring what is missing.
+`all` takes stages in the order of what they tell, never longer than its minutes, while `references`
+runs beside them. A stage is killed at its seconds; WORDS: it tries only what has one of them in its
+name. `--stages more` stands for what the default leaves out. After every stage all that there is
+goes into DIR/gpu.tar.gz (JSON, logs, traces) and DIR/gpu.md; a second command adds to both.
+
+With --device cpu --small it is a rehearsal without a GPU. It uses the torch that is there;
+docs/how-to/run-on-a-gpu.md says how to bring what is missing.
 """
 
 from __future__ import annotations
@@ -32,28 +35,41 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 from commands import words
-from gpu_stages.record import LIMIT_S, Record, Setting, about, write_json
+from gpu_stages.record import Record, Setting, about, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {
     "tests": "marked.run",
     "kernels": "kernels.run",
     "measure": "measuring.run",
-    "one": "training.run_one",
-    "shared": "training.run_shared",
-    "further": "training.run_further",
+    "one": "training.run",
+    "shared": "training.run",
+    "further": "training.run",
     "streams": "streams.run",
     "sampling": "sampling.run",
     "peers": "peers.run",
+    "references": "training.run_references",
 }
+# stages and their seconds, in the order of what they tell
+FIRST = "kernels:90 peers:75 one:50 tests:55 measure:60 shared:70 streams:35 further:60 sampling:25"
+MORE = "further:80 shared:80 peers:50:batches one:60"
+TRAINED = ("one", "shared", "further")  # whose losses are compared with the CPU's
+CLOSING_S, LEAST_S = 8.0, 15.0  # kept for the page; with less left no stage begins
+MOST_PACKED = 15_000_000  # [B]
 
 
 def run(stage: str, setting: Setting) -> dict[str, object]:
@@ -68,54 +84,93 @@ def run(stage: str, setting: Setting) -> dict[str, object]:
     return record.end()
 
 
-def run_all(setting: Setting, stages: list[str], limit_s: float = LIMIT_S) -> int:
-    """Run stages in processes of their own, and write the page -> how many failed in part."""
-    for stage in stages:
-        command = [sys.executable, __file__, stage, "--out", str(setting.out)]
-        command += ["--device", setting.device, *(["--small"] if setting.small else [])]
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with suppress(ProcessLookupError):  # its ranks as well
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        _close(setting, stage, code, limit_s)
-    return table(setting.out)
+def run_all(setting: Setting, out: Path, stages: Sequence[str], seconds: float) -> None:
+    """Run stages in processes of their own, and keep what they leave in `out`."""
+    end = time.monotonic() + seconds - CLOSING_S
+    compared = [f"{each.split(':')[0]}: " for each in stages if each.startswith(TRAINED)]
+    beside = _start(setting, "references", compared) if compared else None
+    try:
+        for each in stages:
+            stage, limit_s, *only = each.split(":") if ":" in each else (each, "inf")
+            begin = time.monotonic()
+            if end - begin < LEAST_S:
+                _say(out, f"{stage:<10} no time is left for it")
+                continue
+            process = _start(setting, stage, only)
+            _wait(setting, stage, process, min(float(limit_s), end - begin))
+            _keep(setting, out)
+            _say(out, f"{stage:<10} {time.monotonic() - begin:6.1f} s  {_told(setting, stage)}")
+    finally:
+        if beside is not None:
+            _wait(setting, "references", beside, max(end - time.monotonic(), 0.0))
+    _keep(setting, out)
 
 
-def _close(setting: Setting, stage: str, code: int | None, limit_s: float) -> None:
-    """Note in a stage's document how its process ended, if it has not done so itself."""
+def _say(out: Path, words: str) -> None:
+    print(words, flush=True)
+    with (out / "gpu.log").open("a") as log:
+        print(words, file=log)
+
+
+def _start(setting: Setting, stage: str, only: Sequence[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, stage, "--out", str(setting.out)]
+    command += ["--device", setting.device, *(["--small"] if setting.small else [])]
+    command += ["--only", *only] if only else []
+    Record(setting, stage)  # if the process dies before it has one
+    with (setting.out / f"{stage}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def _wait(setting: Setting, stage: str, process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Wait for a stage, kill what is left of it, and note how it ended if it has not itself."""
+    try:
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        with suppress(ProcessLookupError):  # its ranks as well
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     path = setting.out / f"{stage}.json"
-    if not path.exists():
-        Record(setting, stage)
     document = json.loads(path.read_text("utf-8"))
-    if not document["ended"]:
-        how = f"took more than {limit_s:g} s" if code is None else f"ended with exit code {code}"
-        document["failed"].append({"what": stage, "error": f"its process {how}", "trace": ""})
-        write_json(path, document)
+    what = document["under_way"] or stage
+    if code is None:
+        document["left_out"].append({"what": f"{what} and on", "why": f"{limit_s:.3g} s were over"})
+    elif not document["ended"]:
+        error = f"its process ended with exit code {code}; see {stage}.log"
+        document["failed"].append({"what": what, "error": error, "trace": ""})
+    write_json(path, document)
 
 
-def table(out: Path) -> int:
-    """Write the page -> how many stages have failed in part."""
-    from gpu_stages.table import documents, is_result, page
+def _keep(setting: Setting, out: Path) -> None:
+    """Put the page and all files, the smallest first, into the folder."""
+    table(setting.out)
+    shutil.copy(setting.out / "gpu.md", out)
+    files = [path for path in setting.out.rglob("*") if path.is_file()]
+    whole, part = out / "gpu.tar.gz", out / ".gpu.tar.gz"
+    with part.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as tar:
+        for path in sorted(files, key=lambda path: path.stat().st_size):
+            if raw.tell() + path.stat().st_size < MOST_PACKED:
+                tar.add(path, path.relative_to(setting.out))
+    part.replace(whole)
+
+
+def _told(setting: Setting, stage: str) -> str:
+    """What a stage has, in a line."""
+    document = json.loads((setting.out / f"{stage}.json").read_text("utf-8"))
+    counts = {name: len(document[name]) for name in ("rows", "failed", "left_out")}
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
+
+
+def table(out: Path) -> str:
+    """Write the page -> its most telling figures."""
+    from gpu_stages.table import digest, documents, page
 
     found = documents(out)
     if not found:
-        sys.exit(
-            f"{out} has no document of a stage; run `python benchmarks/gpu.py all --out {out}`"
-        )
-    pages = [out / "gpu.md", *([ROOT / "docs" / "gpu.md"] if is_result(found) else [])]
-    for path in pages:
-        path.write_text(page(found), "utf-8")
-    for stage, document in found.items():
-        counts = {name: len(document[name]) for name in ("rows", "failed", "left_out")}
-        told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
-        print(f"{stage:<9} {document['seconds']:6.0f} s  {told}")
-    print(f"written to {', '.join(map(str, pages))}")
-    return sum(bool(document["failed"]) for document in found.values())
+        sys.exit(f"{out} has no document of a stage; run one into it with --out")
+    (out / "gpu.md").write_text(page(found), "utf-8")
+    return digest(found)
 
 
 def main() -> None:
@@ -130,20 +185,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--stages", nargs="*", default=FIRST.split())
+    parser.add_argument("--only", nargs="*", default=())
     given = parser.parse_args()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # gnnplan need not be installed
     sys.path.insert(1, str(ROOT))
-    setting = Setting((given.folder or given.out).resolve(), given.device, given.small)
+    out = (given.folder or given.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    setting = Setting(out, given.device, given.small, tuple(given.only))
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if given.what == "table":
-        table(setting.out)
-        return
-    setting.out.mkdir(parents=True, exist_ok=True)
-    if given.what == "all":
-        sys.exit(min(run_all(setting, list(STAGES)), 1))
-    sys.exit(bool(run(given.what, setting)["failed"]))
+        print(table(out))
+    elif given.what != "all":
+        sys.exit(bool(run(given.what, setting)["failed"]))
+    else:
+        stages = MORE.split() if given.stages == ["more"] else given.stages
+        if unknown := {each.split(":")[0] for each in stages} - set(STAGES):
+            parser.error(f"no stages: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+        with tempfile.TemporaryDirectory() as folder:
+            if (earlier := out / "gpu.tar.gz").exists():
+                with tarfile.open(earlier) as tar:
+                    tar.extractall(folder, filter="data")
+            setting = replace(setting, out=Path(folder))
+            run_all(setting, out, stages, 60 * given.minutes)
+            print(table(setting.out))
 
 
 if __name__ == "__main__":

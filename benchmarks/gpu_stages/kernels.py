@@ -1,13 +1,15 @@
-"""Kernels against the card's own rates, which are measured in the same run.
+"""Kernels against the card's own rates, which are measured in the same run, and against the
+planner's roofline of an H100.
 
-The roofline of an aggregation counts every row once: its edges, the source rows that it reads and
-the rows that it makes. A graph whose rows fit the L2 may do better with what it reads again."""
+The largest graphs have the size of ogbn-products. A row that is gathered again may come from the
+L2, so gathers can be faster than copies; sources of local graphs lie close together."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,17 +26,51 @@ from gnnplan.executor.layers.kernels import (
     linear,
     softmax_aggregate,
 )
-from gnnplan.executor.layers.kernels.aggregation import no_beta_warning
+from gnnplan.executor.layers.kernels.aggregation import no_beta_warning, sparse_product, spmm
+from gnnplan.planner.cluster.compute import Roofline
+from gnnplan.planner.graph.graph import spread_of
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.vocabulary.schedule import Compute, Gather
+from gpu_stages import graphs
 from gpu_stages.clock import kernel_s
 from gpu_stages.record import LeftOut, Record, Row, Setting
 
-SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=8&classes=16&seed=0"
-# vertices and edges: rows that the L2 holds, and rows that it does not
-GRAPHS = ((20_000, 1_000_000), (100_000, 5_000_000), (400_000, 4_000_000))
-WIDTHS = (16, 64, 256)
-SHAPES = ((20_000, 256, 256), (200_000, 256, 256), (200_000, 602, 256))  # rows, H_in, H_out
+PRODUCTS = 2_449_029, 123_718_280  # vertices, edges
+WIDTHS = (256, 100, 47)  # hidden rows, features and classes of ogbn-products
+# vertices, edges: rows that the L2 holds, and rows that it does not
+FEWER, FEWER_WIDTHS = ((20_000, 1_000_000), (400_000, 4_000_000)), (16, 64, 256)
+ATTENDED = 1_000_000, 20_000_000
+SHAPES = ((PRODUCTS[0], 256, 256), (200_000, 602, 256))  # rows, H_in, H_out
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))  # with TF32?
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of sums, by the largest of them
+CHECKED = 2000  # rows whose sums are made again in float64
+
+
+@dataclass(frozen=True)
+class Edges:
+    """A mean over edges on the device, in CSR by destination; as many sources as destinations."""
+
+    name: str
+    indptr: Tensor
+    indices: Tensor
+    weight: Tensor
+
+    @staticmethod
+    def drawn(device: torch.device, vertices: int, edges: int, local: bool) -> Edges:
+        indptr, indices = graphs.csr(device, vertices, edges, local)
+        degree = indptr.diff().long()
+        weight = (1.0 / degree.clamp(min=1)).repeat_interleave(degree, output_size=len(indices))
+        return Edges("local" if local else "random", indptr, indices, weight)
+
+    @property
+    def vertices(self) -> int:
+        return len(self.indptr) - 1
+
+    def block(self) -> Block:
+        """The same with its transpose."""
+        csr = self.indptr.cpu().numpy(), self.indices.cpu().numpy()
+        return Block(*csr, self.vertices, self.weight.cpu()).to(self.indptr.device)
 
 
 def run(setting: Setting, record: Record) -> None:
@@ -50,79 +86,82 @@ def run(setting: Setting, record: Record) -> None:
         return {"kernel": "copy", "bytes": 2 * x.nbytes, "seconds": seconds, "rate": bandwidth}
 
     record.attempt("copy", copy_rate)
-    for n, dtype, tf32 in (
-        (8192, torch.float32, False),
-        (8192, torch.float32, True),
-        (8192, torch.bfloat16, False),
-    ):
-        what = f"product {dtype}{' TF32' if tf32 else ''}"
-        record.attempt(what, partial(_product, device, 64 if small else n, dtype, tf32, small))
-    peaks = {
-        row["dtype"]: row["flops"] for row in record.rows if row["kernel"] == "product" and row
-    }
-    for shape in ((50, 8, 8),) if small else SHAPES:
-        for dtype in DTYPES:
-            peak = peaks.get(_name(dtype))
-            record.attempt(
-                f"linear {shape} {dtype}", partial(_linear, device, shape, dtype, peak, small)
-            )
-    for vertices, edges in ((200, 2_000),) if small else GRAPHS:
-        made: list[Block] = []
 
-        def block(vertices: int = vertices, edges: int = edges, made: list[Block] = made) -> Block:
-            if not made:
-                made.append(_block(vertices, edges).to(device))
-            return made[0]
-
-        for width in (8,) if small else WIDTHS:
+    def aggregations(vertices: int, edges: int, widths: tuple[int, ...], local: bool) -> None:
+        made = cache(partial(Edges.drawn, device, vertices, edges, local))
+        for width in widths:
             for dtype in DTYPES:
-                for by in (ours, sparse, gather_and_add, dgl, pyg):
+                for by in (ours, sparse, pyg):
                     record.attempt(
-                        f"aggregation of {vertices} rows x {width} {dtype} by {by.__name__}",
-                        partial(_aggregation, block, by, width, dtype, bandwidth, small),
+                        f"aggregation {'local' if local else 'random'} of {vertices} rows x {width}"
+                        f" {_name(dtype)} by {by.__name__}",
+                        partial(_aggregation, made, by, width, dtype, bandwidth, small),
                     )
-        for name, attention in _attentions(device, 8 if small else 64):
+
+    for local in (False, True):
+        aggregations(*((200, 2_000) if small else PRODUCTS), (8,) if small else WIDTHS, local)
+    for width in (16,) if small else WIDTHS[:2]:
+        for dtype in DTYPES:
+            for by in ("ours", "torch"):
+                record.attempt(
+                    f"dropout of rows x {width} {_name(dtype)} by {by}",
+                    partial(_dropout, device, by, width, dtype, bandwidth, small),
+                )
+    for dtype, tf32 in KINDS:
+        what = f"product {_name(dtype)}{' TF32' * tf32}"
+        record.attempt(what, partial(_product, device, 64 if small else 8192, dtype, tf32, small))
+    peaks = {row["dtype"]: row["flops"] for row in record.rows if row["kernel"] == "product"}
+    for shape in ((50, 8, 8),) if small else SHAPES:
+        for dtype, tf32 in KINDS:
             record.attempt(
-                f"{name} on {vertices} rows",
-                partial(_attention, block, name, attention, bandwidth, small),
+                f"linear {shape} {_name(dtype)}{' TF32' * tf32}",
+                partial(_linear, device, shape, dtype, tf32, peaks, small),
             )
-    for dtype in DTYPES:
-        for by in ("ours", "torch"):
-            record.attempt(
-                f"dropout {dtype} by {by}", partial(_dropout, device, by, dtype, bandwidth, small)
-            )
+    attended = cache(
+        lambda: Edges.drawn(device, *((200, 2_000) if small else ATTENDED), local=False).block()
+    )
+    for name, attention in _attentions(device, 8 if small else 64):
+        record.attempt(name, partial(_attention, attended, name, attention, bandwidth, small))
+    for size in () if small else FEWER:
+        aggregations(*size, FEWER_WIDTHS, local=False)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _block(vertices: int, edges: int) -> Block:
-    from gnnplan.planner.graph.load import load
-
-    graph = load(SYNTHETIC.format(vertices, edges))
-    indptr = np.asarray(graph.indptr)
-    return Block(indptr, np.asarray(graph.indices, np.int32), vertices).mean()
+def _predicted(work: Compute, measured_s: float, degrees: Tensor | None = None) -> Row:
+    """The planner's seconds of the work on an H100, and how far they are off."""
+    device = read_cluster("dgx_h100").device
+    spread = 0.0 if degrees is None else spread_of(degrees.cpu().numpy().astype(np.int64))
+    seconds = float(Roofline(device, spread, exchange_bandwidth=1.0).compute_s(work))
+    return {"predicted_s": seconds, "roofline_error": seconds / measured_s - 1}
 
 
 # -- products --------------------------------------------------------------------------------------
 
 
-def _product(device: torch.device, n: int, dtype: torch.dtype, tf32: bool, small: bool) -> Row:
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+def _with_tf32(tf32: bool, seconds: Callable[[], float]) -> float:
+    """The seconds, with products of float32 allowed to be TF32 or not."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
-        seconds = kernel_s(device, lambda: a @ b, small)
+        return seconds()
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    name = _name(dtype) + (" TF32" if tf32 else "")
+
+
+def _product(device: torch.device, n: int, dtype: torch.dtype, tf32: bool, small: bool) -> Row:
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    seconds = _with_tf32(tf32, lambda: kernel_s(device, lambda: a @ b, small))
+    work = Compute(2.0 * n**3, launches=1, itemsize=a.itemsize, gemm_bytes=3.0 * a.nbytes)
     return {
         "kernel": "product",
         "shape": [n, n, n],
-        "dtype": name,
+        "dtype": _name(dtype) + " TF32" * tf32,
         "seconds": seconds,
         "flops": 2 * n**3 / seconds,
+        **_predicted(work, seconds),
     }
 
 
@@ -130,7 +169,8 @@ def _linear(
     device: torch.device,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
-    peak: float | None,
+    tf32: bool,
+    peaks: dict[str, float],
     small: bool,
 ) -> list[Row]:
     rows, h_in, h_out = shape
@@ -141,22 +181,26 @@ def _linear(
     def both() -> object:
         return torch.autograd.grad(linear(x, weight), (x, weight), gradient)
 
-    found: list[Row] = []
+    found, name = list[Row](), _name(dtype) + " TF32" * tf32
+    once, moved = 2.0 * rows * h_in * h_out, 1.0 * rows * (h_in + h_out) * x.itemsize
     for way, work, times in (
         ("forward", lambda: linear(x.detach(), weight.detach()), 1),
         ("both", both, 3),
     ):
-        seconds = kernel_s(device, work, small)
-        flops = times * 2 * rows * h_in * h_out / seconds
+        seconds = _with_tf32(tf32, lambda work=work: kernel_s(device, work, small))
+        counted = Compute(
+            times * once, launches=times, itemsize=x.itemsize, gemm_bytes=times * moved
+        )
         found.append(
             {
                 "kernel": "linear",
                 "shape": list(shape),
-                "dtype": _name(dtype),
+                "dtype": name,
                 "pass": way,
                 "seconds": seconds,
-                "flops": flops,
-                "of_peak": flops / peak if peak else None,
+                "flops": times * once / seconds,
+                "of_peak": times * once / seconds / peaks[name] if name in peaks else None,
+                **_predicted(counted, seconds),
             }
         )
     return found
@@ -165,8 +209,15 @@ def _linear(
 # -- aggregation -----------------------------------------------------------------------------------
 
 
-def ours(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda x: aggregate(block, x)
+def ours(edges: Edges, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    weight = edges.weight.to(dtype)
+    return lambda x: spmm(edges.indptr, edges.indices, weight, x)
+
+
+def sparse(edges: Edges, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """torch.sparse, which is cuSPARSE."""
+    weight = edges.weight.to(dtype)
+    return lambda x: sparse_product(edges.indptr, edges.indices, weight, x)
 
 
 def csr(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Tensor:
@@ -181,53 +232,12 @@ def csr(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Tensor
         )
 
 
-def _weights(block: Block, dtype: torch.dtype) -> Tensor:
-    assert block.weight is not None
-    return csr(block.indptr, block.indices, block.weight.to(dtype), block.n_src)
-
-
-def sparse(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """torch.sparse."""
-    matrix = _weights(block, dtype)
-    return lambda x: matrix @ x
-
-
-def gather_and_add(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """A row per edge, then added up: what PyG does without an extension."""
-    assert block.weight is not None
-    sources = block.indices.long()
-    readers = block.per_edge(torch.arange(block.n_dst, device=sources.device))
-    weight = block.weight.to(dtype)[:, None]
-
-    def work(x: Tensor) -> Tensor:
-        out = x.new_zeros(block.n_dst, x.shape[1])
-        return out.index_add_(0, readers, x.index_select(0, sources) * weight)
-
-    return work
-
-
-def dgl(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    library = imported("dgl")
-    assert block.weight is not None
-    graph = library.create_block(
-        ("csc", (block.indptr.cpu().long(), block.indices.cpu().long(), [])),
-        num_src_nodes=block.n_src,
-        num_dst_nodes=block.n_dst,
-    )
-    try:
-        graph = graph.to(block.indptr.device)
-    except Exception as error:  # DGLError: a build without CUDA
-        raise LeftOut(f"DGL {library.__version__} cannot use this device ({error})") from error
-    weight = block.weight.to(dtype)[:, None]
-    return lambda x: library.ops.u_mul_e_sum(graph, x, weight)
-
-
-def pyg(block: Block, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def pyg(edges: Edges, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """PyG's `spmm`, which uses torch.sparse, or torch-sparse where that is installed."""
     imported("torch_geometric")
     from torch_geometric.utils import spmm
 
-    matrix = _weights(block, dtype)
+    matrix = csr(edges.indptr, edges.indices, edges.weight.to(dtype), edges.vertices)
     return lambda x: spmm(matrix, x, "sum")
 
 
@@ -243,57 +253,63 @@ def imported(name: str) -> Any:
             raise LeftOut(f"{name} cannot be imported ({type(error).__name__}: {error})") from error
 
 
+def _checked(edges: Edges, x: Tensor) -> Tensor:
+    """The first sums in float64."""
+    indptr = edges.indptr[: CHECKED + 1]
+    sources = edges.indices[: int(indptr[-1])].long()
+    readers = torch.repeat_interleave(indptr.diff().long())
+    weighted = x[sources].double() * edges.weight[: len(sources), None].double()
+    out = torch.zeros(len(indptr) - 1, x.shape[1], dtype=torch.float64, device=x.device)
+    return out.index_add_(0, readers, weighted)
+
+
 def _aggregation(
-    block: Callable[[], Block],
-    by: Callable[[Block, torch.dtype], Callable[[Tensor], Tensor]],
+    made: Callable[[], Edges],
+    by: Callable[[Edges, torch.dtype], Callable[[Tensor], Tensor]],
     width: int,
     dtype: torch.dtype,
     bandwidth: float,
     small: bool,
-) -> list[Row]:
-    edges = block()
-    device = edges.indptr.device
-    x = torch.randn(edges.n_src, width, device=device).to(dtype)
-    work = by(edges, dtype)
-    expected = gather_and_add(edges, torch.float32)(x.float())
-    scale = expected.abs().max()
+) -> Row:
+    edges = made()
+    device, count = edges.indptr.device, len(edges.indices)
+    x = torch.randn(edges.vertices, width, device=device).to(dtype)
+    work, expected = by(edges, dtype), _checked(edges, x)
     try:
-        error = float((work(x).float() - expected).abs().max() / scale)
+        out = work(x)
     except NotImplementedError as reason:  # torch.sparse on bfloat16 and CPUs
         if by is ours:
             raise
         raise LeftOut(str(reason)) from reason
-    size = x.element_size()
-    index = 4 * (edges.edges + edges.n_dst) + size * edges.edges
-    least = index + (edges.n_src + edges.n_dst) * width * size
-    found: list[Row] = []
+    error = float((out[:CHECKED].double() - expected).abs().max() / expected.abs().max())
+    repeats = torch.equal(out, work(x))
+    del out
+    seconds = kernel_s(device, lambda: work(x), small)
+    gathered = count * width * x.itemsize / seconds
     most = TOLERANCES[dtype]
-    wrong = [] if error <= most else [f"sums are up to {error:.1e} of the largest off"]
-
-    def row(way: str, seconds: float, times: int) -> None:
-        found.append(
-            {
-                "kernel": "aggregation",
-                "by": by.__name__,
-                "rows": edges.n_dst,
-                "edges": edges.edges,
-                "width": width,
-                "dtype": _name(dtype),
-                "pass": way,
-                "seconds": seconds,
-                "of_roofline": times * least / bandwidth / seconds if bandwidth else None,
-                "gathered_rate": times * edges.edges * width * size / seconds,
-                "error": error,
-                "wrong": wrong,
-            }
-        )
-
-    row("forward", kernel_s(device, lambda: work(x), small), 1)
-    if by is ours:
-        leaf, gradient = x.clone().requires_grad_(), torch.ones_like(expected, dtype=dtype)
-        both = kernel_s(device, lambda: torch.autograd.grad(work(leaf), leaf, gradient), small)
-        row("both", both, 2)
-    return found
+    read_once = 4 * (count + edges.vertices) + x.itemsize * count + 2 * x.nbytes
+    counted = Compute(
+        gathers=(Gather(count, width, edges.vertices, edges.vertices),),
+        launches=1,
+        itemsize=x.itemsize,
+    )
+    return {
+        "kernel": "aggregation",
+        "by": by.__name__,
+        "graph": edges.name,
+        "rows": edges.vertices,
+        "edges": count,
+        "width": width,
+        "dtype": _name(dtype),
+        "seconds": seconds,
+        "gathered_rate": gathered,
+        "gathered_of_copy": gathered / bandwidth if bandwidth else None,
+        "of_roofline": read_once / bandwidth / seconds if bandwidth else None,
+        "error": error,
+        "repeats": repeats,
+        **_predicted(counted, seconds, edges.indptr.diff()),
+        "wrong": [] if error <= most else [f"sums are up to {error:.1e} of the largest off"],
+    }
 
 
 # -- attention and dropout -------------------------------------------------------------------------
@@ -305,6 +321,10 @@ def _attentions(
     def leaf(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, requires_grad=True)
 
+    yield (
+        "aggregate",
+        lambda block: (partial(aggregate, block), [leaf(block.n_src, width)]),
+    )
     yield (
         "attend",
         lambda block: (
@@ -326,51 +346,62 @@ def _attentions(
 
 
 def _attention(
-    block: Callable[[], Block],
+    made: Callable[[], Block],
     name: str,
     attention: Callable[[Block], tuple[Callable[..., Tensor], list[Tensor]]],
     bandwidth: float,
     small: bool,
 ) -> Row:
-    edges = block()
-    work, leaves = attention(edges)
+    block = made()
+    work, leaves = attention(block)
     gradient = torch.ones_like(work(*leaves))
-    device = edges.indptr.device
+    device = block.indptr.device
     forward = kernel_s(device, lambda: work(*(leaf.detach() for leaf in leaves)), small)
     both = kernel_s(device, lambda: torch.autograd.grad(work(*leaves), leaves, gradient), small)
     width = gradient.shape[1]
-    least = 8 * edges.edges + 4 * (edges.n_src + edges.n_dst) * width
+    least = 8 * block.edges + 4 * (block.n_src + block.n_dst) * width
     return {
         "kernel": name,
-        "rows": edges.n_dst,
-        "edges": edges.edges,
+        "rows": block.n_dst,
+        "edges": block.edges,
         "width": width,
         "dtype": "float32",
         "forward_s": forward,
         "both_s": both,
+        "gathered_of_copy": 4 * block.edges * width / forward / bandwidth if bandwidth else None,
         "of_roofline": least / bandwidth / forward if bandwidth else None,
     }
 
 
 def _dropout(
-    device: torch.device, by: str, dtype: torch.dtype, bandwidth: float, small: bool
+    device: torch.device, by: str, width: int, dtype: torch.dtype, bandwidth: float, small: bool
 ) -> Row:
-    rows, width = (500, 16) if small else (200_000, 256)
-    x = torch.randn(rows, width, device=device).to(dtype)
-    vertices = torch.arange(rows, device=device)
-    work = {
-        "ours": lambda: dropout(x, 0, 0, 1, vertices, 0.5),
-        "torch": lambda: F.dropout(x, 0.5, training=True),
-    }[by]
-    kept = float((work() != 0).float().mean())
-    seconds = kernel_s(device, work, small)
+    rows = 500 if small else PRODUCTS[0]
+    x = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
+    vertices, gradient = torch.arange(rows, device=device), torch.ones_like(x)
+
+    def work(x: Tensor) -> Tensor:
+        out = dropout(x, 0, 0, 1, vertices, 0.5) if by == "ours" else F.dropout(x, 0.5)
+        assert isinstance(out, Tensor)
+        return out
+
+    kept = float((work(x.detach()) != 0).float().mean())
+    seconds = kernel_s(device, lambda: work(x.detach()), small)
+    both = kernel_s(device, lambda: torch.autograd.grad(work(x), x, gradient), small)
+    floor = 2 * x.nbytes / bandwidth if bandwidth else None
+    counted = Compute(
+        hash_ops=x.numel(), elementwise_bytes=2.0 * x.nbytes, launches=1, itemsize=x.itemsize
+    )
     return {
         "kernel": "dropout",
         "by": by,
         "rows": rows,
         "width": width,
         "dtype": _name(dtype),
-        "seconds": seconds,
-        "of_roofline": 2 * x.nbytes / bandwidth / seconds if bandwidth else None,
+        "forward_s": seconds,
+        "both_s": both,
+        "floor_s": floor,
+        "of_roofline": floor / seconds if floor else None,
         "kept": kept,
+        **_predicted(counted, seconds),
     }

@@ -1,81 +1,106 @@
-"""The full-batch epoch of one rank beside PyG's and DGL's, on the same device.
+"""An epoch of one rank beside PyG's and DGL's, on the same device: full-graph and mini-batches.
 
-All begin with our weights, so that their losses must agree."""
+Of the full graph all begin with our weights, so that their losses must agree. Vertices have random
+neighbours, which is the worst that can be for all of them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from functools import partial
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import open_rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership import layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gpu_stages import question
+from gpu_stages import graphs, question
 from gpu_stages.clock import whole_s
 from gpu_stages.kernels import csr, imported
 from gpu_stages.record import LeftOut, Record, Row, Setting
 
-SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=128&classes=16&seed=0"
-GRAPHS = ((20_000, 1_000_000), (200_000, 4_000_000))
-MODELS = ("gcn", "sage")
+GRAPHS = ((200_000, 10_000_000), (20_000, 1_000_000), (2_000_000, 100_000_000))
+FEATURES, CLASSES = 128, 16
+MODELS = ("sage", "gcn")
 EPOCHS = 3  # whose losses are compared
 AGREE = 1e-4  # most that they may differ by, as a share
+WARM, BATCHES = 4, 20  # batches that are not timed, and those that are
 Epoch = Callable[[], Tensor]  # trains, and returns the loss before it
 
 
 def run(setting: Setting, record: Record) -> None:
     device = setting.torch_device
     for vertices, edges in ((200, 2_000),) if setting.small else GRAPHS:
-        for model in MODELS:
+        graph = cache(partial(graphs.graph, device, vertices, edges, FEATURES, CLASSES))
+        # losses with dropout are of other masks
+        trainings = [(model, dropout) for dropout in (0.0, 0.5) for model in MODELS]
+        for model, dropout in trainings[: None if (vertices, edges) == GRAPHS[0] else 2]:
             for by in (ours, pyg, pyg_edges, dgl):
-                what = f"{model} on {vertices} vertices by {by.__name__}"
-                alike = [
+                first = [
                     row
                     for row in record.rows
-                    if (row["model"], row["vertices"]) == (model, vertices)
-                ]
-                work = partial(_epoch, setting, device, by, vertices, edges, model, alike[:1])
-                record.attempt(what, work)
+                    if (row["model"], row["vertices"], row["dropout"]) == (model, vertices, dropout)
+                ][: not dropout]
+                record.attempt(
+                    f"{model}, {edges} edges, dropout {dropout} by {by.__name__}",
+                    partial(_epoch, setting, device, by, graph, model, dropout, first),
+                )
+        if (vertices, edges) != GRAPHS[1]:
+            for loader in (ours_batches, ours_drawn_on_device, neighbor_loader):
+                record.attempt(
+                    f"batches, {edges} edges by {loader.__name__}",
+                    partial(_batches, setting, device, loader, graph),
+                )
 
 
 def _epoch(
     setting: Setting,
     device: torch.device,
     by: Callable[[Problem, torch.device], Epoch],
-    vertices: int,
-    edges: int,
+    drawn: Callable[[], Graph],
     model: str,
+    dropout: float,
     first: list[Row],
 ) -> Row:
     """A row. first: ours, with whose losses these must agree."""
-    graph = load(SYNTHETIC.format(vertices, edges))
-    assert isinstance(graph, Graph)
-    problem = _problem(setting, graph, model)
+    problem = _problem(setting, drawn(), model=model, dropout=dropout)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    epoch = by(problem, device)
-    losses = [float(epoch()) for _ in range(EPOCHS)]
-    seconds = whole_s(device, epoch, setting.small)
+    began = time.monotonic()
+    try:
+        epoch = by(problem, device)
+        set_up_s = time.monotonic() - began
+        losses = [float(epoch()) for _ in range(EPOCHS)]
+        seconds = whole_s(device, epoch, setting.small)
+    except torch.cuda.OutOfMemoryError as error:
+        if by is ours:
+            raise
+        raise LeftOut(str(error).partition(". GPU")[0]) from error
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {
         "by": by.__name__,
         "model": model,
-        "vertices": vertices,
-        "edges": edges,
+        "vertices": problem.stats.vertices,
+        "edges": problem.stats.edges,
         "hidden": problem.workload.hidden,
+        "dropout": dropout,
         "epoch_s": seconds,
+        "set_up_s": set_up_s,
         "memory_bytes": memory,
         "losses": losses,
         "wrong": [
@@ -91,8 +116,8 @@ def agree(losses: list[float], others: list[float]) -> bool:
     return all(abs(a - b) <= AGREE * abs(b) for a, b in zip(losses, others, strict=True))
 
 
-def _problem(setting: Setting, graph: Graph, model: str) -> Problem:
-    workload = Workload(**question.workload(setting, model=model, dropout=0.0))
+def _problem(setting: Setting, graph: Graph, **more: Any) -> Problem:
+    workload = Workload(**question.workload(setting, **more))
     return Problem(graph.stats, graph, workload, question.cluster(setting, 1))
 
 
@@ -101,7 +126,9 @@ def ours(problem: Problem, device: torch.device) -> Epoch:
     rank = open_rank(on_cpu=device.type == "cpu")
     rank.recording = False
     strategy = parse("graph_parallel(narrow=True)").settle(problem)
-    worker = open_worker(rank, problem, strategy)
+    # METIS would take minutes to find that random neighbours have no order
+    with patch.object(layout, "locality_order", lambda graph: np.arange(graph.stats.vertices)):
+        worker = open_worker(rank, problem, strategy)
     learner = worker.open_learner()
     steps = itertools.count()
 
@@ -130,8 +157,10 @@ def _training(
     y = torch.tensor(graph.y, device=device).long()
     train = torch.tensor(graph.train, device=device).nonzero()[:, 0]
     optimizer = torch.optim.Adam(held.parameters(), lr=problem.workload.lr)
+    dropout = problem.workload.dropout
 
     def apply(layer: torch.nn.Module, h: Tensor) -> Tensor:
+        h = F.dropout(h, dropout) if dropout else h
         out: Tensor = layer(edges, h) if first else layer(h, edges)
         return out
 
@@ -161,13 +190,14 @@ def pyg(problem: Problem, device: torch.device) -> Epoch:
 def pyg_edges(problem: Problem, device: torch.device) -> Epoch:
     """PyG on an edge index: a row per edge."""
     imported("torch_geometric")
-    graph = problem.graph
-    assert graph is not None
-    readers = torch.arange(graph.stats.vertices).repeat_interleave(
-        torch.tensor(graph.indptr).diff().long()
-    )
-    edges = torch.stack([torch.tensor(graph.indices).long(), readers]).to(device)
-    return _training(problem, device, _pyg_layers(problem), edges)
+    assert problem.graph is not None
+    return _training(problem, device, _pyg_layers(problem), _edge_index(problem.graph).to(device))
+
+
+def _edge_index(graph: Graph) -> Tensor:
+    """Sources and readers of all edges, int64 [2, E]."""
+    readers = np.repeat(np.arange(graph.stats.vertices), graph.degree)
+    return torch.from_numpy(np.stack([graph.indices, readers]))
 
 
 def _pyg_layers(problem: Problem) -> list[torch.nn.Module]:
@@ -248,3 +278,97 @@ def _dgl_layers(problem: Problem) -> list[torch.nn.Module]:
             conv.fc_self.weight, conv.fc_self.bias = layer.weight_self, layer.bias
         layers.append(conv)
     return layers
+
+
+# -- mini-batches ----------------------------------------------------------------------------------
+
+
+def _batches(
+    setting: Setting,
+    device: torch.device,
+    by: Callable[[Problem, torch.device], Iterator[Tensor]],
+    drawn: Callable[[], Graph],
+) -> Row:
+    problem = _problem(setting, drawn(), **question.batches(setting))
+    count = 2 if setting.small else BATCHES
+    steps = by(problem, device)
+    try:
+        losses = [float(next(steps)) for _ in range(1 if setting.small else WARM)]
+        began = time.perf_counter()
+        trained = [next(steps) for _ in range(count)]
+        losses += [float(loss) for loss in trained]  # waits for the last
+        seconds = (time.perf_counter() - began) / count
+    finally:
+        steps.close()
+    of_epoch = -(-problem.stats.train_vertices // problem.workload.batch)
+    return {
+        "by": by.__name__,
+        "model": f"{problem.workload.model}, batches",
+        "vertices": problem.stats.vertices,
+        "edges": problem.stats.edges,
+        "hidden": problem.workload.hidden,
+        "dropout": problem.workload.dropout,
+        "step_s": seconds,
+        "epoch_s": seconds * of_epoch,
+        "losses": losses,
+    }
+
+
+def ours_batches(problem: Problem, device: torch.device) -> Iterator[Tensor]:
+    """data_parallel, whose sampler is a process of its own."""
+    rank = open_rank(on_cpu=device.type == "cpu")
+    rank.recording = False
+    strategy = parse("data_parallel").settle(problem)
+    with Shapes.varying(True):
+        worker = open_worker(rank, problem, strategy)
+        learner = worker.open_learner()
+        try:
+            for step in itertools.count():
+                learner.zero()
+                loss, _ = worker.step(step)
+                learner.update(step)
+                yield loss
+        finally:
+            worker.close()
+
+
+def ours_drawn_on_device(problem: Problem, device: torch.device) -> Iterator[Tensor]:
+    """The same, whose neighbours the GPU draws."""
+    cluster = problem.cluster.model_copy(update={"sampler": "device"})
+    return ours_batches(replace(problem, cluster=cluster), device)
+
+
+def neighbor_loader(problem: Problem, device: torch.device) -> Iterator[Tensor]:
+    """PyG's NeighborLoader with several workers, and its layers."""
+    library = imported("torch_geometric")
+    if not (library.typing.WITH_PYG_LIB or library.typing.WITH_TORCH_SPARSE):
+        raise LeftOut("NeighborLoader needs pyg-lib or torch-sparse")
+    from torch_geometric.loader import NeighborLoader
+
+    graph, workload = problem.graph, problem.workload
+    assert graph is not None
+    loader = NeighborLoader(
+        library.data.Data(
+            x=torch.tensor(graph.x), y=torch.tensor(graph.y).long(), edge_index=_edge_index(graph)
+        ),
+        num_neighbors=list(workload.fanouts),
+        input_nodes=torch.tensor(graph.train),
+        batch_size=workload.batch,
+        shuffle=True,
+        num_workers=min(8, (os.cpu_count() or 1) // 2),
+        persistent_workers=True,
+    )
+    layers = torch.nn.ModuleList(_pyg_layers(problem)).to(device)
+    optimizer = torch.optim.Adam(layers.parameters(), lr=workload.lr)
+    while True:
+        for batch in loader:
+            batch = batch.to(device)
+            h = batch.x
+            for number, layer in enumerate(layers):
+                h = h.relu() if number else h
+                h = layer(F.dropout(h, workload.dropout), batch.edge_index)
+            loss = F.cross_entropy(h[: batch.batch_size], batch.y[: batch.batch_size])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()

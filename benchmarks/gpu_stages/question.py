@@ -29,19 +29,16 @@ def batches(setting: Setting) -> dict[str, Any]:
     return {"mode": "mini", "batch": batch, "fanout": fanout}
 
 
-def cluster(setting: Setting, ranks: int, servers: int = 1, **more: Any) -> Cluster:
-    """`ranks` of this device on every server.
+def cluster(setting: Setting, ranks: int, servers: int = 1, **of_device: Any) -> Cluster:
+    """`ranks` of this device on every server; of_device: fields of the device that are others.
 
     Constants are those that the stage `measure` has left, or else a datasheet's.
     """
     measured = setting.out / "cluster.yaml"
     found = read_cluster(str(measured) if measured.exists() else "dgx_h100")
-    device = found.device.model_copy(update={"kind": setting.device})
+    device = found.device.model_copy(update={"kind": setting.device, **of_device})
     update = {"servers": servers, "gpus_per_server": ranks, "device": device}
     if not measured.exists():  # of a preset whose links are of other servers
         link = {"bandwidth": "20GB/s", "latency": "20us"}
-        kept = Cluster(
-            servers=servers, gpus_per_server=ranks, device=device, intra_node=link, inter_node=link
-        )
-        return kept.model_copy(update=more)
-    return found.model_copy(update={**update, **more})
+        return Cluster(**update, intra_node=link, inter_node=link)
+    return found.model_copy(update=update)

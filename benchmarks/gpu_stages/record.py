@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-TIME_S = 420.0  # that a stage spends before it leaves out what is left
-LIMIT_S = 480.0  # after which `all` ends a stage
 
 
 class LeftOut(Exception):
@@ -29,6 +27,7 @@ class Setting:
     out: Path
     device: str  # 'cuda' or 'cpu'
     small: bool = False  # sizes of a rehearsal
+    only: tuple[str, ...] = ()  # attempts whose name has one of these words; none: all
 
     @property
     def torch_device(self) -> Any:
@@ -73,12 +72,14 @@ class Record:
 
     def __init__(self, setting: Setting, stage: str) -> None:
         self.path = setting.out / f"{stage}.json"
+        self.stage, self.only = stage, setting.only
         self.began = time.monotonic()
         self.document: dict[str, Any] = {
             "stage": stage,
             "small": setting.small,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "ended": False,  # stays so if the process dies
+            "under_way": "",  # what it does then
             "rows": [],
             "failed": [],
             "left_out": [],
@@ -90,18 +91,19 @@ class Record:
         """All rows so far."""
         return list(self.document["rows"])
 
-    def attempt(
-        self, what: str, work: Callable[[], Row | Sequence[Row] | None], always: bool = False
-    ) -> None:
+    def asks(self, what: str) -> bool:
+        """Whether an attempt of this name is asked for."""
+        return not self.only or any(words in what for words in self.only)
+
+    def attempt(self, what: str, work: Callable[[], Row | Sequence[Row] | None]) -> None:
         """Do some work, and keep its rows, or its error.
 
-        What a row calls `wrong`, a list of words, is noted as failed too. always: even when time is
-        up.
+        What a row calls `wrong`, a list of words, is noted as failed too.
         """
-        if not always and time.monotonic() - self.began > TIME_S:
-            self.leave_out(what, f"{TIME_S:g} s were over")
+        if not self.asks(what):
             return
-        print(f"{self.document['stage']}: {what}", flush=True)
+        self.note(under_way=what)
+        print(f"{self.stage}: {what}", flush=True)
         try:
             made = work()
         except LeftOut as reason:
@@ -125,7 +127,7 @@ class Record:
     def fail(self, what: str, error: Exception) -> None:
         """Note an error."""
         words = f"{type(error).__name__}: {error}"
-        print(f"{self.document['stage']}: {what} FAILED: {words}", flush=True)
+        print(f"{self.stage}: {what} FAILED: {words}", flush=True)
         trace = "".join(traceback.format_exception(error))[-4000:]
         self.document["failed"].append({"what": what, "error": words[:2000], "trace": trace})
         self._write()
@@ -138,7 +140,7 @@ class Record:
 
     def end(self) -> dict[str, Any]:
         """The stage is over."""
-        self.note(ended=True)
+        self.note(ended=True, under_way="")
         return self.document
 
     def _write(self) -> None:

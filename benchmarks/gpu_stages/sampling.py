@@ -11,13 +11,11 @@ import torch
 from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.minibatch import Batches
+from gpu_stages import graphs
 from gpu_stages.record import Record, Row, Setting
 
 GRAPHS = ((20_000, 1_000_000), (400_000, 8_000_000))
-SYNTHETIC = "synthetic:community?vertices={}&edges={}&features=8&classes=16&seed=0"
 FANOUTS = ((15, 10, 5), (25, 10))
 BATCHES = (1024, 8192)
 
@@ -41,8 +39,7 @@ def _drawn(
     fanout: tuple[int, ...],
     batch: int,
 ) -> list[Row]:
-    graph = load(SYNTHETIC.format(vertices, edges))
-    assert isinstance(graph, Graph)
+    graph = graphs.graph(device, vertices, edges, features=8, classes=16)
     layers = len(fanout)
     workload = Workload(model="sage", mode="mini", layers=layers, fanout=fanout, batch=batch)
     batches = Batches(graph, workload, (0,), None, first_varying=1)

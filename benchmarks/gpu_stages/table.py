@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 from gpu_stages.record import Row
+from gpu_stages.training import compare
 
-STAGES = ("tests", "kernels", "measure", "one", "shared", "further", "streams", "sampling", "peers")
+TRAINED = ("one", "shared", "further")
 NOTHING = "-"
 
 
 def documents(out: Path) -> dict[str, dict[str, Any]]:
-    """The document of every stage that has left one."""
-    paths = {stage: out / f"{stage}.json" for stage in STAGES}
-    return {
+    """The document of every stage that has left one; trainings are compared with references."""
+    paths = {stage: out / f"{stage}.json" for stage in TABLES}
+    found = {
         stage: json.loads(path.read_text("utf-8")) for stage, path in paths.items() if path.exists()
     }
+    references = {row["case"]: row for row in found.get("references", {}).get("rows", ())}
+    for stage in found.keys() & TRAINED:
+        for case, wrong in compare(found[stage]["rows"], references):
+            found[stage]["failed"].append({"what": case, "error": wrong, "trace": ""})
+    return found
 
 
 def is_result(found: dict[str, dict[str, Any]]) -> bool:
     """Whether all of it ran on a GPU, at full size."""
     return bool(found) and all(
         not each["small"] and each.get("about", {}).get("device") == "cuda"
-        for each in found.values()
+        for stage, each in found.items()
+        if stage != "references"
     )
 
 
@@ -55,8 +63,23 @@ def _machine(where: Row) -> str:
     return ", ".join(words) + "."
 
 
+def digest(found: dict[str, dict[str, Any]]) -> str:
+    """The page's most telling figures, in lines that fit the end of a terminal's memory."""
+    lines = []
+    for stage, document in found.items():
+        tables = iter(TABLES[stage](document["rows"]))
+        cells = [line.strip("| ").split(" | ") for line in tables if line.strip("|-")]
+        lines += ["", f"{stage} ({document['seconds']:.0f} s)"]
+        lines += ["  " + " ".join(cell for cell in row if cell != NOTHING) for row in cells]
+        lines += [f"  FAILED {each['what']}: {_line(each['error'])}" for each in document["failed"]]
+        lines += [f"  left out {each['what']}: {each['why']}" for each in document["left_out"]]
+    return "\n".join(line[:150] for line in lines)
+
+
 def _line(words: str) -> str:
-    return " ".join(words.split())[:300]
+    """An error in a line: its last words, where it is long."""
+    line = " ".join(words.split())
+    return line if len(line) <= 300 else f"{line[:100]} .. {line[-196:]}"
 
 
 def _table(rows: Iterable[Row], columns: dict[str, Callable[[Row], str]]) -> list[str]:
@@ -101,51 +124,31 @@ def _number(name: str) -> Callable[[Row], str]:
 
 
 def _tests(rows: list[Row]) -> list[str]:
-    return _table(rows, {name: _text(name) for name in ("passed", "failed", "skipped")})
+    counts = Counter(row["outcome"] for row in rows)
+    return _table([dict(counts)], {name: _text(name) for name in ("passed", "failed", "skipped")})
 
 
 def _kernels(rows: list[Row]) -> list[str]:
     def of(*kernels: str) -> list[Row]:
         return [row for row in rows if row["kernel"] in kernels]
 
-    shape = {
-        "rows": _text("rows"),
-        "edges": _text("edges"),
-        "width": _text("width"),
-        "type": _text("dtype"),
-    }
+    planned = {"planned": _seconds("predicted_s"), "planner's error": _share("roofline_error")}
+    shape = {"rows": _text("rows"), "edges": _text("edges"), "width": _text("width")}
     groups = (
         _table(of("copy"), {"copied": _bytes("bytes"), "rate": _rate("rate", "B/s")}),
-        _table(
-            of("product", "linear"),
-            {
-                "product": _text("shape"),
-                "type": _text("dtype"),
-                "pass": _text("pass"),
-                "time": _seconds("seconds"),
-                "rate": _rate("flops", "FLOP/s"),
-                "of the peak": _share("of_peak"),
-            },
-        ),
         _table(
             of("aggregation"),
             {
                 "aggregation by": _text("by"),
+                "sources": _text("graph"),
                 **shape,
-                "pass": _text("pass"),
+                "type": _text("dtype"),
                 "time": _seconds("seconds"),
+                "gathered of a copy": _share("gathered_of_copy"),
                 "of the roofline": _share("of_roofline"),
                 "error": _number("error"),
-            },
-        ),
-        _table(
-            of("attend", "attend_pairs", "softmax_aggregate"),
-            {
-                "attention": _text("kernel"),
-                **shape,
-                "forward": _seconds("forward_s"),
-                "both": _seconds("both_s"),
-                "of the roofline": _share("of_roofline"),
+                "repeats": _text("repeats"),
+                **planned,
             },
         ),
         _table(
@@ -155,7 +158,32 @@ def _kernels(rows: list[Row]) -> list[str]:
                 "rows": _text("rows"),
                 "width": _text("width"),
                 "type": _text("dtype"),
+                "forward": _seconds("forward_s"),
+                "both": _seconds("both_s"),
+                "a copy": _seconds("floor_s"),
+                **planned,
+            },
+        ),
+        _table(
+            of("product", "linear"),
+            {
+                "product": _text("shape"),
+                "type": _text("dtype"),
+                "pass": _text("pass"),
                 "time": _seconds("seconds"),
+                "rate": _rate("flops", "FLOP/s"),
+                "of the peak": _share("of_peak"),
+                **planned,
+            },
+        ),
+        _table(
+            of("aggregate", "attend", "attend_pairs", "softmax_aggregate"),
+            {
+                "over edges": _text("kernel"),
+                **shape,
+                "forward": _seconds("forward_s"),
+                "both": _seconds("both_s"),
+                "gathered of a copy": _share("gathered_of_copy"),
                 "of the roofline": _share("of_roofline"),
             },
         ),
@@ -183,6 +211,7 @@ def _training(rows: list[Row]) -> list[str]:
             "order equal": _text("order_equal"),
             "memory": _bytes("memory_bytes"),
             "predicted memory": _bytes("predicted_bytes"),
+            "declared": _bytes("declared_bytes"),
             "losses off the CPU's": _number("losses_off"),
             "overlapped": _share("overlapped"),
         },
@@ -240,20 +269,28 @@ def _peers(rows: list[Row]) -> list[str]:
             "model": _text("model"),
             "vertices": _text("vertices"),
             "edges": _text("edges"),
+            "dropout": _text("dropout"),
             "epoch": _seconds("epoch_s"),
+            "step": _seconds("step_s"),
+            "set up": _seconds("set_up_s"),
             "memory": _bytes("memory_bytes"),
         },
     )
 
 
+def _references(rows: list[Row]) -> list[str]:
+    return _table([{"count": len(rows)}], {"trainings on the CPU": _text("count")})
+
+
 TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
-    "tests": _tests,
     "kernels": _kernels,
-    "measure": _measure,
+    "peers": _peers,
+    "tests": _tests,
     "one": _training,
     "shared": _training,
     "further": _training,
+    "references": _references,
+    "measure": _measure,
     "streams": _streams,
     "sampling": _sampling,
-    "peers": _peers,
 }

@@ -1,15 +1,19 @@
 """plan, train and validate: on one rank, and on two and four ranks that share the card.
 
-Losses are compared with the same plan's on CPU ranks. NCCL refuses two ranks on one GPU, so those
-that share it go over Gloo, through host memory; with a GPU for every rank they go over NCCL."""
+`references` trains the same on CPU ranks, beside the card's work; the page compares the losses.
+NCCL refuses two ranks on one GPU, so those that share it go over Gloo, through host memory; with a
+GPU for every rank they go over NCCL."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,10 +32,10 @@ from gnnplan.planner.vocabulary.trace import overlap, read_traces
 from gpu_stages import question
 from gpu_stages.record import LeftOut, Record, Row, Setting
 
-EPOCHS = 20
-# Epochs whose losses must be the CPU's, and how nearly; later ones drift apart by rounding. Where
-# rows are rounded, a last bit decides which way.
-SAME, TOLERANCE, TOLERANCE_ROUNDED = 5, 1e-4, 1e-2
+# Epochs that are trained; those whose losses must be the CPU's, and how nearly: later ones drift
+# apart by rounding. Where rows are rounded, a last bit decides which way.
+EPOCHS, SAME = 8, 5
+TOLERANCE, TOLERANCE_ROUNDED = 1e-4, 1e-2
 FULL = (
     "graph_parallel",
     "graph_parallel(narrow=True)",
@@ -54,11 +58,9 @@ SHARED = (
 )
 # of these many ranks, the most telling
 OF_FOUR = ("graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis", "p3")
-TRACED = ("graph_parallel", "pipegcn")  # whose traces are kept beside the JSON
 # ranks, strategy, type of rows
 FURTHER = (
     (1, "graph_parallel", "bfloat16"),
-    (1, "offload(chunks=3)", "float32"),
     (2, "graph_parallel", "bfloat16"),
     (2, "graph_parallel(bits=2)", "float32"),
     (2, "graph_parallel(bits='adaptive')", "float32"),
@@ -71,181 +73,185 @@ FURTHER = (
     (4, "tensor3d(x=2,y=1,z=2)", "float32"),
     (4, "offload(chunks=2)", "bfloat16"),
 )
-FURTHER_SMALL = (
-    (1, "offload(chunks=3)", "float32"),
-    (2, "graph_parallel(bits=2)", "float32"),
-)
+# The share of the memory of graph_parallel's data that there is instead. On a CPU the memory of
+# an offload's devices and that of their server are one.
+TIGHT, TIGHT_SMALL = 0.6, 0.95
 
 
-def run_one(setting: Setting, record: Record) -> None:
-    """One rank, in this process: no process group is needed."""
-    device = setting.torch_device
-    models = ("sage",) if setting.small else ("sage", "gcn", "gcnii", "gat", "resgcn")
-    for strategy in ("graph_parallel", "data_parallel") if setting.small else (*FULL, *MINI):
-        record.attempt(f"{strategy}, one rank", partial(_one, setting, device, strategy))
-    for model in models[1:]:
-        what = f"graph_parallel of {model}, one rank"
-        record.attempt(what, partial(_one, setting, device, "graph_parallel", model=model))
+@dataclass(frozen=True)
+class Case:
+    """A training."""
+
+    strategy: str
+    ranks: int = 1
+    model: str = "sage"
+    dtype: str = "float32"
+    tight: bool = False  # in less memory than graph_parallel needs
+
+    def __str__(self) -> str:
+        model = f" of {self.model}" if self.model != "sage" else ""
+        dtype = f" in {self.dtype}" if self.dtype != "float32" else ""
+        memory = " in little memory" if self.tight else ""
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.strategy}{model}{dtype}{memory}, {ranks}"
+
+    @property
+    def folder(self) -> str:
+        """The name with letters, digits, '-' and '_' only."""
+        return "".join(each if each.isalnum() or each in "-_" else "-" for each in str(self))
 
 
-def run_shared(setting: Setting, record: Record) -> None:
-    """Several ranks, as `gnnplan run` starts them."""
+def cases(setting: Setting) -> dict[str, list[Case]]:
+    """What each stage trains, the most telling first."""
+    if setting.small:
+        further = [Case("offload(chunks=8)", tight=True), Case("graph_parallel(bits=2)", 2)]
+        one = [Case("graph_parallel"), Case("data_parallel")]
+        return {"one": one, "shared": [Case("pipegcn", 2)], "further": further}
+    models = [Case("graph_parallel", model=model) for model in ("gcn", "gat", "gcnii", "resgcn")]
+    return {
+        "one": [*map(Case, FULL), *models, *map(Case, MINI)],
+        "shared": [Case(each, 2) for each in SHARED] + [Case(each, 4) for each in OF_FOUR],
+        "further": [
+            Case("offload", tight=True),
+            *(Case(strategy, ranks, dtype=dtype) for ranks, strategy, dtype in FURTHER),
+        ],
+    }
+
+
+def run(setting: Setting, record: Record) -> None:
+    """The cases of the record's stage, on the device."""
     _ = setting.torch_device
-    cases = [(2, strategy) for strategy in SHARED] + [(4, strategy) for strategy in OF_FOUR]
-    for ranks, strategy in [(2, "pipegcn")] if setting.small else cases:
-        record.attempt(f"{strategy}, {ranks} ranks", partial(_shared, setting, ranks, strategy))
+    for case in cases(setting)[record.stage]:
+        record.attempt(str(case), partial(_trained, setting, case))
 
 
-def run_further(setting: Setting, record: Record) -> None:
-    """Types of rows and strategies of which neither stage above has any."""
-    device = setting.torch_device
-    for ranks, strategy, dtype in FURTHER_SMALL if setting.small else FURTHER:
-        case = partial(_one, setting, device) if ranks == 1 else partial(_shared, setting, ranks)
-        what = f"{strategy} in {dtype}, {ranks} rank{'s' * (ranks > 1)}"
-        record.attempt(what, partial(case, strategy, dtype=dtype))
+def run_references(setting: Setting, record: Record) -> None:
+    """Cases on the CPU, several at a time on half of the cores."""
+    at_once = max(1, (os.cpu_count() or 1) // 4)  # most are of two ranks
+    with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=_stand_back) as pool:
+        found = {
+            name: pool.submit(_reference, setting, case)
+            for stage, of_stage in cases(setting).items()
+            for case in of_stage
+            if record.asks(name := f"{stage}: {case}")
+        }
+        for name, reference in found.items():
+            record.attempt(name, reference.result)
 
 
-def _plan(
-    setting: Setting, strategy: str, ranks: int, model: str = "sage", dtype: str = "float32"
-) -> gnnplan.Plan:
-    is_mini = parse(strategy).mode == "mini"
-    more: dict[str, Any] = {"dtype": dtype, **(question.batches(setting) if is_mini else {})}
-    if model in ("gcnii", "resgcn"):
+def _stand_back() -> None:
+    """Leave the GPU, and as far as possible the processor, to others."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    os.nice(10)
+
+
+def _reference(setting: Setting, case: Case) -> Row:
+    """The losses of a case on the CPU."""
+    plan = _plan(setting, case)
+    with tempfile.TemporaryDirectory() as folder:
+        run = _run(plan, case, Path(folder) / "run", on_cpu=True, epochs=SAME)
+        return {
+            "case": str(case),
+            "losses": [row["loss"] for row in run.metrics],
+            "epoch_s": run.document["epoch_s"],
+        }
+
+
+def compare(rows: Iterable[Row], references: Mapping[str, Row]) -> Iterator[tuple[str, str]]:
+    """Note in rows how far losses are from the CPU's, where those are there.
+
+    Yields a case and words where that is too far.
+    """
+    for row in rows:
+        if (reference := references.get(row["case"])) is None:
+            continue
+        pairs = zip(row["losses"], reference["losses"], strict=False)
+        off = max(abs(ours / theirs - 1) for ours, theirs in pairs)
+        row |= {"losses_off": off, "epoch_cpu_s": reference["epoch_s"]}
+        if not off <= row["tolerance"]:  # nor is a loss a number
+            yield row["case"], f"losses are up to {off:.1e} off those on the CPU"
+
+
+def _plan(setting: Setting, case: Case) -> gnnplan.Plan:
+    is_mini = parse(case.strategy).mode == "mini"
+    more: dict[str, Any] = {"dtype": case.dtype, **(question.batches(setting) if is_mini else {})}
+    if case.model in ("gcnii", "resgcn"):
         more |= {"layers": 4 if setting.small else 8}
-    servers = 2 if strategy.startswith("granndis") else 1
-    cluster = question.cluster(setting, ranks // servers, servers)
+    servers = 2 if case.strategy.startswith("granndis") else 1
+    cluster = question.cluster(setting, case.ranks // servers, servers)
+    graph = question.graph(setting)
+    workload = question.workload(setting, model=case.model, epochs=EPOCHS, **more)
+    if case.tight:
+        whole = gnnplan.plan(graph, cluster, workload, strategy="graph_parallel", ranks=case.ranks)
+        memory = whole.document["best"]["predicted"]["memory"]
+        data = sum(memory.values()) - memory["runtime"]
+        share = TIGHT_SMALL if setting.small else TIGHT
+        cluster = question.cluster(setting, case.ranks, memory=memory["runtime"] + share * data)
     try:
-        return gnnplan.plan(
-            question.graph(setting),
-            cluster,
-            question.workload(setting, model=model, epochs=_epochs(setting), **more),
-            strategy=strategy,
-            ranks=ranks,
-        )
+        return gnnplan.plan(graph, cluster, workload, strategy=case.strategy, ranks=case.ranks)
     except (SpecError, Infeasible) as error:
         raise LeftOut(str(error)) from error
 
 
-def _epochs(setting: Setting) -> int:
-    return 4 if setting.small else EPOCHS
-
-
-def _one(
-    setting: Setting,
-    device: torch.device,
-    strategy: str,
-    model: str = "sage",
-    dtype: str = "float32",
-) -> Row:
-    plan = _plan(setting, strategy, 1, model, dtype)
-    runs = setting.out / "runs"
-    name = f"one-{model}-{strategy}-{dtype}"
-    folders = [_folder(runs, name), _folder(runs, f"{name}-cpu")]
-    for folder, where in zip(folders, (device, torch.device("cpu")), strict=True):
-        _train_here(plan, where, folder)
-    return {"model": model, "ranks": 1, **_compared(strategy, dtype, *folders)}
-
-
-def _train_here(plan: gnnplan.Plan, device: torch.device, out: Path) -> None:
-    """What a rank of `gnnplan run` does, in this process."""
+def _run(plan: gnnplan.Plan, case: Case, out: Path, on_cpu: bool, epochs: int) -> gnnplan.Run:
+    """Train: one rank in this process, where no process group is needed, others in their own."""
+    if case.ranks > 1:
+        return plan.run(out, epochs=epochs, eval_every=0, checkpoint_every=0, timeout_s=60)
     document = plan.document
     problem, strategy = trainable(plan.problem, chosen(document))
+    out.mkdir(parents=True)
     plan.write(out / "plan.json")
     Options(eval_every=0, checkpoint_every=0).write(out)
-    rank: Rank = open_rank(on_cpu=device.type == "cpu")
+    rank: Rank = open_rank(on_cpu=on_cpu)
     # the device's clock is then read in half of the epochs only
-    rank.traced = strategy.steps(problem) * problem.workload.epochs // 2
+    rank.traced = strategy.steps(problem) * epochs // 2
     try:
-        train(rank, problem, strategy, out, problem.workload.epochs, 0)
+        train(rank, problem, strategy, out, epochs, 0)
     finally:
         rank.close()
+    return gnnplan.Run(out)
 
 
-def _shared(setting: Setting, ranks: int, strategy: str, dtype: str = "float32") -> Row:
-    plan = _plan(setting, strategy, ranks, dtype=dtype)
-    runs, name = setting.out / "runs", f"{ranks}-{strategy}-{dtype}"
-    # a run on the CPU is its own reference
-    wheres = {setting.device: name, "cpu": name if setting.device == "cpu" else f"{name}-cpu"}
-    for device, each in wheres.items():
-        with _devices(device):
-            folder = _folder(runs, each, make=False)
-            plan.run(folder, eval_every=0, checkpoint_every=0, timeout_s=60)
-    folders = [_named(runs, wheres[device]) for device in (setting.device, "cpu")]
-    row = {"model": "sage", "ranks": ranks, **_compared(strategy, dtype, *folders)}
-    spans = read_traces(folders[0])
-    by_rank = overlap(spans).values()
-    hidden, exposed = (
-        (sum(seconds) for seconds in zip(*by_rank, strict=True)) if by_rank else (0, 0)
-    )
-    moved = hidden + exposed
-    if ranks == 2 and strategy in TRACED and dtype == "float32":
-        for path in folders[0].glob("trace.rank*.json"):
-            shutil.copy(path, setting.out / f"shared.{strategy}.{path.name}")
-    return {**row, "overlapped": hidden / moved if moved else None}
-
-
-@contextmanager
-def _devices(device: str) -> Iterator[None]:
-    """Processes that are started inside the with block see no GPU if `device` is 'cpu'."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-def _named(runs: Path, name: str) -> Path:
-    """The folder of a run, whose name has letters, digits, '-' and '_' only."""
-    letters = (each if each.isalnum() or each in "-_" else "-" for each in name)
-    return runs / "".join(letters)
-
-
-def _folder(runs: Path, name: str, make: bool = True) -> Path:
-    """A new folder for a run, or its name where the run makes it."""
-    folder = _named(runs, name)
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder if make else runs).mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _compared(strategy: str, dtype: str, on_device: Path, on_cpu: Path) -> Row:
-    """A run beside its prediction, and beside the same training on the CPU."""
-    found = gnnplan.validate(on_device).document
-    run, reference = gnnplan.Run(on_device), gnnplan.Run(on_cpu)
-    pairs = [
-        (ours["loss"], theirs["loss"])
-        for ours, theirs in zip(run.metrics, reference.metrics, strict=True)
-    ]
-    seconds = [row["epoch_s"] for row in run.metrics][2:]
+def _trained(setting: Setting, case: Case) -> Row:
+    """A run beside its prediction; `compare` adds the same training on the CPU."""
+    plan = _plan(setting, case)
+    out = setting.out / "runs" / case.folder
+    shutil.rmtree(out, ignore_errors=True)
+    run = _run(plan, case, out, setting.device == "cpu", EPOCHS)
+    found = gnnplan.validate(out).document
     memory, bytes_equal, order = found["memory"], found["bytes"]["equal"], found["order"]
-    gaps = [abs(ours / theirs - 1) for ours, theirs in pairs]
-    off = max(gaps[:SAME])
-    rounds = dtype == "bfloat16" or parse(strategy).knobs().get("bits") is not None
-    tolerance = TOLERANCE_ROUNDED if rounds else TOLERANCE
+    rounds = case.dtype == "bfloat16" or parse(case.strategy).knobs().get("bits") is not None
     wrong = [
         *([] if bytes_equal else ["bytes are not those of the plan"]),
         *([] if order["equal"] else [f"order: {order['first_difference']}"]),
-        *([] if off <= tolerance else [f"losses are up to {off:.1e} off those on the CPU"]),
     ]
+    declared = None
+    if case.tight:
+        predicted = plan.document["best"]["predicted"]["memory"]
+        declared = plan.problem.cluster.device.memory - predicted["runtime"]
+        if setting.device == "cuda" and memory["measured_bytes"] > declared:
+            wrong.append(f"{memory['measured_bytes']:.3g} B of the declared {declared:.3g} B")
+    exchanged = overlap(read_traces(out)).values()  # hidden and exposed seconds of each rank
+    hidden, moved = sum(hidden for hidden, _ in exchanged), sum(map(sum, exchanged))
     return {
-        "strategy": strategy,
-        "dtype": dtype,
+        "case": str(case),
+        "strategy": str(chosen(plan.document)),
+        "ranks": case.ranks,
+        "model": case.model,
+        "dtype": case.dtype,
         "backend": run.document["backend"],
-        "epoch_s": median(seconds),
-        "epoch_cpu_s": reference.document["epoch_s"],
+        "epoch_s": median(row["epoch_s"] for row in run.metrics[2:]),
         "predicted_s": found["step"]["predicted_s"] * found["batches"],
         "bytes_equal": bytes_equal,
         "bytes": sum(found["bytes"]["counted"].values()),
         "order_equal": order["equal"],
         "memory_bytes": memory["measured_bytes"],
         "predicted_bytes": memory["predicted_bytes"],
-        "losses_off": off,
-        "losses_off_at_end": gaps[-1],
-        "loss": pairs[-1][0],
+        "declared_bytes": declared,
+        "losses": [row["loss"] for row in run.metrics],
+        "tolerance": TOLERANCE_ROUNDED if rounds else TOLERANCE,
         "diagnosis": found["diagnosis"],
+        "overlapped": hidden / moved if moved else None,
         "wrong": wrong,
     }
