@@ -80,7 +80,7 @@ class _Loaded:
     def used_on(self, stream: object) -> None:
         """Keep its memory from being handed out again before this stream has used it."""
         of_block = vars(self.block).values() if self.block else ()
-        of_loss = [self.targets.y, self.targets.masks[0]] if self.targets else []
+        of_loss = [self.targets.y, self.targets.train] if self.targets else []
         for each in (*vars(self).values(), *of_block, *of_loss):
             if isinstance(each, Tensor) and each.is_cuda:
                 each.record_stream(stream)  # type: ignore[arg-type]

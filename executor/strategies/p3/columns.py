@@ -13,7 +13,7 @@ import torch
 
 from gnnplan.executor.layers.blocks import dtype_of, sparse_rows, take_rows
 from gnnplan.executor.layers.copies import staging
-from gnnplan.executor.layers.kernels import FeatureRows
+from gnnplan.executor.layers.kernels import FeatureRows, sent
 from gnnplan.executor.minibatch.feature_store import by_class, merged
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.sampling import Ids
