@@ -97,11 +97,13 @@ class FeatureStore:
             received = self.count_exchange.forward(
                 self.count_exchange.pack(torch.from_numpy(counts)[:, None].to(rank.device))
             )
+            rank.settle()  # which hears of lost peers
             wanted[np.flatnonzero(self.count_exchange.take)] = received[:, 0].cpu().numpy()
         label = Label("ask", step)
         with rank.span(label, "comm", rank.count(label, ID * ids.size)):
             asks = Exchange(rank, np.split(np.arange(ids.size), np.cumsum(counts)[:-1]), wanted)
             asked = asks.forward(asks.pack(torch.from_numpy(ids)[:, None].to(rank.device)))
+            rank.settle()
             wanted_ids = asked[:, 0].cpu().numpy()
         gives = Exchange(rank, np.split(np.arange(wanted_ids.size), np.cumsum(wanted)[:-1]), counts)
         rows = self._provide(wanted_ids)

@@ -69,15 +69,15 @@ class DeviceClock:
             event = self._event()
             event.synchronize()
             after = now()
-            tries.append((after - before, (after + before) / 2, event))
-        # the host may have been interrupted in others
-        _, self.zero_s, self.zero = min(tries, key=lambda each: each[0])
+            tries.append((after - before, event, (after + before) / 2))
+        # the host may have been interrupted in others; one value, for lanes read it meanwhile
+        self.origin = min(tries, key=lambda each: each[0])[1:]
 
     def renew(self) -> None:
         """`set` it if that was long ago: the two clocks drift apart."""
-        if now() - self.zero_s > RENEW_S:
+        if now() - self.origin[1] > RENEW_S:
             self.set()
 
     def mark(self) -> DeviceMark:
         """Mark the end of what the current stream has been given."""
-        return DeviceMark(self._event(), self.zero, self.zero_s)
+        return DeviceMark(self._event(), *self.origin)

@@ -77,7 +77,13 @@ def test_nccl_with_one_rank(gpu_rank: Rank, tmp_path: Path) -> None:
     numbers = torch.arange(5.0, device=gpu_rank.device)
     dist.all_reduce(numbers)
     dist.barrier(device_ids=[gpu_rank.device.index])
-    torch.cuda.synchronize()
+    group = dist.new_group([0], backend="nccl", timeout=gpu_rank.limit)
+    dist.all_reduce(numbers, group=group, async_op=True).wait()
+    of_two = replace(gpu_rank, world=2)  # which looks whether its stream comes to an end
+    with of_two.span(Label("all_reduce", 0), "reduce"):
+        torch.cuda._sleep(CYCLES)
+    of_two.settle(all_lanes=True)
+    assert [span.op for span in of_two.spans] == ["all_reduce"]
     assert numbers.tolist() == [0, 1, 2, 3, 4]
     assert (
         gpu_rank.wire_device == gpu_rank.device
@@ -214,6 +220,14 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(
             assert recorded_order(on_gpu.spans, rank, lane) == recorded_order(
                 on_cpu.spans, rank, lane
             )
+
+
+def test_chunks_of_two_ranks_on_one_gpu(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """Rows come beside computation, and halos through the host."""
+    case = Case("offload(chunks=3)", graphs["rough"], workload("sage"), eval_every=2)
+    on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
+    assert difference(on_gpu.weights, on_cpu.weights) <= 1e-9
+    assert on_gpu.rank(0)["bytes"] == on_cpu.rank(0)["bytes"]
 
 
 def test_float32_losses_on_the_gpu(run_ranks: Ranks, graphs: dict[str, str]) -> None:
