@@ -174,9 +174,9 @@ class _Training:
                 self.gradient_errors.measure(step)
                 started = now()
             self.learner.update(step)
+            seconds += now() - started
             loss, counts = loss + part, counts + worker.counts(logits)
             del part, logits
-            seconds += now() - started
         started = now()
         rank.settle()
         seconds += now() - started

@@ -296,8 +296,8 @@ class GATLayer(_SplitLayer):
         widths = [h_out, self.heads, rows.shape[1] - h_out - self.heads]
         z, of_source, of_reader = torch.split(rows, widths, 1)
         if not of_reader.shape[1]:
-            of_reader = self._logits(z[: block.n_dst], self.attention[:, self.width :])
-        return attend(block, z, of_source, of_reader[: block.n_dst])
+            of_reader = self._logits(block.own_rows(z), self.attention[:, self.width :])
+        return attend(block, z, of_source, block.own_rows(of_reader))
 
     def combine(
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool

@@ -1,6 +1,6 @@
 """When a CUDA device begins and ends a rank's work, in seconds of the host's clock.
 
-An event is put on the stream and read when the step is over: nobody waits for the device in
+An event is put on the stream and read when the epoch is over: nobody waits for the device in
 between, so what is recorded overlaps as it would without a record."""
 
 from __future__ import annotations
