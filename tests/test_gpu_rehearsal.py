@@ -7,6 +7,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ def stage(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     from gpu_stages.record import Setting
 
     out = tmp_path_factory.mktemp("gpu")
-    setting = Setting(out, "cpu", small=True)
+    referred = ("one: ", "shared: ")  # two trainings and one
 
     def left(name: str) -> dict[str, Any]:
         if not (out / f"{name}.json").exists():
-            gpu.run(name, setting)
+            only = referred if name == "references" else ()
+            gpu.run(name, Setting(out, "cpu", small=True, only=only))
         return json.loads((out / f"{name}.json").read_text()) | {"out": out}
 
     return left
@@ -142,13 +144,13 @@ def test_ranks_that_share_the_card(stage: Stage) -> None:
 
 def test_rounded_rows_and_rows_in_the_servers_memory(stage: Stage) -> None:
     """The latter in less memory than graph_parallel needs."""
-    rows = compared(stage, "further")
+    rows = whole(stage("further"))
     assert [(row["strategy"], row["ranks"]) for row in rows] == [
         ("offload(chunks=8)", 1),
         ("graph_parallel(bits=2)", 2),
     ]
     assert all(row["bytes_equal"] and row["order_equal"] and row["epoch_s"] > 0 for row in rows)
-    assert rows[0]["predicted_bytes"] > 0 < rows[0]["declared_bytes"] and rows[1]["losses_off"] == 0
+    assert rows[0]["predicted_bytes"] > 0 < rows[0]["declared_bytes"]
 
 
 def test_losses_that_are_not_the_cpus_are_failures(gpu: Any) -> None:
@@ -314,4 +316,4 @@ def test_the_list_says_what_is_there(gpu: Any) -> None:
     from gpu_stages.wheels import lines
 
     text = "\n".join(lines())
-    assert f"torch {torch.__version__}" in text and "simpy" in text
+    assert f"torch {version('torch')}" in text and "simpy" in text
