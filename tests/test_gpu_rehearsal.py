@@ -80,7 +80,9 @@ def test_kernels(stage: Stage) -> None:
     for row in sums:
         assert row["error"] < (1e-5 if row["dtype"] == "float32" else 0.05) and row["repeats"], row
         assert row["gathered_of_copy"] > 0 and row["of_roofline"] > 0
-        assert row["predicted_s"] == pytest.approx(row["seconds"] * (1 + row["roofline_error"]))
+        if row["by"] == "ours":
+            planned = row["seconds"] * (1 + row["roofline_error"])
+            assert row["predicted_s"] == pytest.approx(planned)
     for name in ("aggregate", "attend", "attend_pairs", "softmax_aggregate"):
         (row,) = by_kernel[name]
         assert row["forward_s"] > 0 and row["both_s"] > 0
@@ -154,7 +156,7 @@ def test_rounded_rows_and_rows_in_the_servers_memory(stage: Stage) -> None:
 
 
 def test_losses_that_are_not_the_cpus_are_failures(gpu: Any) -> None:
-    from gpu_stages.training import compare
+    from gpu_stages.table import compare
 
     def row(case: str, *losses: float) -> dict[str, Any]:
         return {"case": case, "losses": [*losses], "tolerance": 1e-4, "epoch_s": 1.0}
@@ -308,8 +310,9 @@ def test_the_digest_has_figures_and_failures(gpu: Any, stage: Stage) -> None:
 
     failed = {"failed": [{"what": "all of it", "error": "no such\nkernel", "trace": ""}]}
     text = digest({"kernels": stage("kernels"), "sampling": stage("sampling") | failed})
-    assert "ours random 200" in text and "FAILED all of it: no such kernel" in text
-    assert max(map(len, text.splitlines())) <= 150
+    assert "  random 200 8 float32: ours " in text and ", pyg " in text
+    assert "FAILED all of it: no such kernel" in text and text.index("FAILED") < text.index("copy")
+    assert max(map(len, text.splitlines())) <= 250
 
 
 def test_the_list_says_what_is_there(gpu: Any) -> None:
