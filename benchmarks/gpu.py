@@ -145,7 +145,7 @@ def _wait(setting: Setting, stage: str, process: subprocess.Popen[bytes], limit_
 def _keep(setting: Setting, out: Path) -> None:
     """Put the page and all files, the smallest first, into the folder."""
     table(setting.out)
-    shutil.copy(setting.out / "gpu.md", out)
+    shutil.copy(setting.out / "gpu.md", out / "gpu.md")
     files = [path for path in setting.out.rglob("*") if path.is_file()]
     whole, part = out / "gpu.tar.gz", out / ".gpu.tar.gz"
     with part.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as tar:

@@ -7,6 +7,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ def stage(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     from gpu_stages.record import Setting
 
     out = tmp_path_factory.mktemp("gpu")
-    setting = Setting(out, "cpu", small=True)
+    referred = ("one: ", "shared: ")  # two trainings and one
 
     def left(name: str) -> dict[str, Any]:
         if not (out / f"{name}.json").exists():
-            gpu.run(name, setting)
+            only = referred if name == "references" else ()
+            gpu.run(name, Setting(out, "cpu", small=True, only=only))
         return json.loads((out / f"{name}.json").read_text()) | {"out": out}
 
     return left
@@ -78,7 +80,9 @@ def test_kernels(stage: Stage) -> None:
     for row in sums:
         assert row["error"] < (1e-5 if row["dtype"] == "float32" else 0.05) and row["repeats"], row
         assert row["gathered_of_copy"] > 0 and row["of_roofline"] > 0
-        assert row["predicted_s"] == pytest.approx(row["seconds"] * (1 + row["roofline_error"]))
+        if row["by"] == "ours":
+            planned = row["seconds"] * (1 + row["roofline_error"])
+            assert row["predicted_s"] == pytest.approx(planned)
     for name in ("aggregate", "attend", "attend_pairs", "softmax_aggregate"):
         (row,) = by_kernel[name]
         assert row["forward_s"] > 0 and row["both_s"] > 0
@@ -142,17 +146,17 @@ def test_ranks_that_share_the_card(stage: Stage) -> None:
 
 def test_rounded_rows_and_rows_in_the_servers_memory(stage: Stage) -> None:
     """The latter in less memory than graph_parallel needs."""
-    rows = compared(stage, "further")
+    rows = whole(stage("further"))
     assert [(row["strategy"], row["ranks"]) for row in rows] == [
         ("offload(chunks=8)", 1),
         ("graph_parallel(bits=2)", 2),
     ]
     assert all(row["bytes_equal"] and row["order_equal"] and row["epoch_s"] > 0 for row in rows)
-    assert rows[0]["predicted_bytes"] > 0 < rows[0]["declared_bytes"] and rows[1]["losses_off"] == 0
+    assert rows[0]["predicted_bytes"] > 0 < rows[0]["declared_bytes"]
 
 
 def test_losses_that_are_not_the_cpus_are_failures(gpu: Any) -> None:
-    from gpu_stages.training import compare
+    from gpu_stages.table import compare
 
     def row(case: str, *losses: float) -> dict[str, Any]:
         return {"case": case, "losses": [*losses], "tolerance": 1e-4, "epoch_s": 1.0}
@@ -306,12 +310,13 @@ def test_the_digest_has_figures_and_failures(gpu: Any, stage: Stage) -> None:
 
     failed = {"failed": [{"what": "all of it", "error": "no such\nkernel", "trace": ""}]}
     text = digest({"kernels": stage("kernels"), "sampling": stage("sampling") | failed})
-    assert "ours random 200" in text and "FAILED all of it: no such kernel" in text
-    assert max(map(len, text.splitlines())) <= 150
+    assert "  random 200 8 float32: ours " in text and ", pyg " in text
+    assert "FAILED all of it: no such kernel" in text and text.index("FAILED") < text.index("copy")
+    assert max(map(len, text.splitlines())) <= 250
 
 
 def test_the_list_says_what_is_there(gpu: Any) -> None:
     from gpu_stages.wheels import lines
 
     text = "\n".join(lines())
-    assert f"torch {torch.__version__}" in text and "simpy" in text
+    assert f"torch {version('torch')}" in text and "simpy" in text

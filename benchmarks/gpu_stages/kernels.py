@@ -307,7 +307,7 @@ def _aggregation(
         "of_roofline": read_once / bandwidth / seconds if bandwidth else None,
         "error": error,
         "repeats": repeats,
-        **_predicted(counted, seconds, edges.indptr.diff()),
+        **(_predicted(counted, seconds, edges.indptr.diff()) if by is ours else {}),
         "wrong": [] if error <= most else [f"sums are up to {error:.1e} of the largest off"],
     }
 
@@ -403,5 +403,5 @@ def _dropout(
         "floor_s": floor,
         "of_roofline": floor / seconds if floor else None,
         "kept": kept,
-        **_predicted(counted, seconds),
+        **(_predicted(counted, seconds) if by == "ours" else {}),
     }

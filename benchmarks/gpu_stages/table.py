@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 from gpu_stages.record import Row
-from gpu_stages.training import compare
 
 TRAINED = ("one", "shared", "further")
 NOTHING = "-"
+WIDEST = 250  # characters of a line of the digest
 
 
 def documents(out: Path) -> dict[str, dict[str, Any]]:
@@ -27,6 +27,21 @@ def documents(out: Path) -> dict[str, dict[str, Any]]:
         for case, wrong in compare(found[stage]["rows"], references):
             found[stage]["failed"].append({"what": case, "error": wrong, "trace": ""})
     return found
+
+
+def compare(rows: Iterable[Row], references: Mapping[str, Row]) -> Iterator[tuple[str, str]]:
+    """Note in rows how far losses are from the CPU's, where those are there.
+
+    Yields a case and words where that is too far.
+    """
+    for row in rows:
+        if (reference := references.get(row["case"])) is None:
+            continue
+        pairs = zip(row["losses"], reference["losses"], strict=False)
+        off = max(abs(ours / theirs - 1) for ours, theirs in pairs)
+        row |= {"losses_off": off, "epoch_cpu_s": reference["epoch_s"]}
+        if not off <= row["tolerance"]:  # nor is a loss a number
+            yield row["case"], f"losses are up to {off:.1e} off those on the CPU"
 
 
 def is_result(found: dict[str, dict[str, Any]]) -> bool:
@@ -64,16 +79,23 @@ def _machine(where: Row) -> str:
 
 
 def digest(found: dict[str, dict[str, Any]]) -> str:
-    """The page's most telling figures, in lines that fit the end of a terminal's memory."""
-    lines = []
-    for stage, document in found.items():
-        tables = iter(TABLES[stage](document["rows"]))
-        cells = [line.strip("| ").split(" | ") for line in tables if line.strip("|-")]
-        lines += ["", f"{stage} ({document['seconds']:.0f} s)"]
-        lines += ["  " + " ".join(cell for cell in row if cell != NOTHING) for row in cells]
+    """The most telling figures, few enough for the end of a log: the most telling are last."""
+    lines = list[str]()
+    for stage in [stage for stage in reversed(TABLES) if stage in found]:
+        document = found[stage]
+        counts = Counter(row.get("outcome", "rows") for row in document["rows"])
+        told = ", ".join(f"{count} {what}" for what, count in counts.items())
+        lines += ["", f"{stage}, {document['seconds']:.0f} s: {told}"]
+        for is_shown, keys, shown in BRIEF.get(stage, ()):
+            groups: dict[str, list[str]] = {}
+            for row in document["rows"]:
+                if is_shown(row):
+                    key = " ".join(str(row[name]) for name in keys)
+                    groups.setdefault(key, []).append(shown(row))
+            lines += [f"  {key}: {', '.join(cells)}" for key, cells in groups.items()]
         lines += [f"  FAILED {each['what']}: {_line(each['error'])}" for each in document["failed"]]
         lines += [f"  left out {each['what']}: {each['why']}" for each in document["left_out"]]
-    return "\n".join(line[:150] for line in lines)
+    return "\n".join(line if len(line) <= WIDEST else f"{line[: WIDEST - 3]}..." for line in lines)
 
 
 def _line(words: str) -> str:
@@ -118,6 +140,10 @@ def _rate(name: str, unit: str) -> Callable[[Row], str]:
 
 def _number(name: str) -> Callable[[Row], str]:
     return lambda row: NOTHING if row.get(name) is None else f"{row[name]:.3g}"
+
+
+def _cells(*shown: Callable[[Row], str]) -> Callable[[Row], str]:
+    return lambda row: " ".join(cell(row) for cell in shown)
 
 
 # -- a function per stage --------------------------------------------------------------------------
@@ -293,4 +319,82 @@ TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "measure": _measure,
     "streams": _streams,
     "sampling": _sampling,
+}
+
+
+def _has(name: str) -> Callable[[Row], bool]:
+    return lambda row: row.get(name) is not None
+
+
+Brief = tuple[tuple[Callable[[Row], bool], tuple[str, ...], Callable[[Row], str]], ...]
+_TRAINED: Brief = (
+    (
+        _has("strategy"),
+        ("ranks", "model", "dtype"),
+        _cells(
+            _text("strategy"), _seconds("epoch_s"), _seconds("predicted_s"), _number("losses_off")
+        ),
+    ),
+)
+# By stage: which rows are shown, what names a line, and what the line shows of each row
+BRIEF: dict[str, Brief] = {
+    "kernels": (
+        (_has("rate"), ("kernel",), _rate("rate", "B/s")),
+        (
+            _has("graph"),
+            ("graph", "rows", "width", "dtype"),
+            _cells(_text("by"), _seconds("seconds"), _share("gathered_of_copy")),
+        ),
+        (
+            _has("floor_s"),
+            ("kernel", "width", "dtype"),
+            _cells(_text("by"), _seconds("forward_s"), _seconds("both_s"), _seconds("floor_s")),
+        ),
+        (_has("flops"), ("kernel", "shape"), _cells(_text("dtype"), _rate("flops", "FLOP/s"))),
+        (
+            lambda row: "both_s" in row and "floor_s" not in row,
+            ("rows",),
+            _cells(_text("kernel"), _seconds("forward_s"), _seconds("both_s")),
+        ),
+        (
+            _has("roofline_error"),
+            ("kernel", "dtype"),
+            _cells(lambda row: "planned", _text("width"), _share("roofline_error")),
+        ),
+    ),
+    "peers": (
+        (
+            _has("epoch_s"),
+            ("model", "edges", "dropout"),
+            _cells(_text("by"), _seconds("epoch_s"), _bytes("memory_bytes")),
+        ),
+    ),
+    "one": _TRAINED,
+    "shared": _TRAINED,
+    "further": _TRAINED,
+    "measure": ((_has("range"), ("constant",), _text("value")),),
+    "streams": (
+        (
+            _has("spans"),
+            ("what", "strategy"),
+            _cells(_text("vertices"), _seconds("recorded_s"), _seconds("not_recorded_s")),
+        ),
+        (
+            _has("step_s"),
+            ("what", "strategy"),
+            _cells(_text("vertices"), _seconds("step_s"), _seconds("kernels_s"), _text("launches")),
+        ),
+        (
+            _has("eager_s"),
+            ("what", "strategy"),
+            _cells(_text("vertices"), _seconds("eager_s"), _seconds("replayed_s")),
+        ),
+    ),
+    "sampling": (
+        (
+            _has("where"),
+            ("vertices", "fanout", "batch"),
+            _cells(_text("where"), _seconds("all_s")),
+        ),
+    ),
 }

@@ -42,7 +42,9 @@ glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not t
 def counted(work: Callable[[], T]) -> tuple[T, int, int]:
     """What it gives; bytes that are left of what it allocated, and the most that there were, as
     torch's own profiler has them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         result = work()
     events = [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
