@@ -30,6 +30,7 @@ from gnnplan.executor.ranks.gathered import gather_bytes
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.replay import Replay, is_small
 from gnnplan.executor.ranks.whole import OPTIMIZER, WORKER, fill, named, under
 from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.problem.problem import Problem
@@ -110,6 +111,7 @@ class _Training:
         self.first = checkpoints.first if checkpoints else 0
         worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
         self.learner = worker.open_learner()
+        self.replay: Replay[tuple[Tensor, Tensor]] | None = None
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
             self.gradient_errors = _measuring(worker, self.learner)
@@ -166,6 +168,11 @@ class _Training:
         loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for step in range(epoch * self.steps, (epoch + 1) * self.steps):
             started = now()
+            if self._replays(step):
+                part, answers = self._replayed(step)
+                seconds += now() - started
+                loss, counts = loss + part, counts + answers
+                continue
             self.learner.zero()
             part, logits = worker.step(step)
             if self.gradient_errors:
@@ -208,9 +215,30 @@ class _Training:
         # all ranks keep the spans of the same epochs, as many as the fullest trace holds
         fit = MOST_SPANS * (epoch + 1 - self.before) // max(most_spans, 1)
         rank.traced = min(rank.traced, (self.before + max(fit, 1)) * self.steps)
+        if self.replay is not None:
+            row["replayed"] = True
         self._append(row, report)
         if is_kept:
             self._keep(epoch)
+
+    def _replays(self, step: int) -> bool:
+        """Whether the step is launched as one; those that are recorded are not."""
+        if step < self.rank.traced or self.gradient_errors or not self.worker.replays:
+            return False
+        return self.replay is not None or is_small(self.rank.device)
+
+    def _replayed(self, step: int) -> tuple[Tensor, Tensor]:
+        """The loss of a step, and its right and wrong answers [3, 2]."""
+
+        def enqueue() -> tuple[Tensor, Tensor]:
+            self.learner.zero()
+            loss, logits = self.worker.step(step)
+            self.learner.update(step)
+            return loss, self.worker.counts(logits)
+
+        if self.replay is None:
+            self.replay = Replay(self.worker, enqueue, self.rank.device)
+        return self.replay(step)
 
     def _append(self, row: dict[str, Any], report: Report) -> None:
         if not math.isfinite(row["loss"]):

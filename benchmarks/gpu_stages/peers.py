@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import open_rank
+from gnnplan.executor.ranks.replay import Replay, is_small
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -122,7 +123,7 @@ def _problem(setting: Setting, graph: Graph, **more: Any) -> Problem:
 
 
 def ours(problem: Problem, device: torch.device) -> Epoch:
-    """graph_parallel(narrow=True): what one rank of a plan does."""
+    """graph_parallel(narrow=True): what one rank of a run does, after its first epochs."""
     rank = open_rank(on_cpu=device.type == "cpu")
     rank.recording = False
     strategy = parse("graph_parallel(narrow=True)").settle(problem)
@@ -130,14 +131,19 @@ def ours(problem: Problem, device: torch.device) -> Epoch:
     with patch.object(layout, "locality_order", lambda graph: np.arange(graph.stats.vertices)):
         worker = open_worker(rank, problem, strategy)
     learner = worker.open_learner()
-    steps = itertools.count()
+    steps, replay = itertools.count(), list[Replay[Tensor]]()
 
-    def epoch() -> Tensor:
-        step = next(steps)
+    def enqueue(step: int) -> Tensor:
         learner.zero()
         loss, _ = worker.step(step)
         learner.update(step)
         return loss
+
+    def epoch() -> Tensor:
+        step = next(steps)
+        if step >= EPOCHS and not replay and worker.replays and is_small(device):
+            replay.append(Replay(worker, partial(enqueue, step), device))
+        return replay[0](step) if replay else enqueue(step)
 
     return epoch
 

@@ -17,6 +17,7 @@ import torch
 
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.rank import Rank, open_rank
+from gnnplan.executor.ranks.replay import Replay
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
@@ -59,7 +60,7 @@ class _Steps:
         hidden: int,
     ) -> None:
         graph = load(SYNTHETIC.format(vertices, edges))
-        workload = Workload(**question.workload(setting, hidden=hidden, dropout=0.0))
+        workload = Workload(**question.workload(setting, hidden=hidden))
         problem = Problem(graph.stats, graph, workload, question.cluster(setting, 1))
         settled = parse(strategy).settle(problem)
         self.about = {"strategy": strategy, "vertices": vertices, "edges": edges, "hidden": hidden}
@@ -146,26 +147,18 @@ def _device_us(event: Any) -> float:
 
 
 def _graph(setting: Setting, make: Callable[[], _Steps]) -> Row:
-    """A step by one launch of a graph, to see what launches cost. No strategy trains so."""
+    """A step whose kernels are launched as one, as one rank trains on a small graph."""
     if setting.device != "cuda":
         raise LeftOut("CUDA graphs need a GPU")
     steps = make()
     steps.rank.recording = False
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            steps.enqueue()
-    torch.cuda.current_stream().wait_stream(side)
     eager_s = whole_s(steps.rank.device, steps)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        steps.enqueue()
+    replay = Replay(steps.worker, steps.enqueue, steps.rank.device)
     return {
         "what": "graph",
         **steps.about,
         "eager_s": eager_s,
-        "replayed_s": whole_s(steps.rank.device, graph.replay),
+        "replayed_s": whole_s(steps.rank.device, partial(replay, 0)),
     }
 
 

@@ -27,6 +27,12 @@ class Worker(ABC):
     problem: Problem
     net: Net
     learner: Learner | None = None
+    clock: Tensor | None = None  # the number of the step, int64 [], where a replayed step reads it
+
+    @property
+    def replays(self) -> bool:
+        """Whether a step may become a CUDA graph: it reads from the host nothing but its number."""
+        return False
 
     @property
     def reduce_group(self) -> tuple[int, ...]:

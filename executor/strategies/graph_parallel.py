@@ -34,6 +34,7 @@ from gnnplan.executor.layers.kernels import (
     unpack,
     unpack_mixed,
 )
+from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import BatchNorm, Net
@@ -196,6 +197,13 @@ class Worker(base.Worker):
     def buckets(self) -> list[Bucket]:
         return buckets_of(self.problem, self.options.buckets, self.options.narrow)
 
+    @property
+    def replays(self) -> bool:
+        """Of one rank on the full graph, where no step draws anything on the host."""
+        alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
+        draws = self.problem.workload.task == "link" or isinstance(self.features, SparseRows)
+        return alone and not draws and triton_kernels() is not None
+
     def _numbers_to_smooth(self) -> int:
         """Size of the buffer in which the comm lane receives what is then smoothed.
 
@@ -228,7 +236,8 @@ class Worker(base.Worker):
     def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
         """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder)."""
         p = self.problem.workload.dropout if self.training else 0.0
-        return lambda rows: dropout(rows, self.problem.workload.seed, step, layer, vertices, p)
+        seed, epoch = self.problem.workload.seed, step if self.clock is None else self.clock
+        return lambda rows: dropout(rows, seed, epoch, layer, vertices, p)
 
     def _is_narrow(self, layer: int) -> bool:
         return self.options.narrow and self.shapes.narrow_at(layer)

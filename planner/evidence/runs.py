@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.evidence.validate import warm_epochs
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -30,7 +31,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 # 10 % off, so a constant that no run depends on stays as it was.
 PRIOR_WEIGHT = 0.1
 LARGEST_FACTOR = 10.0  # a larger one explains nothing
-WARM_UP = 2  # epochs that are not compared
 
 
 class Planned(NamedTuple):
@@ -64,7 +64,7 @@ class Run:
         """`metrics`: the lines of metrics.jsonl, one per epoch."""
         problem, cluster = planned.problem, planned.problem.cluster
         question = question_of(problem)
-        epochs_s = tuple(float(row["epoch_s"]) for row in metrics[min(WARM_UP, len(metrics) - 1) :])
+        epochs_s = tuple(warm_epochs(metrics))
         strategy = str(planned.strategy)
         name = question_name(problem)
         return cls(folder, question, name, cluster.servers, strategy, comparison, epochs_s, planned)

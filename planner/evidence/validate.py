@@ -35,6 +35,7 @@ from gnnplan.planner.vocabulary.trace import (
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 
 MAX_METRICS, MAX_RANK = 1 << 27, 1 << 26  # [B]
+WARM_UP = 2  # epochs that are not compared: they allocate and fill caches
 TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
 # Operations that only wait: for a message to arrive, for the sampler. Nothing is predicted of them.
 WAITING = ("receive", "wait")
@@ -198,6 +199,14 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                 f" peak_rss_bytes and peak_bytes; {make}"
             )
     return metrics, ranks
+
+
+def warm_epochs(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds of the epochs that predictions are of [s]: without those that warm up, and without
+    those whose steps a GPU launched as one, if there are others."""
+    warm = metrics[min(WARM_UP, len(metrics) - 1) :]
+    launched = [row for row in warm if not row.get("replayed")]
+    return [float(row["epoch_s"]) for row in launched or warm]
 
 
 def trained_before(ranks: Sequence[Mapping[str, Any]]) -> int:
@@ -371,16 +380,14 @@ def compare(
     batches = candidate.strategy.steps(problem)
     disorder = first_disorder(schedule, measured, len(metrics) * batches)
     simulated, measured = by_epoch(simulated, batches), by_epoch(measured, batches)
-    warm = range(
-        min(2, len(metrics) - 1), len(metrics)
-    )  # the first epochs allocate and fill caches
+    warm = range(min(WARM_UP, len(metrics) - 1), len(metrics))
     played = schedule.steps // batches
     steady = range(min(1, played - 1), played)
     step = _row(
         "step",
         float(prediction.epoch_s),
         simulated_epoch_s,
-        median(row["epoch_s"] for row in metrics[warm.start :]),
+        median(warm_epochs(metrics)),
     )
     rows = compare_operations(
         prediction, per_operation(simulated, steady), per_operation(measured, warm)

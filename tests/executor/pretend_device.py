@@ -286,9 +286,10 @@ class Event:
 
 
 def _dropout(
-    x: Tensor, vertices: Tensor, key: int, first: int, threshold: int, scale: float
-) -> Tensor:
-    keys = mix((vertices + key) * GOLDEN)
+    x: Tensor, vertices: Tensor, seed: int, epoch: int | Tensor, layer: int, first: int,
+    threshold: int, scale: float,
+) -> Tensor:  # fmt: skip
+    keys = hashed_dropout.vertex_keys(vertices, seed, int(epoch), layer)
     steps = torch.arange(first // 4 + 1, (first + x.shape[1] + 3) // 4 + 1) * GOLDEN
     words = mix(keys[:, None] + steps).view(torch.int16)
     return x * (words[:, first % 4 :][:, : x.shape[1]] >= threshold) * scale

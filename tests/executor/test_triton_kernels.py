@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block, attend, attend_pairs, dropout
 from gnnplan.executor.layers.kernels.aggregation import aggregate_beside, sparse_product, spmm
-from gnnplan.executor.layers.kernels.hashed_dropout import _threshold, key_of
+from gnnplan.executor.layers.kernels.hashed_dropout import _threshold
 
 # interpreters before 3.7 cannot read NumPy's arrays of one number
 pytest.importorskip("triton", "3.6" if torch.cuda.is_available() else "3.7")
@@ -26,6 +26,7 @@ DEVICES = [
         "cuda",
         marks=[
             pytest.mark.gpu,
+            pytest.mark.processes,  # a compiler
             pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
         ],
     ),
@@ -87,11 +88,15 @@ def test_dropout_is_that_of_cpus_to_the_bit(
         pytest.skip("the interpreter rounds to bfloat16 towards zero")
     x, vertices = draw(40, width).to(dtype), torch.randint(10**12, (40,))
     scale = 1.0 / (1.0 - p)
-    key = key_of(5, 2**40, 3)
     theirs, leaf = (x.clone().to(d).requires_grad_() for d in ("cpu", device))
     expected = dropout(theirs, 5, 2**40, 3, vertices, p, first)
-    found = ours.dropout(leaf, vertices.to(device), key, first, _threshold(p), scale)
+    epoch = torch.tensor(2**40, device=device)
+    threshold = _threshold(p)
+    there, more = vertices.to(device), (3, first, threshold, scale)
+    found = ours.dropout(leaf, there, 5, 2**40, *more)
     assert torch.equal(found.cpu(), expected)
+    again = ours.dropout(leaf, there, 5, epoch, *more)
+    assert torch.equal(again, found)
     for out in (expected, found):
         out.backward(torch.ones_like(out))
     assert torch.equal(leaf.grad.cpu(), theirs.grad)
@@ -139,6 +144,7 @@ def test_attention(device: str, dtype: torch.dtype, heads: int, width: int) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.processes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_takes_them() -> None:
     """`spmm` by Triton equals torch.sparse, and own rows' gradient is added where sums are made."""
@@ -166,6 +172,7 @@ from triton.backends.compiler import GPUTarget
 from gnnplan.executor.layers.kernels import triton_kernels as ours
 tl, tool = ours.tl, Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {"indptr": "*i32", "indices": "*i32", "order": "*i32", "vertices": "*i64"}
+POINTERS |= {"epoch": "*i64"}
 WIDE = ("saved", "inner", "to_logit", "to_vectors")
 
 def registers(kernel, given, warps, arch, x):
@@ -173,7 +180,7 @@ def registers(kernel, given, warps, arch, x):
     for number, name in enumerate(kernel.arg_names):
         if name in given:
             signature[name], constants[(number,)] = "constexpr", given[name]
-        elif "stride" in name or name in ("rows", "width", "added", "count", "low", "high"):
+        elif "stride" in name or name in ("rows", "width", "added", "count", "seed", "layer"):
             signature[name] = "i32"
         else:
             signature[name] = POINTERS.get(name, "*fp32" if name in WIDE else x)
@@ -191,10 +198,11 @@ for arch in map(int, sys.argv[1:]):
     for x, dtype in (("*fp32", torch.float32), ("*bf16", torch.bfloat16)):
         of = torch.empty(0, dtype=dtype)
         for columns in (64, 256):
-            edges, warps = ours._shape(columns * dtype.itemsize)
+            edges = ours._edges(columns * dtype.itemsize)
             given = {"COLUMNS": columns, "EDGES": edges, "SUM": tl.float32}
-            print(arch, x, "spmm", columns, *registers(ours._spmm, given, warps, arch, x))
+            print(arch, x, "spmm", columns, *registers(ours._spmm, given, 1, arch, x))
         given = {"FIRST": 0, "THRESHOLD": 0, "SCALE": 2.0, "ROWS": 4, "WORDS": 64, "SUM": tl.float32}
+        given |= {"WIDTH": 256, "STRIDE": 256}
         print(arch, x, "dropout", 256, *registers(ours._dropout, given, 4, arch, x))
         for width in (64, 256):
             columns, edges, sums, warps = ours._head_shape(width, of)

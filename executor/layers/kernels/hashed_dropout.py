@@ -30,23 +30,32 @@ def mix(z: Tensor) -> Tensor:
 
 
 def dropout(
-    x: Rows, seed: int, epoch: int, layer: int, vertices: Tensor, p: float, first: int = 0
+    x: Rows,
+    seed: int,
+    epoch: int | Tensor,
+    layer: int,
+    vertices: Tensor,
+    p: float,
+    first: int = 0,
 ) -> Rows:
     """x [R, H] with a share p of its values set to zero, the others scaled by 1 / (1 - p).
 
     Row r belongs to vertices[r] (int64 [R], global ids). `first`: the column of the model's row
-    that x begins with, if x has only some of its columns.
+    that x begins with, if x has only some of its columns. With our kernels on GPUs the epoch may be
+    on the device, int64 [].
     """
     if p == 0.0:
         return x
     if isinstance(x, SparseRows):
+        assert isinstance(epoch, int)
         mask = _sparse_mask(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
         return SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p)))
     if not x.numel():
         return x
     if x.is_cuda and (ours := triton_kernels()):
-        numbers = key_of(seed, epoch, layer), first, _threshold(p), 1.0 / (1.0 - p)
+        numbers = seed, epoch, layer, first, _threshold(p), 1.0 / (1.0 - p)
         return cast(Tensor, ours.dropout(x, vertices, *numbers))
+    assert isinstance(epoch, int)
     mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
     return apply(_Mask, x, mask, 1.0 / (1.0 - p))
 
@@ -79,15 +88,11 @@ def dropout_mask(
 
 def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
     """A word per vertex, int64 [R], from which the words of its columns follow."""
-    return mix((vertices + key_of(*numbers)) * GOLDEN)
-
-
-def key_of(*numbers: int) -> int:
-    """A word of 64 bits, with its sign. A number: to copy a tensor to a GPU the host would wait."""
     key = torch.zeros(1, dtype=torch.int64)
     for number in numbers:
         key = mix((key + number + 1) * GOLDEN)
-    return int(key)
+    # as a number: to copy a tensor to a GPU the host would wait for it
+    return mix((vertices + int(key)) * GOLDEN)
 
 
 def _threshold(p: float) -> int:

@@ -109,18 +109,17 @@ def spmm(
     out = x.new_empty(rows, width)
     if out.numel():
         columns = min(MOST_COLUMNS, _power(width))
-        edges, warps = _shape(columns * x.element_size())
         _spmm[(rows, triton.cdiv(width, columns))](
             indptr, indices, weight, x, x.stride(0), add,
             *((0, 0) if add is None else (len(add), add.stride(0))),
-            out, width, columns, edges, _sum_of(x), num_warps=warps,
+            out, width, columns, _edges(columns * x.element_size()), _sum_of(x), num_warps=1,
         )  # fmt: skip
     return out
 
 
-def _shape(row_bytes: int) -> tuple[int, int]:
-    """How many edges a program reads together, and its warps, for rows of so many bytes."""
-    return (8, 2) if row_bytes >= 1024 else (8, 1)
+def _edges(row_bytes: int) -> int:
+    """How many edges a warp reads together, of rows of so many bytes: the fastest on an H200."""
+    return 16 if row_bytes <= 256 else 8
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -265,8 +264,8 @@ def _pairs_home(
 def _head_shape(width: int, x: Tensor) -> tuple[int, int, tl.dtype, int]:
     """Columns, edges at a time, type of sums, and warps of a program that makes a row of a head."""
     columns = _power(width)
-    warps = min(16, max(1, columns // 64))
-    return columns, 8 if columns <= 128 else 4, _sum_of(x), warps
+    edges, warps = min(16, max(4, 512 // columns)), min(16, max(1, columns // 256))
+    return columns, edges, _sum_of(x), warps
 
 
 def _attended(
@@ -399,15 +398,20 @@ def _mix(z):
     return z ^ (z >> 31)
 
 
-@triton.jit(do_not_specialize=["low", "high"])
+# The width is a constant: only then does Triton see that four columns lie in one word of memory.
+@triton.jit(do_not_specialize=["seed", "epoch", "layer"])
 def _dropout(
-    x, stride, vertices, out, rows, width, low, high,
+    x, vertices, out, rows, seed, epoch, layer, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     FIRST: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     golden: tl.constexpr = 0x9E3779B97F4A7C15
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    key = (high.to(tl.uint64) << 32) | (low.to(tl.uint64) & 0xFFFFFFFF)
+    now = tl.load(epoch) if epoch.dtype.is_ptr() else epoch
+    key = tl.zeros([], tl.uint64)
+    for number in tl.static_range(3):
+        part = seed if number == 0 else now if number == 1 else layer
+        key = _mix((key + part.to(tl.uint64) + 1) * golden)
     key = _mix((tl.load(vertices + row, mask=row < rows, other=0).to(tl.uint64) + key) * golden)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     words = _mix(key[:, None] + ((word + FIRST // 4 + 1).to(tl.uint64) * golden)[None, :])
@@ -415,22 +419,23 @@ def _dropout(
     bits = ((words[:, :, None] >> (lane * 16).to(tl.uint64)[None, None, :]) & 0xFFFF).to(tl.int32)
     survives = tl.where(bits >= 32768, bits - 65536, bits) >= THRESHOLD
     column = word[None, :, None] * 4 + lane[None, None, :] - FIRST % 4
-    inside = (row < rows)[:, None, None] & (column >= 0) & (column < width)
-    values = tl.load(x + row[:, None, None] * stride + column, mask=inside, other=0.0).to(SUM)
+    inside = (row < rows)[:, None, None] & (column >= 0) & (column < WIDTH)
+    values = tl.load(x + row[:, None, None] * STRIDE + column, mask=inside, other=0.0).to(SUM)
     values = tl.where(survives, values * tl.full([], SCALE, SUM), 0.0)
-    place = out + row[:, None, None] * width + column
+    place = out + row[:, None, None] * WIDTH + column
     tl.store(place, values.to(out.dtype.element_ty), mask=inside)
 
 
 def dropout(
-    x: Tensor, vertices: Tensor, key: int, first: int, threshold: int, scale: float
-) -> Tensor:
-    """x [R, H] times `scale` where the hash of (key, vertex, column) survives, else 0 -> [R, H].
+    x: Tensor, vertices: Tensor, seed: int, epoch: int | Tensor, layer: int, first: int,
+    threshold: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """x [R, H] times `scale` where the hash of (seed, epoch, layer, vertex, column) survives, or 0.
 
-    vertices: int64 [R]. first: the column that x begins with. threshold: the least 16-bit number
-    that survives, counted from -2^15.
+    vertices: int64 [R]. epoch: may be on the device, int64 []. first: the column that x begins
+    with. threshold: the least 16-bit number that survives, counted from -2^15.
     """
-    return apply(_Dropout, x, vertices, key, first, threshold, scale)
+    return apply(_Dropout, x, vertices, seed, epoch, layer, first, threshold, scale)
 
 
 class _Dropout(torch.autograd.Function):
@@ -450,18 +455,17 @@ class _Dropout(torch.autograd.Function):
 
 
 def _dropped(
-    x: Tensor, vertices: Tensor, key: int, first: int, threshold: int, scale: float
-) -> Tensor:
+    x: Tensor, vertices: Tensor, seed: int, epoch: int | Tensor, layer: int, first: int,
+    threshold: int, scale: float,
+) -> Tensor:  # fmt: skip
     x, (rows, width) = _by_rows(x), x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     words = triton.cdiv(first % 4 + width, 4)
     together = min(WORDS, triton.next_power_of_2(words))
     each = WORDS // together
     rounded = float(torch.tensor(scale, dtype=x.dtype))
-    # two halves of 32 bits with a sign: Triton would compile once more for each other type
-    low, high = ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, key >> 32
     _dropout[(triton.cdiv(rows, each), triton.cdiv(words, together))](
-        x, x.stride(0), vertices, out, rows, width, low, high,
+        x, vertices, out, rows, seed, epoch, layer, width, x.stride(0),
         first, threshold, rounded, each, together, _sum_of(x), num_warps=4,
     )  # fmt: skip
     return out
