@@ -450,7 +450,9 @@ class Worker(base.Worker):
         elif meets:
             rows = self._outgoing(entered)
             source = self._room(layer, rows)
-            self._halo(step, layer, "f", rows, into=source[rows.shape[0] :])()
+            # to write nothing behind own rows would still count as a change of them
+            into = None if source is rows else source[rows.shape[0] :]
+            self._halo(step, layer, "f", rows, into=into)()
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
             x0 = self.x0[: self.blocks[layer].n_dst] if self.x0 is not None else None
             if layer <= self.shapes.first_varying:
