@@ -65,7 +65,7 @@ STAGES = {
     "references": "training.run_references",
 }
 # stages and their seconds, in the order of what they tell
-FIRST = "kernels:90 peers:75 one:50 tests:55 measure:60 shared:70 streams:35 further:60 sampling:25"
+FIRST = "kernels:90 peers:90 one:50 tests:55 measure:60 shared:70 streams:35 further:60 sampling:25"
 MORE = "further:80 shared:80 peers:50:batches one:60"
 TRAINED = ("one", "shared", "further")  # whose losses are compared with the CPU's
 CLOSING_S, LEAST_S = 8.0, 15.0  # kept for the page; with less left no stage begins

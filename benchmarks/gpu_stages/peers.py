@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -34,38 +34,46 @@ from gpu_stages.clock import whole_s
 from gpu_stages.kernels import csr, imported
 from gpu_stages.record import LeftOut, Record, Row, Setting
 
-GRAPHS = ((200_000, 10_000_000), (20_000, 1_000_000), (2_000_000, 100_000_000))
+SMALL, LITTLE, MUCH, MOST = (200, 2_000), (20_000, 10**6), (200_000, 10**7), (2_000_000, 10**8)
+# vertices and edges, model, dropout (losses with dropout are of other masks)
+TRAININGS = (
+    (MUCH, "sage", 0.0),
+    (MUCH, "gcn", 0.0),
+    (MUCH, "sage", 0.5),
+    (LITTLE, "sage", 0.0),
+    (LITTLE, "gcn", 0.0),
+    (MOST, "sage", 0.0),
+    (MUCH, "batches", 0.5),
+    (MOST, "gcn", 0.0),
+)
 FEATURES, CLASSES = 128, 16
-MODELS = ("sage", "gcn")
 EPOCHS = 3  # whose losses are compared
 AGREE = 1e-4  # most that they may differ by, as a share
-WARM, BATCHES = 4, 20  # batches that are not timed, and those that are
+WARM, BATCHES = 3, 15  # batches that are not timed, and those that are
 Epoch = Callable[[], Tensor]  # trains, and returns the loss before it
 
 
 def run(setting: Setting, record: Record) -> None:
     device = setting.torch_device
-    for vertices, edges in ((200, 2_000),) if setting.small else GRAPHS:
-        graph = cache(partial(graphs.graph, device, vertices, edges, FEATURES, CLASSES))
-        # losses with dropout are of other masks
-        trainings = [(model, dropout) for dropout in (0.0, 0.5) for model in MODELS]
-        for model, dropout in trainings[: None if (vertices, edges) == GRAPHS[0] else 2]:
-            for by in (ours, pyg, pyg_edges, dgl):
-                first = [
-                    row
-                    for row in record.rows
-                    if (row["model"], row["vertices"], row["dropout"]) == (model, vertices, dropout)
-                ][: not dropout]
-                record.attempt(
-                    f"{model}, {edges} edges, dropout {dropout} by {by.__name__}",
-                    partial(_epoch, setting, device, by, graph, model, dropout, first),
-                )
-        if (vertices, edges) != GRAPHS[1]:
+    drawn = lru_cache(1)(partial(graphs.graph, device, features=FEATURES, classes=CLASSES))
+    small = ((SMALL, "sage", 0.0), (SMALL, "gcn", 0.0), (SMALL, "batches", 0.5))
+    for size, model, dropout in small if setting.small else TRAININGS:
+        graph = partial(drawn, *size)
+        what = f"{model}, {size[1]} edges, dropout {dropout} by"
+        if model == "batches":
             for loader in (ours_batches, ours_drawn_on_device, neighbor_loader):
-                record.attempt(
-                    f"batches, {edges} edges by {loader.__name__}",
-                    partial(_batches, setting, device, loader, graph),
-                )
+                work = partial(_batches, setting, device, loader, graph)
+                record.attempt(f"{what} {loader.__name__}", work)
+            continue
+        for by in (ours, pyg, pyg_edges, dgl):
+            alike = (model, size[0], dropout)
+            first = [
+                row
+                for row in record.rows
+                if (row["model"], row["vertices"], row["dropout"]) == alike and not dropout
+            ]
+            work = partial(_epoch, setting, device, by, graph, model, dropout, first[:1])
+            record.attempt(f"{what} {by.__name__}", work)
 
 
 def _epoch(
