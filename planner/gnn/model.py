@@ -24,7 +24,7 @@ from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.passes import Kind
 from gnnplan.planner.gnn.workload import Jump, Module, Residual, Workload
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import Compute, Gather
+from gnnplan.planner.vocabulary.schedule import HASH_BYTES, Compute, Gather
 
 # Framework operations that hash a dropout mask. The backward pass finds the mask made.
 MASK = 5
@@ -345,10 +345,7 @@ class Model:
             product = product + self._product(spec.middle, spec.h_out, rows)
         if spec.residual and spec.residual.linear:
             product = product + self._product(spec.h_in, spec.h_out, rows, sparse)
-        launches = 6 + 2 * spec.matrices + 12 * spec.heads + 3 * bool(spec.residual)
         hash_ops = 0.0 if narrow else self.hashed(spec, sources, sparse)
-        if not narrow:
-            launches += self._prepare_launches(spec)
         if spec.sums > 1:  # exponentials of the messages
             hash_ops = hash_ops + sources * spec.h_in
         source_width = spec.multiplied if narrow or sparse else spec.h_in
@@ -356,7 +353,7 @@ class Model:
             0.0,
             self._gathers(layer, rows, edges, sources if read is None else read, rows),
             self.forward_numbers(layer, rows, sources, edges, narrow) * itemsize,
-            launches,
+            self._launches(spec, narrow)[0],
             itemsize,
             tensor_bytes=self._tensor_bytes(sources, source_width),
             hash_ops=hash_ops,
@@ -394,12 +391,11 @@ class Model:
         second = self._product(spec.middle, spec.h_out, rows) if spec.middle else Compute()
         to_inputs = second if constant else forward  # products that make gradients of inputs
         narrow = narrow and self.narrow_at(layer)
-        masked = bool(self.dropout) and spec.drops and not narrow
         work = Compute(
             to_inputs.flops,
             gathers,
             self.backward_numbers(layer, rows, sources, edges, narrow) * self.itemsize,
-            2 * (forward.launches - MASK * masked),
+            self._launches(spec, narrow)[1],
             self.itemsize,
             gemm_bytes=forward.gemm_bytes + to_inputs.gemm_bytes,
             tensor_bytes=forward.tensor_bytes,
@@ -423,7 +419,7 @@ class Model:
         block = rows, sources if read is None else read, edges + rows * spec.self_edges
         hashed = self.hashed(spec, sources)
         forward = spec.counted.forward.on(*block, self.itemsize) + Compute(
-            launches=self._prepare_launches(spec), hash_ops=hashed
+            launches=self.prepare_launches(spec)[0], hash_ops=hashed
         )
         backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
             elementwise_bytes=self.masked * hashed * self.itemsize
@@ -497,7 +493,7 @@ class Model:
             gradient = self._matrix_gradient(h_out, self.jumped, rows)
         dropped = Compute(
             elementwise_bytes=2.0 * rows * h_out * drops * self.itemsize,
-            launches=(MASK + 3) * drops,
+            launches=self.drop_launches[0] * drops,
             itemsize=self.itemsize,
             hash_ops=1.0 * rows * h_out * drops,
         )
@@ -533,7 +529,9 @@ class Model:
         # the loss takes training rows, which are about half of all
         per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
         loss = Compute(
-            launches=12, itemsize=self.itemsize, hash_ops=per_logit * rows * max(self.classes, 1)
+            launches=6 if self.on_gpu else 12,
+            itemsize=self.itemsize,
+            hash_ops=per_logit * rows * max(self.classes, 1),
         )
         return forward + loss, backward + loss
 
@@ -565,7 +563,10 @@ class Model:
 
     def update(self, weights: Number) -> Compute:
         """Adam's step: it reads and writes four arrays of the parameters' size."""
-        return Compute(0.0, (), 8.0 * weights * self.weight_itemsize, 20, self.weight_itemsize)
+        launches = 3 if self.on_gpu else 20
+        return Compute(
+            0.0, (), 8.0 * weights * self.weight_itemsize, launches, self.weight_itemsize
+        )
 
     def _gathers(
         self, layer: int, rows: Number, edges: Number, among: Number, into: Number
@@ -621,20 +622,39 @@ class Model:
     def hashed(self, spec: Layer, rows: Number, sparse: bool = False) -> Number:
         """Numbers that are hashed for dropout of the layer's input rows.
 
-        A word of the hash serves four columns of a dense row, and one number of a sparse row."""
+        A word of the hash serves four columns of a dense row, and one number of a sparse row. A GPU
+        hashes in passing: what counts there is to read the rows and to write them."""
         if not (self.dropout and spec.drops):
             return 0.0
-        return rows * (4 * self.nonzeros if sparse else spec.h_in)
+        numbers = rows * (4 * self.nonzeros if sparse else spec.h_in)
+        return numbers * (2 * self.itemsize / HASH_BYTES if self.on_gpu else 1.0)
 
     @property
     def masked(self) -> float:
         """Passes over numbers with dropout, of its gradient."""
         return passes.MASKED_IN_PASSING if self.on_gpu else passes.MASKED
 
-    def _prepare_launches(self, spec: Layer) -> int:
-        """Operations of norm, activation and dropout."""
+    def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
+        """Framework operations of a layer's forward and backward pass; on GPUs kernels."""
+        forward = 6 + 2 * spec.matrices + 12 * spec.heads
+        ways = (forward, 2 * forward)
+        if self.on_gpu:
+            ways = spec.kind.launches if spec.matrices else (2, 1)
+        residual = 3 * bool(spec.residual)
+        before = (0, 0) if narrow else self.prepare_launches(spec)
+        again = residual * (1 if self.on_gpu else 2)
+        return ways[0] + residual + before[0], ways[1] + again + before[1]
+
+    def prepare_launches(self, spec: Layer) -> tuple[int, int]:
+        """The same of norm, activation and dropout."""
         activate = (1 if spec.norm == "none" else 4) * spec.activates
-        return activate + (MASK + 3) * bool(self.dropout and spec.drops)
+        forward, backward = self.drop_launches if self.dropout and spec.drops else (0, 0)
+        return activate + forward, 2 * activate + backward
+
+    @property
+    def drop_launches(self) -> tuple[int, int]:
+        """The same of dropout."""
+        return (1, 1) if self.on_gpu else (MASK + 3, 6)
 
     def _rowwise(
         self,
@@ -652,7 +672,7 @@ class Model:
         product = self._product(*shape, rows, sparse)
         forward, backward = (
             Compute(0.0, (), numbers * self.itemsize, launches, self.itemsize)
-            for numbers, launches in zip(passed, (6, 10), strict=True)
+            for numbers, launches in zip(passed, (3, 6) if self.on_gpu else (6, 10), strict=True)
         )
         hashing = Compute(hash_ops=self.hashed(inputs, rows, sparse), itemsize=self.itemsize)
         input_gradient = Compute() if constant else product
@@ -666,7 +686,7 @@ class Model:
     ) -> Number:
         """Of a layer's forward pass; arguments as of `forward`."""
         spec = self.layers[layer - 1]
-        numbers = _over(spec.kind.forward, spec, rows, sources, edges)
+        numbers = _over(self._passed(spec.kind)[0], spec, rows, sources, edges)
         numbers = numbers + self._ends(layer)[0] * rows * spec.h_out
         if spec.middle and spec.projects_first:
             numbers = numbers + (passes.BIAS[0] + passes.RELU[0]) * rows * spec.middle
@@ -680,6 +700,13 @@ class Model:
         if spec.norm == "batch":
             numbers = numbers + passes.MOMENTS[0] * rows * spec.h_in
         return numbers + self._before_gather(spec, True)[0] * sources
+
+    def _passed(self, kind: passes.Kind) -> tuple[passes.Passes, passes.Passes]:
+        """Passes of a kind's own; GPUs make sums of two rows where they gather rows."""
+        forward, backward = kind.forward, kind.backward
+        if not (self.on_gpu and forward.pairs):
+            return forward, backward
+        return forward._replace(pairs=0.0), backward._replace(pairs=passes.PAIRS_GATHERED)
 
     @property
     def _gradient_copied(self) -> int:
@@ -704,7 +731,7 @@ class Model:
     ) -> Number:
         """Of a layer's backward pass; arguments as of `forward`."""
         spec, varies = self.layers[layer - 1], layer > self.first_varying
-        numbers = _over(spec.kind.backward, spec, rows, sources, edges)
+        numbers = _over(self._passed(spec.kind)[1], spec, rows, sources, edges)
         numbers = numbers + self._ends(layer)[1] * rows * spec.h_out
         if spec.middle:
             per_number = passes.RELU[1] + passes.BIAS[1] + self._gradient_copied

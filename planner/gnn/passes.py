@@ -51,26 +51,30 @@ class Kind(NamedTuple):
     # in a product has its bias in it.
     multiplies_last: bool = False
     fuses: bool = True  # its last product has ReLU in it, too
+    # Kernels on a GPU, without those of dropout and norm (tests/executor/test_launches.py).
+    launches: tuple[int, int] = (6, 6)
 
 
 GCN = Kind()
-SAGE = Kind(Passes(SUM), own=1, multiplies_last=True, fuses=False)
-GIN = Kind(multiplies_last=True)
+SAGE = Kind(Passes(SUM), own=1, multiplies_last=True, fuses=False, launches=(8, 8))
+GIN = Kind(multiplies_last=True, launches=(10, 11))
 # two mixtures; their gradients are four products and a sum, and the initial rows' is put among
 # those of others and added
-GCNII = Kind(Passes(2 * SUM), Passes(4 * 2 + SUM + 2 + SUM), fuses=False)
+GCNII = Kind(Passes(2 * SUM), Passes(4 * 2 + SUM + 2 + SUM), fuses=False, launches=(10, 12))
 # logits beside z; z and what is summed are copied, head by head
-GAT = Kind(Passes(5, 0, 2), Passes(11, 0, 8), (5, 7))
-GATV2 = Kind(Passes(2, 0, 2, 6), Passes(9, 0, 6, 10.5), (0, 1))
+GAT = Kind(Passes(5, 0, 2), Passes(11, 0, 8), (5, 7), launches=(15, 21))
+GATV2 = Kind(Passes(2, 0, 2, 6), Passes(9, 0, 6, 10.5), (0, 1), launches=(8, 15))
+PAIRS_GATHERED = 2.0  # of GATv2's rows, once more in its backward pass on GPUs
 # ResGCN+'s first layer has ReLU in its messages. The others add their inputs to their outputs.
-GEN_FIRST = Kind(Passes(SUM, 2 + RELU[0]), Passes(0, RELU[1]), own=1, fuses=False)
-GEN = Kind(Passes(2 * SUM, 2), own=2, fuses=False)
+GEN_FIRST = Kind(Passes(SUM, 2 + RELU[0]), Passes(0, RELU[1]), own=1, fuses=False, launches=(9, 8))
+GEN = Kind(Passes(2 * SUM, 2), own=2, fuses=False, launches=(9, 8))
 
 
 def with_softmax(kind: Kind) -> Kind:
     """The kind with its messages weighted by a softmax."""
     forward, backward = kind.forward, kind.backward
     return kind._replace(
+        launches=(kind.launches[0] + 6, kind.launches[1] + 2),
         forward=forward._replace(outputs=forward.outputs + 6.5, inputs=forward.inputs + 12),
         backward=backward._replace(outputs=backward.outputs + 6, inputs=backward.inputs + 11),
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from gnnplan.executor import train
 from gnnplan.executor.layers.kernels import sent
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.cluster import spec
+from gnnplan.planner.strategies import parse
 
 __all__ = ["pretend_device"]
 
@@ -240,3 +243,17 @@ def test_what_crosses_together_crosses_once(pretend_device: Device) -> None:
     assert pretend_device.counts["copies"] == 1 and pretend_device.counts["launches"] == 0
     for before, after in zip(here, there, strict=True):
         assert after.is_cuda and after.dtype == before.dtype and after.cpu().equal(before)
+
+
+@pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
+@pytest.mark.parametrize("model", MODELS)
+def test_launches_are_those_that_are_priced(
+    graphs: dict[str, str], model: str, strategy: str
+) -> None:
+    """By a device on which nothing else takes time; within a quarter."""
+    device = spec.Device(memory=1e12, gemm=1e18, memory_bandwidth=1e14, launch=1.0)
+    cluster = spec.Cluster(device=device, intra_node={"bandwidth": "1GB/s"})
+    problem = replace(case_of(strategy, model, graphs["rough"]).problem(1), cluster=cluster)
+    launches = float(parse(strategy).settle(problem).predict(problem).epoch_s)
+    counted = LAUNCHES[strategy][MODELS.index(model)]
+    assert 0.75 * counted <= launches <= 1.25 * counted

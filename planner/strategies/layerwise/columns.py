@@ -25,7 +25,7 @@ import numpy as np
 
 from gnnplan.planner.gnn import passes
 from gnnplan.planner.gnn.footprint import Prepared
-from gnnplan.planner.gnn.model import MASK, Layer, Model
+from gnnplan.planner.gnn.model import Layer, Model
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.holds import Holds
@@ -117,10 +117,10 @@ class ByColumns(Model):
             forward, backward = self._rowwise(shape, rows, spec, numbers, constant)
         else:
             there, back = self._before_gather(spec, not constant)
-            launches, masked = self._prepare_launches(spec), bool(self.dropout and spec.drops)
+            launches = self.prepare_launches(spec)
             hashed = self.hashed(spec, rows)
-            forward = Compute(0.0, (), 1.0 * there * rows * b, launches, b, hash_ops=hashed)
-            backward = Compute(0.0, (), 1.0 * back * rows * b, 2 * (launches - MASK * masked), b)
+            forward = Compute(0.0, (), 1.0 * there * rows * b, launches[0], b, hash_ops=hashed)
+            backward = Compute(0.0, (), 1.0 * back * rows * b, launches[1], b)
         return forward + moments[0], backward + moments[1]
 
     def end(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
