@@ -56,7 +56,9 @@ PRODUCTS = {
 TF32 = (8, 0)  # compute capability of the first GPUs that have it
 # rows, width; for smaller tensors the framework's own time would dominate
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
-LARGE = (400_000, 256)  # on GPUs, whose L2 would hold the others
+# On GPUs, whose L2 would hold the others, and whose processors they would not fill.
+LARGE = (400_000, 256)
+LARGE_GRAPH, LARGE_SHAPE = (400_000, 4_000_000), (200_000, 256, 256)
 SAMPLED = (20_000, 1_000_000)  # one of GRAPHS
 LOADED = (80_000, 1_000)  # rows of features that a GPU loads from the server's memory at once
 LOADED_WIDTH = 128
@@ -82,6 +84,16 @@ class Computation(Messages):
         """Rows and width of what element-wise work is timed on."""
         return (*TENSORS, LARGE) if self.device.type == "cuda" else TENSORS
 
+    @property
+    def graphs(self) -> Sequence[tuple[int, int]]:
+        """Vertices and edges of what aggregation is timed on."""
+        return (*GRAPHS, LARGE_GRAPH) if self.device.type == "cuda" else GRAPHS
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, int, int]]:
+        """Rows, H_in and H_out of the products that are timed."""
+        return (*SHAPES, LARGE_SHAPE) if self.device.type == "cuda" else SHAPES
+
     def _block(self, vertices: int, edges: int) -> Block:
         """A community graph as the executor lays it out: rows in locality order."""
         graph = _community(vertices, edges)
@@ -98,8 +110,8 @@ class Computation(Messages):
         """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
         notify("matrix products")
         found = {
-            "gemm": [self.gemm(*shape) for shape in SHAPES],
-            "weight_gradient": [self.weight_gradient(*shape) for shape in SHAPES],
+            "gemm": [self.gemm(*shape) for shape in self.shapes],
+            "weight_gradient": [self.weight_gradient(*shape) for shape in self.shapes],
         }
         notify("aggregation")
         found["gather"] = [self.gather(block, width) for block in blocks for width in WIDTHS]
@@ -107,7 +119,7 @@ class Computation(Messages):
             notify("products and aggregation in bfloat16")
             for product in (self.gemm, self.weight_gradient):
                 name = f"{product.__name__}_bfloat16"
-                found[name] = [product(*shape, torch.bfloat16) for shape in SHAPES]
+                found[name] = [product(*shape, torch.bfloat16) for shape in self.shapes]
             found["gather_bfloat16"] = [
                 self.gather(block, width, torch.bfloat16) for block in blocks for width in WIDTHS
             ]
@@ -115,7 +127,7 @@ class Computation(Messages):
             notify("products in TF32")
             torch.backends.cuda.matmul.allow_tf32 = True
             for product in (self.gemm, self.weight_gradient):
-                found[f"{product.__name__}_tf32"] = [product(*shape) for shape in SHAPES]
+                found[f"{product.__name__}_tf32"] = [product(*shape) for shape in self.shapes]
             torch.backends.cuda.matmul.allow_tf32 = False
         sampled = GRAPHS.index(SAMPLED)
         sums = found["gather"][sampled * len(WIDTHS)]

@@ -16,7 +16,6 @@ from gnnplan.executor.measure.computation import (
     PRODUCTS,
     SAMPLED,
     SEEDS,
-    SHAPES,
     TENSORS,
     WIDTHS,
     Computation,
@@ -42,7 +41,7 @@ class Bench(Computation):
             # machines. A training has written its own after some epochs.
             torch.zeros(WARM_BYTES // 4).fill_(1.0)
         notify("preparing graphs")
-        blocks = [self._block(*size) for size in GRAPHS]
+        blocks = [self._block(*size) for size in self.graphs]
         samplers = [self.open_sampler(seeds) for seeds in SEEDS]
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
         messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
@@ -73,7 +72,8 @@ class Bench(Computation):
         }
         for product in (kind for kind in PRODUCTS if kind in typical):
             found[product] = [
-                (*shape, samples) for shape, samples in zip(SHAPES, typical[product], strict=True)
+                (*shape, samples)
+                for shape, samples in zip(self.shapes, typical[product], strict=True)
             ]
         found["gather"] = [
             (width, block.n_src, block.edges, samples)
