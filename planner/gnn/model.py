@@ -128,10 +128,10 @@ class Model:
     # Gradients of products are written where they belong, and a sum of products is added up there,
     # with ReLU after it (cuBLAS, MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made
     # apart, with ReLU inside.
-    in_place: bool = True
+    in_place: bool = False
     # Kernels in Triton and whole products: nothing goes by blocks, dropout keeps no mask, and
     # attention keeps nothing per edge.
-    on_gpu: bool = True
+    on_gpu: bool = False
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
     jump: Jump | None = None

@@ -120,12 +120,11 @@ class Problem:
         )
         device, b = self.cluster.device, model.itemsize
         if device.kind != "cpu":
-            return model
+            return replace(model, in_place=True, on_gpu=True)
         return replace(
             model,
             by_pieces=model.redrawn and device.code_of(b) > 0,
             in_place=b == 2 or (b == 4 and not device.product_code),
-            on_gpu=False,
         )
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:

@@ -30,7 +30,7 @@ from gnnplan.executor.ranks.memory import MemoryWatch, allocated
 from gnnplan.executor.ranks.rank import Rank, wait_in_turn
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
-from gnnplan.planner.gnn.model import EDGE_NUMBERS, Model, describe
+from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Jump, Residual, Workload
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
@@ -139,9 +139,7 @@ def test_footprint_is_what_torch_allocates(
     """What is kept to 0.1 %, peaks to 5 %: leaves out indices that operations make for themselves,
     and small numbers per row."""
     workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model)
-    shapes = replace(
-        describe(workload, FEATURES, CLASSES), in_place=in_place, edge_numbers=EDGE_NUMBERS["cpu"]
-    )
+    shapes = replace(describe(workload, FEATURES, CLASSES), in_place=in_place)
     if shapes.aggregate_cached(layer):
         pytest.skip("its aggregate is made at set-up")
     multiply(monkeypatch, in_place)
