@@ -102,6 +102,8 @@ def warm_up(device: torch.device) -> None:
     """
     if device.type == "cuda":
         rows = torch.zeros(16, 16, device=device, requires_grad=True)
+        # the first call of autograd's thread makes the device's context its own, as cuBLAS does not
+        backward([rows * 2.0], [torch.zeros_like(rows)])
         out = F.linear(rows, rows) + F.linear(rows, rows, rows[0])
         backward([out], [torch.zeros_like(out)])
         return
