@@ -27,9 +27,11 @@ STARTERS = {"start", "started", "run_ranks", "fork_server", "trained"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that uses a fixture of STARTERS starts processes."""
+    """A test that uses a fixture of STARTERS starts processes, and so does one on a GPU: Triton's
+    compiler."""
     for item in items:
-        if STARTERS.intersection(getattr(item, "fixturenames", ())):
+        of_gpu = item.get_closest_marker("gpu") is not None
+        if of_gpu or STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
 
 

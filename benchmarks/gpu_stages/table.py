@@ -233,7 +233,7 @@ def _training(rows: list[Row]) -> list[str]:
             "over": _text("backend"),
             "epoch": _seconds("epoch_s"),
             "predicted": _seconds("predicted_s"),
-            "launched as one": _seconds("replayed_s"),
+            "launched one by one": _seconds("one_by_one_s"),
             "bytes equal": _text("bytes_equal"),
             "order equal": _text("order_equal"),
             "memory": _bytes("memory_bytes"),

@@ -217,7 +217,6 @@ def _trained(setting: Setting, case: Case) -> Row:
         declared = plan.problem.cluster.device.memory - predicted["runtime"]
         if setting.device == "cuda" and memory["measured_bytes"] > declared:
             wrong.append(f"{memory['measured_bytes']:.3g} B of the declared {declared:.3g} B")
-    replayed = [row["epoch_s"] for row in run.metrics if row.get("replayed")]
     exchanged = overlap(read_traces(out)).values()  # hidden and exposed seconds of each rank
     hidden, moved = sum(hidden for hidden, _ in exchanged), sum(map(sum, exchanged))
     return {
@@ -228,7 +227,7 @@ def _trained(setting: Setting, case: Case) -> Row:
         "dtype": case.dtype,
         "backend": run.document["backend"],
         "epoch_s": median(warm_epochs(run.metrics)),
-        "replayed_s": median(replayed[1:]) if replayed else None,
+        "one_by_one_s": median(row["epoch_s"] for row in run.metrics[2:5]),
         "predicted_s": found["step"]["predicted_s"] * found["batches"],
         "bytes_equal": bytes_equal,
         "bytes": sum(found["bytes"]["counted"].values()),

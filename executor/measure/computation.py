@@ -58,7 +58,7 @@ TF32 = (8, 0)  # compute capability of the first GPUs that have it
 TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
 # On GPUs, whose L2 would hold the others, and whose processors they would not fill.
 LARGE = (400_000, 256)
-LARGE_GRAPH, LARGE_SHAPE = (400_000, 4_000_000), (200_000, 256, 256)
+LARGE_GRAPH, LARGE_SHAPE = (200_000, 2_000_000), (200_000, 256, 256)
 SAMPLED = (20_000, 1_000_000)  # one of GRAPHS
 LOADED = (80_000, 1_000)  # rows of features that a GPU loads from the server's memory at once
 LOADED_WIDTH = 128

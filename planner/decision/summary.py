@@ -119,7 +119,7 @@ def certainty(found: SearchResult) -> str:
         )
     words.append(f"the cluster's numbers: {sources(problem.cluster.provenance)}")
     if problem.cluster.device.kind != "cpu":
-        words.append("no prediction has been compared with a run on CUDA yet")
+        words.append("predictions have been compared with runs on one GPU only")
     elif set(problem.cluster.provenance.values()) == {GENERIC}:
         words.append("this machine has not been measured")
     elif errors := measured_errors():

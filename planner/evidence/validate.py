@@ -202,11 +202,11 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
 
 def warm_epochs(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of the epochs that predictions are of [s]: without those that warm up, and without
-    those whose steps a GPU launched as one, if there are others."""
+    """Seconds of the epochs that predictions are of [s]: without those that warm up, and only
+    those whose steps a GPU launched as one, if there are any (but the first, which makes that)."""
     warm = metrics[min(WARM_UP, len(metrics) - 1) :]
-    launched = [row for row in warm if not row.get("replayed")]
-    return [float(row["epoch_s"]) for row in launched or warm]
+    replayed = [row for row in warm if row.get("replayed")][1:]
+    return [float(row["epoch_s"]) for row in replayed or warm]
 
 
 def trained_before(ranks: Sequence[Mapping[str, Any]]) -> int:

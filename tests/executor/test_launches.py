@@ -21,6 +21,7 @@ from gnnplan.executor.layers.kernels import sent
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.cluster import spec
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 
 __all__ = ["pretend_device"]
@@ -248,9 +249,10 @@ def test_what_crosses_together_crosses_once(pretend_device: Device) -> None:
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
 @pytest.mark.parametrize("model", MODELS)
 def test_launches_are_those_that_are_priced(
-    graphs: dict[str, str], model: str, strategy: str
+    graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch, model: str, strategy: str
 ) -> None:
     """By a device on which nothing else takes time; within a quarter."""
+    monkeypatch.setattr(Problem, "replays", False)
     device = spec.Device(memory=1e12, gemm=1e18, memory_bandwidth=1e14, launch=1.0)
     cluster = spec.Cluster(device=device, intra_node={"bandwidth": "1GB/s"})
     problem = replace(case_of(strategy, model, graphs["rough"]).problem(1), cluster=cluster)

@@ -26,7 +26,6 @@ DEVICES = [
         "cuda",
         marks=[
             pytest.mark.gpu,
-            pytest.mark.processes,  # a compiler
             pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
         ],
     ),
@@ -144,7 +143,6 @@ def test_attention(device: str, dtype: torch.dtype, heads: int, width: int) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.processes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_takes_them() -> None:
     """`spmm` by Triton equals torch.sparse, and own rows' gradient is added where sums are made."""

@@ -73,6 +73,8 @@ def _activated(spec: Layer) -> int:
 class TheirProblem(Problem):
     """A problem for other people's code."""
 
+    replays = False
+
     @cached_property
     def model(self) -> Model:
         ours = super().model
