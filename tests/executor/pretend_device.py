@@ -13,13 +13,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gnnplan.executor.layers.kernels import (
@@ -32,6 +35,7 @@ from gnnplan.executor.layers.kernels import (
 )
 
 CUDA = torch.device("cuda", 0)
+ROUNDED = 512  # [B] of which torch's allocator hands out multiples
 FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")
 ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 SEVERAL = {"slice_backward": 2, "select_backward": 2, "index_select_backward": 2}
@@ -42,12 +46,39 @@ READ = {  # the host reads what the device has computed, if only how large a res
 
 
 class Device:
-    """What the pretend device has been asked for."""
+    """What the pretend device has been asked for, and the bytes that live there."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()  # launches, copies, waits
         self.operations: collections.Counter[str] = collections.Counter()  # by name
         self.may_wait = True
+        # storages by address of their C++ object: whether it lives, its bytes, and who made it
+        self.storages: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self.during = ""
+        self.most = 0  # bytes that ever lived at once
+        self.at_most: collections.Counter[str] = collections.Counter()  # then, by who made them
+
+    def hold(self, made: Tensor, name: str) -> None:
+        """Count a tensor's storage, which torch's allocator rounds up."""
+        storage = made.untyped_storage()
+        if storage.nbytes() and storage._cdata not in self.storages:
+            self.live()  # what has died makes room first
+            size = -(-storage.nbytes() // ROUNDED) * ROUNDED
+            self.storages[storage._cdata] = StorageWeakRef(storage), size, f"{name} {_line()}"
+            self.watch(name)
+
+    def live(self) -> int:
+        """Bytes that live now."""
+        for address in [a for a, (storage, *_) in self.storages.items() if storage.expired()]:
+            del self.storages[address]
+        return sum(size for _, size, _ in self.storages.values())
+
+    def watch(self, name: str) -> None:
+        if (now := self.live()) > self.most:
+            self.most, self.at_most = now, collections.Counter()
+            self.during = f"{name} {_line()}"
+            for _, size, who in self.storages.values():
+                self.at_most[who] += size
 
     def launch(self, name: str, times: int = 1) -> None:
         self.counts["launches"] += times
@@ -92,18 +123,32 @@ def pin(host: Tensor) -> Tensor:
 DEVICE = Device()
 
 
+def _line() -> str:
+    """The line of the product that is under way."""
+    frame = sys._getframe(1)
+    while frame.f_back and "/executor/" not in frame.f_code.co_filename.replace(
+        "tests/executor", ""
+    ):
+        frame = frame.f_back
+    out = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    if "runtime" in out and frame.f_back:
+        out += f" < {Path(frame.f_back.f_code.co_filename).name}:{frame.f_back.f_lineno}"
+    return out
+
+
 class OnDevice(Tensor):
     """A tensor of the pretend device; `host` has its numbers."""
 
     host: Tensor
 
     @staticmethod
-    def __new__(cls, host: Tensor) -> OnDevice:
+    def __new__(cls, host: Tensor, name: str = "") -> OnDevice:
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(),
             dtype=host.dtype,
         )  # fmt: skip
         made.host = host
+        DEVICE.hold(host, name)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -149,7 +194,7 @@ class OnDevice(Tensor):
         )
         if not (is_view or name in ALLOCATE) and (made or func._schema.is_mutable):
             DEVICE.launch(name, SEVERAL.get(name, 1))
-        return tree_map_only(Tensor, OnDevice, out)
+        return tree_map_only(Tensor, lambda tensor: OnDevice(tensor, name), out)
 
 
 def _host(tensor: OnDevice) -> Tensor:
@@ -305,30 +350,67 @@ OURS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
 
 
 class _Kernel(torch.autograd.Function):
-    """One of them."""
+    """One of them. On the device it takes what its Python function allocates (triton_kernels.py)."""
 
     @staticmethod
     def forward(ctx: Any, name: str, *args: Any) -> Tensor:
         of_host, launches, ctx.launches = OURS[name]
         assert all(isinstance(arg, OnDevice) for arg in args if isinstance(arg, Tensor)), name
-        on_host = [_on_host(arg) for arg in args]
-        for i, needed in enumerate(ctx.needs_input_grad[1:]):
-            if needed:
-                on_host[i] = on_host[i].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.out = of_host(*on_host)
-        ctx.name, ctx.leaves = name, on_host
-        if ctx.out.numel():
+        out = OnDevice(of_host(*map(_on_host, args)), name)
+        ctx.name, ctx.numbers = name, [None if isinstance(a, Tensor) else a for a in args]
+        ctx.saved = [a if isinstance(a, Tensor) else None for a in args]
+        if name == "dropout":
+            ctx.saved[0] = None
+        ctx.totals = ()
+        if name.startswith("attend"):
+            ctx.totals = out, _wide(out, len(out) * _heads(name, args))
+        if out.numel():
             DEVICE.launch(name, launches)
-        return OnDevice(ctx.out.detach())
+        return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        leaves = [leaf for leaf, is_needed in zip(ctx.leaves, needed, strict=True) if is_needed]
         DEVICE.launch(f"{ctx.name} backward", ctx.launches)
-        gradients = map(OnDevice, torch.autograd.grad(ctx.out, leaves, grad.host))  # type: ignore[attr-defined]
-        return None, *(next(gradients) if is_needed else None for is_needed in needed)
+        if ctx.name == "dropout":
+            dropped = OURS[ctx.name][0](grad.host, *map(_on_host, ctx.saved[1:2]), *ctx.numbers[2:])
+            return None, OnDevice(dropped, "dropout backward"), *[None] * (len(ctx.saved) - 1)
+        args = [n if s is None else s for s, n in zip(ctx.saved, ctx.numbers, strict=True)]
+        block = next(arg for arg in args if isinstance(arg, Block))
+        with torch.enable_grad():
+            leaves = [
+                _on_host(arg).detach().requires_grad_(needed) if isinstance(arg, Tensor) else None
+                for arg, needed in zip(args, ctx.needs_input_grad[1:], strict=True)
+            ]
+            out = OURS[ctx.name][0](
+                *(
+                    _on_host(a) if leaf is None else leaf
+                    for a, leaf in zip(args, leaves, strict=True)
+                )
+            )
+        needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        gradients = iter(
+            [
+                OnDevice(g, f"{ctx.name} backward")
+                for g in torch.autograd.grad(out, needed, grad.host)
+            ]
+        )
+        beside = (
+            OnDevice(torch.empty_like(grad.host), "inner"),
+            _wide(grad, block.edges * _heads(ctx.name, args)),
+        )
+        del beside
+        return None, *(
+            next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves
+        )
+
+
+def _heads(name: str, args: Any) -> int:
+    return args[2].shape[1] if name == "attend" else len(args[2])
+
+
+def _wide(x: Tensor, numbers: int) -> OnDevice:
+    """Room for so many numbers of the type in which rows are added up."""
+    return OnDevice(torch.empty(numbers, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
 def _on_host(arg: Any) -> Any:
@@ -359,9 +441,9 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         "synchronize": lambda device=None: DEVICE.wait("synchronize"),
         "set_device": lambda device: None,
         "set_stream": lambda stream: None,
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_allocated": lambda device=None: DEVICE.live(),
+        "max_memory_allocated": lambda device=None: DEVICE.most,
+        "reset_peak_memory_stats": lambda device=None: setattr(DEVICE, "most", DEVICE.live()),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     kernels = {name: functools.partial(_Kernel.apply, name) for name in OURS}

@@ -51,6 +51,7 @@ class Case:
     resume: str = ""  # the folder of a run to go on with
     islands: str = ""  # of a server's ranks, as --set takes them; one process has none
     streams: bool = False  # lanes without threads, as over NCCL
+    device: str = "cpu"  # that is planned for
 
     def problem(self, world: int) -> Any:
         import torch
@@ -63,13 +64,16 @@ class Case:
 
         graph = load(self.graph, self.directed)
         device = {
-            "kind": "cpu",
+            "kind": self.device,
             "memory": "24GB",
             "gemm": "14TFLOP/s",
             "memory_bandwidth": "600GB/s",
-            "product_code": code_of(torch.float32),
-            "product_code_bfloat16": code_of(torch.bfloat16),
         }
+        if self.device == "cpu":
+            device |= {
+                "product_code": code_of(torch.float32),
+                "product_code_bfloat16": code_of(torch.bfloat16),
+            }
         islands = (
             {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}
             if self.islands and world > 1
