@@ -42,6 +42,12 @@ _ANY = Cluster(
 )
 
 
+class _OneByOne(Problem):
+    """Kernels are launched one by one: rehearsals show what a launch takes."""
+
+    replays = False
+
+
 @dataclass(frozen=True)
 class Piece:
     """A training of one rank."""
@@ -57,7 +63,7 @@ class Piece:
             f"synthetic:community?vertices={self.vertices}&edges={self.edges}&features=64&classes=8&seed=5"
         )
         assert isinstance(graph, Graph)
-        return Problem(graph.stats, graph, Workload(**self.workload), _ANY)
+        return _OneByOne(graph.stats, graph, Workload(**self.workload), _ANY)
 
     def seconds(self, cluster: Cluster, launch: float) -> float:
         """Predicted seconds of a step, if a framework operation takes `launch` seconds."""
