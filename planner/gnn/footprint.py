@@ -486,8 +486,9 @@ class Attention(LayerPasses):
             return
         # z head by head; slope and weight of every edge; the heads' outputs
         tape.take(self.s_out, self._edge_weights, self.r_out)
-        tape.take(self.r_out, self.r_out)  # outputs side by side; with the bias
-        tape.free(self.r_out)
+        beside = self.r_out * (self.spec.heads > 1)
+        tape.take(beside, self.r_out)  # outputs side by side; with the bias
+        tape.free(beside)
 
     def compute_backward(self, tape: Tape) -> None:
         spec, itemsize = self.spec, self.itemsize

@@ -29,7 +29,7 @@ GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&
 assert isinstance(GRAPH, Graph)
 CLUSTER = Cluster(
     servers=4,
-    device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10),
+    device=Device(memory=4e9, gemm=1e11, memory_bandwidth=1e10),
     intra_node=Link(bandwidth=1e8),
     inter_node=Link(bandwidth=1e6),
 )
