@@ -62,7 +62,7 @@ GIN = Kind(multiplies_last=True, launches=(10, 11))
 # those of others and added
 GCNII = Kind(Passes(2 * SUM), Passes(4 * 2 + SUM + 2 + SUM), fuses=False, launches=(10, 12))
 # logits beside z; z and what is summed are copied, head by head
-GAT = Kind(Passes(5, 0, 2), Passes(12, 0, 7), (5, 7), launches=(15, 21))
+GAT = Kind(Passes(5, 0, 2), Passes(13, 0, 8), (5, 7), launches=(15, 21))
 GATV2 = Kind(Passes(2, 0, 2, 6), Passes(9, 0, 6, 10.5), (0, 1), launches=(8, 15))
 PAIRS_GATHERED = 2.0  # of GATv2's rows, once more in its backward pass on GPUs
 # ResGCN+'s first layer has ReLU in its messages. The others add their inputs to their outputs.
