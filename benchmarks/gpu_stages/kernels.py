@@ -126,13 +126,16 @@ def run(setting: Setting, record: Record) -> None:
         aggregations(*size, FEWER_WIDTHS, local=False)
 
 
+TYPES = {2: "bfloat16"}  # of products, by the bytes of a number
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _predicted(work: Compute, measured_s: float, degrees: Tensor | None = None) -> Row:
     """The planner's seconds of the work on an H100, and how far they are off."""
-    device = read_cluster("dgx_h100").device
+    device = read_cluster("dgx_h100").device.multiplying(TYPES.get(work.itemsize, "float32"))
     spread = 0.0 if degrees is None else spread_of(degrees.cpu().numpy().astype(np.int64))
     seconds = float(Roofline(device, spread, exchange_bandwidth=1.0).compute_s(work))
     return {"predicted_s": seconds, "roofline_error": seconds / measured_s - 1}
@@ -389,9 +392,7 @@ def _dropout(
     seconds = kernel_s(device, lambda: work(x.detach()), small)
     both = kernel_s(device, lambda: torch.autograd.grad(work(x), x, gradient), small)
     floor = 2 * x.nbytes / bandwidth if bandwidth else None
-    counted = Compute(
-        hash_ops=x.numel(), elementwise_bytes=2.0 * x.nbytes, launches=1, itemsize=x.itemsize
-    )
+    counted = Compute(elementwise_bytes=2.0 * x.nbytes, launches=1, itemsize=x.itemsize)
     return {
         "kernel": "dropout",
         "by": by,
