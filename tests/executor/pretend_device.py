@@ -35,6 +35,9 @@ from gnnplan.executor.layers.kernels import (
 )
 
 CUDA = torch.device("cuda", 0)
+SUMMED = (
+    2  # numbers that a sum over rows takes as room, of each (footprint.SUMMED says of which GPU)
+)
 ROUNDED = 512  # [B] of which torch's allocator hands out multiples
 FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")
 ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -194,6 +197,8 @@ class OnDevice(Tensor):
         )
         if not (is_view or name in ALLOCATE) and (made or func._schema.is_mutable):
             DEVICE.launch(name, SEVERAL.get(name, 1))
+        if name == "sum" and args[0].dim() == 2 and list(args[1:2]) == [[0]]:
+            _wide(args[0], SUMMED * args[0].numel())  # room while it runs
         return tree_map_only(Tensor, lambda tensor: OnDevice(tensor, name), out)
 
 
@@ -375,6 +380,7 @@ class _Kernel(torch.autograd.Function):
             dropped = OURS[ctx.name][0](grad.host, *map(_on_host, ctx.saved[1:2]), *ctx.numbers[2:])
             return None, OnDevice(dropped, "dropout backward"), *[None] * (len(ctx.saved) - 1)
         args = [n if s is None else s for s, n in zip(ctx.saved, ctx.numbers, strict=True)]
+        ctx.saved = ctx.totals = None  # as autograd lets go of what was saved
         block = next(arg for arg in args if isinstance(arg, Block))
         with torch.enable_grad():
             leaves = [
