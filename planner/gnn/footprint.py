@@ -36,9 +36,6 @@ BLOCK = {2: 2_048_000, 4: 512_000, 8: 512_000}
 INDEX = 4  # [B] of an index of ours
 LONG = 8  # [B] of an index that torch wants in 64 bits
 BAG = 8  # [B] that embedding_bag keeps of each row that it aggregates: two numbers
-# Numbers that torch's sum over rows takes as room on a GPU, for each that it adds up. Of 20,000
-# rows of 256 numbers it took 41.03 MB (a record of torch 2.11's allocator on an H200).
-SUMMED = 2
 # Rows of the smallest piece that gets machine code of its own, where row counts vary from step to
 # step.
 LEAST = 128
@@ -47,6 +44,23 @@ LEAST = 128
 def block_rows(h_in: int, h_out: int, itemsize: int) -> int:
     """Rows that the backward pass of a product [., h_in] -> [., h_out] reads at a time."""
     return max(1000, BLOCK[itemsize] // (h_in + h_out))
+
+
+def summing(rows: Number, width: int, itemsize: int) -> Number:
+    """Room that torch takes on a GPU while it adds up rows of so many numbers [B].
+
+    Blocks of threads share the rows, and leave their sums there for the last of them: each thread
+    adds at least 16 rows, and at most 256 where rows are plenty. It is setReduceConfig of torch's
+    aten/src/ATen/native/cuda/Reduce.cuh, with the threads of an H100. Of 20,000 rows of 256 numbers
+    an H200 took 41.03 MB.
+    """
+    together = next(many for many in (4, 2, 1) if width % many == 0)  # columns of a thread
+    columns, threads = width // together, 512 // together
+    across = min(32, 1 << columns.bit_length() - 1)
+    each = np.ceil(rows / (threads // across))  # rows of a thread, were there one block of them
+    fill = np.ceil(132 * (2048 // threads) / np.ceil(columns / across))  # blocks that fill the GPU
+    blocks = np.maximum(np.minimum(fill, np.ceil(each / 16)), np.ceil(each / 256))
+    return np.where(each < 256, 0.0, blocks * width * across * together * itemsize)
 
 
 class Tape:
@@ -302,7 +316,7 @@ class LayerPasses:
         tape.free(self.r_out * self.relu_on_sum)
         if self.narrow:
             tape.take(self.prepared.rows)
-            tape.touch(self.product(self.local))
+            tape.touch(self.projection(self.local))
             tape.touch(self.prepared.rows if self.own_matrix else 0.0)  # own rows' gradient
             tape.free(self.prepared.dropped)
             self.prepared.backward(tape)
@@ -328,7 +342,8 @@ class LayerPasses:
             temporaries = self._temporaries(
                 self.rows, self.spec.h_in, self.spec.h_out, False, varies=self.varies
             )
-            tape.touch(temporaries)
+            bias = self.spec.residual is not None and self.spec.residual.bias
+            tape.touch(temporaries + self.of_bias * bias)
             tape.free(self.prepared.dropped * self.residual_saves)
 
     def own_backward(self, tape: Tape, residual: Residual) -> Number:
@@ -367,13 +382,22 @@ class LayerPasses:
     def product(self, n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
         """Temporaries of the backward pass of a product of n rows [B].
 
-        They are a block of the rows, and `matrices` matrices that are transposed and added up."""
+        They are a block of the rows, and `matrices` matrices that are transposed and added up; the
+        sum over rows that is the gradient of a bias comes after them."""
+        bias = self.summing(n, self.spec.multiplied) * self.spec.bias
+        return self.projection(n, through_relu, matrices) + bias
+
+    def projection(self, n: Number, through_relu: bool = False, matrices: int = 1) -> Number:
+        """`product` before the rows are gathered, where no bias is added but GATv2's."""
         spec = self.spec
         if self.sparse:  # numbers in the order of columns, and the gradient before it is added
             numbers, matrix = n * self.nonzeros, spec.h_in * spec.multiplied
             in_order = numbers * (self.itemsize + self.unrounded)
             return matrix * self.itemsize + np.maximum(in_order, matrix * self.unrounded)
-        return self._temporaries(n, spec.h_in, spec.multiplied, through_relu, matrices, self.varies)
+        temporaries = self._temporaries(
+            n, spec.h_in, spec.multiplied, through_relu, matrices, self.varies
+        )
+        return temporaries + self.summing(n, spec.multiplied) * spec.pairs
 
     def _temporaries(
         self,
@@ -391,13 +415,17 @@ class LayerPasses:
         # the gradient of a block
         of_matrices = matrices * (self.itemsize + self.weight_itemsize)
         of_matrices += self.itemsize * (not self.in_place or self.unrounded > 0)
-        summed = SUMMED * n * h_out * self.weight_itemsize * (self.on_gpu and self.has_bias)
-        return block * self.itemsize + h_in * h_out * of_matrices + summed
+        return block * self.itemsize + h_in * h_out * of_matrices
 
     @property
-    def has_bias(self) -> bool:
-        """Whether its products have a bias, whose gradient is a sum over rows."""
-        return self.spec.bias or self.spec.pairs
+    def of_bias(self) -> Number:
+        """Room for the gradient of a bias of the outputs."""
+        return self.summing(self.rows, self.spec.h_out)
+
+    def summing(self, n: Number, width: int) -> Number:
+        """Room for the sum of n rows, the gradient of a vector that was added to each or multiplied
+        it."""
+        return summing(n, width, self.weight_itemsize) * self.on_gpu
 
 
 class AggregatesFirst(LayerPasses):
@@ -439,7 +467,7 @@ class AggregatesOnly(AggregatesFirst):
 
     def compute_backward(self, tape: Tape) -> None:
         tape.take(self.r_in * self.apart)  # the output's gradient is that of the aggregate
-        tape.touch(SUMMED * self.r_out * (self.on_gpu and self.spec.bias))
+        tape.touch(self.of_bias * self.spec.bias)
 
 
 class ProjectsFirst(LayerPasses):
@@ -464,6 +492,7 @@ class ProjectsFirst(LayerPasses):
     def compute_backward(self, tape: Tape) -> None:
         s_in = self.s_in * self.varies
         tape.take(self.before_relu)
+        tape.touch(self.of_bias * self.spec.bias)
         if self.own_matrix:
             tape.take(self.r_in * self.varies)
             tape.touch(self.product(self.rows))
@@ -475,7 +504,7 @@ class ProjectsFirst(LayerPasses):
         tape.free(self.before_relu)
         if not self.narrow:
             tape.take(s_in)
-            tape.touch(self.product(self.sources))
+            tape.touch(self.projection(self.sources))
             tape.free(self.s_out, self.prepared.dropped, s_in * self.own_matrix)
 
 
@@ -503,6 +532,7 @@ class Attention(LayerPasses):
     def compute_backward(self, tape: Tape) -> None:
         spec, itemsize = self.spec, self.itemsize
         tape.take(self.before_relu)
+        tape.touch(self.of_bias)
         if self.on_gpu:
             tape.take(self.s_out)
             tape.touch(self.r_out, self._logits)
@@ -523,10 +553,11 @@ class Attention(LayerPasses):
         tape.take(self.projected)
         tape.free(self.s_out)
         if not self.narrow:
-            tape.touch(self.s_out, self.s_out)  # z's gradient by its own logits
+            # z's gradient by its own logits, and the vectors'
+            tape.touch(self.s_out, self.s_out, self.summing(self.sources, spec.h_out))
             tape.free(self.projected)
             tape.take(self.s_in * self.varies)
-            tape.touch(self.product(self.sources))
+            tape.touch(self.projection(self.sources))
             tape.free(self.prepared.dropped)
 
     @property
@@ -547,7 +578,9 @@ class PairAttention(LayerPasses):
         tape.take(after)
 
     def compute_backward(self, tape: Tape) -> None:
-        tape.take(self.before_relu, self.projected)
+        tape.take(self.before_relu)
+        tape.touch(self.of_bias * self.spec.bias)
+        tape.take(self.projected)
         if self.on_gpu:
             tape.touch(self.r_out, self._logits)
         else:
@@ -562,7 +595,7 @@ class PairAttention(LayerPasses):
         if not self.narrow:
             tape.free(self.projected)
             tape.take(self.s_in * self.varies)
-            tape.touch(self.product(self.sources))
+            tape.touch(self.projection(self.sources))
             tape.free(self.projected, self.prepared.dropped)
 
     @property
@@ -619,7 +652,8 @@ class Perceptron(LayerPasses):
     def compute_backward(self, tape: Tape) -> None:
         spec = self.spec
         tape.take(self.r_middle)
-        tape.touch(self._temporaries(self.rows, spec.middle, spec.h_out, self.relu))
+        second = self._temporaries(self.rows, spec.middle, spec.h_out, self.relu)
+        tape.touch(second + self.of_bias)
         if not spec.projects_first:
             first = self.product(self.rows, True)
             tape.take(self.r_in * self.varies)
@@ -627,12 +661,13 @@ class Perceptron(LayerPasses):
             tape.free(self.gathered, 2 * self.r_middle)
             return
         tape.take(self.r_middle)  # before ReLU
+        tape.touch(self.summing(self.rows, spec.middle))
         tape.free(2 * self.r_middle)
         tape.take(self.projected)
         tape.free(self.r_middle)
         if not self.narrow:
             tape.take(self.s_in * self.varies)
-            tape.touch(self.product(self.sources))
+            tape.touch(self.projection(self.sources))
             tape.free(self.projected, self.prepared.dropped)
 
     def scatter_gradient(self, tape: Tape) -> None:

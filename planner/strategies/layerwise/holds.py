@@ -79,7 +79,7 @@ class Holds:
         held.at(self._crossing(layer, "f") * varies)
         held.at(self._unpicked(layer))
         held.at(need.forward, self._applied(layer))
-        made = np.asarray(f.rows * spec.h_out * model.itemsize, dtype=float)
+        made = self._made(layer)
         if not self.checkpoint:
             held.keep(need.kept, self._applied(layer))
         else:
@@ -141,6 +141,21 @@ class Holds:
                 h_in = model.layers[layer - 1].h_in
                 held.handed_on = f.local * h_in * model.itemsize
         held.free(self._copied(layer))
+        if self.checkpoint and layer > 1:
+            held.free(self._checkpointed(layer))
+
+    def _checkpointed(self, layer: int) -> Number:
+        """Rows of which a layer's own are computed again, unless they are in the copy."""
+        model, f = self.model, self._counts(layer)
+        if not (self.narrow and model.narrow_at(layer)):
+            return np.where(self._halo(layer) > 0, 0.0, self._made(layer - 1))
+        spec, local = model.layers[layer - 1], f.sources - self._halo(layer)
+        return self._made(layer - 1) + Prepared.of(model, spec, local).dropped
+
+    def _made(self, layer: int) -> np.ndarray:
+        """The rows that a layer makes."""
+        f, spec = self._counts(layer), self.model.layers[layer - 1]
+        return np.asarray(f.rows * spec.h_out * self.model.itemsize, dtype=float)
 
     @property
     def _own(self) -> np.ndarray:
