@@ -33,11 +33,9 @@ from gnnplan.executor.layers.kernels import (
     hashed_dropout,
     mix,
 )
+from gnnplan.planner.gnn.footprint import summing
 
 CUDA = torch.device("cuda", 0)
-SUMMED = (
-    2  # numbers that a sum over rows takes as room, of each (footprint.SUMMED says of which GPU)
-)
 ROUNDED = 512  # [B] of which torch's allocator hands out multiples
 FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")
 ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -186,6 +184,8 @@ class OnDevice(Tensor):
         given = {t.host.untyped_storage().data_ptr() for t in flat if isinstance(t, OnDevice)}
         if "device" in (kwargs or {}):
             kwargs["device"] = None
+        if func is torch.ops.aten.mm.dtype:  # CPUs have no such product
+            func, args = torch.ops.aten.mm.default, [a.host.to(args[2]) for a in args[:2]]
         out = func(
             *tree_map_only(OnDevice, _host, args), **tree_map_only(OnDevice, _host, kwargs or {})
         )
@@ -197,8 +197,11 @@ class OnDevice(Tensor):
         )
         if not (is_view or name in ALLOCATE) and (made or func._schema.is_mutable):
             DEVICE.launch(name, SEVERAL.get(name, 1))
-        if name == "sum" and args[0].dim() == 2 and list(args[1:2]) == [[0]]:
-            _wide(args[0], SUMMED * args[0].numel())  # room while it runs
+        if name == "sum" and args[0].dim() > 1 and list(args[1:2]) == [[0]]:
+            rows, sums = len(args[0]), out if isinstance(out, Tensor) else out[0]
+            OnDevice(torch.empty(int(summing(rows, sums.numel(), sums.itemsize)), dtype=torch.int8))
+        if is_copy and not isinstance(args[0], OnDevice):
+            return args[0]
         return tree_map_only(Tensor, lambda tensor: OnDevice(tensor, name), out)
 
 
