@@ -23,7 +23,7 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import scores
 from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.read import read_again, state_of
+from gnnplan.executor.modules.read import read_again, state_of, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.gathered import gather_bytes
@@ -102,8 +102,9 @@ class _Training:
     ) -> None:
         # cuBLAS, MKL, oneDNN and the library of a user's module: their memory is the process's
         warm_up(rank.device)
-        if problem.workload.is_converted:
+        if problem.workload.is_module:
             read_again(problem.workload)
+            problem = with_structure(problem)
         self.watch = rank.watch = MemoryWatch(rank.device)
         self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs
         self.checkpoints = checkpoints
@@ -301,7 +302,7 @@ class _Training:
             parts = gather_bytes(save(weights if rank.rank == group[0] else {}), rank.wire_device)
             weights = {name: p for part in parts for name, p in load(part).items()}
         if rank.rank == 0:
-            if self.problem.workload.is_converted:  # under the names of the user's own module
+            if self.problem.workload.is_module:  # under the names of the user's own module
                 weights = state_of(weights, self.problem.workload)
             write_atomically(out / "weights.safetensors", save(weights))
 

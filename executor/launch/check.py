@@ -35,7 +35,14 @@ from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.own import names_layer, own_layers
-from gnnplan.executor.modules.read import Source, read, read_again, state_of, with_module
+from gnnplan.executor.modules.read import (
+    GraphFields,
+    Source,
+    read,
+    read_again,
+    state_of,
+    with_module,
+)
 from gnnplan.executor.ranks.meeting import on_this_machine, store_of_this_machine
 from gnnplan.executor.ranks.rank import Rank, die_with_parent, open_rank
 from gnnplan.executor.train import train
@@ -138,7 +145,7 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
         except SpecError as error:
             verdicts[number] = Verdict(text, "cannot", None, str(error).removeprefix("mode: "))
     start = _initial(workload, features, classes)
-    if workload.is_converted:
+    if workload.is_module:
         for task in tasks.values():  # ranks that are forks need not read the module again
             read_again(Workload.model_validate(task["workload"]))
     gc.freeze()  # every training begins with a collection
@@ -197,7 +204,8 @@ def workload_of(
     own = features is None, classes is None
     if names_layer(model, asked.seed):
         return own_layers(asked, str(model), features or FEATURES, classes or CLASSES)
-    user = read(model, asked, features or FEATURES, classes or CLASSES, folder, own_widths=own)
+    graph = GraphFields(features or FEATURES, classes or CLASSES)
+    user = read(model, asked, graph, folder, own_widths=own)
     return with_module(asked, user, fields)
 
 
@@ -231,7 +239,7 @@ def _alone(task: Mapping[str, Any], strategy: str, out: Path) -> dict[str, Tenso
 def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
     """The weights before the step."""
     state = dict(Net(describe(workload, features, classes), workload).state_dict())
-    return state_of(state, workload) if workload.is_converted else state
+    return state_of(state, workload) if workload.is_module else state
 
 
 def _verdict(

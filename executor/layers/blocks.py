@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -16,7 +17,7 @@ from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import Block, SparseRows, sent
 from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.graph import Graph, Whole
 from gnnplan.planner.graph.sampling import Ids
 
 AT_ONCE = 1 << 19  # values of dense features that are converted together
@@ -129,7 +130,10 @@ def weighted_block(
         indptr = indptr + np.minimum(np.arange(dst.size + 1), own)
     indptr = indptr.astype(np.int32)  # with int64 scipy would sort indices of 8 bytes
     if edges in ("one", "loop"):
-        return Block(indptr, indices, src.size, own=own)
+        block = Block(indptr, indices, src.size, own=own)
+        if workload.is_cut:
+            block.source, block.whole = torch.from_numpy(src.astype(np.int64)), graph.whole
+        return block
     row_lengths = np.diff(indptr)
     dtype = dtype_of(workload)
     if edges == "mean":
@@ -145,6 +149,15 @@ def weighted_block(
         is_self = (indices == reader) & (reader < own)
         weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
     return Block(indptr, indices, src.size, torch.from_numpy(weight).to(dtype), own)
+
+
+def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> Block:
+    """The Block of all of a graph's edges; vertices: all ids in order."""
+    indptr, indices = whole.indptr, whole.indices
+    outs = np.bincount(indices, minlength=vertices.size)
+    degrees = np.diff(indptr), outs
+    given = indptr, indices, workload, degrees
+    return weighted_block(cast(Graph, None), edges, vertices, vertices, *given)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.layer import ColumnLayer, Layer, keep
+from gnnplan.executor.layers.layer import ColumnLayer, Drop, Layer, keep
+from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.planner.gnn.counted import (
     Counted,
     CountedGather,
@@ -31,6 +32,7 @@ from gnnplan.planner.gnn.counted import (
     Linear,
 )
 from gnnplan.planner.gnn.model import VECTOR
+from gnnplan.planner.graph.graph import Whole
 
 # (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
 SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
@@ -302,7 +304,7 @@ def count(
 
     table = torch.zeros(1, h_in, dtype=dtype)
     with torch.no_grad():
-        gathered = layer.gathers(table).shape[1]
+        gathered = layer.gathers(layer.prepare(table, keep)).shape[1]
     return Counted(
         edges=layer.edges,
         projects_first=layer.projects_first,
@@ -362,6 +364,13 @@ def _note(
     rows, sources, edges = sizes
     block = block_of(layer, rows, sources, edges, dtype)
     x = torch.randn(sources, h_in, dtype=dtype)
+    step, moments = layer, ()
+    if block.source is not None:
+        step = layer.during(Drop(vertices=block.source))
+        with torch.no_grad():  # what a block knows of the whole graph is found once
+            step.gather(block, layer.gathers(layer.prepare(x, keep)))
+    if isinstance(getattr(layer, "norm", None), BatchNorm):
+        moments = (torch.stack([torch.zeros(h_in), torch.ones(h_in)]).to(dtype),)
     noted = Noted()
     notes = Notes(noted)
     is_collecting = gc.isenabled()
@@ -374,13 +383,13 @@ def _note(
 
     try:
         with notes.during("gather"):
-            prepared = layer.prepare(x.requires_grad_(varies), keep)
+            prepared = step.prepare(x.requires_grad_(varies), keep, *moments)
             leaf = prepared.detach().requires_grad_(prepared.requires_grad)
         with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("gather"):
-            gathered = layer.gather(block, layer.gathers(leaf))
+            gathered = step.gather(block, layer.gathers(leaf))
             read = gathered.detach().requires_grad_(gathered.requires_grad)
         with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("update"):
-            out = layer.update(read, leaf[:rows], x[:rows], None, relu)
+            out = step.update(read, leaf[:rows], x[:rows], None, relu)
         gradient = torch.ones_like(out)
         with notes.during("update backward"):
             out.backward(gradient)  # type: ignore[no-untyped-call]
@@ -402,7 +411,14 @@ def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dty
     """Edges spread evenly over rows and sources, weighted as the layer asks for."""
     indptr = np.linspace(0, edges, rows + 1).astype(np.int32)
     indices = (np.arange(edges) % sources).astype(np.int32)
+    if layer.reads_whole:  # no edge to itself, which a module may leave out
+        indices = (rows + np.arange(edges) % (sources - rows)).astype(np.int32)
     block = Block(indptr, indices, sources)
+    if layer.reads_whole:
+        nobody = np.full(sources - rows, edges)
+        fields = layer.fields_of(edges)
+        block.whole = Whole(np.concatenate([indptr, nobody]), indices, fields, layer.loops)
+        block.source = torch.arange(sources)
     weighted = layer.edges in ("gcn", "mean")
     return block.mean(dtype) if weighted else block
 

@@ -17,19 +17,45 @@ Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol, overload
 
+import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.kernels import Block, FeatureRows, Rows, SparseRows, aggregate
+from gnnplan.executor.layers.kernels import (
+    Block,
+    FeatureRows,
+    Rows,
+    SparseRows,
+    aggregate,
+    dropout,
+)
 
 EDGES = ("gcn", "mean", "one", "loop")
-Drop = Callable[[Rows], Rows]  # dropout of rows [S, H_in]; a vertex has the same mask on any rank
 
 
-def keep(x: Rows) -> Rows:
-    """The Drop that drops nothing."""
-    return x
+@dataclass(frozen=True)
+class Drop:
+    """Dropout of rows [S, H_in] of some vertices in one step.
+
+    A vertex has the same mask on any rank: a hash of (seed, epoch, layer, vertex, column)."""
+
+    p: float = 0.0
+    seed: int = 0
+    epoch: int | Tensor = 0
+    layer: int = 0  # before which rows are dropped (0: encoder, L + 1: decoder)
+    vertices: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [S]
+    first: int = 0  # column of the model's row that they begin with
+    training: bool = True
+
+    def __call__(self, rows: Rows) -> Rows:
+        if self.p == 0.0:
+            return rows
+        return dropout(rows, self.seed, self.epoch, self.layer, self.vertices, self.p, self.first)
+
+
+keep = Drop(training=False)  # drops nothing
 
 
 class Layer(nn.Module):
@@ -39,12 +65,14 @@ class Layer(nn.Module):
                     or 'loop' (weight 1, self edges)
     projects_first  whether `project` comes before `gather`
     linear          whether `gather` is a weighted sum, whose gradient needs no rows
+    reads_whole     whether its blocks know the whole graph, as those of a user's module
     by_columns      names of parameters [., H_in], of which P3 gives every rank some columns
     """
 
     edges: str
     projects_first: bool = False
     linear: bool = True
+    reads_whole: bool = False
     by_columns: tuple[str, ...] = ()
 
     @overload
@@ -87,6 +115,10 @@ class Layer(nn.Module):
             return self.project(rows)
         assert isinstance(rows, Tensor)  # sparse rows are multiplied first
         return rows
+
+    def during(self, drop: Drop) -> Layer:
+        """The layer in one step. A user's module, which drops anywhere, draws as `drop` says."""
+        return self
 
     def forward(
         self,

@@ -31,67 +31,13 @@ from gnnplan.executor.layers.kernels import (
     softmax_aggregate,
 )
 from gnnplan.executor.layers.layer import Drop, Layer, keep
+from gnnplan.executor.layers.norms import BatchNorm, norm_of
 from gnnplan.executor.layers.own import made
-from gnnplan.executor.modules.read import fill
+from gnnplan.executor.modules.pieces import PieceLayer, Tail
+from gnnplan.executor.modules.read import fill, pieces_of
 from gnnplan.planner.gnn import model as gnn
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
-
-
-class BatchNorm(nn.Module):
-    """Batch norm over all vertices of the graph, whichever ranks hold them.
-
-    Equals torch.nn.BatchNorm1d with momentum 0.1. Each rank sums its own rows (`sums`), an
-    all-reduce makes these the sums of the graph, and `moments` [2, H] are their mean and variance.
-    The moments are an input of `forward`. Their gradient, all-reduced too, goes back to each rank's
-    own rows by `home`.
-    """
-
-    eps, momentum = 1e-5, 0.1
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-        self.register_buffer("running_mean", torch.zeros(width))
-        self.register_buffer("running_var", torch.ones(width))
-
-    @torch.no_grad()
-    def sums(self, x: Tensor) -> Tensor:
-        """Sum and sum of squares of rows x [., H] minus the running mean -> [2, H]."""
-        shifted = x - self.running_mean  # small numbers keep their digits
-        return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
-
-    @torch.no_grad()
-    def moments(self, sums: Tensor, count: int) -> Tensor:
-        """Mean and variance [2, H] of `count` rows from their sums; updates the running ones."""
-        shift, square = sums / count
-        variance = (square - shift * shift).clamp_(min=0.0)
-        moments = torch.stack([self.running_mean + shift, variance])
-        self.running_mean += self.momentum * shift
-        self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
-        return moments
-
-    def forward(self, x: Tensor, moments: Tensor | None) -> Tensor:
-        """x [S, H] normalised by the moments; None (evaluation): by the running ones."""
-        mean, variance = (self.running_mean, self.running_var) if moments is None else moments
-        return torch.addcmul(self.bias, x - mean, self.weight * (variance + self.eps).rsqrt())
-
-    @staticmethod
-    @torch.no_grad()
-    def home(x: Tensor, moments: Tensor, gradient: Tensor, count: int) -> Tensor:
-        """The gradient of own rows x [., H] through the moments, whose own is [2, H]."""
-        to_mean, to_variance = gradient / count
-        return torch.addcmul(to_mean, x - moments[0], 2 * to_variance)
-
-
-def norm_of(name: str, width: int) -> nn.Module | None:
-    """The norm by its name: 'none', 'layer' or 'batch'."""
-    if name == "none":
-        return None
-    kinds: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm}
-    return kinds[name](width)
 
 
 def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tensor:
@@ -427,16 +373,29 @@ class Net(nn.Module):
     weights on every rank, whichever layers it holds.
     """
 
-    def __init__(self, shapes: Model, workload: Workload, which: range | None = None) -> None:
+    def __init__(
+        self, shapes: Model, workload: Workload, which: range | None = None, filled: bool = True
+    ) -> None:
+        """filled: with the parameters of a user's module, if the workload has one."""
         super().__init__()
         self.total = len(shapes.layers)
         self.which = which or range(1, self.total + 1)
         self.layers = nn.ModuleDict()
+        pieces = pieces_of(workload) if workload.is_cut else None
         for number in self.which:
-            self.layers[str(number)] = _make_layer(shapes.layers[number - 1], number, workload)
+            self.layers[str(number)] = (
+                pieces.layer(number)
+                if pieces
+                else _make_layer(shapes.layers[number - 1], number, workload)
+            )
+        self.ends = None
+        if shapes.ends and self.total in self.which:
+            self.ends = Tail(cast(PieceLayer, self.layers[str(self.total)]))
         self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
         self.decoder = (
-            nn.Linear(*shapes.decoder) if shapes.decoder and self.total in self.which else None
+            nn.Linear(*shapes.decoder)
+            if shapes.decoder and self.total in self.which and not shapes.ends
+            else None
         )
         self.activates_last = shapes.activates_last
         self.norm = (
@@ -458,7 +417,7 @@ class Net(nn.Module):
             self._store_by_columns()
         if workload.model != "own":  # whose class does so
             self._initialise(workload.seed)
-        if workload.is_converted:
+        if workload.is_converted and filled:
             fill(self, workload)
 
     def _store_by_columns(self) -> None:
@@ -502,6 +461,8 @@ class Net(nn.Module):
         """Those of a run of layers, with the encoder or decoder at its ends."""
         for name, parameter in self.named_parameters():
             part, number, *_ = name.split(".")
+            if not parameter.requires_grad:
+                continue
             ends = {"encoder": 1, "decoder": self.total, "norm": self.total}
             if (ends[part] if part in ends else int(number)) in layers:
                 yield parameter
@@ -512,6 +473,8 @@ class Net(nn.Module):
 
     def batch_norm(self, number: int) -> BatchNorm | None:
         """The norm of layer `number` (L + 1: the decoder) if it needs moments."""
+        if number > self.total and self.ends is not None:
+            return self.ends.norm
         norm = self.norm if number > self.total else getattr(self.layers[str(number)], "norm", None)
         return norm if isinstance(norm, BatchNorm) else None
 
@@ -528,6 +491,9 @@ class Net(nn.Module):
     def decode(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
         """h_L [R, H], or the sum of all layers' rows -> logits [R, C]; they are that without a
         decoder."""
+        if self.ends is not None:
+            decoded: Tensor = self.ends(h, drop, moments)
+            return decoded
         if self.decoder is None:
             return h
         if self.activates_last:

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnnplan.executor.modules.parameters import Where
+from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.workload import Residual
-
-
-class Unfit(Exception):
-    """Something of a module that has no place in our layers; says what, and what would fit."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +51,7 @@ ARGUMENTS = {
 
 def in_file(file: Path, name: str) -> object:
     """What a name in a file stands for. Raises SpecError."""
-    with _blamed(file, f"{file} cannot be executed"):
+    with _blamed(file, f"{file} cannot be executed"), redirect_stdout(sys.stderr):
         code = _execute(file)
     found = getattr(code, name, None)
     if found is None:
@@ -65,11 +66,18 @@ def in_file(file: Path, name: str) -> object:
 
 
 def make(
-    found: object, name: str, file: Path | None, workload: Workload, features: int, classes: int
+    found: object,
+    name: str,
+    file: Path | None,
+    workload: Workload,
+    features: int,
+    classes: int,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The module itself, or what the class or function makes; and what that was called with.
 
-    file: that it is from, to name it in errors. Raises SpecError."""
+    file: that it is from, to name it in errors. given: what it is called with, if that is known.
+    Raises SpecError."""
     where = f"{file}: " if file else ""
     if isinstance(found, nn.Module):
         return found, {}
@@ -78,9 +86,13 @@ def make(
             f"{where}{name} is a {type(found).__name__}; name a torch.nn.Module, a class of"
             " one, or a function that makes one"
         )
-    arguments = _arguments(where, name, found, workload, features, classes)
+    arguments = (
+        _arguments(where, name, found, workload, features, classes)
+        if given is None
+        else dict(given)
+    )
     shown = f"{name}({', '.join(map(str, arguments.values()))})"
-    with _blamed(file, f"{shown} cannot be made"):
+    with _blamed(file, f"{shown} cannot be made"), redirect_stdout(sys.stderr):
         made = found(**arguments)
     if not isinstance(made, nn.Module):
         raise SpecError(

@@ -1,27 +1,36 @@
-"""A user's module as a workload that every strategy can train, with its parameters.
+"""A user's module as a workload, with its parameters.
 
 It is FILE.py:NAME, or a live object: a torch.nn.Module, a class of one, or a function that makes
-one."""
+one. It is run as it is written, cut in pieces (cut.py) that are proved to compute the same
+(prove.py). Where it is a chain of convolutions that our own layers compute too, these are taken:
+they are faster, and every strategy can split them."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.modules.convolutions import Unfit
-from gnnplan.executor.modules.describe import described, places, widths
-from gnnplan.executor.modules.follow import follow
+from gnnplan.executor.layers.count import Unmeasured, count
+from gnnplan.executor.modules.convert import Converted, converted
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
-from gnnplan.executor.modules.parameters import SUFFIX, Parameters, Places, cast, kept
-from gnnplan.planner.gnn.workload import Module, Workload
+from gnnplan.executor.modules.parameters import SUFFIX, Parameters, cast, kept
+from gnnplan.executor.modules.pieces import Pieces
+from gnnplan.executor.modules.prove import VERTICES, Fields, followed, inputs_of, prove
+from gnnplan.executor.modules.record import Unfit
+from gnnplan.planner.gnn.counted import Counted
+from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, read_bytes
@@ -33,18 +42,36 @@ Source = str | nn.Module | Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
-class UserModule:
-    """A user's module, and what it is among ours.
+class GraphFields:
+    """What a module may be given of a graph: widths, other fields, and whether it is directed."""
 
-    fields: of the Workload. places: by the name of each of its parameters and buffers, where our
-    Net has it. arguments: that the class or function was called with, by its own names."""
+    features: int
+    classes: int
+    directed: bool = False
+    vertex: Fields = ()  # type: ignore[assignment]
+    edge: Fields = ()  # type: ignore[assignment]
+
+    @staticmethod
+    def of(problem: Problem) -> GraphFields:
+        stats, graph = problem.stats, problem.graph
+        fields = graph.vertex_fields if graph else {}, graph.edge_fields if graph else {}
+        vertex, edge = ({n: (v.shape[1:], v.dtype.str) for n, v in some.items()} for some in fields)
+        return GraphFields(stats.features, max(stats.classes, 1), stats.directed, vertex, edge)
+
+
+@dataclass(frozen=True)
+class UserModule:
+    """A user's module, and what it is.
+
+    fields: of the Workload. arguments: that the class or function was called with, by its own
+    names. pieces: None where our layers are taken."""
 
     module: nn.Module
     fields: Mapping[str, Any]
     description: Module
-    places: Mapping[str, Places]
-    by_in_degree: bool  # right on undirected graphs alone
     arguments: Mapping[str, Any]
+    parameters: Parameters | None  # of our layers
+    pieces: Pieces | None
 
 
 def with_user_module(
@@ -59,23 +86,29 @@ def with_user_module(
 
     >>> problem, notes = with_user_module(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
-    stats = problem.stats
-    user = read(model, problem.workload, stats.features, stats.classes, folder)
-    must_suit(user, stats.directed)
+    user = read(model, problem.workload, GraphFields.of(problem), folder)
     given = list(given)
+    if user.pieces and problem.stats.nonzeros:
+        raise SpecError(
+            f"{model}: the features of {problem.stats.name} are sparse, and a module that is run as"
+            " it is written reads dense ones; convert the graph with gnnplan convert, whose folder"
+            " has dense features"
+        )
     workload = with_module(problem.workload, user, given)
-    return replace(problem, workload=workload), assumed(user, given)
+    return replace(problem, workload=workload), [
+        *assumed(user, given),
+        *unread(user, problem.graph),
+    ]
 
 
 def read(
     model: Source,
     workload: Workload,
-    features: int,
-    classes: int,
+    graph: GraphFields,
     folder: Path | None = None,
     own_widths: tuple[bool, bool] = (False, False),
 ) -> UserModule:
-    """The user's module, for a graph of so many columns and classes.
+    """The user's module, for such a graph.
 
     A class or a function is called with what it requires: widths of the graph, and of `workload`
     the fields in `ARGUMENTS`. torch's random numbers start from the workload's seed, before a file
@@ -85,12 +118,10 @@ def read(
     file, which is written to `folder` (default: modules/ in gnnplan's cache directory), under a
     name that says its content. Ranks on other servers need it at the same path.
 
-    own_widths: whether `features` and `classes` are but what a class is called with, and the module
-    may read and write rows of other widths.
+    own_widths: whether features and classes of `graph` are but what a class is called with, and the
+    module may read and write rows of other widths.
 
     Raises SpecError, of a file with its line."""
-    classes = max(classes, 1)
-    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
     file, sha256 = None, ""
     if isinstance(model, str):
         path, colon, name = model.rpartition(":")
@@ -103,32 +134,144 @@ def read(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         found = in_file(file, name) if file else model
-        module, arguments = make(found, name, file, workload, features, classes)
-    if file:
-        module = module.to(dtype)
+        module, arguments = make(found, name, file, workload, graph.features, graph.classes)
     try:
-        with _modes_kept(module):
-            chain = follow(module)
-        reads, writes = (width for _, width in widths(chain))
-        features = reads if own_widths[0] else features
-        classes = writes if own_widths[1] else classes
-        fields, own = described(chain, features, classes)
+        with _modes_kept(module), torch.random.fork_rng(devices=[]):
+            return _understood(
+                module, arguments, workload, graph, folder, own_widths, (file, name, sha256)
+            )
     except Unfit as unfit:
         raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
-    where = places(module, chain)
+
+
+def _understood(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    workload: Workload,
+    graph: GraphFields,
+    folder: Path | None,
+    own_widths: tuple[bool, bool],
+    source: tuple[Path | None, str, str],
+) -> UserModule:
+    """The module as our layers, or in pieces. Raises Unfit."""
+    file, name, sha256 = source
+    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    if file:
+        module = module.to(dtype)
+    found: Converted | None = None
+    with suppress(Unfit):
+        found = converted(module, graph, own_widths)
+    if found:
+        parameters = Parameters(cast(module.state_dict(), dtype), found.places)
+        if file is None:
+            file, sha256 = parameters.keep(folder or cache_dir() / "modules", name)
+        description = Module(
+            file=str(file),
+            name=name,
+            sha256=sha256,
+            features=found.features,
+            classes=found.classes,
+            arguments=tuple(arguments.items()),
+            **found.own,
+        )
+        return UserModule(module, found.fields, description, arguments, parameters, None)
+    graph = _with_its_widths(module, graph, own_widths, dtype)
+    pieces = proved(module, graph, dtype)
     if file is None:
-        start = Parameters(cast(module.state_dict(), dtype), where)
-        file, sha256 = start.keep(folder or cache_dir() / "modules", name)
+        raise Unfit(
+            "it is run as it is written, and every rank makes its own; name the file that it is in,"
+            " as 'model.py:MyGNN'"
+        )
+    layers = pieces.layers
+    norms = [bool(pieces.layer(number).norm) for number in range(1, layers + 1)]
+    ends = pieces.training.program.ends is not None
     description = Module(
-        file=str(file), name=name, sha256=sha256, features=features, classes=classes, **own
+        file=str(file),
+        name=name,
+        sha256=sha256,
+        features=graph.features,
+        classes=graph.classes,
+        layers=tuple(
+            ModuleLayer(
+                h_in=pieces.width(number - 1),
+                h_out=pieces.width(number),
+                norm="batch" if norms[number - 1] else "none",
+                drops=False,
+                counted=_counted(pieces, number, dtype),
+            )
+            for number in range(1, layers + 1)
+        ),
+        relu=False,
+        cut=True,
+        arguments=tuple(arguments.items()),
+        inputs=pieces.inputs,
+        directed=graph.directed,
+        vertex_fields=_shapes("vertex", graph.vertex, pieces),
+        edge_fields=_shapes("edge", graph.edge, pieces),
+        ends=ends,
     )
-    by_in_degree = any(step.convolution.by_in_degree for step in chain.steps)
-    return UserModule(module, fields, description, where, by_in_degree, arguments)
+    fields = {
+        "model": "own",
+        "layers": layers,
+        "norm": "batch" if any(norms) or ends else "none",
+        "dropout": 0.0,  # the module drops by itself
+    }
+    return UserModule(module, fields, description, arguments, None, pieces)
+
+
+def _counted(pieces: Pieces, number: int, dtype: torch.dtype) -> Counted:
+    """What a layer does. Raises Unfit."""
+    try:
+        widths = pieces.width(number - 1), pieces.width(number)
+        return count(pieces.layer(number), *widths, False, number > 1, dtype)
+    except Unmeasured as error:
+        raise Unfit(f"layer {number}: {error}") from error
+
+
+def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
+    """The module in pieces, which compute the same. Raises Unfit."""
+    shapes = graph.features, dict(graph.vertex), dict(graph.edge), graph.directed
+    pieces = cut(module, graph, dtype)
+    for vertices in VERTICES:
+        double, small = followed(module, *shapes, torch.float64, vertices)
+        prove(module, double, small)
+        if double.training.program.widths != pieces.training.program.widths:
+            raise Unfit("forward hands on other rows in float64 than in float32")
+    width = pieces.training.program.output.value.shape[1]
+    if width != graph.classes:
+        raise Unfit(
+            f"forward writes rows of {width} numbers, and the graph has {graph.classes} classes;"
+            f" make the two equal, by a parameter named {ARGUMENTS['classes'][1]} for instance"
+        )
+    return pieces
+
+
+def cut(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
+    """The module in pieces. Raises Unfit."""
+    return followed(
+        module, graph.features, dict(graph.vertex), dict(graph.edge), graph.directed, dtype
+    )[0]
+
+
+def _with_its_widths(
+    module: nn.Module, graph: GraphFields, own: tuple[bool, bool], dtype: torch.dtype
+) -> GraphFields:
+    """The graph with the widths that the module has of its own, where it may have some."""
+    if not any(own):
+        return graph
+    sizes = [p.shape[-1] for p in module.parameters() if p.ndim >= 2]
+    widths = [graph.features, *dict.fromkeys(sizes)] if own[0] else [graph.features]
+    for features in widths:
+        with suppress(Unfit):
+            pieces = cut(module, replace(graph, features=features), dtype)
+            classes = int(pieces.training.program.output.value.shape[1])
+            return replace(graph, features=features, classes=classes if own[1] else graph.classes)
+    return graph
 
 
 @contextmanager
 def _modes_kept(module: nn.Module) -> Iterator[None]:
-    """`follow` looks at both modes of a module; afterwards its parts have those that they had."""
+    """Both modes of a module are looked at; afterwards its parts have those that they had."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -138,7 +281,7 @@ def _modes_kept(module: nn.Module) -> Iterator[None]:
 
 
 @lru_cache(maxsize=2)
-def read_again(workload: Workload) -> Parameters:
+def read_again(workload: Workload) -> Parameters | Pieces:
     """What training of a plan's workload starts from.
 
     Raises SpecError if the file is no longer what was planned."""
@@ -153,29 +296,75 @@ def read_again(workload: Workload) -> Parameters:
         )
     if is_live:
         return kept(path)
-    again = read(f"{path}:{module.name}", workload, module.features, module.classes)
-    for field, value in {**again.fields, "module": again.description}.items():
-        if getattr(workload, field) != value:
-            raise SpecError(
-                f"{path}: {module.name} has {field} {value}, and the plan has"
-                f" {getattr(workload, field)}; the module decides it, so plan again"
-            )
-    return Parameters(again.module.state_dict(), again.places)
+    return _made_again(workload, module, path)
+
+
+def _made_again(workload: Workload, module: Module, path: Path) -> Parameters | Pieces:
+    """The module that a file makes, with the arguments of the plan."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(workload.seed)
+        found = in_file(path, module.name)
+        made, _ = make(found, module.name, path, workload, 0, 0, given=dict(module.arguments))
+    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    made = made.to(dtype)
+    graph = GraphFields(module.features, module.classes, **_fields_of(module))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            if module.cut:
+                pieces = cut(made, graph, dtype)
+                found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]
+            else:
+                again = converted(made, graph, (False, False), proves=False)
+                layers = again.own["layers"]
+                found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
+    except Unfit as unfit:
+        raise SpecError(f"{path}: {module.name}: {unfit}; plan again") from unfit
+    planned = [module.layers[0].h_in, *(layer.h_out for layer in module.layers)]
+    if found_widths != planned:
+        raise SpecError(
+            f"{path}: {module.name} has layers of {found_widths} numbers, and the plan has"
+            f" {planned}; the module decides them, so plan again"
+        )
+    return pieces if module.cut else Parameters(made.state_dict(), again.places)
+
+
+def _shapes(kind: str, fields: Fields, pieces: Pieces) -> tuple[Any, ...]:
+    """Fields of a graph that a module is given, as a Module keeps them."""
+    names = [name for name in dict(fields) if f"{kind} {name}" in pieces.binding.inputs]
+    return tuple((name, *dict(fields)[name]) for name in names)
+
+
+def _fields_of(module: Module) -> dict[str, Any]:
+    """Fields that a plan's module reads, with the shapes that the plan saw."""
+    return {
+        "directed": module.directed,
+        "vertex": {name: (tuple(sizes), kind) for name, sizes, kind in module.vertex_fields},
+        "edge": {name: (tuple(sizes), kind) for name, sizes, kind in module.edge_fields},
+    }
 
 
 def with_module(workload: Workload, user: UserModule, given: Iterable[str]) -> Workload:
     """The workload with the user's module as its model.
 
-    given: fields that the user set; SpecError if the module has another value of one of them."""
+    given: fields that the user set; SpecError if the module has another value of one of them, and
+    if it breaks a rule of the workload."""
+    given = list(given)
+    field_of = {alias: field for field, aliases in ARGUMENTS.items() for alias in aliases}
+    used = {field_of.get(argument) for argument in user.arguments}
     for field in given:
-        if field in user.fields and getattr(workload, field) != user.fields[field]:
+        if field in used or field not in user.fields:
+            continue
+        if getattr(workload, field) != user.fields[field]:
             raise SpecError(
                 f"{field}: {user.description.name} of {user.description.file} decides {field}"
                 f" ({field}: {getattr(workload, field)}, the module's: {user.fields[field]}); leave"
                 f" {field} out, or change the module"
             )
-    return Workload.model_validate(
-        workload.model_dump() | dict(user.fields) | {"module": user.description.model_dump()}
+    return checked(
+        Workload,
+        workload.model_dump() | dict(user.fields) | {"module": user.description.model_dump()},
+        f"{user.description.file}: {user.description.name}: ",
+        given,
     )
 
 
@@ -190,21 +379,61 @@ def assumed(user: UserModule, given: Collection[str]) -> list[str]:
     ]
 
 
-def must_suit(user: UserModule, directed: bool) -> None:
-    """Raise SpecError where the module computes something else than our layers on this graph."""
-    if directed and user.by_in_degree:
-        raise SpecError(
-            f"{user.description.file}: {user.description.name} weighs an edge by in-degrees of both"
-            " its ends, and our layers by the out-degree of its source, which differ on a directed"
-            " graph; leave out --directed, or use dgl.nn.GraphConv or GraphSAGE"
-        )
+def unread(user: UserModule, graph: Graph | None) -> list[str]:
+    """A note on fields of the graph that the module does not read."""
+    if graph is None:
+        return []
+    read_by = user.pieces.reads if user.pieces else {"vertex x"}
+    names = [n for n in graph.vertex_fields if f"vertex {n}" not in read_by]
+    names += [n for n in graph.edge_fields if f"edge {n}" not in read_by]
+    if not names:
+        return []
+    return [f"{user.description.name} does not read {', '.join(names)} of {graph.stats.name}"]
+
+
+def pieces_of(workload: Workload) -> Pieces:
+    """A copy of the module in pieces, with parameters of its own."""
+    pieces = read_again(workload)
+    assert isinstance(pieces, Pieces)
+    own = copy.copy(pieces)
+    own.module = copy.deepcopy(pieces.module)
+    return own
+
+
+def with_structure(problem: Problem) -> Problem:
+    """The problem whose graph has what its module computes of the whole graph for each vertex."""
+    module, graph = problem.workload.module, problem.graph
+    if (
+        graph is None
+        or module is None
+        or not any(n.startswith("structure") for n, _ in module.inputs)
+    ):
+        return problem
+    pieces = pieces_of(problem.workload)
+    values: dict[str, Any] = {"x": torch.zeros(1)}
+    start = 0
+    for name, width in module.inputs:
+        values[f"vertex {name}"] = torch.from_numpy(graph.x[:, start : start + width])
+        start += width
+    x = inputs_of(pieces, values, graph.whole).to(torch.float32).numpy()
+    return replace(problem, graph=replace(graph, x=np.ascontiguousarray(x)))
 
 
 def fill(net: nn.Module, workload: Workload) -> None:
     """Give our Net the parameters that the user's module starts with."""
-    read_again(workload).fill(net)
+    parameters = read_again(workload)
+    assert isinstance(parameters, Parameters)
+    parameters.fill(net)
 
 
 def state_of(weights: Mapping[str, Tensor], workload: Workload) -> dict[str, Tensor]:
     """Our Net's weights as the state_dict of the user's module."""
-    return read_again(workload).trained(weights)
+    found = read_again(workload)
+    if isinstance(found, Parameters):
+        return found.trained(weights)
+    state = {name: value.contiguous() for name, value in found.module.state_dict().items()}
+    for name, value in weights.items():
+        own = name.split(".", 2)[2].replace("/", ".")
+        if own in state:
+            state[own] = value.contiguous()
+    return state

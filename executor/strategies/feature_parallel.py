@@ -26,10 +26,10 @@ from gnnplan.executor.layers.kernels import (
     FeatureRows,
     aggregate_transposed,
     backward,
-    dropout,
 )
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.layers.models import BatchNorm, GCNLayer, Net
+from gnnplan.executor.layers.models import GCNLayer, Net
+from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.ranks.comm import Turn, all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
@@ -118,10 +118,10 @@ class Worker(base.Worker):
         seed = self.problem.workload.seed
         p = self.problem.workload.dropout if self.training else 0.0
         if not by_columns:
-            return lambda rows: dropout(rows, seed, step, layer, self.own_vertices, p)
+            return Drop(p, seed, step, layer, self.own_vertices, training=self.training)
         width = self.shapes.layers[layer - 1].h_in
         first = spans(width, self.rank.world)[self.rank.rank].start
-        return lambda columns: dropout(columns, seed, step, layer, self.everyone, p, first)
+        return Drop(p, seed, step, layer, self.everyone, first, self.training)
 
     def _leaf(self, h: Tensor, layer: int) -> Tensor:
         """h_{l-1} as the input of a layer (L + 1: of the decoder)."""

@@ -26,7 +26,6 @@ from gnnplan.executor.layers.kernels import (
     Mix,
     SparseRows,
     backward,
-    dropout,
     pack,
     pack_mixed,
     sent,
@@ -37,7 +36,8 @@ from gnnplan.executor.layers.kernels import (
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
-from gnnplan.executor.layers.models import BatchNorm, Net
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.minibatch.share import Part, Share, share_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
@@ -236,8 +236,9 @@ class Worker(base.Worker):
     def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
         """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder)."""
         p = self.problem.workload.dropout if self.training else 0.0
-        seed, epoch = self.problem.workload.seed, step if self.clock is None else self.clock
-        return lambda rows: dropout(rows, seed, epoch, layer, vertices, p)
+        epoch = step if self.clock is None else self.clock
+        seed = self.problem.workload.seed
+        return Drop(p, seed, epoch, layer, vertices, training=self.training)
 
     def _is_narrow(self, layer: int) -> bool:
         return self.options.narrow and self.shapes.narrow_at(layer)
@@ -250,6 +251,7 @@ class Worker(base.Worker):
             return _Step(leaf, sums=norm.sums(leaf[: len(self.own_vertices)]) if norm else None)
         net = self.net.layer(layer)
         drop = self._drop(step, layer, self.vertices[layer][: leaf.shape[0]])
+        net = net.during(drop)
 
         def projection() -> tuple[Tensor, Tensor]:
             rows = net.prepare(leaf, drop)
@@ -528,13 +530,15 @@ class Worker(base.Worker):
         if layer in self.picks:
             source = self.picks[layer].of_rows(source)
         source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
+        drop = self._drop(step, layer, self.vertices[layer])
         if entered.projected is not None:
+            net = net.during(drop)
             own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
             if self.options.checkpoint:
                 # computed again in the backward pass
                 entered.projected = entered.projected[0][:0], own
             return lambda: net.update(net.gather(block, source), own, own, x0, relu)
-        moments, drop = entered.moments, self._drop(step, layer, self.vertices[layer])
+        moments = entered.moments
         # the rows are in `source`: no second copy stays
         entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
         if self._adds_up(layer):
@@ -702,7 +706,8 @@ class Worker(base.Worker):
             self.scored = whole.targets
             return whole.evaluate(step)
         self.training = False
-        return self.net.decode(self.forward(step)[0][-1].leaf)
+        drop = self._drop(step, len(self.layers) + 1, self.own_vertices)
+        return self.net.decode(self.forward(step)[0][-1].leaf, drop)
 
     def counts(self, logits: Tensor) -> Tensor:
         """Right and wrong answers [3, 2] of the rows of the last logits."""

@@ -24,12 +24,12 @@ from gnnplan.executor.layers.blocks import Targets, dtype_of, features, weighted
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import (
     Block,
-    Rows,
     backward,
-    dropout,
     pin_no_more_than_asked,
 )
-from gnnplan.executor.layers.models import BatchNorm, Net
+from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
@@ -358,9 +358,7 @@ class Worker(base.Worker):
         vertices, workload = loaded.vertices, self.problem.workload
         p = workload.dropout if self.training else 0.0
 
-        def drop(rows: Rows) -> Rows:
-            return dropout(rows, workload.seed, step, layer, vertices, p)
-
+        drop = Drop(p, workload.seed, step, layer, vertices, training=self.training)
         moments = self.moments.get(layer) if self.training else None
         out: Tensor = net(loaded.block, source, drop, None, relu, moments)
         return out

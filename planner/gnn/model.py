@@ -135,6 +135,8 @@ class Model:
     relu: bool = True  # between layers
     # All layers' rows, or products of them, are added up; the sum is what is decoded.
     jump: Jump | None = None
+    # what follows the last layer has its weights in that layer
+    ends: bool = False
 
     own_laid_out: ClassVar[int] = passes.COPY  # passes over own rows, to put them beside others
 
@@ -182,7 +184,7 @@ class Model:
         total = sum(self.layers[layer - 1].weights for layer in layers)
         if self.encoder and 1 in layers:
             total += self.encoder[0] * self.encoder[1] + self.encoder[1]
-        if self.decoder and len(self.layers) in layers:
+        if self.decoder and len(self.layers) in layers and not self.ends:
             total += self.decoder[0] * self.decoder[1] + self.decoder[1]
             total += 2 * self.decoder[0] if self.activates_last and self.norm != "none" else 0
         if self.jump and self.jump.of == "cat":  # a matrix per layer, and one bias
@@ -836,7 +838,8 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     layers = _as_in_module(architecture.layers(workload, features, classes, nonzeros > 0), module)
     jump = module.jump if module else None
     decoder = (workload.hidden, classes) if architecture.encodes else None
-    if jump and jump.of == "sum" and jump.linear:
+    ends = module is not None and module.ends
+    if (jump and jump.of == "sum" and jump.linear) or ends:
         decoder = (layers[-1].h_out, classes)
     return Model(
         layers=layers,
@@ -849,11 +852,12 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         classes=classes,
         hands_on_initial=architecture.hands_on_initial,
         norm=_norm_of(workload),
-        activates_last=architecture.activates_last,
+        activates_last=architecture.activates_last or ends,
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
         relu=architecture.relu and (module is None or module.relu),
         jump=jump,
+        ends=ends,
     )
 
 
@@ -913,7 +917,14 @@ def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -
         self_edges = counted.edges in ("gcn", "loop")
         layers.append(
             Layer(
-                h_in, h_out, 1, counted.weights, self_edges, counted.projects_first, counted=counted
+                h_in,
+                h_out,
+                1,
+                counted.weights,
+                self_edges,
+                counted.projects_first,
+                norm=own.norm,
+                counted=counted,
             )
         )
     return layers

@@ -106,6 +106,16 @@ class Module(Spec):
     layers: tuple[ModuleLayer, ...] = Field(min_length=1)
     relu: bool = True  # between layers
     jump: Jump | None = None
+    # `forward` is cut in pieces, and these are its layers; else they are our layers, or the user's
+    cut: bool = False
+    arguments: tuple[tuple[str, int | float], ...] = ()  # that it is made with
+    # of a cut module: fields of vertices that layer 1 is given side by side, and their widths
+    inputs: tuple[tuple[str, int], ...] = ()
+    directed: bool = False
+    # of a cut module: other fields that it is given, with the sizes of a row and numpy's type
+    vertex_fields: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    edge_fields: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    ends: bool = False  # of a cut module: batch norm after the last layer, and what follows it
 
 
 class Workload(Spec):
@@ -158,10 +168,10 @@ class Workload(Spec):
             )
         if self.module is None:
             return self
-        for field, found in (
-            ("layers", len(self.module.layers)),
-            ("hidden", self.module.layers[0].h_out),
-        ):
+        decided = {"layers": len(self.module.layers)}
+        if not self.module.cut:  # whose `hidden` is what the module was made with
+            decided["hidden"] = self.module.layers[0].h_out
+        for field, found in decided.items():
             if getattr(self, field) != found:
                 raise Conflict(
                     (field, "module"),
@@ -260,9 +270,19 @@ class Workload(Spec):
         return METRICS[self.task]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it is the user's module, run as it is written."""
+        return self.module is not None and self.module.cut
+
+    @property
     def is_converted(self) -> bool:
         """Whether it is the user's module of convolutions, whose parameters are put into ours."""
         return self.module is not None and self.model != "own"
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is the user's torch module, as our layers or as it is written."""
+        return self.is_converted or self.is_cut
 
     @property
     def fanouts(self) -> tuple[int, ...]:

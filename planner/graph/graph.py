@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -58,7 +59,28 @@ class GraphStats:
     # (ownership/estimated_batches.py)
     batch_spread: tuple[float, float] | None = None
     train_popular: bool = False  # vertices with many neighbours are trained on more often
+    packed: bool = False  # its features are what a user's module is given (with_inputs)
     held_out: int = 0  # link prediction: directed edges that are not among `edges` (links.py)
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """All edges of a graph, and what lies on them."""
+
+    indptr: NDArray[np.int64]  # [N+1]
+    indices: NDArray[np.int32]  # [E]
+    fields: Mapping[str, Array] = field(default_factory=dict)  # of edges [E, ..], by name
+    loops: bool = False  # a self-loop per vertex, after all other edges
+
+    @property
+    def vertices(self) -> int:
+        return len(self.indptr) - 1
+
+    @cached_property
+    def degrees(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """In-degrees and out-degrees [N], with self-loops."""
+        outs = np.bincount(self.indices, minlength=self.vertices).astype(np.int64)
+        return np.diff(self.indptr) + self.loops, outs + self.loops
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +101,14 @@ class Graph:
     test: NDArray[np.bool_]
     # link prediction: edges for validation and for test, (source, destination) int64 [2, edges]
     held_out: tuple[Array, ...] = ()
+    # other numbers, by name: of vertices [N, ..], and of edges [E, ..] in the order of `indices`
+    vertex_fields: Mapping[str, Array] = field(default_factory=dict)
+    edge_fields: Mapping[str, Array] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> Whole:
+        """Its edges and their fields."""
+        return Whole(self.indptr, self.indices, self.edge_fields)
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.float32]:
         """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
@@ -103,6 +133,27 @@ class Graph:
         return sp.csr_matrix(
             (np.ones(len(self.indices), bool), self.indices, self.indptr), shape=(n, n)
         )
+
+
+def with_inputs(
+    graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]]
+) -> tuple[Graph | None, GraphStats]:
+    """The graph whose features are these fields of its vertices, side by side.
+
+    A field that is none of the graph's is zeros, until a rank computes it."""
+    width = sum(columns for _, columns in inputs)
+    if [name for name, _ in inputs] == ["x"] or stats.packed:
+        return graph, stats
+    stats = dataclasses.replace(stats, features=width, packed=True)
+    if graph is None:
+        return None, stats
+    parts = []
+    for name, columns in inputs:
+        field = graph.features() if name == "x" else graph.vertex_fields.get(name)
+        if field is None:
+            field = np.zeros((stats.vertices, columns), np.float32)
+        parts.append(np.asarray(field, np.float32).reshape(stats.vertices, columns))
+    return dataclasses.replace(graph, x=np.concatenate(parts, 1), stats=stats), stats
 
 
 def must_fit(source: str, what: str, nbytes: float) -> None:

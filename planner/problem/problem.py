@@ -15,7 +15,7 @@ from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
 from gnnplan.planner.graph.links import expect_held_out, hold_out
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.graph.splitting import IMBALANCE, owners
@@ -99,6 +99,11 @@ class Problem:
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        module = self.workload.module
+        if module is not None and module.inputs:
+            graph, stats = with_inputs(self.graph, self.stats, module.inputs)
+            object.__setattr__(self, "graph", graph)
+            object.__setattr__(self, "stats", stats)
         if self.workload.task == "link":
             graph = None if self.graph is None else hold_out(self.graph)
             object.__setattr__(self, "graph", graph)

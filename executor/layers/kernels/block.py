@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows
+from gnnplan.planner.graph.graph import Whole
 
 R = TypeVar("R", bound=FeatureRows)
 
@@ -28,7 +29,12 @@ class Block:
         order     [E]                      places in `indices` of the transposed edges
 
     With `order`, one structure carries several sets of weights (`weighted`) without sorting again.
+    A block of a user's module also has its sources' ids in the whole graph, int64 [S], and the
+    whole graph's edges.
     """
+
+    source: Tensor | None = None
+    whole: Whole | None = None
 
     def __init__(
         self,

@@ -66,6 +66,7 @@ class Inputs:
             and not self.aggregated
             and not self.by_chunk
             and self.net.encoder is None
+            and not self.net.layer(1).reads_whole
         ):
             self.prepared = self.net.layer(1).prepare(self.dense, drop)
 
@@ -85,6 +86,11 @@ class Inputs:
             block = chunk.blocks[layer.edges]
             out: Tensor = layer(block, rows, drop_sources(chunk.sources), x0, relu)
             return out
+        if layer.reads_whole:  # it prepares with parameters
+            sources = self.dense.index_select(0, chunk.sources)
+            drop = drop_sources(chunk.sources)
+            made: Tensor = layer(chunk.blocks[layer.edges], sources, drop, x0, relu)
+            return made
         own = self.dense[chunk.rows]
         if self.aggregated:
             return layer.update(self.aggregated[c], own, own, x0, relu)

@@ -116,7 +116,7 @@ def forward(
     h, x0 = passage.h, passage.x0
     assert h is not None
     part, relu, linear = (
-        net.layer(layer),
+        net.layer(layer).during(drop),
         net.relu_after(layer),
         _gathers_linearly(net.layer(layer)),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import Targets, dtype_of, weight_dtype_of
-from gnnplan.executor.layers.kernels import backward, dropout, pack, unpack
+from gnnplan.executor.layers.kernels import backward, pack, unpack
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.comm import Arrival, send
@@ -99,7 +99,7 @@ class Worker(base.Worker):
 
     def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
         """Dropout of the rows of these vertices before a layer (0: encoder, L + 1: decoder)."""
-        return lambda x: dropout(x, self.seed, step, layer, vertices, self.problem.workload.dropout)
+        return Drop(self.problem.workload.dropout, self.seed, step, layer, vertices)
 
     # -- one step ---------------------------------------------------------------------------------
 

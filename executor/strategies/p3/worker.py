@@ -304,9 +304,7 @@ class Worker(base.Worker):
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
 
             def dropping(number: int, vertices: Tensor) -> Drop:
-                return lambda rows: dropout(
-                    rows, workload.seed, step, number, vertices, workload.dropout
-                )
+                return Drop(workload.dropout, workload.seed, step, number, vertices)
 
             def added_up(number: int, h: Tensor, summed: Tensor | None) -> Tensor | None:
                 if net.jump is None:

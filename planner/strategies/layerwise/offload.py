@@ -106,6 +106,11 @@ class Offload(Strategy):
                 f"it does not keep {read} rows in the server's memory (model: {name}); use a model"
                 " whose layers read the layer before"
             )
+        if model.ends:
+            return (
+                "it computes the last layer chunk by chunk, and a batch norm after it needs all"
+                " rows at once; leave that norm out"
+            )
         if model.nonzeros:
             return "it loads dense features, and these are sparse; store them dense"
         return ""

@@ -1,0 +1,62 @@
+"""Norms of a layer's inputs. Batch norm's moments are of the rows of all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class BatchNorm(nn.Module):
+    """Batch norm over all vertices of the graph, whichever ranks hold them.
+
+    Equals torch.nn.BatchNorm1d with momentum 0.1. Each rank sums its own rows (`sums`), an
+    all-reduce makes these the sums of the graph, and `moments` [2, H] are their mean and variance.
+    The moments are an input of `forward`. Their gradient, all-reduced too, goes back to each rank's
+    own rows by `home`.
+    """
+
+    eps, momentum = 1e-5, 0.1
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    @torch.no_grad()
+    def sums(self, x: Tensor) -> Tensor:
+        """Sum and sum of squares of rows x [., H] minus the running mean -> [2, H]."""
+        shifted = x - self.running_mean  # small numbers keep their digits
+        return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
+
+    @torch.no_grad()
+    def moments(self, sums: Tensor, count: int) -> Tensor:
+        """Mean and variance [2, H] of `count` rows from their sums; updates the running ones."""
+        shift, square = sums / count
+        variance = (square - shift * shift).clamp_(min=0.0)
+        moments = torch.stack([self.running_mean + shift, variance])
+        self.running_mean += self.momentum * shift
+        self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
+        return moments
+
+    def forward(self, x: Tensor, moments: Tensor | None) -> Tensor:
+        """x [S, H] normalised by the moments; None (evaluation): by the running ones."""
+        mean, variance = (self.running_mean, self.running_var) if moments is None else moments
+        return torch.addcmul(self.bias, x - mean, self.weight * (variance + self.eps).rsqrt())
+
+    @staticmethod
+    @torch.no_grad()
+    def home(x: Tensor, moments: Tensor, gradient: Tensor, count: int) -> Tensor:
+        """The gradient of own rows x [., H] through the moments, whose own is [2, H]."""
+        to_mean, to_variance = gradient / count
+        return torch.addcmul(to_mean, x - moments[0], 2 * to_variance)
+
+
+def norm_of(name: str, width: int) -> nn.Module | None:
+    """The norm by its name: 'none', 'layer' or 'batch'."""
+    if name == "none":
+        return None
+    kinds: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm}
+    return kinds[name](width)

@@ -1,0 +1,122 @@
+"""What a module's `forward` is given, by the names of its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnplan.executor.modules.record import Unfit
+from gnnplan.planner.vocabulary.files import suggest
+
+# Names of parameters for what every graph has, as PyG, DGL and their examples call them.
+FEATURES = ("x", "feat", "feats", "features", "h", "inputs", "input", "in_feat", "in_feats", "nfeat",
+            "node_features", "node_feats", "node_feat", "n_feats", "X")  # fmt: skip
+EDGES = ("edge_index", "edges", "adj", "adj_t", "edge_idx")
+GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
+DATA = ("data", "batch", "graph")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What forward is given.
+
+    inputs: by names as a graph has them: 'vertex x', 'edge_index', 'edge edge_attr', 'g'.
+    takes: by parameter, a name of these; or 'data'. unread: fields of the graph that are not."""
+
+    inputs: tuple[str, ...]
+    takes: Mapping[str, str]
+    attributes: Mapping[str, str]  # of `data`: the input that each is
+
+    def call(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
+        """What forward makes of values, by their names as a graph has them."""
+        given: dict[str, Any] = {}
+        for parameter, name in self.takes.items():
+            if name == "data":
+                given[parameter] = data_of(self.attributes, values)
+            elif name == "blocks":
+                given[parameter] = [values["g"]] * convolutions_of(module)
+            else:
+                given[parameter] = values[name]
+        if isinstance(getattr(module, "signature", None), inspect.Signature) or not hasattr(
+            module, "signature"
+        ):
+            return module(**given)
+        return module(*given.values())  # PyG's Sequential knows its parameters by place
+
+
+def data_of(attributes: Mapping[str, str], values: Mapping[str, Any]) -> Any:
+    """A Data of PyG."""
+    from torch_geometric.data import Data
+
+    return Data(**{name: values[input_] for name, input_ in attributes.items()})
+
+
+def uses_dgl(module: nn.Module) -> bool:
+    """Whether it, or the file of its class, knows DGL."""
+    for part in module.modules():
+        for base in type(part).__mro__:
+            if base.__module__.startswith("dgl."):
+                return True
+    code = getattr(type(module).forward, "__globals__", {})
+    return any(getattr(value, "__name__", "").startswith("dgl") for value in code.values()
+               if inspect.ismodule(value))  # fmt: skip
+
+
+def convolutions_of(module: nn.Module) -> int:
+    """How many of its parts are convolutions of DGL, each of which gets a block."""
+    found = [p for p in module.modules() if type(p).__module__.startswith("dgl.nn.pytorch.conv")]
+    return max(len(found), 1)
+
+
+def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Bound:
+    """What forward is given of a graph with such fields of vertices and edges. Raises Unfit."""
+    fields = {name: f"vertex {name}" for name in vertex} | {name: f"edge {name}" for name in edge}
+    has_dgl, takes, attributes = uses_dgl(module), {}, {}
+    for parameter, is_needed in _parameters(module):
+        if parameter in fields:
+            takes[parameter] = fields[parameter]
+        elif parameter in GRAPHS and (has_dgl or parameter != "graph"):
+            takes[parameter] = "blocks" if parameter.endswith("s") else "g"
+        elif parameter in DATA and is_needed:
+            takes[parameter] = "data"
+            attributes = {"edge_index": "edge_index", **fields}
+        elif parameter in EDGES:
+            takes[parameter] = "edge_index"
+        elif parameter in FEATURES and (is_needed or not takes):
+            takes[parameter] = "vertex x"
+        elif is_needed:
+            names = ", ".join(["x", "edge_index", *(n for n in fields if n != "x")])
+            raise Unfit(
+                f"forward asks for {parameter}, and the graph has {names}"
+                f"{suggest(parameter, fields)}; name the parameter as the graph does, or give it"
+                " a default"
+            )
+    inputs = dict.fromkeys(name for name in takes.values() if name not in ("data", "blocks"))
+    if "blocks" in takes.values():
+        inputs["g"] = None
+    if attributes:
+        inputs |= dict.fromkeys(attributes.values())
+    return Bound(tuple(inputs), takes, attributes)
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
+    """Parameters of forward, and whether each is needed. Raises Unfit."""
+    own = getattr(module, "signature", None)
+    if hasattr(own, "param_dict"):  # PyG's Sequential
+        return [(name, True) for name in own.param_dict]
+    found = []
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if not found and parameter.kind == parameter.VAR_POSITIONAL:
+                raise Unfit(f"forward takes *{name}; name what it takes, as x and edge_index")
+            continue
+        found.append((name, parameter.default is parameter.empty))
+    return found
+
+
+_ = (torch, Tensor)

@@ -1,0 +1,435 @@
+"""Cuts what a module computes into layers, by what each call reads.
+
+A call is one of these, as running it shows:
+
+    fixed       of parameters and numbers alone
+    free        as fixed, with as many equal rows as there are vertices
+    structure   of edges and their fields alone
+    rows        one row per vertex, made of that vertex's own rows
+    inner       of edges and rows: it stands between rows that are read and rows that are made
+
+Rows have a level. Those of the features are of level 0. What reads rows of level l of neighbours
+makes rows of level l + 1, and so a layer: what is between rows of level l and l + 1 is *gathered*,
+over edges; what is then done to rows is done by their owner. A call that reads, through the edges,
+only rows of the vertex whose edges they are (as a softmax over a vertex's edges does) makes no
+layer of its own. Batch norm alone looks at rows of other vertices; it begins a piece, so that its
+moments can be summed over all ranks.
+
+    layer l:   prepare  rows of level l - 1: batch norm, and what follows it   (layer 1: everything)
+               gather   over edges
+               update   rows of level l, up to a batch norm"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gnnplan.executor.modules.evaluate import Place, restricted
+from gnnplan.executor.modules.record import Node, Recorded, Ref, Unfit, is_edge_set
+
+FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
+PREPARE, GATHER, UPDATE = 0, 1, 2
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of two runs of the same on other rows
+
+
+@dataclass
+class Piece:
+    """Calls that run together, in their order; rows that they are given and make."""
+
+    nodes: list[Node] = field(default_factory=list)
+    given: list[Node] = field(default_factory=list)
+    makes: list[Node] = field(default_factory=list)
+
+    @property
+    def structure(self) -> list[Node]:
+        """What it reads besides: edges and their fields. Filled by `cut`."""
+        return self._structure
+
+    _structure: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Cut:
+    """One layer."""
+
+    prepare: Piece
+    gather: Piece
+    update: Piece
+
+
+@dataclass
+class Program:
+    """A forward in pieces.
+
+    layers: each with its three pieces. ends: batch norm after the last layer, and what follows it.
+    inputs: values of level 0 that layer 1 is given, side by side; each is a field of vertices, or
+    structure that rows read (`fields`). drawn: of inner values that are dropped, the edge set that
+    they are of."""
+
+    recorded: Recorded
+    live: list[Node]
+    kind: dict[Node, str]
+    layers: list[Cut]
+    ends: Piece | None
+    inputs: list[Node]
+    fields: dict[Node, Node]
+    drawn: dict[Node, Node]
+
+    @property
+    def output(self) -> Node:
+        return self.recorded.output
+
+    @property
+    def widths(self) -> list[list[int]]:
+        """Numbers per row that each piece makes."""
+        pieces = [piece for cut in self.layers for piece in (cut.prepare, cut.update)]
+        return [[width_of(node) for node in piece.makes] for piece in pieces]
+
+
+def width_of(node: Node) -> int:
+    """Numbers per row of a value."""
+    return int(node.value[:1].numel())
+
+
+def cut(recorded: Recorded, place: Place, trained: set[str]) -> Program:
+    """The layers of a recorded forward.
+
+    place: that of the small graph. trained: names of parameters. Raises Unfit, with the line."""
+    return _Cutter(recorded, place, trained).cut()
+
+
+class _Cutter:
+    """Finds kinds and levels, by running calls on parts of their rows."""
+
+    def __init__(self, recorded: Recorded, place: Place, trained: set[str]) -> None:
+        self.recorded, self.place, self.n = recorded, place, recorded.vertices
+        self.live = _live(recorded.output)
+        self.kind: dict[Node, str] = {}
+        self.level: dict[Node, int] = {}
+        self.trained = trained
+        self.learned: set[Node] = set()  # of parameters
+        self.normed: set[Node] = set()  # after a batch norm of their own level
+        self.fields: dict[Node, Node] = {}  # structure that rows read -> the input that has it
+        self.sets = [node for node in self.live if is_edge_set(node.value)]
+        generator = torch.Generator().manual_seed(5)
+        self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
+
+    # -- kinds and levels ------------------------------------------------------------------------
+
+    def classify(self, node: Node) -> None:
+        if node.call is None:
+            self.kind[node] = ROWS if node.name.startswith("vertex ") else STRUCTURE
+            self.level[node] = 0
+            return
+        kinds = {self.kind[read] for read in node.reads}
+        if not kinds & {ROWS, INNER}:
+            self.level[node] = 0
+            is_edges = STRUCTURE in kinds or bool(node.sizes)
+            if any(read in self.learned for read in node.reads) or set(node.named) & self.trained:
+                self.learned.add(node)
+            if is_edges and (node in self.learned or node.drops):
+                self.kind[node], self.level[node] = INNER, 1  # other numbers in every step
+            elif is_edges:
+                self.kind[node] = STRUCTURE
+            elif FREE in kinds or node.counts:
+                alike = self._has_rows(node) and bool((node.value == node.value[:1]).all())
+                self.kind[node] = FREE if alike else STRUCTURE
+            else:
+                self.kind[node] = FIXED
+        elif INNER in kinds or any(
+            self.kind[read] == STRUCTURE and not self._is_field(read) for read in node.reads
+        ):
+            self._through_edges(node)
+        else:
+            self._row_by_row(node)
+
+    def _has_rows(self, node: Node) -> bool:
+        """Whether it makes tensors of a row per vertex."""
+        found = _tensors(node.value)
+        return bool(found) and all(v.ndim > 0 and v.shape[0] == self.n for v in found)
+
+    def _is_field(self, node: Node) -> bool:
+        """Structure of numbers per vertex, which may be an input beside the features."""
+        return self._has_rows(node) and all(v.is_floating_point() for v in _tensors(node.value))
+
+    def _row_by_row(self, node: Node) -> None:
+        fields = {read: self._input(read) for read in node.reads if self.kind[read] == STRUCTURE}
+        if fields:
+
+            def other(argument: Any) -> Any:
+                is_field = isinstance(argument, Ref) and argument.node in fields
+                return Ref(fields[argument.node]) if is_field else argument
+
+            node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
+        rows = [read for read in node.reads if self.kind[read] == ROWS]
+        self.kind[node] = ROWS
+        self.level[node] = max(self.level[read] for read in rows)
+        after = any(r in self.normed and self.level[r] == self.level[node] for r in rows)
+        if is_batch_norm(node):
+            if after:
+                raise Unfit(
+                    "two batch norms, one after the other, between two convolutions; leave one out"
+                )
+            if self.level[node] == 0:
+                raise Unfit("batch norm of the features; normalise the graph's features beforehand")
+        if after or is_batch_norm(node):
+            self.normed.add(node)
+        if not is_batch_norm(node):
+            self._must_be_row_by_row(node)
+
+    def _input(self, node: Node) -> Node:
+        """A field of vertices that the whole graph tells, as an input of layer 1."""
+        if node not in self.fields:
+            field = Node(node.index, None, name=f"vertex structure {node.index}", line=node.line)
+            field.value = node.value
+            self.kind[field], self.level[field] = ROWS, 0
+            self.fields[node] = field
+        return self.fields[node]
+
+    def _must_be_row_by_row(self, node: Node) -> None:
+        if not self._has_rows(node):
+            shapes = [list(v.shape) for v in _tensors(node.value)]
+            raise Unfit(
+                f"{node.what} makes {shapes[0] if shapes else 'no rows'} of the rows of all"
+                f" {self.n} vertices, as a graph's readout or a norm of all rows does; a row here"
+                " is made of its vertex's own and its neighbours'"
+            )
+        if node.drops:
+            return
+        values = {
+            read: restricted(read.value, self.part)
+            if self.kind[read] in (ROWS, FREE)
+            else read.value
+            for read in node.reads
+        }
+        place = replace(self.place, vertices=len(self.part))
+        try:
+            with torch.no_grad():
+                found = place.call(node, values)
+        except Exception as error:
+            raise Unfit(
+                f"{node.what} fails on the rows of a part of the vertices"
+                f" ({str(error).splitlines()[0] if str(error) else type(error).__name__:.120})"
+            ) from error
+        for whole, part in zip(_tensors(node.value), _tensors(found), strict=True):
+            wrong = differing(whole[self.part], part)
+            if wrong is not None:
+                present = set(self.part.tolist())
+                absent = next(v for v in range(self.n) if v not in present)
+                raise Unfit(
+                    f"{node.what} gives vertex {int(self.part[wrong])} another row when vertex"
+                    f" {absent} is absent: it looks at all vertices; use what looks at each row"
+                    " alone, or torch.nn.BatchNorm1d"
+                )
+
+    def _through_edges(self, node: Node) -> None:
+        level = 1
+        for read in node.reads:
+            if self.kind[read] == INNER:
+                level = max(level, self.level[read])
+            elif self.kind[read] == ROWS:
+                level = max(level, self.level[read] + (not self._reads_own(node, read)))
+        self.kind[node] = ROWS if self._has_rows(node) else INNER
+        self.level[node] = level
+
+    def _reads_own(self, node: Node, read: Node) -> bool:
+        """Whether what is made for an edge, or for a vertex, depends on its reader's row alone."""
+        owner = self._owner(node)
+        if owner is None:
+            return False
+        touched = torch.zeros(self.n, dtype=torch.bool)
+        touched[self.part] = True
+
+        def other(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            changed = value.clone()
+            some = value[touched]
+            changed[touched] = some * 1.5 + 0.7 if value.is_floating_point() else some.flip(0)
+            return changed
+
+        values = {each: each.value for each in node.reads}
+        values[read] = tree_map(other, read.value)
+        with torch.no_grad():
+            changed = self.place.call(node, values)
+        for before, after in zip(_tensors(node.value), _tensors(changed), strict=True):
+            if before.shape != after.shape or before.shape[:1] != owner.shape:
+                return False
+            differs = (before != after) & ~((before != before) & (after != after))
+            if (differs.flatten(1).any(1) if differs.ndim > 1 else differs)[~touched[owner]].any():
+                return False
+        return True
+
+    def _owner(self, node: Node) -> Tensor | None:
+        """The vertex that each row of a value is for: an edge's reader, or the vertex itself."""
+        if self._has_rows(node):
+            return torch.arange(self.n)
+        edges = self.set_of(node)
+        return None if edges is None else edges.value[1]
+
+    def set_of(self, node: Node) -> Node | None:
+        """The last edge set before a value that has as many edges as the value has rows."""
+        sizes = {v.shape[0] for v in _tensors(node.value) if v.ndim}
+        found = [
+            edges
+            for edges in self.sets
+            if edges.index < node.index and sizes == {edges.value.shape[1]}
+        ]
+        return found[-1] if found else None
+
+    # -- pieces ----------------------------------------------------------------------------------
+
+    def cut(self) -> Program:
+        for node in self.live:
+            try:
+                self.classify(node)
+            except Unfit as unfit:
+                raise Unfit(f"{node.place}{unfit}") from None
+        kind, level, output = self.kind, self.level, self.recorded.output
+        if kind[output] != ROWS or output.value.ndim != 2:
+            raise Unfit(
+                f"{output.place}forward returns {list(output.value.shape)} of {self.n} vertices;"
+                " return a row of logits for each"
+            )
+        if level[output] == 0:
+            raise Unfit("no convolution's rows reach the output; return what they make")
+        made = self._made()
+        # fields that rows read are nodes of their own
+        rows = [*self.fields.values(), *(node for node in self.live if kind[node] == ROWS)]
+        end = 3 * level[output] + 1  # after the last piece
+        pieces = [Piece() for _ in range(end)]
+        for node in self.live:
+            if node.call is not None and kind[node] in (ROWS, INNER):
+                at = made[node] if kind[node] == ROWS else 3 * (level[node] - 1) + GATHER
+                pieces[at].nodes.append(node)
+        needs: dict[Node, set[int]] = {node: set() for node in rows}
+        needs[output].add(end)
+        for at, piece in enumerate(pieces):
+            self._complete(piece)
+            for read in {read for node in piece.nodes for read in node.reads}:
+                if kind[read] == ROWS and (read.call is None or made[read] != at):
+                    needs[read].add(at)
+                elif kind[read] == STRUCTURE:
+                    piece._structure.append(read)
+        return self._laid_out(pieces, needs, made)
+
+    def _made(self) -> dict[Node, int]:
+        """The piece that makes each value of rows: 3 (l - 1) + PREPARE, GATHER or UPDATE."""
+        kind, level = self.kind, self.level
+        gathered: set[Node] = set()  # rows that a call of the same layer reads through edges
+        for node in reversed(self.live):
+            is_gathered = node.call is not None and kind[node] in (ROWS, INNER)
+            if is_gathered and (node in gathered or self._is_through(node)):
+                at = level[node]
+                gathered |= {r for r in node.reads if kind[r] == ROWS and level[r] == at}
+                gathered.add(node)
+        made = {}
+        for node in self.live:
+            if kind[node] != ROWS or node.call is None:
+                continue
+            if node in gathered:
+                made[node] = 3 * (level[node] - 1) + GATHER
+            elif level[node] == 0 or node in self.normed:
+                made[node] = 3 * level[node] + PREPARE
+            else:
+                made[node] = 3 * (level[node] - 1) + UPDATE
+        return made
+
+    def _is_through(self, node: Node) -> bool:
+        """Whether a call reads edges, or what is made of them."""
+        return any(self.kind[read] in (STRUCTURE, INNER) for read in node.reads)
+
+    def _complete(self, piece: Piece) -> None:
+        """Add what the piece's calls read that is no rows: it is made anew wherever it is read."""
+        found, todo = set(piece.nodes), list(piece.nodes)
+        while todo:
+            for read in todo.pop().reads:
+                if self.kind[read] in (INNER, FIXED, FREE) and read not in found:
+                    found.add(read)
+                    todo.append(read)
+        piece.nodes = sorted(found, key=lambda node: node.index)
+
+    def _laid_out(
+        self, pieces: Sequence[Piece], needs: dict[Node, set[int]], made: dict[Node, int]
+    ) -> Program:
+        """Say which rows each piece is given, and which it makes: those that later ones read."""
+        layers, output = self.level[self.recorded.output], self.recorded.output
+        has_end = bool(pieces[3 * layers].nodes)
+
+        def alive(at: int) -> list[Node]:
+            """Rows made before piece `at` that it or a later one reads; first what it reads."""
+            found = [
+                node
+                for node, reads in needs.items()
+                if (node.call is None or made[node] < at) and any(r >= at for r in reads)
+            ]
+            return sorted(found, key=lambda node: (at not in needs[node], node.index))
+
+        inputs = alive(0)
+        cuts: list[Cut] = []
+        for layer in range(1, layers + 1):
+            at = 3 * (layer - 1)
+            prepare, gather, update = pieces[at : at + 3]
+            prepare.given, prepare.makes = inputs, alive(at + GATHER)
+            if not prepare.nodes:
+                inputs[:] = prepare.makes  # in one order, so that nothing is moved
+            gather.given = [node for node in prepare.makes if at + GATHER in needs[node]]
+            gather.makes = [
+                node
+                for node, reads in needs.items()
+                if made.get(node) == at + GATHER and any(r > at + GATHER for r in reads)
+            ]
+            update.given = [*prepare.makes, *gather.makes]
+            update.makes = inputs = alive(at + 3) if layer < layers or has_end else [output]
+            cuts.append(Cut(prepare, gather, update))
+        ends = pieces[3 * layers] if has_end else None
+        if ends:
+            ends.given, ends.makes = inputs, [output]
+        drawn = {}
+        for node in self.live:
+            if node.drops and self.kind[node] == INNER:
+                edges = self.set_of(node)
+                if edges is None:
+                    raise Unfit(f"{node.place}dropout of something that is no rows of edges")
+                drawn[node] = edges
+        recorded = self.recorded
+        return Program(
+            recorded, self.live, self.kind, cuts, ends, cuts[0].prepare.given, self.fields, drawn
+        )
+
+
+def is_batch_norm(node: Node) -> bool:
+    """Whether it normalises by moments of all rows."""
+    return node.call is F.batch_norm
+
+
+def _live(output: Node) -> list[Node]:
+    """Nodes of which the output is made, in their order."""
+    live: set[Node] = set()
+    todo = [output]
+    while todo:
+        node = todo.pop()
+        if node not in live:
+            live.add(node)
+            todo += [*node.reads, *node.sizes]
+    return sorted(live, key=lambda node: node.index)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def differing(expected: Tensor, found: Tensor) -> int | None:
+    """A row in which two values differ; None if they are equal."""
+    if expected.shape != found.shape:
+        return 0
+    close = CLOSE.get(expected.dtype, 0.0)
+    rows = ~torch.isclose(expected, found, rtol=close, atol=close, equal_nan=True)
+    wrong = (rows.flatten(1).any(1) if rows.ndim > 1 else rows).nonzero()
+    return int(wrong[0]) if len(wrong) else None

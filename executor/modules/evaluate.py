@@ -1,0 +1,67 @@
+"""Runs recorded calls on other rows and other edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, is_edge_set
+
+Values = dict[Node, Any]
+Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
+
+
+@dataclass
+class Place:
+    """Where calls run: with which tensors of the module, for how many vertices, and how dropout
+    draws."""
+
+    tensors: Mapping[str, Tensor]
+    modules: Mapping[str, nn.Module]
+    vertices: int
+    draw: Draw
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    def run(self, nodes: Iterable[Node], values: Values) -> None:
+        """Add to `values` those of nodes, in their order."""
+        for node in nodes:
+            values[node] = self.call(node, values)
+
+    def call(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        """The value of one call, of those that it reads."""
+
+        def given(argument: Any) -> Any:
+            if isinstance(argument, Ref):
+                return values[argument.node]
+            if isinstance(argument, Named):
+                return self.tensors[argument.name]
+            if isinstance(argument, Size):
+                if argument.node is None:
+                    return self.vertices
+                value = values[argument.node]
+                return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
+            if isinstance(argument, torch.device):
+                return self.device
+            return argument
+
+        args, kwargs = tree_map(given, (node.args, dict(node.kwargs)))
+        if p := node.drops:
+            return self.draw(node, args[0] if args else kwargs["input"], p)
+        if node.changes is not None:
+            # what is changed in place may be what another piece, or another test, was given
+            args = (args[0].clone(), *args[1:])
+        function = self.modules[node.call.path] if isinstance(node.call, Opaque) else node.call
+        with torch.set_grad_enabled(node.learns and torch.is_grad_enabled()):
+            result = function(*args, **kwargs)
+        return args[0] if result is None else result
+
+
+def restricted(value: Any, rows: Tensor) -> Any:
+    """A value's tensors, of some rows."""
+    return tree_map(lambda v: v[rows] if isinstance(v, Tensor) and v.ndim else v, value)

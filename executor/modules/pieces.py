@@ -1,0 +1,421 @@
+"""The layers of a user's module: its own calls of torch, on a part of the graph.
+
+`Pieces` is a module that was followed, in training and in evaluation. A `PieceLayer` is one of its
+layers. Rows that are handed from one layer to the next lie side by side in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnnplan.executor.layers.kernels import Block, FeatureRows, dropout
+from gnnplan.executor.layers.layer import Drop, Layer, keep
+from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.modules.bind import Bound
+from gnnplan.executor.modules.cut import Piece, Program, is_batch_norm, width_of
+from gnnplan.executor.modules.evaluate import Place, Values
+from gnnplan.executor.modules.record import Node, Opaque, tensors_of
+from gnnplan.executor.modules.structure import Structure
+
+DRAWS = 1 << 16  # before the numbers of a module's dropouts, in a hash where layers have theirs
+BATCH_NORM = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+    "momentum",
+    "eps",
+)
+
+
+def pair_ids(source: Tensor, reader: Tensor) -> Tensor:
+    """A number per edge, of the global ids of its ends."""
+    return (reader << 31) | source
+
+
+def drawn(rows: Tensor, number: int, ids: Tensor, drop: Drop, p: float) -> Tensor:
+    """Dropout number `number` of a module, of rows [n, ..] that belong to `ids` [n]."""
+    flat = rows.reshape(rows.shape[0], -1)
+    return dropout(flat, drop.seed, drop.epoch, DRAWS + number, ids, p).view(rows.shape)
+
+
+def numbered(program: Program) -> dict[Node, int]:
+    """A number for each dropout, in the order of forward."""
+    dropping = [node for node in program.recorded.nodes if node.drops]
+    return {node: number for number, node in enumerate(dropping)}
+
+
+@dataclass(eq=False)
+class Mode:
+    """A module in training or in evaluation."""
+
+    program: Program
+    structure: Structure
+    numbers: dict[Node, int]
+
+    @staticmethod
+    def of(program: Program) -> Mode:
+        return Mode(program, Structure.of(program), numbered(program))
+
+
+@dataclass(eq=False)
+class Pieces:
+    """A module that was followed."""
+
+    module: nn.Module
+    training: Mode
+    evaluation: Mode
+    dtype: torch.dtype
+    loops: bool  # the module's graph has self-loops, as DGL's
+    binding: Bound
+
+    @property
+    def layers(self) -> int:
+        return len(self.training.program.layers)
+
+    def layer(self, number: int) -> PieceLayer:
+        return PieceLayer(self, number)
+
+    @property
+    def inputs(self) -> tuple[tuple[str, int], ...]:
+        """Fields of vertices that layer 1 is given, and their widths."""
+        program = self.training.program
+        return tuple((node.name.removeprefix("vertex "), width_of(node)) for node in program.inputs)
+
+    @property
+    def reads(self) -> set[str]:
+        """What it reads of what it is given."""
+        modes = self.training.program, self.evaluation.program
+        return {node.name for program in modes for node in program.live if node.call is None}
+
+    def width(self, layer: int) -> int:
+        """Numbers per row that a layer hands on (0: that layer 1 is given)."""
+        program = self.training.program
+        rows = program.inputs if layer == 0 else program.layers[layer - 1].update.makes
+        return sum(map(width_of, rows))
+
+
+def packed(values: Values, nodes: Sequence[Node], rows: int | None = None) -> Tensor:
+    """Rows [n, W] of some nodes' values, side by side."""
+    parts = [values[node] if rows is None else values[node][:rows] for node in nodes]
+    flat = [part.reshape(part.shape[0], -1) for part in parts]
+    kind = flat[0].dtype if flat[0].is_floating_point() else torch.get_default_dtype()
+    flat = [part if part.is_floating_point() else part.to(kind) for part in flat]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+
+
+def unpacked(rows: Tensor, nodes: Sequence[Node]) -> Values:
+    """The values of nodes [n, ..] that lie side by side in rows [n, W]."""
+    if len(nodes) == 1:
+        return {nodes[0]: _shaped(rows, nodes[0])}
+    parts = rows.split([width_of(node) for node in nodes], 1)
+    return {node: _shaped(part, node) for node, part in zip(nodes, parts, strict=True)}
+
+
+def _shaped(rows: Tensor, node: Node) -> Tensor:
+    value = node.value
+    rows = rows.reshape(rows.shape[0], *value.shape[1:])
+    return rows if value.is_floating_point() else rows.to(value.dtype)
+
+
+def columns_of(piece: Piece) -> list[tuple[slice, dict[str, Any]]]:
+    """Of each batch norm that a piece begins with: its columns, and what it is told."""
+    found, start = [], 0
+    norms = {node.reads[0]: node for node in piece.nodes if is_batch_norm(node)}
+    for node in piece.given:
+        stop = start + width_of(node)
+        if node in norms:
+            norm = norms[node]
+            told = dict(zip(BATCH_NORM, norm.args, strict=False)) | dict(norm.kwargs)
+            found.append((slice(start, stop), told | {"node": norm}))
+        start = stop
+    return found
+
+
+class PackedNorm(BatchNorm):
+    """The batch norms that a piece begins with, over the columns of the rows that it is given."""
+
+    def __init__(self, layer: nn.Module, piece: Piece) -> None:
+        nn.Module.__init__(self)
+        self.of = [layer]  # in a list: it is no part of this module
+        self.columns = columns_of(piece)
+        self.width = sum(map(width_of, piece.given))
+
+    def _tensor(self, name: Any) -> Tensor:
+        found: Tensor = self.of[0].tensor(name.name)  # type: ignore[operator]
+        return found
+
+    @property
+    def shift(self) -> Tensor:
+        """Running means [W]; zero of columns that are not normed."""
+        first = self._tensor(self.columns[0][1]["running_mean"])
+        shift = first.new_zeros(self.width)
+        for columns, told in self.columns:
+            shift[columns] = self._tensor(told["running_mean"])
+        return shift
+
+    @torch.no_grad()
+    def sums(self, x: Tensor) -> Tensor:
+        shifted = x - self.shift
+        return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
+
+    @torch.no_grad()
+    def moments(self, sums: Tensor, count: int) -> Tensor:
+        shift, square = sums / count
+        variance = (square - shift * shift).clamp_(min=0.0)
+        moments = torch.stack([self.shift + shift, variance])
+        for columns, told in self.columns:
+            share = told.get("momentum", 0.1)
+            unbiased = variance[columns] * (count / max(count - 1, 1))
+            self._tensor(told["running_mean"]).add_(shift[columns], alpha=share)
+            self._tensor(told["running_var"]).lerp_(unbiased, share)
+        return moments
+
+    def normed(self, piece: Piece, values: Values, moments: Tensor | None) -> Values:
+        """The values of a piece's batch norms; moments [2, W]; None: the running ones."""
+        found: Values = {}
+        for columns, told in columns_of(piece):
+            rows = values[told["node"].reads[0]]
+            if moments is None:
+                mean, variance = (
+                    self._tensor(told["running_mean"]),
+                    self._tensor(told["running_var"]),
+                )
+            else:
+                mean, variance = moments[:, columns]
+            scale = (variance + told.get("eps", 1e-5)).rsqrt()
+            if told.get("weight") is not None:
+                scale = self._tensor(told["weight"]) * scale
+            out = (rows - mean) * scale
+            found[told["node"]] = (
+                out if told.get("bias") is None else out + self._tensor(told["bias"])
+            )
+        return found
+
+
+class PieceLayer(Layer):
+    """A layer of a user's module.
+
+    Its parameters have the names of the module's, with / for the dots."""
+
+    linear = False
+    reads_whole = True
+
+    def __init__(self, pieces: Pieces, number: int) -> None:
+        super().__init__()
+        self.pieces, self.number = pieces, number
+        self.edges = "one"
+        cut = pieces.training.program.layers[number - 1]
+        self.prepared = sum(map(width_of, cut.prepare.makes))
+        self.read = sum(map(width_of, cut.gather.given))
+        self.projects_first = self.read < self.prepared
+        self._take_tensors()
+        norms = any(is_batch_norm(node) for node in cut.prepare.nodes)
+        self.norm = PackedNorm(self, cut.prepare) if norms else None
+
+    def _take_tensors(self) -> None:
+        """Have the parameters and buffers that this layer's calls name."""
+        found = tensors_of(self.pieces.module)
+        named: set[str] = set()
+        modules = dict(self.pieces.module.named_modules())
+        for mode in (self.pieces.training, self.pieces.evaluation):
+            for piece in self._pieces_of(mode.program):
+                for node in piece.nodes:
+                    named |= set(node.named)
+                    if isinstance(node.call, Opaque):
+                        self.add_module(node.call.path.replace(".", "/"), modules[node.call.path])
+            for node in mode.structure.nodes:
+                named |= set(node.named)
+        for name in sorted(named):
+            own = name.replace(".", "/")
+            if isinstance(found[name], nn.Parameter) and found[name].requires_grad:
+                self.register_parameter(own, found[name])  # type: ignore[arg-type]
+            else:
+                self.register_buffer(own, found[name].detach())
+
+    def _pieces_of(self, program: Program) -> list[Piece]:
+        cut = program.layers[self.number - 1]
+        ends = [program.ends] if program.ends and self.number == self.pieces.layers else []
+        return [cut.prepare, cut.gather, cut.update, *ends]
+
+    @property
+    def loops(self) -> bool:
+        return self.pieces.loops
+
+    def fields_of(self, edges: int) -> dict[str, np.ndarray]:
+        """Some numbers for so many edges, of each field that the module reads."""
+        nodes = self.pieces.training.structure.nodes
+        found = {node.name[5:]: node.value for node in nodes if node.name.startswith("edge ")}
+        return {
+            name: np.resize(value.numpy(), (edges, *value.shape[1:]))
+            for name, value in found.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its name in the module."""
+        found: Tensor = getattr(self, name.replace(".", "/"))
+        return found
+
+    # -- calls of a strategy -----------------------------------------------------------------------
+
+    def during(self, drop: Drop) -> During:  # type: ignore[override]
+        return During(self, drop)
+
+    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
+        return self.during(drop).prepare(x, drop, moments)
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        assert isinstance(rows, Tensor)
+        return rows[:, : self.read]
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        return self.during(keep).gather(block, rows)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        return self.during(keep).update(gathered, rows, x, x0, relu)
+
+    def forward(
+        self,
+        block: Block,
+        x: FeatureRows,
+        drop: Drop = keep,
+        x0: Tensor | None = None,
+        relu: bool = False,
+        moments: Tensor | None = None,
+    ) -> Tensor:
+        during = self.during(drop)
+        rows = during.prepare(x, drop, moments)
+        gathered = during.gather(block, rows[:, : self.read])
+        return during.update(gathered, block.own_rows(rows), x, x0, relu)
+
+
+@dataclass(eq=False)
+class During:
+    """A layer in one step: its dropout draws as `drop` says."""
+
+    layer: PieceLayer
+    drop: Drop
+
+    def __post_init__(self) -> None:
+        pieces = self.layer.pieces
+        self.mode = pieces.training if self.drop.training else pieces.evaluation
+        self.cut = self.mode.program.layers[self.layer.number - 1]
+
+    @property
+    def edges(self) -> str:
+        return self.layer.edges
+
+    @property
+    def linear(self) -> bool:
+        return self.layer.linear
+
+    @property
+    def projects_first(self) -> bool:
+        return self.layer.projects_first
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        return self.layer.project(rows)
+
+    def _run(
+        self, piece: Piece, values: Values, rows: Tensor, ids: Mapping[Node | None, Tensor]
+    ) -> Values:
+        """The values of a piece. ids: of the vertices that its rows are of (None), and by edge set
+        of edges, for dropout."""
+
+        def draw(node: Node, value: Tensor, p: float) -> Tensor:
+            return drawn(value, self.mode.numbers[node], ids[self._set(node)], self.drop, p)
+
+        layer = self.layer
+        modules = {path: getattr(layer, path.replace(".", "/")) for path in _opaque(piece)}
+        place = Place(_Tensors(layer), modules, rows.shape[0], draw, rows.dtype, rows.device)
+        place.run([node for node in piece.nodes if node not in values], values)
+        return values
+
+    def _set(self, node: Node) -> Node | None:
+        return self.mode.program.drawn.get(node)
+
+    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        piece = self.cut.prepare
+        if not piece.nodes:
+            return x
+        values = unpacked(x, piece.given)
+        if self.layer.norm is not None:
+            values |= self.layer.norm.normed(piece, values, moments)
+        ids = {None: self.drop.vertices}
+        return packed(self._run(piece, values, x, ids), piece.makes)
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        """Rows [S, read] -> what is made of them along edges [R, .]."""
+        piece, structure = self.cut.gather, self.mode.structure
+        place = Place(
+            _Tensors(self.layer), {}, rows.shape[0], _no_draw, self.layer.pieces.dtype, rows.device
+        )
+        local = structure.of_block(block, place)
+        values = {**local, **unpacked(rows, piece.given)}
+        ids: dict[Node | None, Tensor] = {None: block.source}
+        for node in piece.nodes:
+            edges = self._set(node)
+            if edges is not None and edges not in ids:
+                ids[edges] = pair_ids(*block.source[local[edges]])
+        return packed(self._run(piece, values, rows, ids), piece.makes, block.n_dst)
+
+    def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
+        """What was gathered [R, .] and own prepared rows [R, P] -> what is handed on [R, W]."""
+        piece, cut = self.cut.update, self.cut
+        values = unpacked(rows, cut.prepare.makes) | unpacked(gathered, cut.gather.makes)
+        ids = {None: self.drop.vertices[: gathered.shape[0]]}
+        return packed(self._run(piece, values, gathered, ids), piece.makes)
+
+
+class Tail(nn.Module):
+    """Batch norm after the last layer, and what follows it: row by row, with that layer's tensors."""
+
+    def __init__(self, layer: PieceLayer) -> None:
+        super().__init__()
+        ends = layer.pieces.training.program.ends
+        assert ends is not None
+        self.of = [layer]  # in a list: it is no part of this module
+        self.norm = PackedNorm(layer, ends)
+
+    def forward(self, rows: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
+        """h_L [R, W] -> logits [R, C]."""
+        during = self.of[0].during(drop)
+        piece = during.mode.program.ends
+        assert piece is not None
+        values = unpacked(rows, piece.given)
+        values |= self.norm.normed(piece, values, moments)
+        return packed(during._run(piece, values, rows, {None: drop.vertices}), piece.makes)
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """A layer's tensors by their names in the module."""
+
+    def __init__(self, layer: PieceLayer) -> None:
+        self.layer = layer
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.layer.tensor(name)
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def _opaque(piece: Piece) -> list[str]:
+    return [node.call.path for node in piece.nodes if isinstance(node.call, Opaque)]
+
+
+def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:
+    raise AssertionError("structure drops nothing")

@@ -1,0 +1,491 @@
+"""Records what a module's `forward` computes, as the calls of torch that it makes.
+
+The module runs on a small graph, and every call of torch is noted, with what it was given: values
+that were computed before, parameters, sizes, plain numbers. The notes can be run again on other
+rows and other edges. A size that is the number of vertices or of edges is a `Count`: it knows whose
+it is. What decides a branch must not be computed, so a module that asks a tensor for its truth or
+its numbers is refused; so is one that draws random numbers, but for dropout.
+
+What torch does not see (DGL's kernels, other compiled code) is noted as a call of the innermost
+module that did it: an `Opaque`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+import gnnplan
+
+OURS = str(Path(gnnplan.__file__).resolve().parent)
+DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
+MOST_CALLS = 100_000
+# questions about a tensor whose answer is of its kind, and of no numbers in it
+ASKS = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "grad_fn")
+NUMBERS = (
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__complex__",
+    "item",
+    "tolist",
+    "numpy",
+)
+
+
+class Unfit(Exception):
+    """Something of a module that cannot be trained here; says what, and what would fit."""
+
+
+class Count(int):
+    """A number of vertices or edges, as a size says it.
+
+    of: the node whose edges they are; None: it is the number of vertices. Sums and products of it
+    are plain numbers."""
+
+    of: Node | None
+
+    def __new__(cls, value: int, of: Node | None) -> Count:
+        count = super().__new__(cls, value)
+        count.of = of
+        return count
+
+    def _compared(self, other: object, answer: Any) -> Any:
+        if isinstance(other, int) and not isinstance(other, Count) and other > 1:
+            raise Unfit(
+                f"forward compares a number of vertices or edges with {other}, and a part of the"
+                " graph has another one; leave that out"
+            )
+        return answer
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(other, int(self) < int(other))
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared(other, int(self) <= int(other))
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(other, int(self) > int(other))
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(other, int(self) >= int(other))
+
+    __eq__ = int.__eq__
+    __ne__ = int.__ne__
+    __hash__ = int.__hash__
+
+
+class Shape(tuple[int, ...]):
+    """A tensor's sizes, with its Count."""
+
+    def numel(self) -> int:
+        return int(torch.Size(map(int, self)).numel())
+
+
+@dataclass(eq=False, repr=False)
+class Node:
+    """A call, or something that forward is given (`name`)."""
+
+    index: int
+    call: Callable[..., Any] | Opaque | None
+    args: tuple[Any, ...] = ()  # with Ref for values, Named for parameters, Size for counts
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    line: int = 0  # in the user's file; 0: unknown
+    learns: bool = True  # autograd is on
+    changes: Node | None = None  # whose value it changes in place
+    value: Any = None  # on the small graph
+
+    def __repr__(self) -> str:
+        return f"{self.index}: {self.name or self.what}"
+
+    @property
+    def place(self) -> str:
+        return f"line {self.line}: " if self.line else ""
+
+    @property
+    def what(self) -> str:
+        """The name of what it calls."""
+        if isinstance(self.call, Opaque):
+            return self.call.kind
+        return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
+
+    @property
+    def reads(self) -> list[Node]:
+        """Nodes whose values it is given."""
+        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
+        return [leaf.node for leaf in leaves if isinstance(leaf, Ref)]
+
+    @property
+    def sizes(self) -> list[Node]:
+        """Nodes whose number of edges it is given."""
+        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
+        return [leaf.node for leaf in leaves if isinstance(leaf, Size) and leaf.node]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is given the number of vertices."""
+        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
+        return any(isinstance(leaf, Size) and leaf.node is None for leaf in leaves)
+
+    @property
+    def named(self) -> list[str]:
+        """Parameters and buffers that it is given, and those of an Opaque's module."""
+        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
+        return [leaf.name for leaf in leaves if isinstance(leaf, Named)]
+
+    @property
+    def drops(self) -> float:
+        """Of dropout that drops: its p."""
+        if self.call not in DROPOUTS:
+            return 0.0
+        p, training, _ = dropout_of(self.args, self.kwargs)
+        return p if training else 0.0
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A module that is called as a whole."""
+
+    path: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value of a node."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Size:
+    """The number of edges of a node's value; of no node: the number of vertices."""
+
+    node: Node | None
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter, a buffer or another tensor of the module, by its name there."""
+
+    name: str
+
+
+def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, bool, bool]:
+    """(p, whether it drops, in place) of a call of dropout."""
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
+    given.setdefault("training", given.pop("train", True))
+    return float(given.get("p", 0.5)), bool(given["training"]), bool(given.get("inplace", False))
+
+
+@dataclass
+class Recorded:
+    """All calls of one run of forward, in their order."""
+
+    nodes: list[Node]
+    inputs: dict[str, Node]  # by the name that the graph has for it
+    output: Node
+    vertices: int  # of the small graph
+
+
+class _Unseen(Exception):
+    """A tensor that no call of torch made."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def record(
+    module: nn.Module, given: Mapping[str, Any], call: Callable[[], Any], vertices: int
+) -> Recorded:
+    """What `call` computes, which runs the module's forward on what is `given`.
+
+    given: by name, tensors that forward gets. vertices: rows of the small graph, by which a size is
+    known. Raises Unfit with the line."""
+    opaque: set[str] = set()
+    while True:
+        try:
+            with _recording(module, given, vertices, opaque) as recorder:
+                output = call()
+                return recorder.finished(output)
+        except _Unseen as unseen:
+            if unseen.path in opaque or not unseen.path:
+                raise Unfit(
+                    "something that torch does not see makes rows in forward itself; put it into a"
+                    " module of its own, which is given the edges"
+                ) from None
+            opaque.add(unseen.path)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(
+        self, module: nn.Module, given: Mapping[str, Any], vertices: int, opaque: set[str]
+    ) -> None:
+        super().__init__()
+        self.vertices, self.opaque = vertices, opaque
+        self.nodes: list[Node] = []
+        self.of: dict[int, Node] = {}  # by the tensor's id
+        self.alive: list[Any] = []  # so that ids stay
+        self.names = {id(t): name for name, t in tensors_of(module).items()}
+        self.edges: set[int] = set()  # numbers of edges of any set
+        self.paths = {id(part): path for path, part in module.named_modules()}
+        self.within: list[str] = [""]
+        self.inputs: dict[str, Node] = {}
+        for name, value in given.items():
+            node = self._node(None, (), {}, name)
+            node.value = value
+            self.inputs[name] = node
+            self._made(node, value)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "_set_grad_enabled" or name in ASKS:
+            return func(*args, **kwargs)
+        if name == "__get__":
+            return self._attribute(func, args)
+        if name in ("size", "__len__", "numel", "nelement", "dim", "ndimension", "stride"):
+            return self._size(func, name, args, kwargs)
+        if name in NUMBERS:
+            raise Unfit(
+                f"forward asks for the numbers in a tensor ({name.strip('_')}), to branch or to"
+                " compute outside torch; write it with torch's functions, as torch.where"
+            )
+        node = self._node(func, args, kwargs)
+        before = torch.get_rng_state() if func not in DROPOUTS else None
+        if func in DROPOUTS:
+            p, training, in_place = dropout_of(args, kwargs)
+            rows = args[0] if args else kwargs["input"]
+            # what is dropped is decided where it runs
+            result = rows if in_place or not (training and p) else rows * 1.0
+            result = rows.mul_(1.0) if in_place else result * 1.0
+        else:
+            result = func(*args, **kwargs)
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            raise Unfit(
+                f"{node.place}{node.what} draws random numbers, which other ranks would draw"
+                " otherwise; only dropout is drawn alike everywhere"
+            )
+        return self._result(node, args, kwargs, result)
+
+    def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
+        result = func(*args)
+        if isinstance(result, torch.Size):
+            return self._shape(args[0])
+        if isinstance(result, Tensor):  # .T, .data, .grad
+            node = self._node(func, args, {})
+            return self._result(node, args, {}, result)
+        return result
+
+    def _shape(self, tensor: Tensor) -> Shape:
+        sizes: list[int] = list(tensor.size())
+        node = self.of.get(id(tensor))
+        if node is not None and sizes:
+            axis = 1 if is_edge_set(node.value) else 0
+            if sizes[axis] == self.vertices:
+                sizes[axis] = Count(sizes[axis], None)
+            elif sizes[axis] in self.edges:
+                sizes[axis] = Count(sizes[axis], node)
+        return Shape(sizes)
+
+    def _size(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if name == "size":
+            shape = self._shape(args[0])
+            axis = args[1] if len(args) > 1 else kwargs.get("dim")
+            return shape if axis is None else shape[axis]
+        if name in ("numel", "nelement") and args[0].ndim == 1:
+            return self._shape(args[0])[0]
+        return func(*args, **kwargs)
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _node(
+        self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = ""
+    ) -> Node:
+        if len(self.nodes) > MOST_CALLS:
+            raise Unfit(f"forward makes more than {MOST_CALLS:,} calls of torch; use fewer layers")
+        line = _line()
+        # a list may be an argument of a call that changes it, so it is walked now
+        node = Node(
+            len(self.nodes),
+            call,
+            tree_map(self._argument, args),
+            tree_map(self._argument, dict(kwargs)),
+            name,
+            line,
+            torch.is_grad_enabled(),
+        )
+        self.nodes.append(node)
+        return node
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Count):
+            return Size(value.of)
+        if isinstance(value, Tensor):
+            if id(value) in self.of:
+                return Ref(self.of[id(value)])
+            if id(value) in self.names:
+                return Named(self.names[id(value)])
+            raise _Unseen(self.within[-1])
+        if id(value) in self.of:  # a graph of DGL
+            return Ref(self.of[id(value)])
+        return value
+
+    def _result(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
+        first = args[0] if args else None
+        if result is None and node.what == "setitem":
+            result = first
+        of_first = self.of.get(id(first))
+        if result is first and of_first is not None:
+            node.changes = of_first
+        self._made(node, result)
+        return result
+
+    def _made(self, node: Node, result: Any) -> None:
+        node.value = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, result)
+        if isinstance(result, Tensor):
+            self._tensor(node, result)
+        elif isinstance(result, (tuple, list)):
+            for i, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    part = Node(len(self.nodes), _item, (Ref(node), i), line=node.line)
+                    part.learns = node.learns
+                    self.nodes.append(part)
+                    part.value = item.detach().clone()
+                    self._tensor(part, item)
+        elif not isinstance(result, (int, float, bool, str, torch.dtype, torch.device, type(None))):
+            self.of[id(result)] = node
+            self.alive.append(result)
+
+    def _tensor(self, node: Node, tensor: Tensor) -> None:
+        self.of[id(tensor)] = node
+        self.alive.append(tensor)
+        if is_edge_set(node.value):
+            self.edges.add(tensor.shape[1])
+
+    def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """A module's call, as a whole if torch did not see all of it before."""
+        path = self.paths.get(id(part))
+        if path is None:
+            return run()
+        if path not in self.opaque:
+            self.within.append(path)
+            try:
+                result = run()
+            finally:
+                self.within.pop()
+            for leaf in tree_flatten(result)[0]:
+                if isinstance(leaf, Tensor) and id(leaf) not in {*self.of, *self.names}:
+                    raise _Unseen(path)
+            return result
+        node = self._node(Opaque(path, type(part).__name__), args, kwargs)
+        before = torch.get_rng_state()
+        with torch._C.DisableTorchFunction():
+            result = run()
+        if not torch.equal(before, torch.get_rng_state()):
+            raise Unfit(
+                f"{node.what} drops inside, where torch does not see it; drop its inputs before"
+                " (torch.nn.functional.dropout)"
+            )
+        return self._result(node, (), {}, result)
+
+    def finished(self, output: Any) -> Recorded:
+        if isinstance(output, (tuple, list)) and len(output) == 1:
+            output = output[0]
+        if not isinstance(output, Tensor):
+            raise Unfit("forward returns several values; return the logits alone")
+        if id(output) not in self.of:
+            if id(output) in self.names:
+                raise Unfit("forward returns a parameter; return rows that it computes")
+            raise _Unseen(self.within[-1])
+        return Recorded(self.nodes, self.inputs, self.of[id(output)], self.vertices)
+
+
+def _item(values: Any, i: int) -> Any:
+    return values[i]
+
+
+def is_edge_set(value: Any) -> bool:
+    """Whether a value is edges: int64 [2, E] of vertices' ids."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == torch.int64
+        and value.ndim == 2
+        and value.shape[0] == 2
+        and value.shape[1] > 2
+    )
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers and other tensors of a module and its parts, by name."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        own = itertools.chain(part._parameters.items(), part._buffers.items(), vars(part).items())
+        for name, value in own:
+            if isinstance(value, Tensor):
+                found.setdefault(f"{prefix}{name}", value)
+    return found
+
+
+def line_of(error: BaseException, module: nn.Module) -> str:
+    """'line 12: ', where the user's code raised; '' if the error says it, or if it is unknown."""
+    if str(error).startswith("line "):
+        return ""
+    found, step = "", error.__traceback__
+    while step is not None:
+        if _is_the_users(step.tb_frame.f_code.co_filename):
+            found = f"line {step.tb_lineno}: "
+        step = step.tb_next
+    return found
+
+
+def _is_the_users(file: str) -> bool:
+    return not ("site-packages" in file or file.startswith((OURS, "<")) or "/lib/python" in file)
+
+
+def _line() -> int:
+    """The innermost line that is neither a library's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_the_users(file):
+            return frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return 0
+
+
+@contextmanager
+def _recording(
+    module: nn.Module, given: Mapping[str, Any], vertices: int, opaque: set[str]
+) -> Iterator[_Recorder]:
+    """Note calls of torch and of modules."""
+    recorder = _Recorder(module, given, vertices, opaque)
+    original = nn.Module.__call__
+
+    def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
+
+    nn.Module.__call__ = noted  # type: ignore[method-assign]
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,261 @@
+"""What a module computes of edges alone, on a part of the graph.
+
+A part knows the edges into its vertices. Most of what a module makes of edges, a part makes as the
+whole graph does: a list of sources, a field times two, self-loops. Some it cannot, as a source's
+degree. That is computed once on the whole graph, and the part looks it up: by vertex, or by the
+pair of vertices that an edge links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.modules.cut import Program, differing
+from gnnplan.executor.modules.evaluate import Place, Values
+from gnnplan.executor.modules.record import Node, Unfit, is_edge_set
+from gnnplan.planner.graph.graph import Whole
+
+
+def edge_index_of(whole: Whole) -> Tensor:
+    """Source and reader of each edge, int64 [2, E]."""
+    readers = np.repeat(np.arange(whole.vertices), np.diff(whole.indptr))
+    return torch.from_numpy(np.stack([whole.indices.astype(np.int64), readers]))
+
+
+def keys(edges: Tensor, vertices: int) -> Tensor:
+    """A number per edge [E] by which it is known; edges: ids [2, E]."""
+    return edges[1] * vertices + edges[0]
+
+
+class Table:
+    """Numbers of edges [E, ..], by pairs of vertices."""
+
+    def __init__(self, edges: Tensor, values: Tensor, vertices: int) -> None:
+        self.keys, order = keys(edges, vertices).sort()
+        self.values, self.vertices = values[order], vertices
+        twice = self.keys[1:] == self.keys[:-1]
+        if twice.any() and (self.values[1:] != self.values[:-1])[twice].any():
+            raise Unfit("two edges between the same vertices have different numbers; merge them")
+
+    def at(self, edges: Tensor) -> Tensor:
+        """Those of some edges."""
+        found = keys(edges, self.vertices)
+        places = torch.searchsorted(self.keys, found).clamp_(max=max(len(self.keys) - 1, 0))
+        if len(found) and (not len(self.keys) or (self.keys[places] != found).any()):
+            raise Unfit("it makes edges that the graph lacks; give convolutions the graph's edges")
+        return self.values[places]
+
+
+@dataclass(eq=False)
+class Structure:
+    """The structure of a program.
+
+    nodes: in their order. whole: those that only the whole graph tells, with the edge set that
+    they are of; None: they are of vertices, or one for all."""
+
+    program: Program
+    nodes: list[Node]
+    whole: dict[Node, Node | None] = field(default_factory=dict)
+    tables: WeakKeyDictionary[Whole, Mapping[Node, Any]] = field(default_factory=WeakKeyDictionary)
+    blocks: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
+
+    @staticmethod
+    def of(program: Program) -> Structure:
+        wanted: set[Node] = set(program.fields)
+        for cut in program.layers:
+            wanted |= set(cut.gather._structure)
+        todo = list(wanted)
+        while todo:
+            node = todo.pop()
+            for read in [*node.reads, *node.sizes]:
+                if read not in wanted:
+                    wanted.add(read)
+                    todo.append(read)
+        return Structure(program, sorted(wanted, key=lambda node: node.index))
+
+    def given(
+        self,
+        whole: Whole,
+        edges: Tensor,
+        fields: Mapping[str, Tensor],
+        source: Tensor | None = None,
+    ) -> Values:
+        """Values of what forward is given of edges, by node.
+
+        source [S]: the vertices that edges link, as a part numbers them; None: it is the whole."""
+        values: Values = {}
+        for node in self.nodes:
+            if node.call is not None:
+                continue
+            if node.name == "edge_index":
+                values[node] = edges
+            elif node.name == "g":
+                values[node] = dgl_graph(whole, edges, fields, source)
+            else:
+                values[node] = fields[node.name.removeprefix("edge ")]
+        return values
+
+    def values_on(self, whole: Whole, place: Place | None = None) -> Values:
+        """Values on the whole graph."""
+        place = place or Place({}, {}, whole.vertices, _no_draw)
+        fields = {name: torch.from_numpy(np.asarray(v)) for name, v in whole.fields.items()}
+        fields = {n: v.to(place.dtype) if v.is_floating_point() else v for n, v in fields.items()}
+        values = self.given(whole, edge_index_of(whole), fields)
+        somewhere = replace(place, vertices=whole.vertices, device=torch.device("cpu"))
+        with torch.no_grad():
+            somewhere.run([node for node in self.nodes if node.call is not None], values)
+        return values
+
+    def on_whole(self, whole: Whole, place: Place) -> Mapping[Node, Any]:
+        """Tables of what only the whole graph tells, and fields of its vertices."""
+        if whole not in self.tables:
+            kept: dict[Node, Any] = {}
+            if self.whole or self.program.fields:
+                values = self.values_on(whole, place)
+                for node, of in self.whole.items():
+                    value = values[node]
+                    kept[node] = value if of is None else Table(values[of], value, whole.vertices)
+                for node in self.program.fields:
+                    kept.setdefault(node, values[node])
+            edges = edge_index_of(whole)
+            for name, field in whole.fields.items():
+                value = torch.from_numpy(np.asarray(field))
+                value = value.to(place.dtype) if value.is_floating_point() else value
+                for node in self.nodes:
+                    if node.name == f"edge {name}":
+                        kept[node] = Table(edges, value, whole.vertices)
+            self.tables[whole] = kept
+        return self.tables[whole]
+
+    def of_block(self, block: Block, place: Place) -> Values:
+        """Values on a block, once."""
+        if block not in self.blocks:
+            tables = self.on_whole(block.whole, place)
+            source = block.source.cpu()
+            readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
+            edges = torch.stack([block.indices.long(), readers]).cpu()
+            fields = {
+                node.name.removeprefix("edge "): tables[node].at(source[edges])
+                for node in self.nodes
+                if node.name.startswith("edge ")
+            }
+            here = replace(place, vertices=block.n_src, device=torch.device("cpu"))
+            values = self.given(block.whole, edges, fields, source)
+            with torch.no_grad():
+                self._run(values, here, source, tables)
+            self.blocks[block] = {
+                node: _moved(value, place.device) for node, value in values.items()
+            }
+        return self.blocks[block]
+
+    def _run(
+        self, values: Values, place: Place, source: Tensor, tables: Mapping[Node, Any]
+    ) -> None:
+        for node in self.nodes:
+            if node.call is None:
+                continue
+            if node not in self.whole:
+                values[node] = place.call(node, values)
+                continue
+            of, table = self.whole[node], tables[node]
+            if of is not None:
+                values[node] = table.at(source[values[of]])
+            else:
+                values[node] = table[source] if self._is_of_vertices(node) else table
+
+    def _is_of_vertices(self, node: Node) -> bool:
+        value = node.value
+        return bool(value.ndim) and value.shape[0] == self.program.recorded.vertices
+
+    # -- what only the whole graph tells -----------------------------------------------------------
+
+    def look(self, place: Place, whole: Whole, source: Tensor, edges: Tensor) -> None:
+        """Find what a part of the graph cannot tell: where a part makes other numbers.
+
+        The whole graph is the one that was recorded. source [S]: the part's vertices, and those
+        that they read; edges: places among these, int64 [2, E]. Raises Unfit."""
+        n = whole.vertices
+        every = edge_index_of(whole)
+        fields = {
+            node.name.removeprefix("edge "): Table(every, node.value, n).at(source[edges])
+            for node in self.nodes
+            if node.name.startswith("edge ")
+        }
+        values = self.given(whole, edges, fields, source)
+        sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
+        here = replace(place, vertices=len(source))
+        for node in self.nodes:
+            if node.call is None:
+                continue
+            try:
+                with torch.no_grad():
+                    values[node] = here.call(node, values)
+            except Unfit:
+                raise
+            except Exception as error:
+                raise Unfit(f"{node.place}{node.what} of edges fails on a part of them") from error
+            if is_edge_set(node.value):
+                sets.append(node)
+                Table(node.value, torch.zeros(node.value.shape[1]), n).at(source[values[node]])
+                continue
+            if not isinstance(node.value, Tensor):
+                continue
+            self._compare(node, values, source, sets, n)
+
+    def _compare(
+        self, node: Node, values: Values, source: Tensor, sets: list[Node], n: int
+    ) -> None:
+        expected: Tensor
+        value = node.value
+        if value.ndim and value.shape[0] == n:
+            expected, of = value[source], None
+        elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
+            of = found[-1]
+            expected = Table(of.value, value, n).at(source[values[of]])
+        elif not {n, *(s.value.shape[1] for s in sets)} & set(value.shape):
+            expected, of = value, None  # one for all, as a largest weight
+        else:
+            return
+        found_ = values[node]
+        if expected.shape == found_.shape and found_.dtype == torch.int64 and found_.numel():
+            is_id = bool(found_.min() >= 0) and bool(found_.max() < len(source))
+            if is_id and torch.equal(source[found_], expected):
+                return  # ids, of which a part has its own
+        if expected.shape != found_.shape or differing(expected, found_) is not None:
+            self.whole[node] = of
+            values[node] = expected
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def dgl_graph(
+    whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None
+) -> Any:
+    """A graph of DGL, of edges [2, E]; of a part it says the degrees that vertices have in all."""
+    import dgl
+
+    size = whole.vertices if source is None else len(source)
+    if whole.loops:
+        every = torch.arange(size)
+        edges = torch.cat([edges, torch.stack([every, every])], 1)
+    graph = dgl.graph((edges[0], edges[1]), num_nodes=size)
+    for name, values in fields.items():
+        graph.edata[name] = values
+    if source is not None:
+        ins, outs = (torch.from_numpy(degrees) for degrees in whole.degrees)
+        graph.in_degrees = lambda *_, **__: ins[source]
+        graph.out_degrees = lambda *_, **__: outs[source]
+    return graph
+
+
+def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:
+    raise AssertionError("structure drops nothing")
