@@ -12,7 +12,6 @@ import numpy as np
 from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
 from gnnplan.planner.graph.formats.parts import (
     Parts,
-    class_ids,
     masks_of,
     must_be_count,
     reading,
@@ -132,14 +131,8 @@ def _text(raw: Path, path: str) -> Parts:
     if os.path.lexists(raw / "node-feat.csv.gz"):
         parts.x = matrix(str(raw / "node-feat.csv.gz"), np.float32)
     if os.path.lexists(raw / "node-label.csv.gz"):
-        labels = str(raw / "node-label.csv.gz")
-        parts.y = class_ids(labels, "labels", _whole(whole_matrix(labels)))
+        parts.y = whole_matrix(str(raw / "node-label.csv.gz"))
     return parts
-
-
-def _whole(y: Array) -> Array:
-    """Targets [N, C] of zeros and ones as bytes; other numbers as they are."""
-    return y.astype(np.uint8) if y.shape[1] > 1 and np.isin(y, (0, 1)).all() else y
 
 
 # -- binary ----------------------------------------------------------------------------------------
@@ -164,12 +157,8 @@ def _binary(raw: Path, path: str) -> Parts:
             parts.x = (piece.reshape(-1, width[1]) for piece in rows)
     labels = str(raw / "node-label.npz")
     if os.path.lexists(labels):
-        parts.y = class_ids(labels, "node_label", _whole_or_ids(_member(labels, "node_label")))
+        parts.y = _member(labels, "node_label")
     return parts
-
-
-def _whole_or_ids(y: Array) -> Array:
-    return _whole(y) if y.ndim == 2 else y
 
 
 def _names(path: str) -> list[str]:
