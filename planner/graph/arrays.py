@@ -182,10 +182,10 @@ def check_header(
         nbytes *= size
     if fits and not mapped:
         must_fit(path, f"{name} of shape {shape}", nbytes)
-    if nbytes > (stored := stored - header_bytes):
+    if nbytes != (stored := stored - header_bytes):
         raise SpecError(
-            f"{path}: {name}: shape {shape} needs {nbytes:,} B but only {stored:,} B are stored;"
-            " the file is damaged"
+            f"{path}: {name}: shape {shape} needs {nbytes:,} B but {'only ' * (nbytes > stored)}"
+            f"{stored:,} B are stored; the file is damaged, write it again"
         )
     return int(nbytes)
 
@@ -339,7 +339,8 @@ def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tup
     src, dst = (_typed(path, ends, name, "iu", (1,)) for name in ends)
     if len(src) != len(dst):
         raise SpecError(
-            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,}"
+            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
+            " write both ends of every edge"
         )
     return src, dst
 
@@ -456,7 +457,8 @@ def own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Featu
             x = np.ascontiguousarray(narrowed(path, "x", x))
         if not 1 <= x.shape[1] <= MOST_FEATURES:
             raise SpecError(
-                f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}"
+                f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"
+                " [vertices, features], or leave it out"
             )
         return x
     return _sparse_features(path, arrays, vertices)
@@ -474,7 +476,7 @@ def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> s
     if len(shape) != 2 or int(shape[0]) != vertices or not 1 <= int(shape[1]) <= MOST_FEATURES:
         raise SpecError(
             f"{path}: x_shape: must be [{vertices}, features] with 1 to {MOST_FEATURES:,} features,"
-            f" is {shape[:4].tolist()}"
+            f" is {shape[:4].tolist()}; save the matrix's shape"
         )
     if (
         int(indptr[0]) != 0
@@ -483,18 +485,19 @@ def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> s
     ):
         raise SpecError(
             f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
-            f" {indptr[0]} to {indptr[-1]}"
+            f" {indptr[0]} to {indptr[-1]}; save the indptr of a scipy.sparse.csr_matrix"
         )
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < int(shape[1]):
         raise SpecError(
             f"{path}: x_indices: columns must lie in [0, {int(shape[1]) - 1}], found"
-            f" {indices.min()} to {indices.max()}"
+            f" {indices.min()} to {indices.max()}; save its indices, or widen x_shape"
         )
     if "x_data" in arrays:
         data = narrowed(path, "x_data", _typed(path, arrays, "x_data", "fiub", (1,)))
         if len(data) != len(indices):
             raise SpecError(
-                f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is {len(data):,}"
+                f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is"
+                f" {len(data):,}; save a number for each index"
             )
     else:
         data = np.ones(len(indices), np.float32)

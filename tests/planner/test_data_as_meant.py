@@ -404,7 +404,7 @@ def test_a_line_without_numbers_shifts_no_row(
     path = tmp_path / "y.txt"
     path.write_text(start + "0\n" * N)
     for given in ("labels", "features"):
-        with pytest.raises(SpecError, match=rf"y\.txt:{line}: every line is a vertex's row"):
+        with pytest.raises(SpecError, match=rf"y\.txt:{line}: every line is a row"):
             load(source_of(edges_csv(tmp_path), **{given: str(path)}))
 
 

@@ -347,6 +347,7 @@ def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
     path = Path(save_folder()) / "x.npy"
     for damaged, words in (
         (path.read_bytes()[:-4], "needs 60 B but only 56 B are stored; the file is damaged"),
+        (path.read_bytes() + bytes(4), "needs 60 B but 64 B are stored; the file is damaged"),
         (b"", "cannot be read"),
     ):
         path.write_bytes(damaged)
@@ -505,6 +506,7 @@ def test_a_header_that_lies_about_its_size_allocates_nothing(tmp_path):
         ((10**15,), "would take"),
         ((10**6,), "needs 8,000,000 B but only"),
         ((-4,), "negative size"),
+        ((7,), "needs 56 B but 64 B are stored"),
     ):
         lying_npz(path, {"descr": "<i8", "fortran_order": False, "shape": shape})
         with pytest.raises(SpecError, match=words):

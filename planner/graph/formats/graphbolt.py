@@ -155,7 +155,8 @@ def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
             if len(y) != len(ids[mask]):
                 raise meta.document.error(
                     found["labels"],
-                    f"must be as many as seeds ({len(ids[mask]):,}), are {len(y):,}",
+                    f"must be as many as seeds ({len(ids[mask]):,}), are {len(y):,}; write one for"
+                    " each",
                 )
             labels.append((ids[mask], y))
     parts.masks = masks_of(parts.path, vertices, ids)

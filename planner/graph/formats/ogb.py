@@ -145,7 +145,10 @@ def _binary(raw: Path, path: str) -> Parts:
     )
     shape, _ = _shape(data, "edge_index")
     if len(shape) != 2 or shape[0] != 2:
-        raise SpecError(f"{data}: edge_index: must have shape [2, edges], has {list(shape)}")
+        raise SpecError(
+            f"{data}: edge_index: must have shape [2, edges], has {list(shape)}; repeat the"
+            " download"
+        )
     sources = _rows(data, "edge_index", 0, shape[1])
     targets = _rows(data, "edge_index", shape[1], 2 * shape[1])
     parts = Parts(path, zip(sources, targets, strict=True), vertices)

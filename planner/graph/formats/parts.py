@@ -185,7 +185,10 @@ def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> 
     found = [(ids.ravel(), class_ids(path, "labels", y)) for ids, y in sets]
     shapes = {y.shape[1:] for _, y in found}
     if len(shapes) > 1 or any(y.ndim > 2 for _, y in found):
-        raise SpecError(f"{path}: labels of all sets must have one shape, have {shapes}")
+        raise SpecError(
+            f"{path}: labels of all sets must have one shape, have {shapes}; save [rows] class ids"
+            " or [rows, classes] targets in each"
+        )
     (shape,) = shapes
     must_fit(path, "labels", 8.0 * vertices * min(sum(shape) or 1, MOST_CLASSES))
     labels = np.full((vertices, *shape), -1, np.result_type(np.int8, *(y.dtype for _, y in found)))
@@ -292,7 +295,7 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
         if len(src) != len(dst):
             raise SpecError(
                 f"{parts.path}: src, dst: must have the same length, have {len(src):,} and"
-                f" {len(dst):,}"
+                f" {len(dst):,}; write both ends of every edge"
             )
         for start in range(0, len(src), AT_ONCE // 8):
             piece = slice(start, start + AT_ONCE // 8)
@@ -319,7 +322,7 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
         ):
             raise SpecError(
                 f"{path}: x: features must be numbers [vertices, features], rows of one width, are"
-                f" {rows.dtype} of shape {list(rows.shape)}"
+                f" {rows.dtype} of shape {list(rows.shape)}; save a row for each vertex"
             )
         width = rows.shape[1]
         step = max(1, AT_ONCE // max(1, 4 * width))

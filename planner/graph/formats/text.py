@@ -107,8 +107,8 @@ def tables(
         if columns is None and (none or not all(full[:last])):
             none = none or number + full.index(False)
             raise SpecError(
-                f"{path}:{none}: every line is a vertex's row, and this one holds no numbers; mend"
-                " it, with nan for a label that is not there"
+                f"{path}:{none}: every line is a row, whose place counts, and this one holds no"
+                " numbers; mend it, with nan for a label that is not there"
             )
         none = number + last if last < len(full) else 0
         try:
