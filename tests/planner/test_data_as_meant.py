@@ -395,7 +395,15 @@ def test_ids_of_a_split_stand_in_the_column_that_is_named_so(
 @pytest.mark.parametrize("block", [text.BLOCK, 8])
 @pytest.mark.parametrize(
     ("start", "line"),
-    [("0\n1\n\n", 3), ("\n", 1), ("label\n\n", 2), ("0\n# 1\n", 2), ("0\n \t\n", 2)],
+    [
+        ("0\n1\n\n", 3),
+        ("\n", 1),
+        ("label\n\n", 2),
+        ("0\n# 1\n", 2),
+        ("0\n \t\n", 2),
+        ("# c\n\n", 2),
+        ("0\n1\n0\n\n", 4),
+    ],
 )
 def test_a_line_without_numbers_shifts_no_row(
     tmp_path: Path, start: str, line: int, block: int, monkeypatch
@@ -410,7 +418,8 @@ def test_a_line_without_numbers_shifts_no_row(
 
 def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(text, "BLOCK", 16)
-    (tmp_path / "y.txt").write_text("".join(f"{y}\n" for y in Y) + "\n\n# written by hand\n\n")
+    rows = "".join(f"{y}\n" for y in Y)
+    (tmp_path / "y.txt").write_text(f"# of the\n# classes\n{rows}\n\n# written by hand\n\n")
     plain = load(edges_csv(tmp_path)).stats.hash
     assert np.array_equal(load(source_of(edges_csv(tmp_path), labels=str(tmp_path / "y.txt"))).y, Y)
     edges = Path(edges_csv(tmp_path))
@@ -419,6 +428,13 @@ def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path: Pa
 
 
 # -- edges -----------------------------------------------------------------------------------------
+
+
+def test_columns_beside_both_ends_may_be_text(tmp_path: Path):
+    plain = load(edges_csv(tmp_path)).stats.hash
+    ends = zip(SRC, DST, strict=True)
+    (tmp_path / "e.tsv").write_text("".join(f"{a}\t{b}\tfriend\n" for a, b in ends))
+    assert load(str(tmp_path / "e.tsv")).stats.hash == plain
 
 
 def test_konects_ids_count_from_one(tmp_path: Path):

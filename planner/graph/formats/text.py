@@ -150,8 +150,9 @@ class Head:
     names: list[str]  # of its columns, if a line gives them
     columns: int
     delimiter: str | None
-    before: int  # lines before the first row
+    before: int  # lines of names and comments before the rows
     first: str  # its first line
+    named: bool = False  # by a line of its own, no comment
 
     @property
     def comment(self) -> str:
@@ -170,8 +171,10 @@ class Head:
         return named[0] if named and self.columns > 1 else None
 
 
-def head_of(path: str) -> Head:
-    """Names, in the first line of a table or in a comment above its rows."""
+def head_of(path: str, ends: int | None = None) -> Head:
+    """Names, in the first line of a table or in a comment above its rows.
+
+    ends: only so many columns at the start of a row are numbers for certain."""
     lines = (start_of(path) or "").splitlines()
     kept = (i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS))
     at = next(kept, None)
@@ -179,17 +182,19 @@ def head_of(path: str) -> Head:
         return Head([], 0, None, 0, "".join(lines[:1]))
     delimiter = delimiter_of(lines[at])
     fields = _fields(lines[at], delimiter)
-    if not all(map(_is_number, fields)):
-        return Head(fields, len(fields), delimiter, at + 1, lines[0])
+    if not all(map(_is_number, fields[:ends])):
+        return Head(fields, len(fields), delimiter, at + 1, lines[0], True)
     above = _fields(lines[at - 1].lstrip("#% "), delimiter) if at else []
-    return Head(above if len(above) == len(fields) else [], len(fields), delimiter, at, lines[0])
+    if len(above) == len(fields):
+        return Head(above, len(fields), delimiter, at, lines[0])
+    comments = next(i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
+    return Head([], len(fields), delimiter, comments, lines[0])
 
 
 def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:
     """The rows of a table of numbers; a line of names above them is left out."""
     head = head_of(path)
-    before = head.before if head.names else 0  # a blank line is refused
-    return tables(path, dtype, head.delimiter, None, before, head.comment)
+    return tables(path, dtype, head.delimiter, None, head.before, head.comment)
 
 
 def _rows(path: str) -> Array:
@@ -300,12 +305,11 @@ def columns_of(names: list[str]) -> tuple[int, int]:
 
 def edge_list(path: str) -> Parts:
     """An edge per line; a first line may name the columns, others than two are left out."""
-    head = head_of(path)
-    named = head.before and not head.first.startswith(COMMENTS)
-    columns = columns_of(head.names) if named else (0, 1)
+    head = head_of(path, 2)
+    columns = columns_of(head.names) if head.named else (0, 1)
     notes = []
     if head.columns > 2:
-        taken = [head.names[i] for i in columns] if named else ["the first", "the second"]
+        taken = [head.names[i] for i in columns] if head.named else ["the first", "the second"]
         names = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
         notes.append(f"of {head.columns} columns {names} are taken")
     konect = KONECT.match(head.first)
