@@ -539,8 +539,13 @@ def class_ids(path: str, name: str, y: Array) -> Array:
     return whole.astype(np.int64)
 
 
-def as_mask(path: str, name: str, mask: Array) -> Array:
-    """A mask [N] of booleans, or of zeros and ones. Raises SpecError."""
+def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
+    """A mask [N] of booleans, or of zeros and ones; of several splits [N, S] the first, and it is
+    said. Raises SpecError."""
+    if mask.ndim == 2 and mask.shape[1] >= 1:
+        if mask.shape[1] > 1:
+            notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
+        mask = mask[:, 0]
     if mask.dtype.kind == "b":
         return mask
     if (bad := ~np.isin(mask, (0, 1))).any():
@@ -636,7 +641,7 @@ def _masks(
     if classes == 0:
         notes.append("no labels: can be planned, not trained")
     given = {
-        name: as_mask(path, name, _typed(path, arrays, name, "biuf", (1,)))
+        name: as_mask(path, name, _typed(path, arrays, name, "biuf", (1, 2)), notes)
         for name in MASKS
         if name in arrays
     }

@@ -124,6 +124,13 @@ def test_zeros_and_ones_are_masks(tmp_path: Path, written: Written, dtype: type)
     assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, val)
 
 
+@pytest.mark.parametrize("written", ALIKE[:-1])
+def test_of_several_splits_the_first_is_taken(tmp_path: Path, written: Written):
+    graph = written(tmp_path, HOLDS | {"train_mask": np.stack([TRAIN, ~TRAIN], 1)})
+    assert np.array_equal(graph.train, TRAIN)
+    assert graph.stats.notes.count("train_mask holds 2 splits; the first is taken") == 1
+
+
 @pytest.mark.parametrize("written", ALIKE[:-1])  # a split beside an edge list needs train
 def test_masks_are_kept_where_train_is_missing(tmp_path: Path, written: Written):
     val, test = np.arange(N) >= 15, (np.arange(N) >= 12) & (np.arange(N) < 15)

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import MASKS
+from gnnplan.planner.graph.arrays import MASKS, as_mask
 from gnnplan.planner.graph.formats.parts import (
     FEATURES,
     LABELS,
     Parts,
     edge_data_note,
     library,
-    one_split,
     reading,
     tensor_array,
 )
@@ -93,5 +92,7 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
         parts.x = found[1][:, None] if found[1].ndim == 1 else found[1]
     if found := values(LABELS, -1):
         parts.y = found[1]
-    one_split(parts, {name: found[1] for name in MASKS if (found := values((name,)))})
+    for name in MASKS:
+        if found := values((name,)):
+            parts.masks[name] = as_mask(path, name, found[1], notes)
     return parts

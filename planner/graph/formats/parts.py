@@ -116,16 +116,6 @@ def edge_data_note(names: Iterable[str]) -> list[str]:
     return [f"ignored: {shown}, for layers weigh edges themselves"] if shown else []
 
 
-def one_split(parts: Parts, masks: Mapping[str, Array]) -> None:
-    """Take the masks [N]; of several splits [N, S] the first, and say so."""
-    for name, mask in masks.items():
-        if mask.ndim == 2 and mask.shape[1] >= 1:
-            if mask.shape[1] > 1:
-                parts.notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
-            mask = mask[:, 0]
-        parts.masks[name] = as_mask(parts.path, name, mask)
-
-
 def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Array]:
     """Masks [N] by lists of vertex ids. Raises SpecError for ids beyond the vertices, and twice."""
     masks = {}
@@ -174,7 +164,7 @@ def masks_or_ids(path: str, vertices: int, found: Mapping[str, Array]) -> dict[s
                 f" save {name}.astype(bool) if it is a mask"
             )
         if flags or (bits and array.shape == (vertices,)):
-            masks[name] = as_mask(path, name, array)
+            masks[name] = array.astype(bool)
         else:
             masks |= masks_of(path, vertices, {name: array})
     return masks
@@ -278,9 +268,10 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> None:
     if name := first_of(LABELS, data):
         taken.add(name)
         parts.y = tensor_array(parts.path, name, data[name])
-    masks = {name: data[name] for name in MASKS if data.get(name) is not None}
-    taken.update(masks)
-    one_split(parts, {name: tensor_array(parts.path, name, mask) for name, mask in masks.items()})
+    for name in (name for name in MASKS if data.get(name) is not None):
+        taken.add(name)
+        mask = tensor_array(parts.path, name, data[name])
+        parts.masks[name] = as_mask(parts.path, name, mask, parts.notes)
     if others := sorted(str(name) for name in data if name not in taken and data[name] is not None):
         parts.notes.append("ignored: " + ascii(", ".join(others[:8]))[1:-1][: 3 * MOST_SHOWN])
 
