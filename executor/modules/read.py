@@ -410,12 +410,12 @@ def with_structure(problem: Problem) -> Problem:
     ):
         return problem
     pieces = pieces_of(problem.workload)
-    values: dict[str, Any] = {"x": torch.zeros(1)}
+    values: dict[str, Any] = {}
     start = 0
     for name, width in module.inputs:
-        values[f"vertex {name}"] = torch.from_numpy(graph.x[:, start : start + width])
+        values[f"vertex {name}"] = torch.from_numpy(graph.x[:, start : start + width].copy())
         start += width
-    x = inputs_of(pieces, values, graph.whole).to(torch.float32).numpy()
+    x = inputs_of(pieces, values, graph.whole).numpy()
     return replace(problem, graph=replace(graph, x=np.ascontiguousarray(x)))
 
 

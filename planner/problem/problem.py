@@ -99,6 +99,8 @@ class Problem:
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.graph and self.workload.dtype != "float64":
+            object.__setattr__(self, "graph", self.graph.in_float32())
         module = self.workload.module
         if module is not None and module.inputs:
             graph, stats = with_inputs(self.graph, self.stats, module.inputs)
