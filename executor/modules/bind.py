@@ -75,7 +75,10 @@ def convolutions_of(module: nn.Module) -> int:
 
 def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Bound:
     """What forward is given of a graph with such fields of vertices and edges. Raises Unfit."""
-    fields = {name: f"vertex {name}" for name in vertex} | {name: f"edge {name}" for name in edge}
+    # DGL keeps edges' feat, x and h apart from vertices', which these names mean everywhere else
+    fields = {name: f"edge {name}" for name in edge if name not in FEATURES}
+    fields = {f"edge_{name}": f"edge {name}" for name in edge} | fields
+    fields |= {name: f"vertex {name}" for name in vertex}
     has_dgl, takes, attributes = uses_dgl(module), {}, {}
     for parameter, is_needed in _parameters(module):
         if parameter in fields:

@@ -29,6 +29,7 @@ from gnnplan.executor.modules.prove import VERTICES, Fields, followed, inputs_of
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
+from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
@@ -383,12 +384,8 @@ def unread(user: UserModule, graph: Graph | None) -> list[str]:
     """A note on fields of the graph that the module does not read."""
     if graph is None:
         return []
-    read_by = user.pieces.reads if user.pieces else {"vertex x"}
-    names = [n for n in graph.vertex_fields if f"vertex {n}" not in read_by]
-    names += [n for n in graph.edge_fields if f"edge {n}" not in read_by]
-    if not names:
-        return []
-    return [f"{user.description.name} does not read {', '.join(names)} of {graph.stats.name}"]
+    reads = user.pieces.reads if user.pieces else ()
+    return unread_by(user.description.name, graph, reads)
 
 
 def pieces_of(workload: Workload) -> Pieces:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import Array, some_rows
+from gnnplan.planner.graph.graph import Array, Graph, some_rows
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
@@ -168,16 +168,12 @@ def _shown(row: Any) -> str:
     return str(np.asarray(row).tolist())[:MOST_SHOWN]
 
 
-def unread(
-    reader: str,
-    of: Mapping[str, Array],
-    on_edges: Mapping[str, Array],
-    reads: Collection[str],
-    graph: str,
-) -> list[str]:
+def unread_by(model: str, graph: Graph | None, reads: Collection[str] = ()) -> list[str]:
     """A note on a graph's fields that a model does not read.
 
     reads: as 'vertex pos', 'edge edge_weight'."""
-    names = [n for n in of if f"vertex {n}" not in reads]
-    names += [n for n in on_edges if f"edge {n}" not in reads]
-    return [f"{reader} does not read {', '.join(names)} of {graph}"] if names else []
+    if graph is None:
+        return []
+    names = [n for n in graph.vertex_fields if f"vertex {n}" not in reads]
+    names += [n for n in graph.edge_fields if f"edge {n}" not in reads]
+    return [f"{model} does not read {', '.join(names)} of {graph.stats.name}"] if names else []
