@@ -77,7 +77,7 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
     """What forward is given of a graph with such fields of vertices and edges. Raises Unfit."""
     # DGL keeps edges' feat, x and h apart from vertices', which these names mean everywhere else
     fields = {name: f"edge {name}" for name in edge if name not in FEATURES}
-    fields = {f"edge_{name}": f"edge {name}" for name in edge} | fields
+    fields = {f"edge_{n}": f"edge {n}" for n in edge if not n.startswith("edge_")} | fields
     fields |= {name: f"vertex {name}" for name in vertex}
     has_dgl, takes, attributes = uses_dgl(module), {}, {}
     for parameter, is_needed in _parameters(module):
@@ -93,7 +93,7 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
         elif parameter in FEATURES and (is_needed or not takes):
             takes[parameter] = "vertex x"
         elif is_needed:
-            names = ", ".join(["x", "edge_index", *(n for n in fields if n != "x")])
+            names = ", ".join(["x", "edge_index", *(n for n in (*vertex, *edge) if n != "x")])
             raise Unfit(
                 f"forward asks for {parameter}, and the graph has {names}"
                 f"{suggest(parameter, fields)}; name the parameter as the graph does, or give it"

@@ -34,6 +34,7 @@ MOST_FEATURES = 1_000_000
 SPARSE = 0.1  # features with at most this share of nonzero numbers are kept sparse
 AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
 LARGEST_WHOLE = 1 << 53  # float64 holds all whole numbers up to it
+LARGEST_HELD = {"float64": LARGEST_WHOLE, "bfloat16": 1 << 8}  # and rows of a type
 COMPARED = 4096  # rows, at the start and all over, in which float32 is compared with float64
 MERGED = 0.01  # share of different numbers that float32 may make equal, as it does among millions
 
@@ -149,11 +150,12 @@ class Graph:
 
 
 def with_inputs(
-    graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]]
+    graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]], dtype: str
 ) -> tuple[Graph | None, GraphStats]:
     """The graph whose features are these fields of its vertices, side by side.
 
-    A field that is none of the graph's is zeros, until a rank computes it."""
+    A field that is none of the graph's is zeros, until a rank computes it. dtype: of the workload's
+    rows. Raises SpecError for whole numbers that such rows do not hold."""
     width = sum(columns for _, columns in inputs)
     if [name for name, _ in inputs] == ["x"] or stats.packed:
         return graph, stats
@@ -161,11 +163,19 @@ def with_inputs(
     if graph is None:
         return None, stats
     parts, own = [], graph.features()
+    kind = np.dtype(np.float64) if dtype == "float64" else own.dtype
+    most = LARGEST_HELD.get(dtype, 1 << 24)
     for name, columns in inputs:
         field = own if name == "x" else graph.vertex_fields.get(name)
         if field is None:
-            field = np.zeros((stats.vertices, columns), own.dtype)
-        parts.append(np.asarray(field, own.dtype).reshape(stats.vertices, columns))
+            field = np.zeros((stats.vertices, columns), kind)
+        if field.dtype.kind == "i" and (found := int(np.abs(field).max(initial=0))) > most:
+            raise SpecError(
+                f"{stats.source}: {name}: rows in {dtype} hold whole numbers up to {most:,}, found"
+                f" {found:,}; number them anew (numpy.unique(..., return_inverse=True))"
+                + ("" if dtype == "float64" else ", or use --dtype float64")
+            )
+        parts.append(np.asarray(field, kind).reshape(stats.vertices, columns))
     return dataclasses.replace(graph, x=np.concatenate(parts, 1), stats=stats), stats
 
 
