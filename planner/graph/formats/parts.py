@@ -57,6 +57,7 @@ class Parts:
     y: Array | None = None  # [N], [N, 1] or [N, C]; NaN or -1: no label
     masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
     notes: list[str] = field(default_factory=list)
+    x_path: str = ""  # the name that messages give x, if it is of another file
 
     def meta(self) -> dict[str, int]:
         """What the array `meta` says of the graph."""
@@ -333,7 +334,7 @@ def collect(parts: Parts) -> dict[str, Array]:
         if x is not None and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
             arrays["x"] = x  # stays in its file
         else:
-            pieces = [(piece,) for piece in feature_pieces(parts.path, parts.x)]
+            pieces = [(piece,) for piece in feature_pieces(parts.x_path or parts.path, parts.x)]
             (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
     return arrays
 
