@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from gnnplan.executor.modules.chain import Chain, Gap, Linear, Step
-from gnnplan.executor.modules.convolutions import Unfit
 from gnnplan.executor.modules.make import ARGUMENTS
 from gnnplan.executor.modules.parameters import Places, Where
+from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.workload import Jump, ModuleLayer
 
 

@@ -19,13 +19,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from gnnplan.executor.modules.chain import Chain, Gap, Linear, Meeting, Op, Rows, Step
 from gnnplan.executor.modules.convolutions import (
-    Unfit,
     activation_of,
     is_convolution,
     known,
     library,
 )
 from gnnplan.executor.modules.meet import are_all, elsewhere, meeting_of
+from gnnplan.executor.modules.record import Unfit
 from gnnplan.executor.modules.trace import dropout_of, place, traced
 from gnnplan.planner.gnn.workload import Residual
 

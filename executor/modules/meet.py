@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gnnplan.executor.modules.chain import Meeting, Rows, Step
-from gnnplan.executor.modules.convolutions import Unfit
+from gnnplan.executor.modules.record import Unfit
 
 
 def elsewhere(name: str) -> Unfit:

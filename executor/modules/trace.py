@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 import gnnplan
-from gnnplan.executor.modules.convolutions import Unfit, is_convolution
+from gnnplan.executor.modules.convolutions import is_convolution
+from gnnplan.executor.modules.record import Unfit
 
 OURS = str(Path(gnnplan.__file__).parent)
 MOST_LAYERS = 1000  # of a loop over a list that forward is given
