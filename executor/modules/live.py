@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import warnings
 from pathlib import Path
 
 from torch import nn
@@ -45,7 +46,9 @@ def loaded(data: bytes) -> nn.Module:
     """The module in a file of `keep`."""
     import cloudpickle
 
-    module = cloudpickle.loads(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that it imports
+        module = cloudpickle.loads(data)
     assert isinstance(module, nn.Module)
     return module
 

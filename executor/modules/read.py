@@ -175,6 +175,9 @@ def _understood(
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
     if file:
         module = module.to(dtype)
+    else:  # it stays as it is
+        with suppress(Exception):
+            module = copy.deepcopy(module).to(dtype)
     found: Converted | None = None
     with suppress(Unfit):
         found = converted(module, graph, own_widths)
