@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules import live
 from gnnplan.executor.modules.convert import Converted, converted
+from gnnplan.executor.modules.convolutions import NoChain
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
 from gnnplan.executor.modules.parameters import SUFFIX, Parameters, cast, kept
 from gnnplan.executor.modules.pieces import Pieces
@@ -179,7 +180,7 @@ def _understood(
         with suppress(Exception):
             module = copy.deepcopy(module).to(dtype)
     found: Converted | None = None
-    with suppress(Unfit):
+    with suppress(NoChain):
         found = converted(module, graph, own_widths)
     if found:
         parameters = Parameters(cast(module.state_dict(), dtype), found.places)
@@ -346,7 +347,7 @@ def _understood_again(
             again = converted(made, graph, (False, False), proves=False)
             layers = again.own["layers"]
             found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
-    except Unfit as unfit:
+    except (Unfit, NoChain) as unfit:
         raise SpecError(f"{path}: {module.name}: {unfit}; plan again") from unfit
     planned = [module.layers[0].h_in, *(layer.h_out for layer in module.layers)]
     if found_widths != planned:
