@@ -32,7 +32,6 @@ from gnnplan.planner.gnn.counted import (
     Linear,
 )
 from gnnplan.planner.gnn.model import VECTOR
-from gnnplan.planner.graph.graph import Whole
 
 # (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
 SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
@@ -331,6 +330,8 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
             f"a layer of {h_in} -> {h_out} numbers makes {list(out.shape)} of {rows} rows, and"
             f" {[rows, h_out]} are asked for; let it make rows of h_out numbers"
         )
+    if not out.requires_grad and layer.reads_whole:
+        return  # a user's module may aggregate before it multiplies
     if not out.requires_grad:
         raise Unmeasured("no parameter takes part in what it computes; give it one, in __init__")
     out.sum().backward()
@@ -364,7 +365,8 @@ def _note(
     rows, sources, edges = sizes
     block = block_of(layer, rows, sources, edges, dtype)
     x = torch.randn(sources, h_in, dtype=dtype)
-    step, moments = layer, ()
+    step: Layer = layer
+    moments: tuple[Tensor, ...] = ()
     if block.source is not None:
         step = layer.during(Drop(vertices=block.source))
         with torch.no_grad():  # what a block knows of the whole graph is found once
@@ -392,7 +394,8 @@ def _note(
             out = step.update(read, leaf[:rows], x[:rows], None, relu)
         gradient = torch.ones_like(out)
         with notes.during("update backward"):
-            out.backward(gradient)  # type: ignore[no-untyped-call]
+            if out.requires_grad:
+                out.backward(gradient)  # type: ignore[no-untyped-call]
         with notes.during("gather backward"):
             if read.grad is not None:
                 gathered.backward(read.grad)  # type: ignore[no-untyped-call]
@@ -416,8 +419,7 @@ def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dty
     block = Block(indptr, indices, sources)
     if layer.reads_whole:
         nobody = np.full(sources - rows, edges)
-        fields = layer.fields_of(edges)
-        block.whole = Whole(np.concatenate([indptr, nobody]), indices, fields, layer.loops)
+        block.whole = layer.on(np.concatenate([indptr, nobody]), indices)
         block.source = torch.arange(sources)
     weighted = layer.edges in ("gcn", "mean")
     return block.mean(dtype) if weighted else block

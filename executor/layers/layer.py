@@ -20,17 +20,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import (
     Block,
     FeatureRows,
-    Rows,
     SparseRows,
     aggregate,
     dropout,
 )
+from gnnplan.planner.graph.graph import Whole
 
 EDGES = ("gcn", "mean", "one", "loop")
 
@@ -49,10 +50,19 @@ class Drop:
     first: int = 0  # column of the model's row that they begin with
     training: bool = True
 
-    def __call__(self, rows: Rows) -> Rows:
+    @overload
+    def __call__(self, rows: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, rows: SparseRows) -> SparseRows: ...
+    @overload
+    def __call__(self, rows: FeatureRows) -> FeatureRows: ...
+    def __call__(self, rows: FeatureRows) -> FeatureRows:
         if self.p == 0.0:
             return rows
-        return dropout(rows, self.seed, self.epoch, self.layer, self.vertices, self.p, self.first)
+        numbers = self.seed, self.epoch, self.layer, self.vertices, self.p, self.first
+        if isinstance(rows, Tensor):
+            return dropout(rows, *numbers)
+        return dropout(rows, *numbers)
 
 
 keep = Drop(training=False)  # drops nothing
@@ -115,6 +125,10 @@ class Layer(nn.Module):
             return self.project(rows)
         assert isinstance(rows, Tensor)  # sparse rows are multiplied first
         return rows
+
+    def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
+        """A graph of these edges, with some numbers for the fields that the layer reads."""
+        return Whole(indptr, indices)
 
     def during(self, drop: Drop) -> Layer:
         """The layer in one step. A user's module, which drops anywhere, draws as `drop` says."""

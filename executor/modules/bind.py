@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.vocabulary.files import suggest
 
 # Names of parameters for what every graph has, as PyG, DGL and their examples call them.
-FEATURES = ("x", "feat", "feats", "features", "h", "inputs", "input", "in_feat", "in_feats", "nfeat",
-            "node_features", "node_feats", "node_feat", "n_feats", "X")  # fmt: skip
+FEATURES = (
+    *("x", "X", "h", "feat", "feats", "features", "input", "inputs", "in_feat", "in_feats"),
+    *("nfeat", "n_feat", "node_feat", "node_feats", "node_features"),
+)
 EDGES = ("edge_index", "edges", "adj", "adj_t", "edge_idx")
 GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
 DATA = ("data", "batch", "graph")
@@ -63,8 +64,8 @@ def uses_dgl(module: nn.Module) -> bool:
             if base.__module__.startswith("dgl."):
                 return True
     code = getattr(type(module).forward, "__globals__", {})
-    return any(getattr(value, "__name__", "").startswith("dgl") for value in code.values()
-               if inspect.ismodule(value))  # fmt: skip
+    used = [each.__name__ for each in code.values() if inspect.ismodule(each)]
+    return any(name.startswith("dgl") for name in used)
 
 
 def convolutions_of(module: nn.Module) -> int:
@@ -109,10 +110,10 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
 
 def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
     """Parameters of forward, and whether each is needed. Raises Unfit."""
-    own = getattr(module, "signature", None)
+    own: Any = getattr(module, "signature", None)
     if hasattr(own, "param_dict"):  # PyG's Sequential
         return [(name, True) for name in own.param_dict]
-    found = []
+    found: list[tuple[str, bool]] = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             if not found and parameter.kind == parameter.VAR_POSITIONAL:
@@ -120,6 +121,3 @@ def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
             continue
         found.append((name, parameter.default is parameter.empty))
     return found
-
-
-_ = (torch, Tensor)

@@ -2,8 +2,7 @@
 
 Each is told by the name of its library and its class, so neither library is imported here. `known`
 gives a convolution's kind (Workload.model), its widths, and where our layer has its parameters.
-What a convolution may do beyond our layer has one allowed value in `_ONLY`; another value is
-refused by name."""
+What it may do beyond our layer is not looked at: convert.py proves that ours computes the same."""
 
 from __future__ import annotations
 
@@ -15,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnnplan.executor.modules.parameters import Where
-from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.workload import Residual
+
+
+class NoChain(Exception):
+    """The module is no chain of our layers; it is run as it is written."""
 
 
 @dataclass(frozen=True)
@@ -43,45 +45,6 @@ class Convolution:
     by_in_degree: bool = False
 
 
-# Attributes of a convolution, by library and class, and the value that our layer has.
-_ONLY: dict[tuple[str, str], dict[str, Any]] = {
-    ("torch_geometric", "GCNConv"): {"improved": False, "add_self_loops": True, "normalize": True},
-    ("torch_geometric", "SAGEConv"): {
-        "aggr": "mean",
-        "normalize": False,
-        "root_weight": True,
-        "project": False,
-    },
-    ("torch_geometric", "GATConv"): {
-        "add_self_loops": True,
-        "dropout": 0.0,
-        "edge_dim": None,
-        "negative_slope": 0.2,
-    },
-    ("torch_geometric", "GATv2Conv"): {
-        "add_self_loops": True,
-        "dropout": 0.0,
-        "edge_dim": None,
-        "negative_slope": 0.2,
-        "share_weights": False,
-    },
-    ("torch_geometric", "GCN2Conv"): {"add_self_loops": True, "normalize": True, "weight2": None},
-    ("torch_geometric", "SGConv"): {"add_self_loops": True},
-    ("torch_geometric", "GINConv"): {"aggr": "add"},
-    ("dgl", "GraphConv"): {"_norm": "both"},
-    ("dgl", "SAGEConv"): {"_aggre_type": "mean", "norm": None},
-    ("dgl", "GATConv"): {"attn_drop.p": 0.0, "leaky_relu.negative_slope": 0.2},
-    ("dgl", "GATv2Conv"): {
-        "attn_drop.p": 0.0,
-        "leaky_relu.negative_slope": 0.2,
-        "share_weights": False,
-    },
-    ("dgl", "GCN2Conv"): {"_project_initial_features": True, "_bias": False},
-    ("dgl", "SGConv"): {"norm": None},
-    ("dgl", "GINConv"): {"_aggregator_type": "sum"},
-}
-
-
 def library(module: nn.Module) -> str:
     """The package that a module's class is from, or the nearest of its base classes that is."""
     for base in type(module).__mro__:
@@ -100,19 +63,10 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def known(conv: nn.Module) -> Convolution:
-    """A convolution in our terms. Raises Unfit."""
+    """A convolution in our terms. Raises NoChain."""
     key = (library(conv), type(conv).__name__)
     if key not in _READ or type(conv).__module__.partition(".")[0] != key[0]:
-        names = ", ".join(name for of, name in _READ if of == key[0])
-        raise Unfit(f"{key[1]} is not known here; of {key[0]} use one of {names}")
-    sums = {"aggr": "add", "flow": "source_to_target"} if key[0] == "torch_geometric" else {}
-    for path, only in (sums | _ONLY[key]).items():
-        value: Any = conv
-        for name in path.split("."):
-            value = getattr(value, name)
-        if value != only and (value, only) != ("sum", "add"):  # two words of PyG for one thing
-            shown = value if isinstance(value, (int, float, str, bool)) else type(value).__name__
-            raise Unfit(f"{key[1]} has {path}={shown}, and our layer has {path}={only}; use that")
+        raise NoChain
     return _READ[key](conv)
 
 
@@ -120,24 +74,18 @@ def _plain(conv: Any) -> tuple[int, int]:
     """(in_channels, out_channels) of a PyG convolution."""
     width = conv.in_channels
     if not isinstance(width, int) or width < 1:
-        raise Unfit(
-            f"{type(conv).__name__} has in_channels={width}; give the number of columns, which"
-            " plans need before any data is seen"
-        )
+        raise NoChain
     return width, conv.out_channels
 
 
 def _needs_bias(conv: nn.Module, bias: object) -> None:
     if bias is None:
-        raise Unfit(f"{type(conv).__name__} has bias=False, and our layer has one; use bias=True")
+        raise NoChain
 
 
 def _one_output(conv: Any) -> None:
     if not conv.concat and conv.heads > 1:
-        raise Unfit(
-            f"{type(conv).__name__} averages its heads (heads: {conv.heads}, concat=False), and our"
-            " heads lie side by side; use heads=1, or concat=True"
-        )
+        raise NoChain
 
 
 def _pyg_gcn(conv: Any) -> Convolution:
@@ -221,20 +169,14 @@ def _dgl_gatv2(conv: Any) -> Convolution:
 def _gin(conv: Any, inner: str, activation: object = None) -> Convolution:
     """GINConv of either library; `inner` is its attribute with the perceptron."""
     if isinstance(conv.eps, nn.Parameter) or float(conv.eps):
-        raise Unfit("GINConv has an epsilon that is trained or not 0, and ours is 0; use eps=0")
+        raise NoChain
     parts = list(getattr(conv, inner).children()) if getattr(conv, inner) is not None else []
     kinds = [type(part) for part in parts]
     if kinds != [nn.Linear, nn.ReLU, nn.Linear] or any(part.bias is None for part in parts[::2]):
-        raise Unfit(
-            "GINConv has another network than ours; use"
-            " torch.nn.Sequential(Linear(a, b), ReLU(), Linear(b, c))"
-        )
+        raise NoChain
     first, _, last = parts
     if first.out_features != last.in_features:
-        raise Unfit(
-            f"GINConv's second Linear reads rows of {last.in_features} numbers, and the first"
-            f" writes {first.out_features}; make the two equal"
-        )
+        raise NoChain
     weights: dict[str, Where] = {
         f"{inner}.0.weight": Where("weight"),
         f"{inner}.0.bias": Where("bias"),
@@ -293,7 +235,7 @@ def _pyg_sgc(conv: Any) -> Convolution:
 
 def _dgl_gcn(conv: Any) -> Convolution:
     if conv.weight is None:
-        raise Unfit("GraphConv has weight=False, and our layer has a matrix; use weight=True")
+        raise NoChain
     weights: dict[str, Where] = {"weight": Where("weight", "transposed")}
     if conv.bias is not None:
         weights["bias"] = Where("bias")
@@ -400,7 +342,7 @@ _READ: dict[tuple[str, str], Callable[[Any], Convolution]] = {
 
 
 def activation_of(function: object) -> str:
-    """'' for none and 'relu'. Raises Unfit on another."""
+    """'' for none and 'relu'. Raises NoChain on another."""
     if function is None:
         return ""
     if (
@@ -409,5 +351,4 @@ def activation_of(function: object) -> str:
         or (getattr(function, "__name__", "") == "relu")
     ):
         return "relu"
-    name = getattr(function, "__name__", type(function).__name__)
-    raise Unfit(f"{name} is no activation of our layers; use ReLU")
+    raise NoChain

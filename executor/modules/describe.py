@@ -10,51 +10,40 @@ from typing import Any
 from torch import nn
 
 from gnnplan.executor.modules.chain import Chain, Gap, Linear, Step
-from gnnplan.executor.modules.convolutions import Unfit
-from gnnplan.executor.modules.make import ARGUMENTS
+from gnnplan.executor.modules.convolutions import NoChain
 from gnnplan.executor.modules.parameters import Places, Where
 from gnnplan.planner.gnn.workload import Jump, ModuleLayer
 
 
 def described(chain: Chain, features: int, classes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The chain as fields of a Workload and of a Module. Raises Unfit."""
+    """The chain as fields of a Workload and of a Module. Raises NoChain."""
     steps = chain.steps
     kinds = list(dict.fromkeys(step.convolution.kind for step in steps))
     if len(kinds) > 1:
-        raise Unfit(
-            f"its convolutions are of several kinds ({', '.join(kinds)}), and our models have one;"
-            f" use {kinds[0]} throughout"
-        )
+        raise NoChain
     kind = kinds[0]
-    _must_fit_graph(chain, features, classes)
+    if widths(chain) != (features, classes):
+        raise NoChain
     _must_be_whole(chain, kind)
     gaps = [step.gap for step in steps]
     if steps[0].residual and not steps[0].residual.linear:
-        raise Unfit(
-            f"the features themselves are added to the rows of {steps[0].name}, and our first layer"
-            " adds a product of them; use a Linear of the features"
-        )
+        raise NoChain
     for step, after in pairwise(steps):
         if after.gap.relu and step.residual and step.residual.after_relu:
-            raise Unfit(
-                f"ReLU before the sum after {step.name} and after it, and our layers have one;"
-                " leave one out"
-            )
+            raise NoChain
     relus = {
         after.gap.relu or bool(step.residual and step.residual.after_relu)
         for step, after in pairwise(steps)
     }
     last = steps[-1].residual
     if last and last.after_relu:
-        raise Unfit(
-            f"ReLU after {steps[-1].name}, and our last layer puts out logits; leave it out"
-        )
+        raise NoChain
     if len(relus) > 1:
-        raise Unfit("there is ReLU after some convolutions and not after others; use it after all")
+        raise NoChain
     layers = _sgc(steps) if kind == "sgc" else [_layer(step) for step in steps]
     norms = {gap.norm for gap in gaps} - {"none"}
     if len(norms) > 1:
-        raise Unfit("it has batch norms and layer norms, and our models have one kind; use one")
+        raise NoChain
     fields: dict[str, Any] = {
         "model": kind,
         "layers": len(layers),
@@ -93,26 +82,12 @@ def _layer(step: Step) -> ModuleLayer:
     )
 
 
-def widths(chain: Chain) -> tuple[tuple[str, int], tuple[str, int]]:
-    """Who reads the features and who writes the logits, with how many columns."""
+def widths(chain: Chain) -> tuple[int, int]:
+    """Columns of the features, and of the logits."""
     first, last = chain.encoder or chain.steps[0], chain.decoder or chain.steps[-1]
     reads = first.h_in if isinstance(first, Linear) else first.convolution.h_in
     writes = last.h_out if isinstance(last, Linear) else last.convolution.h_out
-    return (first.name, reads), (last.name, writes)
-
-
-def _must_fit_graph(chain: Chain, features: int, classes: int) -> None:
-    (reader, reads), (writer, writes) = widths(chain)
-    if reads != features:
-        raise Unfit(
-            f"{reader} reads rows of {reads} numbers, and the graph has {features} features; make"
-            f" the two equal, by a parameter named {ARGUMENTS['features'][1]} for instance"
-        )
-    if writes != classes:
-        raise Unfit(
-            f"{writer} writes rows of {writes} numbers, and the graph has {classes} classes; make"
-            f" the two equal, by a parameter named {ARGUMENTS['classes'][1]} for instance"
-        )
+    return reads, writes
 
 
 def _must_be_whole(chain: Chain, kind: str) -> None:
@@ -120,37 +95,27 @@ def _must_be_whole(chain: Chain, kind: str) -> None:
     if kind != "gcnii":
         linear = chain.encoder or (None if chain.meeting else chain.decoder)
         if linear:
-            where = "before the first" if chain.encoder else "after the last"
-            raise Unfit(
-                f"{linear.name} is a Linear {where} convolution, which models of {kind} have not;"
-                " let the convolutions read the features and write the classes, or use GCN2Conv"
-            )
+            raise NoChain
         if chain.steps[0].gap.relu or chain.steps[0].gap.norm != "none":
-            raise Unfit(
-                f"the features go through ReLU or a norm before {chain.steps[0].name}; do that to"
-                " the graph's features beforehand"
-            )
+            raise NoChain
         return
     if not (chain.encoder and chain.decoder):
-        raise Unfit("GCN2Conv stands between two Linears here; add the one that is missing")
+        raise NoChain
     if not all(step.gap.relu for step in chain.steps) or not chain.decoder.gap.relu:
-        raise Unfit("GCN2Conv and the Linear before it end in ReLU here; add it after each")
+        raise NoChain
     ends = {bool(chain.encoder.gap.p), bool(chain.decoder.gap.p)}
     if _dropout(chain) and ends != {True}:
-        raise Unfit("there is dropout before some layers and not before both Linears; add it there")
+        raise NoChain
 
 
 def _dropout(chain: Chain) -> float:
-    """The one p of all dropouts. Raises Unfit."""
+    """The one p of all dropouts. Raises NoChain."""
     ends = [linear.gap for linear in (chain.encoder, chain.decoder) if linear]
     found = {gap.p for gap in [*(step.gap for step in chain.steps), *ends] if gap.p}
     if chain.meeting and chain.meeting.p:
         found.add(chain.meeting.p)
     if len(found) > 1:
-        raise Unfit(
-            f"it has dropouts of {', '.join(f'{p:g}' for p in sorted(found))}, and our models have"
-            " one p; use one"
-        )
+        raise NoChain
     return found.pop() if found else 0.0
 
 
@@ -158,9 +123,7 @@ def _sgc(steps: Iterable[Step]) -> list[ModuleLayer]:
     """One SGConv of K hops as K layers."""
     first, *others = steps
     if others:
-        raise Unfit(
-            f"{others[0].name} is a second SGConv, and our SGC is one; raise K, or use GCNConv"
-        )
+        raise NoChain
     conv = first.convolution
     layers = [
         ModuleLayer(
@@ -175,16 +138,12 @@ def _sgc(steps: Iterable[Step]) -> list[ModuleLayer]:
 
 
 def _gcnii(steps: Iterable[Step]) -> dict[str, float]:
-    """alpha, and theta of beta_l = log(theta / l + 1). Raises Unfit if layers differ in them."""
+    """alpha, and theta of beta_l = log(theta / l + 1). Raises NoChain if layers differ in them."""
     convolutions = [step.convolution for step in steps]
     alpha, theta = convolutions[0].alpha, float(f"{math.expm1(convolutions[0].beta):.12g}")
     for number, conv in enumerate(convolutions, 1):
         if conv.alpha != alpha or not math.isclose(conv.beta, math.log(theta / number + 1)):
-            raise Unfit(
-                f"GCN2Conv {number} has alpha {conv.alpha:g} and beta {conv.beta:g}, and the first"
-                f" one says alpha {alpha:g} and beta {math.log(theta / number + 1):g}; give all the"
-                " same alpha and theta, and number layers from 1"
-            )
+            raise NoChain
     return {"alpha": alpha, "theta": theta}
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, is_edge_set
 
+CPU = torch.device("cpu")
 Values = dict[Node, Any]
 Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
 
@@ -26,7 +27,7 @@ class Place:
     vertices: int
     draw: Draw
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def run(self, nodes: Iterable[Node], values: Values) -> None:
         """Add to `values` those of nodes, in their order."""
@@ -56,7 +57,9 @@ class Place:
         if node.changes is not None:
             # what is changed in place may be what another piece, or another test, was given
             args = (args[0].clone(), *args[1:])
-        function = self.modules[node.call.path] if isinstance(node.call, Opaque) else node.call
+        function: Any = node.call
+        if isinstance(node.call, Opaque):
+            function = self.modules[node.call.path]
         with torch.set_grad_enabled(node.learns and torch.is_grad_enabled()):
             result = function(*args, **kwargs)
         return args[0] if result is None else result

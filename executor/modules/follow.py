@@ -14,75 +14,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
-from torch.nn import functional as F
-from torch.nn.utils.parametrize import is_parametrized
 
 from gnnplan.executor.modules.chain import Chain, Gap, Linear, Meeting, Op, Rows, Step
 from gnnplan.executor.modules.convolutions import (
-    Unfit,
+    NoChain,
     activation_of,
     is_convolution,
     known,
     library,
 )
-from gnnplan.executor.modules.meet import are_all, elsewhere, meeting_of
-from gnnplan.executor.modules.trace import dropout_of, place, traced
+from gnnplan.executor.modules.meet import are_all, meeting_of
+from gnnplan.executor.modules.trace import dropout_of, traced
 from gnnplan.planner.gnn.workload import Residual
-
-# of a torch module, by the names that it keeps them under
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def follow(module: nn.Module) -> Chain:
-    """The module's forward as a chain of layers.
+    """The module's forward, in training, as a chain of layers: a guess, which convert.py proves.
 
-    Raises Unfit, with the line of the file where something does not fit."""
+    Raises NoChain, and whatever forward raises on a stand-in for rows."""
     module.train()
-    graph = traced(module)
-    module.eval()
-    for node in traced(module).nodes:
-        if node.target is F.dropout and dropout_of(node)[1]:
-            raise Unfit(
-                f"{place(node)}F.dropout drops in evaluation too, unless it is told; write"
-                " training=self.training"
-            )
-    module.train()
-    chain = _Walk(module).walk(graph)
-    _must_be_plain(module)
-    return chain
-
-
-def _must_be_plain(module: nn.Module) -> None:
-    """Raise Unfit if a part does something that neither its parameters nor `forward` show.
-
-    A strategy trains layers of ours with these parameters, all of them, each for itself."""
-    owners: dict[int, str] = {}
-    for name, part in module.named_modules():
-        what = name or "the module itself"
-        if is_parametrized(part):
-            raise Unfit(
-                f"{what} has a parametrization, which our layers have not; remove it"
-                " (torch.nn.utils.parametrize.remove_parametrizations)"
-            )
-        if any(getattr(part, hooks, None) for hooks in HOOKS):
-            raise Unfit(f"{what} has a hook, which no layer of ours calls; remove it")
-        for own, parameter in part.named_parameters(prefix=name, recurse=False):
-            if not parameter.requires_grad:
-                raise Unfit(
-                    f"{own} is frozen (requires_grad=False), and all parameters are trained here;"
-                    " let it learn"
-                )
-            if getattr(parameter, "_backward_hooks", None):
-                raise Unfit(f"{own} has a hook, which no layer of ours calls; remove it")
-            other = owners.setdefault(id(parameter), own)
-            if other != own:
-                raise Unfit(
-                    f"{own} is {other} too, and our layers share no weights; give each its own"
-                )
-
-
-class _Placed(Unfit):
-    """An Unfit that names its line."""
+    return _Walk(module).walk(traced(module))
 
 
 @dataclass(frozen=True)
@@ -91,7 +42,6 @@ class _Meet:
 
     of: str  # 'sum' or 'cat'
     terms: tuple[Rows, ...]
-    unfit: _Placed  # what is said where a convolution reads it
 
 
 @dataclass(frozen=True)
@@ -127,19 +77,14 @@ class _Walk:
 
     def walk(self, graph: fx.Graph) -> Chain:
         for node in graph.nodes:
-            try:
-                if node.op == "output":
-                    return self.finish(node.args[0])
-                if not node.meta["learns"]:
-                    raise Unfit("no gradient is recorded here (torch.no_grad); leave that out")
-                self.values[node] = self.value(node)
-                first = node.args[0] if node.args else None
-                if isinstance(first, fx.Node) and self.in_place(node):
-                    self.values[first] = self.values[node]
-            except _Placed:
-                raise
-            except Unfit as unfit:
-                raise Unfit(f"{place(node)}{unfit}") from unfit
+            if node.op == "output":
+                return self.finish(node.args[0])
+            if not node.meta["learns"]:
+                raise NoChain
+            self.values[node] = self.value(node)
+            first = node.args[0] if node.args else None
+            if isinstance(first, fx.Node) and self.in_place(node):
+                self.values[first] = self.values[node]
         raise AssertionError("a graph ends with its output")
 
     def in_place(self, node: fx.Node) -> bool:
@@ -159,12 +104,12 @@ class _Walk:
         if node.op == "call_module":
             return self.call_module(node)
         if node.op == "get_attr":
-            raise Unfit(f"{node.target} is a parameter of the module itself; put it into a layer")
+            raise NoChain
         target = node.target
         first = node.args[0] if node.args else node.kwargs.get("input")
         if isinstance(first, fx.Node) and isinstance(self.values[first], _Input):
             if target is operator.getitem and not isinstance(node.args[1], (int, str)):
-                raise Unfit("a part of what forward is given; give convolutions all edges")
+                raise NoChain
             if target in (getattr, operator.getitem):
                 return _Input()
             if node.op == "call_method" and target == "local_var":  # of a DGL graph
@@ -172,9 +117,7 @@ class _Walk:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if name in ("cat", "concat", "concatenate"):
             given = (*node.args[1:], node.kwargs.get("dim", node.kwargs.get("axis", 0)))
-            return self.beside(node, name, given[0])
-        if name in ("stack", "hstack"):
-            raise elsewhere(name)
+            return self.beside(node, given[0])
         if name in ("add", "iadd", "add_"):
             return self.added(node)
         rows = self.rows(first, str(node.name))
@@ -187,10 +130,7 @@ class _Walk:
             return self.then(rows, Op("softmax"))
         if name in ("flatten", "mean", "squeeze", "view", "reshape") and rows.heads:
             return self.joined(rows, name, node)
-        raise Unfit(
-            f"{name} of rows is nothing that our layers do; between convolutions use a norm, ReLU"
-            " and dropout"
-        )
+        raise NoChain
 
     def rows(self, argument: object, what: str) -> Rows:
         """The rows that an argument is; what forward was given counts as features."""
@@ -199,7 +139,7 @@ class _Walk:
             return value
         if isinstance(value, _Input):
             return Rows("", None)
-        raise Unfit(f"{what} takes no rows; give it the rows of the layer before")
+        raise NoChain
 
     def then(self, rows: Rows, op: Op) -> Rows:
         return replace(rows, ops=(*rows.ops, op))
@@ -207,10 +147,7 @@ class _Walk:
     def joined(self, rows: Rows, name: str, node: fx.Node) -> Rows:
         """Rows [N, heads, width] as [N, heads width]; a mean is over one head."""
         if name in ("mean", "squeeze") and rows.heads > 1:
-            raise Unfit(
-                f"{name} over {rows.heads} heads: our heads lie side by side; use .flatten(1), or"
-                " one head"
-            )
+            raise NoChain
         sizes = node.args[1:]
         fitting: dict[str, list[Any]] = {
             "view": [(-1, rows.width)],
@@ -219,23 +156,20 @@ class _Walk:
         }
         fitting |= {"reshape": fitting["view"], "flatten": [(1,)]}
         if tuple(sizes) not in fitting[name]:
-            raise Unfit(
-                f"{name}{sizes} of rows [N, {rows.heads}, ..] does not put heads side by side;"
-                " write .flatten(1)"
-            )
+            raise NoChain
         return replace(rows, heads=0)
 
-    def beside(self, node: fx.Node, name: str, dim: object) -> Rows:
+    def beside(self, node: fx.Node, dim: object) -> Rows:
         """Rows side by side, which a Linear at the end may read."""
         given: Any = node.args[0] if node.args else ()
         given = given if isinstance(given, (list, tuple)) else ()
         terms = [self.values.get(term) for term in given]
         if dim not in (1, -1) or not terms:
-            raise elsewhere(name)
-        return self.met("cat", node, terms, elsewhere(name))
+            raise NoChain
+        return self.met("cat", node, terms)
 
-    def met(self, of: str, node: fx.Node, terms: list[Any], unfit: Unfit) -> Rows:
-        """Rows that meet and are no residual. Raises `unfit` if they are not all of layers."""
+    def met(self, of: str, node: fx.Node, terms: list[Any]) -> Rows:
+        """Rows that meet and are no residual."""
         found: list[Rows] = []
         for term in terms:
             inner = self.meets.get(term.source) if isinstance(term, Rows) else None
@@ -244,8 +178,8 @@ class _Walk:
             elif isinstance(term, Rows) and term.source in self.layer_of and not term.heads:
                 found.append(term)
             else:
-                raise unfit
-        self.meets[node.name] = _Meet(of, tuple(found), _Placed(f"{place(node)}{unfit}"))
+                raise NoChain
+        self.meets[node.name] = _Meet(of, tuple(found))
         widths = [term.width or 0 for term in found]
         return Rows(node.name, sum(widths) if of == "cat" else widths[0])
 
@@ -258,11 +192,11 @@ class _Walk:
         try:
             step = self.steps[-1] if self.steps else None
             rows = self.residual(node)
-        except Unfit as unfit:
-            return self.met("sum", node, [] if numbers or node.kwargs else terms, unfit)
+        except NoChain:
+            return self.met("sum", node, [] if numbers or node.kwargs else terms)
         assert step is not None
-        with suppress(Unfit):
-            self.met("sum", node, terms, Unfit(""))
+        with suppress(NoChain):
+            self.met("sum", node, terms)
             self.skip = _Skip(node.name, step, self.meets.pop(node.name))
         self.layer_of[node.name] = self.layer_of.pop(step.name)
         return rows
@@ -272,35 +206,26 @@ class _Walk:
         terms = [self.values.get(term) for term in node.args if isinstance(term, fx.Node)]
         found = [term for term in terms if isinstance(term, Rows) and term.source == self.head]
         if not self.steps or len(terms) != 2 or node.kwargs or len(found) != 1:
-            raise Unfit(
-                f"rows meet here that are not a layer's output and its inputs ({node.name}); add to"
-                " the rows of a convolution those that it reads, or a Linear of them"
-            )
+            raise NoChain
         out, step, name = found[0], self.steps[-1], self.steps[-1].name
         other = terms[1] if terms[0] is out else terms[0]
         own = Rows("", None) if isinstance(other, _Input) else other
         assert own is not None
         if step.residual or out.source != name:
-            raise Unfit(f"a second sum after {name}, and our layers have one; leave one out")
+            raise NoChain
         if any(op.name != "relu" for op in out.ops) or out.heads:
-            what = "rows of several heads (.flatten(1))" if out.heads else out.ops[0].name
-            raise Unfit(f"{what} between {name} and its sum; put that after the sum")
+            raise NoChain
         skip = ""
         if own.source in self.linears and own.source != step.reads.source:
             linear, reads = self.linears[own.source]
             if own.ops:
-                raise Unfit(f"{own.ops[0].name} between {own.source} and its sum; leave it out")
+                raise NoChain
             skip, own = own.source, reads
         inputs = () if step.gap.norm != "none" or not step.gap.relu else (Op("relu"),)
         if own.source != step.reads.source or own.ops not in (step.reads.ops, inputs):
-            raise Unfit(
-                f"{skip or 'the sum'} takes other rows than {name} reads; give it these, before or"
-                " after their norm, ReLU and dropout"
-            )
+            raise NoChain
         if step.convolution.kind in ("gcnii", "sgc"):
-            raise Unfit(f"{name} is of a kind without residuals; leave the sum out")
-        width = linear.out_features if skip else own.width
-        _must_fit(width, step.convolution.h_out, f"the sum after {name}")
+            raise NoChain
         residual = Residual(
             of="prepared" if own.ops == step.reads.ops else "inputs",
             linear=bool(skip),
@@ -333,27 +258,19 @@ class _Walk:
             return self.linear(rows, name, module)
         if "Norm" in type(module).__name__:
             self.once(module, name)
-            inner, at = norm_in(module, name)
-            width = inner.num_features if isinstance(inner, nn.BatchNorm1d) else None
-            if isinstance(inner, nn.LayerNorm):
-                width = int(inner.normalized_shape[-1])
-            _must_fit(rows.width, width, name)
+            at = norm_in(module, name)
             return self.then(rows, Op("norm", at))
-        raise Unfit(
-            f"{name} is a {type(module).__name__}, which is none of our layers; between"
-            " convolutions use BatchNorm1d, LayerNorm, ReLU and Dropout"
-        )
+        raise NoChain
 
     def once(self, module: nn.Module, name: str) -> None:
         if id(module) in self.used:
-            raise Unfit(f"{name} is used twice, and our layers share no weights; make two of it")
+            raise NoChain
         self.used.add(id(module))
 
     def linear(self, rows: Rows, name: str, module: nn.Linear) -> Rows:
         self.once(module, name)
         if rows.heads:
-            raise Unfit(f"{name} reads rows of several heads; write .flatten(1) before it")
-        _must_fit(rows.width, module.in_features, name)
+            raise NoChain
         self.linears[name] = module, rows
         return Rows(name, module.out_features)
 
@@ -361,9 +278,9 @@ class _Walk:
         """A Linear as encoder or decoder."""
         module, rows = self.linears[name]
         if module.bias is None:
-            raise Unfit(f"{name} is a Linear without bias, and ours have one; use bias=True")
+            raise NoChain
         if not self.steps and rows.source:
-            raise Unfit(f"{name} is a second Linear before the first convolution; use one")
+            raise NoChain
         return Linear(name, module.in_features, module.out_features, self.gap(rows, name))
 
     def convolve(self, node: fx.Node, name: str, module: nn.Module) -> Rows:
@@ -375,27 +292,18 @@ class _Walk:
         allowed = 3 if conv.kind == "gcnii" else 2
         given = [key for key, value in node.kwargs.items() if value is not None]
         if len(arguments) != allowed or given:
-            raise Unfit(
-                f"{name} is called with {len(arguments)} values"
-                f"{''.join(f', {key}' for key in given)}; give it rows and edges"
-                f"{' and the initial rows' if allowed == 3 else ''} alone: our graphs have no"
-                " weights on edges"
-            )
+            raise NoChain
         rows = self.rows(arguments[0], name)
         if rows.heads:
-            raise Unfit(f"{name} reads rows of several heads; write .flatten(1) before it")
+            raise NoChain
         if not self.steps and rows.source in self.linears:
             self.encoder, self.head = self.end(rows.source), rows.source
         if self.skip and rows.source == self.skip.without.name:
             self.take_back(self.skip)
         if rows.source in self.meets:
-            raise self.meets[rows.source].unfit
+            raise NoChain
         if rows.source != self.head:
-            raise Unfit(
-                f"{name} reads rows of {rows.source or 'the features'}, not of"
-                f" {self.head or 'the features'}; layers stand one behind the other here"
-            )
-        _must_fit(rows.width, conv.h_in, name)
+            raise NoChain
         if conv.kind == "gcnii":
             self.reads_initial(arguments[1 if library(module) != "dgl" else 2], name)
         if conv.drops:
@@ -410,53 +318,43 @@ class _Walk:
         initial = self.rows(argument, name)
         first = self.encoder
         if not first or initial != Rows(first.name, first.h_out, (Op("relu"),)):
-            raise Unfit(
-                f"{name} mixes in other rows than ReLU of the first Linear; write x = x0 ="
-                " lin(x).relu() before the convolutions"
-            )
+            raise NoChain
 
     def gap(self, rows: Rows, reader: str) -> Gap:
         """What happens to the rows before their reader."""
         norms = [op for op in rows.ops if op.name == "norm"]
         drops = [op for op in rows.ops if op.name == "drop"]
         if any(op.name == "softmax" for op in rows.ops):
-            raise Unfit(f"{reader} reads a softmax; put it at the end of the model")
+            raise NoChain
         if len(norms) > 1 or len(drops) > 1:
-            what = "norms" if len(norms) > 1 else "dropouts"
-            raise Unfit(f"two {what} before {reader}, and our layers have one; leave one out")
+            raise NoChain
         relu = any(op.name == "relu" for op in rows.ops)
         if not norms:
             return Gap("none", "", relu, drops[0].p if drops else 0.0)
         if rows.ops[0].name != "norm" or not relu:
-            raise Unfit(
-                f"before {reader} our layers do norm, ReLU, dropout in this order, not"
-                f" {', '.join(op.name for op in rows.ops)}; reorder them"
-            )
+            raise NoChain
         module = self.modules[norms[0].module]
         kind = "batch" if isinstance(module, nn.BatchNorm1d) else "layer"
         return Gap(kind, norms[0].module, relu, drops[0].p if drops else 0.0)
 
     def finish(self, output: object) -> Chain:
         if not isinstance(output, fx.Node):
-            raise Unfit("forward returns several values; return the logits alone")
+            raise NoChain
         rows = self.rows(output, "the output")
         if not self.steps:
-            raise Unfit("no convolution of torch_geometric.nn or dgl.nn is called; use one")
+            raise NoChain
         decoder, meeting = None, self.meeting(rows)
         if meeting:
             decoder = self.end(rows.source) if rows.source in self.linears else None
         elif rows.source in self.linears and self.linears[rows.source][1].source == self.head:
             decoder = self.end(rows.source)
         elif rows.source != self.head:
-            raise Unfit(f"the output is not that of {self.steps[-1].name}; return its rows")
+            raise NoChain
         if rows.heads > 1:
-            raise Unfit("the output has several heads; use one in the last layer")
+            raise NoChain
         ops = [op.name for op in rows.ops]
         if any(name != "softmax" for name in ops):
-            raise Unfit(
-                f"the output is {ops[0]} of the last layer, and our last layer puts out logits;"
-                " return these"
-            )
+            raise NoChain
         return Chain(tuple(self.steps), self.encoder, decoder, meeting)
 
     # -- rows of all layers that meet at the end -------------------------------------------------
@@ -483,19 +381,12 @@ class _Walk:
             terms = (part for term in met.terms for part in parts.get(term.source, (term,)))
             met = replace(met, terms=tuple(terms))
         if not self.are_all(met.terms):
-            raise met.unfit
+            raise NoChain
         if met.of == "cat" and not linear:
-            raise Unfit("rows side by side are the output; let a Linear read them")
+            raise NoChain
         if linear and rows.ops:
-            raise Unfit(
-                f"{rows.ops[0].name} between the rows of all layers and {output.source}; do that to"
-                " each layer's rows before they meet"
-            )
-        try:
-            return meeting_of(met.of, met.terms, self.layer_of, self.steps)
-        except Unfit as unfit:
-            # two layers' rows look like a residual too
-            raise met.unfit if met.of == "sum" and len(self.steps) == 2 else unfit from unfit
+            raise NoChain
+        return meeting_of(met.of, met.terms, self.layer_of, self.steps)
 
     def are_all(self, terms: tuple[Rows, ...]) -> bool:
         """Whether these are the rows of every layer, before the last one's residual if any."""
@@ -504,35 +395,11 @@ class _Walk:
         return are_all(terms, layer_of, len(self.steps))
 
 
-def norm_in(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """torch's norm in a norm of the user's, and its name. Raises Unfit."""
+def norm_in(module: nn.Module, name: str) -> str:
+    """The name of torch's norm in a norm of the user's. Raises NoChain."""
     inner: Any = getattr(module, "module", None)  # PyG's BatchNorm is a wrapper
     if isinstance(inner, nn.BatchNorm1d):
         module, name = inner, f"{name}.module"
-    wanted = {"eps": 1e-5}
-    if isinstance(module, nn.BatchNorm1d):
-        wanted |= {"momentum": 0.1, "affine": True, "track_running_stats": True}
-    elif isinstance(module, nn.LayerNorm):
-        wanted |= {"elementwise_affine": True}
-    else:
-        raise Unfit(
-            f"{name} is a {type(module).__name__} of {library(module)}; use torch.nn.BatchNorm1d or"
-            " torch.nn.LayerNorm"
-        )
-    for attribute, value in wanted.items():
-        if getattr(module, attribute) != value:
-            raise Unfit(
-                f"{name} has {attribute}={getattr(module, attribute)}, and our norm has"
-                f" {attribute}={value}; use that"
-            )
-    if module.bias is None:
-        raise Unfit(f"{name} has no bias, and our norm has one; use bias=True")
-    return module, name
-
-
-def _must_fit(rows: int | None, reads: int | None, name: str) -> None:
-    if rows is not None and reads is not None and rows != reads:
-        raise Unfit(
-            f"{name} reads rows of {reads} numbers, and those before it have {rows}; make the two"
-            " equal"
-        )
+    if not isinstance(module, (nn.BatchNorm1d, nn.LayerNorm)):
+        raise NoChain
+    return name

@@ -9,16 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gnnplan.executor.modules.chain import Meeting, Rows, Step
-from gnnplan.executor.modules.convolutions import Unfit
-
-
-def elsewhere(name: str) -> Unfit:
-    """What is said of rows that meet where our layers' do not."""
-    return Unfit(
-        f"rows of several layers meet here ({name}), and our layers hand their rows to the next"
-        " one alone; add a layer's inputs to its output (a residual), or let the rows of all"
-        " layers meet at the end, as their sum or by torch.cat(.., 1) before a Linear"
-    )
+from gnnplan.executor.modules.convolutions import NoChain
 
 
 def are_all(terms: Sequence[Rows], layer_of: Mapping[str, int], layers: int) -> bool:
@@ -30,16 +21,12 @@ def are_all(terms: Sequence[Rows], layer_of: Mapping[str, int], layers: int) -> 
 def meeting_of(
     of: str, terms: Sequence[Rows], layer_of: Mapping[str, int], steps: Sequence[Step]
 ) -> Meeting:
-    """The meeting of all layers' rows, which must have gone through the same. Raises Unfit."""
+    """The meeting of all layers' rows, which must have gone through the same. Raises NoChain."""
     kinds = {step.convolution.kind for step in steps} & {"gcnii", "sgc"}
     if kinds:
-        raise Unfit(
-            f"rows of all layers meet, and models of {kinds.pop()} end in those of the last; return"
-            " these"
-        )
+        raise NoChain
     if of == "sum" and len({term.width for term in terms}) > 1:
-        widths = ", ".join(str(term.width) for term in terms)
-        raise Unfit(f"rows of {widths} numbers are added up; make the layers' widths equal")
+        raise NoChain
     dropped, relu, p = set(), False, 0.0
     for term in terms:
         number, names = layer_of[term.source], [op.name for op in term.ops]
@@ -49,12 +36,9 @@ def meeting_of(
             continue
         relu, p = "relu" in names, sum(op.p for op in term.ops)
         if len(set(names)) < len(names) or not {"relu", "drop"}.issuperset(names):
-            raise Unfit(
-                f"rows of {term.source} meet others after {', '.join(names)}; give them after at"
-                " most a ReLU and a dropout"
-            )
+            raise NoChain
     if len(dropped) > 1:
-        raise Unfit("some layers' rows meet after a dropout, others before; do the same to all")
+        raise NoChain
     return Meeting(of, tuple(layer_of[term.source] for term in terms), relu, p)
 
 
@@ -63,8 +47,4 @@ def _must_be_handed_on(term: Rows, following: Step) -> None:
     reads, has_norm = following.reads.ops, following.gap.norm != "none"
     handed_on = () if has_norm else tuple(op for op in reads if op.name != "drop")
     if term.ops != handed_on and (has_norm or term.ops != reads):
-        before = "before its norm" if has_norm else "before its dropout or after it"
-        raise Unfit(
-            f"rows of {term.source} meet others in another way than {following.name} reads them;"
-            f" give them as {following.name} reads them, {before}"
-        )
+        raise NoChain

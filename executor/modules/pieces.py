@@ -21,6 +21,7 @@ from gnnplan.executor.modules.cut import Piece, Program, is_batch_norm, width_of
 from gnnplan.executor.modules.evaluate import Place, Values
 from gnnplan.executor.modules.record import Node, Opaque, tensors_of
 from gnnplan.executor.modules.structure import Structure
+from gnnplan.planner.graph.graph import Whole
 
 DRAWS = 1 << 16  # before the numbers of a module's dropouts, in a hash where layers have theirs
 BATCH_NORM = (
@@ -115,7 +116,7 @@ def unpacked(rows: Tensor, nodes: Sequence[Node]) -> Values:
     """The values of nodes [n, ..] that lie side by side in rows [n, W]."""
     if len(nodes) == 1:
         return {nodes[0]: _shaped(rows, nodes[0])}
-    parts = rows.split([width_of(node) for node in nodes], 1)
+    parts = torch.split(rows, [width_of(node) for node in nodes], 1)
     return {node: _shaped(part, node) for node, part in zip(nodes, parts, strict=True)}
 
 
@@ -245,18 +246,14 @@ class PieceLayer(Layer):
         ends = [program.ends] if program.ends and self.number == self.pieces.layers else []
         return [cut.prepare, cut.gather, cut.update, *ends]
 
-    @property
-    def loops(self) -> bool:
-        return self.pieces.loops
-
-    def fields_of(self, edges: int) -> dict[str, np.ndarray]:
-        """Some numbers for so many edges, of each field that the module reads."""
+    def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
         nodes = self.pieces.training.structure.nodes
         found = {node.name[5:]: node.value for node in nodes if node.name.startswith("edge ")}
-        return {
-            name: np.resize(value.numpy(), (edges, *value.shape[1:]))
+        fields = {
+            name: np.resize(value.numpy(), (len(indices), *value.shape[1:]))
             for name, value in found.items()
         }
+        return Whole(indptr, indices, fields, self.pieces.loops)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor by its name in the module."""
@@ -351,12 +348,13 @@ class During:
         values = unpacked(x, piece.given)
         if self.layer.norm is not None:
             values |= self.layer.norm.normed(piece, values, moments)
-        ids = {None: self.drop.vertices}
+        ids: dict[Node | None, Tensor] = {None: self.drop.vertices}
         return packed(self._run(piece, values, x, ids), piece.makes)
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Rows [S, read] -> what is made of them along edges [R, .]."""
         piece, structure = self.cut.gather, self.mode.structure
+        assert block.source is not None
         place = Place(
             _Tensors(self.layer), {}, rows.shape[0], _no_draw, self.layer.pieces.dtype, rows.device
         )
@@ -373,12 +371,12 @@ class During:
         """What was gathered [R, .] and own prepared rows [R, P] -> what is handed on [R, W]."""
         piece, cut = self.cut.update, self.cut
         values = unpacked(rows, cut.prepare.makes) | unpacked(gathered, cut.gather.makes)
-        ids = {None: self.drop.vertices[: gathered.shape[0]]}
+        ids: dict[Node | None, Tensor] = {None: self.drop.vertices[: gathered.shape[0]]}
         return packed(self._run(piece, values, gathered, ids), piece.makes)
 
 
 class Tail(nn.Module):
-    """Batch norm after the last layer, and what follows it: row by row, with that layer's tensors."""
+    """Batch norm after the last layer, and what follows it, with that layer's tensors."""
 
     def __init__(self, layer: PieceLayer) -> None:
         super().__init__()

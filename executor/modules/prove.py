@@ -8,8 +8,8 @@ same numbers in both."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from gnnplan.executor.modules.record import (
 from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
 from gnnplan.planner.graph.graph import Whole
 
+T = TypeVar("T")
 VERTICES = (53, 71)  # of the graphs that a module is proved on
 WITHIN = 1e-9
 Fields = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (sizes of a row, type of numpy)
@@ -108,6 +109,36 @@ def _typed(values: np.ndarray, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def run_once(module: nn.Module, x: int, vertex: Fields, edge: Fields, directed: bool) -> None:
+    """Run forward in float32 on a small graph. Raises Unfit."""
+    small = Small(VERTICES[0], x, vertex, edge, directed, uses_dgl(module) and needs_loops(module))
+    binding = bound(module, ["x", *vertex], list(edge))
+    with torch.no_grad():
+        _guarded(module, small, lambda: binding.call(module, given_of(binding, small)))
+
+
+def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """What forward is given of a small graph, by the graph's names."""
+    values = small.values(dtype)
+    if "g" in binding.inputs:
+        values["g"] = small.graph_of_dgl(values)
+    return {name: values[name] for name in binding.inputs}
+
+
+def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
+    """What the user's code makes, or Unfit with its line."""
+    try:
+        return run()
+    except Unfit:
+        raise
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise Unfit(
+            f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
+            f" ({type(error).__name__}: {words:.150})"
+        ) from error
+
+
 def followed(
     module: nn.Module,
     x: int,
@@ -121,10 +152,7 @@ def followed(
     has_dgl = uses_dgl(module)
     small = Small(vertices, x, vertex, edge, directed, loops=has_dgl and needs_loops(module))
     binding = bound(module, ["x", *vertex], list(edge))
-    values = small.values(dtype)
-    if "g" in binding.inputs:
-        values["g"] = small.graph_of_dgl(values)
-    values = {name: values[name] for name in binding.inputs}
+    values = given_of(binding, small, dtype)
     modes = []
     for is_training in (True, False):
         try:
@@ -147,7 +175,7 @@ def followed(
 
 
 def needs_loops(module: nn.Module) -> bool:
-    """Whether a convolution of DGL refuses vertices that read nobody, as users add self-loops for."""
+    """Whether a convolution of DGL refuses vertices that read nobody: users add self-loops then."""
     return any(hasattr(part, "_allow_zero_in_degree") for part in module.modules())
 
 
@@ -159,13 +187,21 @@ def _mode(
     is_training: bool,
     dtype: torch.dtype,
 ) -> Mode:
-    seen = copy.deepcopy(module).to(dtype).train(is_training)  # a forward may keep what it is given
+    try:
+        seen = copy.deepcopy(module).to(dtype)  # a forward may keep what it is given
+    except Exception as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
+    seen.train(is_training)
     given = {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in values.items()
     }
     trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-    recorded = record(seen, given, lambda: binding.call(seen, given), small.vertices)
+    recorded = _guarded(
+        module,
+        small,
+        lambda: record(seen, given, lambda: binding.call(seen, given), small.vertices),
+    )
     modules = dict(seen.named_modules())
     place = Place(tensors_of(seen), modules, small.vertices, lambda _, rows, __: rows, dtype)
     program = cut(recorded, place, trained)
@@ -177,7 +213,7 @@ def _mode(
     block, source = small.block(own)
     readers = block.per_edge(torch.arange(block.n_dst))
     edges = torch.stack([block.indices.long(), readers])
-    mode.structure.look(place, small.whole, source, edges)
+    mode.structure.look(place, small.whole, source, edges, block.n_dst)
     return mode
 
 
@@ -197,10 +233,7 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
     for mode, is_training in ((pieces.training, True), (pieces.evaluation, False)):
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
-        values = small.values(torch.float64)
-        if "g" in pieces.binding.inputs:
-            values["g"] = small.graph_of_dgl(values)
-        values = {name: values[name] for name in pieces.binding.inputs}
+        values = given_of(pieces.binding, small, torch.float64)
         with Shared(mode, small.whole, Drop(0.0, 7)):
             expected = pieces.binding.call(own, values)
         if isinstance(expected, (tuple, list)):
@@ -210,7 +243,7 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         again = copy.copy(pieces)
         again.module = copy.deepcopy(module).to(torch.float64)
         found = in_two_parts(again, small, values, is_training)
-        (found.flatten() * weights).sum().backward()
+        (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         _must_equal(expected, found, "output", is_training)
         theirs = dict(own.named_parameters())
         for name, parameter in again.module.named_parameters():
@@ -239,9 +272,9 @@ def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -
     if not gap <= WITHIN * largest:
         mode = "training" if is_training else "evaluation"
         raise Unfit(
-            f"its {what} in {mode} is another when its calls of torch run in pieces, on two parts of"
-            f" a graph (off by {gap:.3g} of {largest:.3g}): something of it is not in these calls,"
-            " as code outside torch, or numbers that were kept from an earlier call"
+            f"its {what} in {mode} is another when its calls of torch run in pieces, on two parts"
+            f" of a graph (off by {gap:.3g} of {largest:.3g}): something of it is not in these"
+            " calls, as code outside torch, or numbers that were kept from an earlier call"
         )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,13 +20,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
+from gnnplan.executor.modules import live
 from gnnplan.executor.modules.convert import Converted, converted
+from gnnplan.executor.modules.convolutions import NoChain
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
 from gnnplan.executor.modules.parameters import SUFFIX, Parameters, cast, kept
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import VERTICES, Fields, followed, inputs_of, prove
+from gnnplan.executor.modules.prove import (
+    VERTICES,
+    Fields,
+    followed,
+    inputs_of,
+    prove,
+    run_once,
+)
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
@@ -49,6 +60,7 @@ class GraphFields:
     features: int
     classes: int
     directed: bool = False
+    multilabel: bool = False
     vertex: Fields = ()  # type: ignore[assignment]
     edge: Fields = ()  # type: ignore[assignment]
 
@@ -57,7 +69,8 @@ class GraphFields:
         stats, graph = problem.stats, problem.graph
         fields = graph.vertex_fields if graph else {}, graph.edge_fields if graph else {}
         vertex, edge = ({n: (v.shape[1:], v.dtype.str) for n, v in some.items()} for some in fields)
-        return GraphFields(stats.features, max(stats.classes, 1), stats.directed, vertex, edge)
+        classes, facts = max(stats.classes, 1), (stats.directed, stats.multilabel)
+        return GraphFields(stats.features, classes, *facts, vertex, edge)
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,12 @@ def read(
         found = in_file(file, name) if file else model
         module, arguments = make(found, name, file, workload, graph.features, graph.classes)
     try:
-        with _modes_kept(module), torch.random.fork_rng(devices=[]):
+        with (
+            _modes_kept(module),
+            torch.random.fork_rng(devices=[]),
+            redirect_stdout(sys.stderr),
+        ):
+            materialise(module, graph, workload.seed)
             return _understood(
                 module, arguments, workload, graph, folder, own_widths, (file, name, sha256)
             )
@@ -159,8 +177,11 @@ def _understood(
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
     if file:
         module = module.to(dtype)
+    else:  # it stays as it is
+        with suppress(Exception):
+            module = copy.deepcopy(module).to(dtype)
     found: Converted | None = None
-    with suppress(Unfit):
+    with suppress(NoChain):
         found = converted(module, graph, own_widths)
     if found:
         parameters = Parameters(cast(module.state_dict(), dtype), found.places)
@@ -179,10 +200,7 @@ def _understood(
     graph = _with_its_widths(module, graph, own_widths, dtype)
     pieces = proved(module, graph, dtype)
     if file is None:
-        raise Unfit(
-            "it is run as it is written, and every rank makes its own; name the file that it is in,"
-            " as 'model.py:MyGNN'"
-        )
+        file, sha256 = live.keep(module, folder or cache_dir() / "modules", name)
     layers = pieces.layers
     norms = [bool(pieces.layer(number).norm) for number in range(1, layers + 1)]
     ends = pieces.training.program.ends is not None
@@ -270,6 +288,13 @@ def _with_its_widths(
     return graph
 
 
+def materialise(module: nn.Module, graph: GraphFields, seed: int) -> None:
+    """Let lazy parameters (in_channels=-1) be made, as a first forward does. Raises Unfit."""
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        torch.manual_seed(seed)
+        run_once(module, graph.features, dict(graph.vertex), dict(graph.edge), graph.directed)
+
+
 @contextmanager
 def _modes_kept(module: nn.Module) -> Iterator[None]:
     """Both modes of a module are looked at; afterwards its parts have those that they had."""
@@ -289,36 +314,41 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     module = workload.module
     assert module is not None
     path = Path(module.file)
-    is_live = path.suffix == SUFFIX
-    source = read_bytes(path, MAX_PARAMETERS if is_live else MAX_SOURCE, "plan again")
+    most = MAX_PARAMETERS if path.suffix in (SUFFIX, live.PICKLED) else MAX_SOURCE
+    source = read_bytes(path, most, "plan again")
     if hashlib.sha256(source).hexdigest() != module.sha256:
         raise SpecError(
             f"{path} has changed since the plan was made; plan again, or put the file back"
         )
-    if is_live:
+    if path.suffix == SUFFIX:
         return kept(path)
-    return _made_again(workload, module, path)
-
-
-def _made_again(workload: Workload, module: Module, path: Path) -> Parameters | Pieces:
-    """The module that a file makes, with the arguments of the plan."""
-    with torch.random.fork_rng(devices=[]):
+    with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
+        if path.suffix == live.PICKLED:
+            return _understood_again(workload, module, path, live.loaded(source))
         torch.manual_seed(workload.seed)
         found = in_file(path, module.name)
-        made, _ = make(found, module.name, path, workload, 0, 0, given=dict(module.arguments))
+        given = dict(module.arguments)
+        made, _ = make(found, module.name, path, workload, 0, 0, given=given)
+        return _understood_again(workload, module, path, made)
+
+
+def _understood_again(
+    workload: Workload, module: Module, path: Path, made: nn.Module
+) -> Parameters | Pieces:
+    """What a plan's module is trained as. Raises SpecError if that is not what was planned."""
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
     made = made.to(dtype)
     graph = GraphFields(module.features, module.classes, **_fields_of(module))
     try:
-        with torch.random.fork_rng(devices=[]):
-            if module.cut:
-                pieces = cut(made, graph, dtype)
-                found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]
-            else:
-                again = converted(made, graph, (False, False), proves=False)
-                layers = again.own["layers"]
-                found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
-    except Unfit as unfit:
+        materialise(made, graph, workload.seed)
+        if module.cut:
+            pieces = cut(made, graph, dtype)
+            found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]
+        else:
+            again = converted(made, graph, (False, False), proves=False)
+            layers = again.own["layers"]
+            found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
+    except (Unfit, NoChain) as unfit:
         raise SpecError(f"{path}: {module.name}: {unfit}; plan again") from unfit
     planned = [module.layers[0].h_in, *(layer.h_out for layer in module.layers)]
     if found_widths != planned:

@@ -137,6 +137,7 @@ class Structure:
     def of_block(self, block: Block, place: Place) -> Values:
         """Values on a block, once."""
         if block not in self.blocks:
+            assert block.whole is not None and block.source is not None
             tables = self.on_whole(block.whole, place)
             source = block.source.cpu()
             readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
@@ -176,11 +177,12 @@ class Structure:
 
     # -- what only the whole graph tells -----------------------------------------------------------
 
-    def look(self, place: Place, whole: Whole, source: Tensor, edges: Tensor) -> None:
+    def look(self, place: Place, whole: Whole, source: Tensor, edges: Tensor, own: int) -> None:
         """Find what a part of the graph cannot tell: where a part makes other numbers.
 
         The whole graph is the one that was recorded. source [S]: the part's vertices, and those
-        that they read; edges: places among these, int64 [2, E]. Raises Unfit."""
+        that they read; edges: places among these, int64 [2, E]. own: of the part's vertices, the
+        first. Raises Unfit."""
         n = whole.vertices
         every = edge_index_of(whole)
         fields = {
@@ -203,11 +205,30 @@ class Structure:
                 raise Unfit(f"{node.place}{node.what} of edges fails on a part of them") from error
             if is_edge_set(node.value):
                 sets.append(node)
-                Table(node.value, torch.zeros(node.value.shape[1]), n).at(source[values[node]])
+                self._must_be_the_same(node, source, values[node], own, n)
                 continue
             if not isinstance(node.value, Tensor):
                 continue
             self._compare(node, values, source, sets, n)
+
+    def _must_be_the_same(
+        self, node: Node, source: Tensor, edges: Tensor, own: int, n: int
+    ) -> None:
+        """Raise Unfit if an edge set has other edges into the part's vertices than in the whole."""
+        mine = torch.zeros(n, dtype=torch.bool)
+        mine[source[:own]] = True
+        ok = bool((edges >= 0).all()) and bool((edges < len(source)).all())
+        if ok:
+            here = source[edges]
+            found = keys(here[:, mine[here[1]]], n).sort().values
+            there = keys(node.value[:, mine[node.value[1]]], n).sort().values
+            ok = torch.equal(found, there)
+        if not ok:
+            raise Unfit(
+                f"{node.place}{node.what} makes other edges of a part of the graph than of the"
+                " whole, as some edges by their places, or edges that the graph lacks; give"
+                " convolutions the edges into each vertex, all of them"
+            )
 
     def _compare(
         self, node: Node, values: Values, source: Tensor, sets: list[Node], n: int

@@ -68,7 +68,9 @@ class _Step:
     source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
     segment: Callable[[], Tensor] | None = None  # computes `out`
     out: Tensor | None = None  # None if backward computes it again (checkpoint)
-    sums: Tensor | None = None  # batch norm: sums of own rows [2, H_{l-1}]
+    # batch norm: sums of the rows that count [2, H_{l-1}], and how many of all ranks count
+    sums: Tensor | None = None
+    count: int = 0
     moments: Tensor | None = None  # leaf: moments of all ranks' rows [2, H_{l-1}]
 
 
@@ -248,7 +250,7 @@ class Worker(base.Worker):
         leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
         if not self._is_narrow(layer):
             norm = self.net.batch_norm(layer) if self.training else None
-            return _Step(leaf, sums=norm.sums(leaf[: len(self.own_vertices)]) if norm else None)
+            return _Step(leaf, sums=norm.sums(self._counted(leaf)) if norm else None)
         net = self.net.layer(layer)
         drop = self._drop(step, layer, self.vertices[layer][: leaf.shape[0]])
         net = net.during(drop)
@@ -421,22 +423,36 @@ class Worker(base.Worker):
             self.learner.complete(step, layer)
 
     def _moments(self, step: int, layer: int, entered: _Step) -> None:
-        """Batch norm's moments of h_{l-1}; every vertex counts once, at its owner."""
-        norm = self.net.batch_norm(layer)
-        if entered.sums is not None and norm is not None:
-            self._sum(Label("moments", step, "f", layer), entered.sums)
-            entered.moments = norm.moments(entered.sums, self.vertices_in_all).requires_grad_()
+        """Batch norm's moments of h_{l-1}."""
+        norm, sums = self.net.batch_norm(layer), entered.sums
+        if sums is None or norm is None:
+            return
+        entered.count, label = self.vertices_in_all, Label("moments", step, "f", layer)
+        if self.batch is None:
+            self._sum(label, sums)
+        else:  # how many rows a batch has is summed too
+            flat = torch.cat([sums.flatten(), sums.new_tensor([len(entered.leaf)])])
+            self._sum(label, flat)
+            sums, entered.count = flat[:-1].view_as(sums), max(int(flat[-1]), 1)
+        entered.moments = norm.moments(sums, entered.count).requires_grad_()
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        """Rows [local, H] of which batch norm's moments are.
+
+        On the full graph a vertex counts once, at its owner. In a batch a row counts wherever it is
+        computed, as in torch.nn.SyncBatchNorm.
+        """
+        return rows if self.batch is not None else rows[: len(self.own_vertices)]
 
     def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
         """Add to the gradient of own rows what they get through the moments."""
         if entered.moments is None:
             return
-        total, own = entered.moments.grad, len(self.own_vertices)
+        total, rows = entered.moments.grad, self._counted(entered.leaf)
         assert total is not None
         self._sum(Label("moments", step, "b", layer), total)
-        gradient[:own] += BatchNorm.home(
-            entered.leaf[:own], entered.moments, total, self.vertices_in_all
-        )
+        home = BatchNorm.home(rows, entered.moments, total, entered.count)
+        gradient[: len(rows)] += home
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
         """Forward of one layer. Leaves h_l in `entered.out`, and returns the next layer's step."""

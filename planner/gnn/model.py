@@ -227,18 +227,17 @@ class Model:
             self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
         )
 
-    def moments(self, layer: int) -> int:
+    def moments(self, layer: int, way: str = "f") -> int:
         """Numbers that all ranks add up before the layer (L + 1: the decoder).
 
-        Batch norm adds up two per column; without it there are none."""
+        Batch norm adds up two per column, and in a batch how many rows there are (way 'f'); without
+        it there are none. way 'b': their gradient."""
         if layer > len(self.layers):
-            return (
-                2 * self.decoder[0]
-                if self.decoder and self.activates_last and self.norm == "batch"
-                else 0
-            )
-        spec = self.layers[layer - 1]
-        return 2 * spec.h_in if spec.norm == "batch" else 0
+            normed = self.norm if self.decoder and self.activates_last else "none"
+            width = self.decoder[0] if self.decoder else 0
+        else:
+            normed, width = self.layers[layer - 1].norm, self.layers[layer - 1].h_in
+        return 2 * width + (self.redrawn and way == "f") if normed == "batch" else 0
 
     def input_width(self, layer: int) -> int:
         """H_{l-1} [numbers per row]."""

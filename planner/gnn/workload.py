@@ -214,12 +214,6 @@ class Workload(Spec):
                 f"a mini-batch reaches a hop further by every layer, and {MOST_BATCH_LAYERS:,} are"
                 f" the most (layers: {self.layers:,}); use fewer layers, or mode=full",
             )
-        if self.mode == "mini" and self.norm == "batch":
-            raise Conflict(
-                ("norm", "mode"),
-                "batch norm needs all vertices at once, and a mini-batch has some (norm: batch);"
-                " use norm=layer or mode=full",
-            )
         return self
 
     @model_validator(mode="after")

@@ -314,7 +314,7 @@ def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -
     if on_edges:
         must_agree(path, on_edges, src, dst, vertices)
     if {"y", *MASKS} & arrays.keys():  # of as many vertices
-        _, classes, labelled = _labels(path, arrays, vertices, meta)
+        _, classes, labelled = read_labels(path, arrays, vertices, meta)
         _masks(path, arrays, labelled, classes, np.random.default_rng(0), [], 0)
     return vertices, len(src)
 
@@ -379,7 +379,7 @@ def build(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
             f" {made_up.seed} (normal noise, one of log degree)"
         )
-    y, classes, labelled = _labels(path, arrays, vertices, meta)
+    y, classes, labelled = read_labels(path, arrays, vertices, meta)
     if made_up.labels:
         if classes:
             raise SpecError(
@@ -653,7 +653,7 @@ def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
     return mask.astype(bool)
 
 
-def _labels(
+def read_labels(
     path: str, arrays: Mapping[str, Array], vertices: int, meta: Mapping[str, Any]
 ) -> tuple[Array, int, Array]:
     """Labels, the number of classes (0 without labels), and which vertices have one [N].

@@ -193,7 +193,7 @@ def test_a_live_module_is_compared_at_its_own_widths(prove: Prove, tmp_path: Pat
     answer = prove({"workload": workload.model_dump(mode="json")})
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (9, 3)
     assert {each["answer"] for each in answer["strategies"]} == {"equal", "lossy"}
-    with pytest.raises(SpecError, match="reads rows of 9 numbers, and the graph has 12"):
+    with pytest.raises(SpecError, match="forward fails on a small graph of 12 features"):
         checking.workload_of(live_sage(), {}, 12, None, tmp_path)
 
 

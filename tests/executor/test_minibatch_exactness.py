@@ -229,6 +229,27 @@ def test_ranks_that_split_layer_1_alone_train_as_one_process(
     assert_as_one_process(run_ranks, world, [case])
 
 
+def test_batch_norm_is_over_a_batchs_rows_of_all_ranks(
+    run_ranks: Ranks, graphs: dict[str, str]
+) -> None:
+    """gsplit computes every row at one rank, so its moments are those of one process. A row that
+    two ranks of data_parallel compute counts twice, as in torch.nn.SyncBatchNorm."""
+    more = {"norm": "batch", "dropout": 0.5, "optimizer": "sgd"}
+    cases = [
+        Case("gsplit", graphs[graph], workload(model, **more), servers=1)
+        for graph, model in (("rough", "gcn"), ("multi", "sage"))
+    ]
+    for case, result in zip(cases, run_ranks(2, cases), strict=True):
+        alone = run_ranks.alone(replace(case, strategy="data_parallel"))
+        assert result.losses == pytest.approx(alone.losses, rel=1e-9)
+        kept = [name for name in alone.weights if not name.endswith(".bias")]  # moved by rounding
+        of_ranks, of_one = ({n: each.weights[n] for n in kept} for each in (result, alone))
+        assert difference(of_ranks, of_one) <= 1e-9
+    case = replace(cases[0], strategy="data_parallel")
+    (result,) = run_ranks(2, [case])
+    assert result.losses != pytest.approx(run_ranks.alone(case).losses, rel=1e-6)
+
+
 MET = [
     ("sage", Jump(of="sum", relu=True, drops=True)),
     pytest.param("gcn", Jump(of="cat", relu=True), marks=pytest.mark.nightly),

@@ -343,8 +343,6 @@ def test_the_ends_work_is_what_torch_counts(
 ) -> None:
     """What more rows are more; the loss is apart."""
     multiply(monkeypatch, in_place)
-    if mini and norm == "batch":
-        pytest.skip("batch norm needs all vertices at once")
     case, rows = Case(kind, norm=norm, p=p, mini=mini, in_place=in_place), 256
     model = case.model
     told = [*model.encode(rows), *model.finish(rows)]

@@ -553,8 +553,6 @@ def test_fanouts_are_a_number_per_layer():
         ),
     ):
         Workload(mode="mini", layers=3, fanout=(5, 5))
-    with pytest.raises(ValueError, match="batch norm needs all vertices at once"):
-        Workload(mode="mini", norm="batch")
 
 
 @pytest.mark.parametrize(

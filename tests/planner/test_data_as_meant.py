@@ -253,6 +253,15 @@ def test_networkx_nodes_may_lack_multi_labels():
     assert not (from_object(graph).train | from_object(graph).val | from_object(graph).test)[3]
 
 
+def test_a_file_beside_the_edges_is_named(tmp_path: Path):
+    np.save(tmp_path / "y.npy", np.where(TRAIN, Y, 255))
+    np.save(tmp_path / "x.npy", np.where(TRAIN, 1.0, np.inf)[:, None])
+    for given, words in (("labels", r"y\.npy: y\[9\]"), ("features", r"x\.npy: x\[9, 0\]")):
+        path = str(tmp_path / f"{'y' if given == 'labels' else 'x'}.npy")
+        with pytest.raises(SpecError, match=words):
+            load(source_of(edges_csv(tmp_path), **{given: path}))
+
+
 # -- splits ----------------------------------------------------------------------------------------
 
 

@@ -338,7 +338,6 @@ def test_bad_flags_are_named(flags, words):
         ({"fanout": "5,5"}, "--fanout: fanout has a number per layer.*: 2 numbers, layers: 3"),
         ({"layers": 4}, "--layers: fanout has a number per layer.*: 3 numbers, layers: 4"),
         ({"layers": 4, "fanout": "5,5"}, "--fanout: fanout has a number per layer"),
-        ({"norm": "batch"}, "--norm: batch norm needs all vertices at once"),
         ({"layers": 500, "fanout": "full"}, "--layers: a mini-batch reaches a hop further"),
     ],
 )

@@ -21,12 +21,16 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """torch.autograd.backward without its check of symbolic shapes.
 
     That check imports sympy, which costs a rank 0.4 s and 30 MB. The autograd engine checks shapes
-    too.
+    too. What nothing that learns has made is left out, as sums of constant features are.
     """
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    if not pairs:
+        return
+    learns, its_gradients = zip(*pairs, strict=True)
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(
-        tuple(outputs),
-        tuple(gradients),
+        learns,
+        its_gradients,
         False,
         False,
         (),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import MASKS, check_header, class_ids, must_not_swell
+from gnnplan.planner.graph.arrays import MASKS, check_header, must_not_swell, read_labels
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.parts import (
@@ -66,9 +66,10 @@ def add(parts: Parts, extras: Extras) -> None:
                 " out"
             )
     if extras.features:
-        parts.x = _features(extras.features)
+        parts.x, parts.x_path = _features(extras.features), extras.features
     if extras.labels:
-        parts.y = class_ids(extras.labels, "labels", _labels(extras.labels, parts))
+        parts.y = np.atleast_1d(_labels(extras.labels, parts))
+        read_labels(extras.labels, {"y": parts.y}, len(parts.y), {})  # who refuses names the file
     if extras.split:
         parts.masks = _split(extras.split, _vertices(parts))
 

@@ -130,7 +130,7 @@ def _write(parts: Parts, folder: Path) -> None:
     if parts.x is not None and not sp.issparse(parts.x):
         x = _Rows(folder / "x.npy", np.float32)
         with contextlib.closing(x):
-            for rows in feature_pieces(parts.path, parts.x):
+            for rows in feature_pieces(parts.x_path or parts.path, parts.x):
                 x.append(rows)
     for name, array in small_arrays(parts).items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

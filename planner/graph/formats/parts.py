@@ -60,6 +60,7 @@ class Parts:
     notes: list[str] = field(default_factory=list)
     vertex_fields: dict[str, Array] = field(default_factory=dict)  # [N, ..]
     edge_fields: tuple[str, ...] = ()  # names
+    x_path: str = ""  # the name that messages give x, if it is of another file
 
     def meta(self) -> dict[str, int]:
         """What the array `meta` says of the graph."""
@@ -411,7 +412,7 @@ def collect(parts: Parts) -> dict[str, Array]:
         if x is not None and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
             arrays["x"] = x  # stays in its file
         else:
-            pieces = [(piece,) for piece in feature_pieces(parts.path, parts.x)]
+            pieces = [(piece,) for piece in feature_pieces(parts.x_path or parts.path, parts.x)]
             (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
     return arrays
 

@@ -238,7 +238,7 @@ def moments(problem: Problem, layer: int, way: str) -> Iterator[Op]:
 
     Layer L + 1 is the decoder.
     """
-    if problem.ranks > 1 and (numbers := problem.model.moments(layer)):
+    if problem.ranks > 1 and (numbers := problem.model.moments(layer, way)):
         yield Op("moments", way, layer, size=numbers * problem.model.itemsize)
 
 

@@ -251,6 +251,11 @@ class GSplit(Strategy):
                 f"{name} splits a layer 1 that reads features, and that of {problem.workload.model}"
                 " reads an encoder's output; use gsplit, which splits any layer"
             )
+        if by_source and problem.workload.norm == "batch":
+            raise SpecError(
+                f"{name} hands on parts of rows of h_1, of which no rank knows the moments (norm:"
+                " batch); use norm=layer, or gsplit"
+            )
         if problem.graph is None:
             raise SpecError(
                 f"{name} needs a graph's edges, and of {problem.stats.name} statistics alone are"

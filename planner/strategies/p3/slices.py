@@ -300,6 +300,11 @@ def _worth_caching(problem: Problem, plain: Slices) -> int:
 def _why_whole(problem: Problem) -> str:
     """Why layer 1 is no sum over feature columns; '' if it is."""
     model = problem.workload.model
+    if problem.workload.norm == "batch":
+        return (
+            "layer 1 must be a sum over feature columns, and between batches under way no rank has"
+            " batch norm's moments (norm: batch); use norm=layer, or data_parallel or gsplit"
+        )
     first = problem.workload.module.layers[0] if problem.workload.module else None
     if model in MODELS or (first and first.half):
         if problem.model.layers[0].residual is None:

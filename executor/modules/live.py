@@ -1,0 +1,79 @@
+"""A live module in a file, from which every rank has it with its code and parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import warnings
+from pathlib import Path
+
+from torch import nn
+
+from gnnplan.executor.modules.record import Unfit
+from gnnplan.planner.vocabulary.files import write_atomically
+
+PICKLED = ".pickle"
+
+
+def keep(module: nn.Module, folder: Path, name: str) -> tuple[Path, str]:
+    """Write a file that `loaded` reads; its path and its SHA-256, which its name has too.
+
+    Raises Unfit for what cannot be pickled."""
+    import cloudpickle
+
+    code = [sys.modules[name] for name in _modules_of(module) if name in sys.modules]
+    for each in code:
+        cloudpickle.register_pickle_by_value(each)
+    try:
+        data = cloudpickle.dumps(module)
+    except Exception as error:
+        raise Unfit(
+            f"ranks cannot be given it ({type(error).__name__}: {str(error)[:100]}); name the file"
+            " that it is in, as 'model.py:MyGNN'"
+        ) from error
+    finally:
+        for each in code:
+            cloudpickle.unregister_pickle_by_value(each)
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = folder.resolve() / f"{name}-{sha256[:12]}{PICKLED}"
+    if not path.exists():
+        write_atomically(path, data, parents=True)
+    return path, sha256
+
+
+def loaded(data: bytes) -> nn.Module:
+    """The module in a file of `keep`."""
+    import cloudpickle
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that it imports
+        module = cloudpickle.loads(data)
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _modules_of(module: nn.Module) -> set[str]:
+    """Modules with code of its parts that a rank cannot import: the user's, and what PyG generates
+    for the user's classes."""
+    found = set()
+    for part in module.modules():
+        for kind in type(part).__mro__:
+            for value in [kind, *vars(kind).values()]:
+                name = getattr(value, "__module__", None)
+                if isinstance(name, str) and name != "__main__" and not _is_installed(name):
+                    found.add(name)
+    return found
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    origin = getattr(spec, "origin", None)
+    return (
+        origin in ("built-in", "frozen")
+        or "/lib/python" in str(origin)
+        or ("site-packages" in str(origin))
+    )
