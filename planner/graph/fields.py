@@ -140,16 +140,14 @@ def along(
         notes.append(f"{count:,} edges that are given one way have their {names} both ways")
     both = ~one_way & (there >= 0) & (readers < indices)
     chosen = given[np.where(one_way, there, here)]
-    found = {}
-    for name, field in fields.items():
-        found[name] = np.ascontiguousarray(field[chosen])
-        if directed:
-            continue
-        if count := int(_differ(found[name][both], field[given[there[both]]]).sum()):
-            notes.append(
-                f"{name} differs by direction on {count:,} edges that are given both ways; each"
-                " direction keeps its own"
-            )
+    found = {name: np.ascontiguousarray(field[chosen]) for name, field in fields.items()}
+    unlike = {n: _differ(found[n][both], field[given[there[both]]]) for n, field in fields.items()}
+    if named := [name for name, rows in unlike.items() if rows.any() and not directed]:
+        count = int(np.logical_or.reduce([unlike[name] for name in named]).sum())
+        notes.append(
+            f"{', '.join(named)}: {count:,} edges that are given both ways have other rows each"
+            " way, and keep them"
+        )
     return found, notes
 
 
