@@ -11,6 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -253,7 +254,7 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(pieces.binding, small, torch.float64)
         with Shared(mode, small.whole, Drop(0.0, 7)):
-            expected = _guarded(module, small, lambda: pieces.binding.call(own, values))
+            expected = _guarded(module, small, partial(pieces.binding.call, own, values))
         if isinstance(expected, (tuple, list)):
             expected = expected[0]
         if not expected.requires_grad:
@@ -265,9 +266,10 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         try:
             found = in_two_parts(again, small, values, is_training)
         except RuntimeError as error:
+            words = (str(error).strip().splitlines() or [""])[0]
             raise Unfit(
-                f"its calls of torch fail on two parts of a graph ({str(error).splitlines()[0]:.150})"
-                ": a number of vertices or edges may be in them; write sizes, as x.size(0)"
+                f"its calls of torch fail on two parts of a graph ({words:.150}): a number of"
+                " vertices or edges is among them; write sizes, as x.size(0)"
             ) from error
         (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         _must_equal(expected, found, "output", is_training)

@@ -424,10 +424,9 @@ class _Recorder(TorchFunctionMode):
             finally:
                 self.within.pop()
             with torch._C.DisableTorchFunction():
-                for leaf in tree_flatten(result)[0]:
-                    if isinstance(leaf, Tensor) and id(leaf) not in self.names:
-                        if not self._is_seen(leaf):
-                            raise _Unseen(path)
+                made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                if not all(id(leaf) in self.names or self._is_seen(leaf) for leaf in made):
+                    raise _Unseen(path)
             return result
         with torch._C.DisableTorchFunction():
             node = self._node(Opaque(path, type(part).__name__), args, kwargs)
