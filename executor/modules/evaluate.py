@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, is_edge_set
+from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, Slice, is_edge_set
 
 CPU = torch.device("cpu")
 Values = dict[Node, Any]
@@ -49,9 +49,12 @@ class Place:
                 return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
             if isinstance(argument, torch.device):
                 return self.device
+            if isinstance(argument, Slice):
+                return slice(*map(given, argument))
             return argument
 
-        args, kwargs = tree_map(given, (node.args, dict(node.kwargs)))
+        arguments = node.args, dict(node.kwargs)
+        args, kwargs = tree_map(given, arguments, is_leaf=lambda each: isinstance(each, Slice))
         if p := node.drops:
             return self.draw(node, args[0] if args else kwargs["input"], p)
         if node.changes is not None:

@@ -8,7 +8,10 @@ same numbers in both."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +38,7 @@ from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
-VERTICES = (53, 71)  # of the graphs that a module is proved on
+VERTICES = (53, 71)  # of the graph that a module is followed on, and of another to prove it on
 WITHIN = 1e-9
 Fields = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (sizes of a row, type of numpy)
 
@@ -128,7 +131,8 @@ def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -
 def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     """What the user's code makes, or Unfit with its line."""
     try:
-        return run()
+        with _one_product():
+            return run()
     except Unfit:
         raise
     except Exception as error:
@@ -137,6 +141,21 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
             f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
             f" ({type(error).__name__}: {words:.150})"
         ) from error
+
+
+@contextmanager
+def _one_product() -> Iterator[None]:
+    """RGCNConv of PyG asks how many edges each type has, to choose between two equal products."""
+    backend = sys.modules.get("torch_geometric.backend")
+    if backend is None:
+        yield
+        return
+    before = backend.use_segment_matmul
+    backend.use_segment_matmul = False
+    try:
+        yield
+    finally:
+        backend.use_segment_matmul = before
 
 
 def followed(
@@ -235,14 +254,23 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(pieces.binding, small, torch.float64)
         with Shared(mode, small.whole, Drop(0.0, 7)):
-            expected = pieces.binding.call(own, values)
+            expected = _guarded(module, small, partial(pieces.binding.call, own, values))
         if isinstance(expected, (tuple, list)):
             expected = expected[0]
+        if not expected.requires_grad:
+            raise Unfit("no parameter of it learns; let some have requires_grad=True")
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
         (expected.flatten() * weights).sum().backward()
         again = copy.copy(pieces)
         again.module = copy.deepcopy(module).to(torch.float64)
-        found = in_two_parts(again, small, values, is_training)
+        try:
+            found = in_two_parts(again, small, values, is_training)
+        except RuntimeError as error:
+            words = (str(error).strip().splitlines() or [""])[0]
+            raise Unfit(
+                f"its calls of torch fail on two parts of a graph ({words:.150}): a number of"
+                " vertices or edges is among them; write sizes, as x.size(0)"
+            ) from error
         (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         _must_equal(expected, found, "output", is_training)
         theirs = dict(own.named_parameters())
