@@ -415,7 +415,9 @@ def unread(user: UserModule, graph: Graph | None) -> list[str]:
     """A note on fields of the graph that the module does not read."""
     if graph is None:
         return []
-    reads = user.pieces.reads if user.pieces else ()
+    reads = user.pieces.reads if user.pieces else set()
+    if "g" in reads:  # DGL's graph has the edges' fields
+        reads |= {f"edge {name}" for name in graph.edge_fields}
     return unread_by(user.description.name, graph, reads)
 
 
