@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, is_edge_set
+from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, Slice, is_edge_set
 
 CPU = torch.device("cpu")
 Values = dict[Node, Any]
@@ -47,6 +47,8 @@ class Place:
                     return self.vertices
                 value = values[argument.node]
                 return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
+            if isinstance(argument, Slice):
+                return slice(*map(given, (argument.start, argument.stop, argument.step)))
             if isinstance(argument, torch.device):
                 return self.device
             return argument

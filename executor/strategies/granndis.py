@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows
@@ -49,7 +50,7 @@ class CoBatches(base.Worker):
 
     def __init__(self, rank: Rank, problem: Problem, strategy: GraNNDis, layout: Layout) -> None:
         self.rank, self.problem, self.strategy = rank, problem, strategy
-        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.kept = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
         self.batches = []
         for batch in strategy.layouts(problem):

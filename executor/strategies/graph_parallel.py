@@ -39,6 +39,7 @@ from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.minibatch.share import Part, Share, share_of
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.ranks.whole import fill
@@ -814,7 +815,7 @@ def worker_on(
     degrees: of the whole graph ('global') or of the rank's layout ('local'). net: weights that it
     shares with another worker.
     """
-    net = net or Net(problem.model, problem.workload).to(rank.device)
+    net = net or net_of(problem.model, problem.workload).to(rank.device)
     worker = _worker(rank, problem, layout, options, gamma, degrees, net)
     worker.keep(constant_rows(rank, problem, layout))
     return worker
@@ -832,7 +833,7 @@ def trimmed_worker_on(
 
     It evaluates on the whole layout, whose edges are made for each evaluation.
     """
-    net, trimmed = Net(problem.model, problem.workload).to(rank.device), problem.trimmed(layout)
+    net, trimmed = net_of(problem.model, problem.workload).to(rank.device), problem.trimmed(layout)
     assert isinstance(trimmed, Layout)
     kept = ConstantRows(rank, problem, layout, net, degrees)
 

@@ -28,8 +28,8 @@ from gnnplan.executor.layers.kernels import (
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
@@ -92,7 +92,7 @@ class Worker(base.Worker):
     def __init__(self, rank: Rank, problem: Problem, strategy: Offload) -> None:
         self.rank, self.problem = rank, problem
         self.shapes, self.last = problem.model, len(problem.model.layers)
-        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.moments: dict[int, Tensor] = {}  # of this step's rows, by the layer that reads them
         self.sums = torch.empty(0)  # of the rows of which moments are made next
         assert strategy.chunks is not None

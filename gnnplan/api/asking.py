@@ -92,11 +92,12 @@ def ask(
     made: list[str] = []
     problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed, said)
     if module:
-        from gnnplan.executor.layers.own import with_user_model
+        from gnnplan.executor.modules.own import with_user_model
 
         notify("reading the model")
         given = map(_field_of, settings)
-        problem, made = with_user_model(problem, module, [*wanted.given, *given])
+        more = {} if wanted.fanout is None else {"fanout": wanted.fanout}
+        problem, made = with_user_model(problem, module, [*wanted.given, *given], more=more)
         if problem.workload.model != asked.model:  # constants of a testbed may be its own
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)

@@ -58,11 +58,13 @@ class Asked:
     """A workload as a user asks for it.
 
     module: FILE.py:NAME of their own model, if they have one; the workload then lacks what the
-    module decides. given: the fields that they set."""
+    module decides. given: the fields that they set. fanout: of a module, whose number of layers
+    decides how many numbers it has."""
 
     workload: Workload
     module: str | None
     given: tuple[str, ...]
+    fanout: object = None
 
 
 def ask_workload(
@@ -82,6 +84,7 @@ def ask_workload(
     else:
         origin = "workload: "
         data, module = _without_module(source or {})
+    fanout = data.pop("fanout", None) if module else None
     workload = checked(Workload, data, origin)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     for name in given:
@@ -91,9 +94,14 @@ def ask_workload(
             )
     if "model" in given:
         given, module = _without_module(given)
+    if module:
+        fanout = given.pop("fanout", fanout)
+    elif fanout is not None:  # of a file whose module another model takes the place of
+        given = {"fanout": fanout, **given}
     if given:
         workload = checked(Workload, workload.model_dump() | given, "--", given)
-    return Asked(workload, module, tuple(map(str, dict.fromkeys([*data, *given]))))
+    named = dict.fromkeys([*data, *given, *(["fanout"] if module and fanout else [])])
+    return Asked(workload, module, tuple(map(str, named)), fanout if module else None)
 
 
 def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | None]:

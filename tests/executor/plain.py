@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import dropout_mask
-from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.planner.gnn.workload import Workload
 
 # layer, h_{l-1} [N, H] -> (which of S rows each of N reads, as the operator [N, S]; those rows
@@ -35,7 +35,7 @@ class Plain:
             Workload(**(case.workload | {"dtype": "float64"})),
         )
         self.layers, self.model = self.workload.layers, self.workload.model
-        net = Net(problem.model, self.workload)
+        net = net_of(problem.model, self.workload)
         self.w = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
         self.running = {name: value.clone() for name, value in net.named_buffers()}  # of batch norm
         self.norm = self.workload.norm or ("layer" if self.model == "resgcn" else "none")

@@ -16,6 +16,7 @@ from gnnplan.executor.layers.blocks import Targets, dtype_of, weight_dtype_of
 from gnnplan.executor.layers.kernels import backward, pack, unpack
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
@@ -57,7 +58,7 @@ class Worker(base.Worker):
                 rank.group(tuple(strategy.group(problem, stage)))
         rank.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload), workload.seed
-        self.net = Net(self.shapes, workload, self.layers).to(device)
+        self.net = net_of(self.shapes, workload, self.layers).to(device)
         must_run_in_parts(self.net, self.layers)
         cut = problem.cut(strategy.chunks, self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}

@@ -25,6 +25,7 @@ from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, part
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner
@@ -86,7 +87,7 @@ class Worker(base.Worker):
         self.rank, self.problem, self.strategy = rank, problem, strategy
         me, device = rank.rank, rank.device
         self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
-        self.net = Net(problem.model, problem.workload).to(device)
+        self.net = net_of(problem.model, problem.workload).to(device)
         self.sliced = self._cut()
         _must_be_cut_by_columns(self.sliced)
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
@@ -126,9 +127,9 @@ class Worker(base.Worker):
 
     def _cut(self) -> Net:
         """The model with this rank's columns of the first weights."""
-        sliced = Net(self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload).to(
-            self.rank.device
-        )
+        sliced = net_of(
+            self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload
+        ).to(self.rank.device)
         for name, p in self.net.named_parameters():
             target = sliced.get_parameter(name)
             target.data.copy_(
