@@ -163,6 +163,7 @@ class _Training:
         """Train one epoch, then evaluate, append its metrics and write its checkpoint."""
         rank, worker, checkpoints = self.rank, self.worker, self.checkpoints
         rank.activity.begin("phase", f"epoch {epoch + 1}")
+        self.learner.optimizer.lr = self.problem.workload.lr_of(epoch)
         sent_before, seconds = sum(rank.sent.values()), 0.0
         # they stay where they are computed until the epoch is over
         loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

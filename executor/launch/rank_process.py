@@ -28,6 +28,7 @@ from gnnplan.executor.launch.checks import (
     must_be_measurable,
     must_be_new,
     must_go_on,
+    must_have_rates,
     prepare,
     taken_over,
     write_run,
@@ -200,6 +201,7 @@ class _Process:
             differs = [str(row) for row in must_start(asked)]
             problem, strategy = asked.problem, asked.settled
         must_be_measurable(self.options, strategy)
+        must_have_rates(self.options, problem.workload)
         self._take_place(document, problem)
         every, training = self.options.checkpoint_every, question(problem, strategy)
         checkpoints = Checkpoints(self.out, self.number, every, training)

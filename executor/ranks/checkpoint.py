@@ -65,7 +65,8 @@ def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
     workload = {
         f"workload.{name}": value
         for name, value in problem.workload.model_dump(mode="json").items()
-        if name != "epochs"
+        # a cosine ends with the epochs, and other learning rates do not depend on them
+        if name != "epochs" or problem.workload.schedule == "cosine"
     }
     return {
         "gnnplan": __version__,

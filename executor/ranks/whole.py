@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.ranks.optimizer import SGD, Adam
+from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.planner.vocabulary.errors import SpecError
 
 WORKER, OPTIMIZER = "worker", "optimizer"  # begin the names of a checkpoint's tensors
@@ -32,7 +32,7 @@ class Held:
 
     net: nn.Module
     columns: Mapping[str, range]
-    optimizer: SGD | Adam
+    optimizer: Optimizer
 
     def about(self) -> dict[str, Any]:
         """Which of a checkpoint's tensors these are, for its header.

@@ -201,8 +201,9 @@ class Worker(base.Worker):
     def replays(self) -> bool:
         """Of one rank on the full graph, where no step draws anything on the host."""
         alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
-        draws = self.problem.workload.task == "link" or isinstance(self.features, SparseRows)
-        return alone and not draws and triton_kernels() is not None
+        workload = self.problem.workload
+        draws = workload.task == "link" or isinstance(self.features, SparseRows)
+        return alone and not (draws or workload.varies_lr) and triton_kernels() is not None
 
     def _numbers_to_smooth(self) -> int:
         """Size of the buffer in which the comm lane receives what is then smoothed.

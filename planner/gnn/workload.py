@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -123,8 +124,19 @@ class Workload(Spec):
     task: Literal["node", "link"] = "node"
     negatives: int = Field(1, ge=1, le=MOST_NEGATIVES)  # link: vertices that an edge is told from
     seed: int = Field(0, ge=0, lt=2**31)
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     lr: float = Field(0.01, gt=0.0, le=100.0)
+    # times the weight: added to its gradient, or by adamw taken off the weight; None: as in torch,
+    # 0.01 for adamw and 0 for others
+    weight_decay: float | None = Field(None, ge=0.0, le=100.0)
+    momentum: float = Field(0.0, ge=0.0, lt=1.0)  # of sgd
+    warmup: int = Field(0, ge=0, le=MOST)  # first epochs, in which lr rises in equal steps
+    # how lr falls after these: by the factor gamma every step_size epochs, or along half a cosine
+    # to 0 at the end of `epochs`
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    step_size: int = Field(30, ge=1, le=MOST)
+    gamma: float = Field(0.1, gt=0.0, le=1.0)
+    clip: float | None = Field(None, gt=0.0, le=1e9)  # the longest that a step's gradient may be
     epochs: int = Field(50, ge=1, le=MOST)
     # of rows: features, activations, their gradients, messages. Weights, their gradients and the
     # optimizer's state are float32 where rows are bfloat16. tf32: float32, but GPUs round the
@@ -253,6 +265,56 @@ class Workload(Spec):
                 " your own ends in classes (task: link); use one of our models, or task=node",
             )
         return self
+
+    @model_validator(mode="after")
+    def _trains(self) -> Workload:
+        if self.momentum and self.optimizer != "sgd":
+            raise Conflict(
+                ("momentum", "optimizer"),
+                f"{self.optimizer} has moments of its own (momentum: {self.momentum:g}); use"
+                " optimizer=sgd, or momentum=0",
+            )
+        if self.schedule == "cosine" and self.warmup >= self.epochs:
+            raise Conflict(
+                ("warmup", "epochs", "schedule"),
+                "a cosine falls between warmup and the end, and no epoch is left for it (warmup:"
+                f" {self.warmup:,}, epochs: {self.epochs:,}); use a shorter warmup or more epochs",
+            )
+        return self
+
+    def lr_of(self, epoch: int) -> float:
+        """The learning rate of an epoch, counted from 0.
+
+        >>> cosine = Workload(lr=1.0, warmup=2, schedule="cosine", epochs=6)
+        >>> [round(cosine.lr_of(epoch), 3) for epoch in range(6)]
+        [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+        """
+        if epoch < self.warmup:
+            return self.lr * (epoch + 1) / self.warmup
+        after = epoch - self.warmup
+        if self.schedule == "step":
+            return float(self.lr * self.gamma ** (after // self.step_size))
+        if self.schedule == "cosine":
+            share = min(after / (self.epochs - self.warmup), 1.0)
+            return self.lr * (1.0 + math.cos(math.pi * share)) / 2.0
+        return self.lr
+
+    @property
+    def varies_lr(self) -> bool:
+        """Whether the learning rate is not the same in all epochs."""
+        return self.warmup > 1 or self.schedule != "constant"
+
+    @property
+    def decay(self) -> float:
+        """The weight decay."""
+        if self.weight_decay is None:
+            return 0.01 if self.optimizer == "adamw" else 0.0
+        return self.weight_decay
+
+    @property
+    def beside_a_weight(self) -> int:
+        """Numbers that training holds of each weight: its gradient, and the optimizer's state."""
+        return 1 + (int(self.momentum > 0) if self.optimizer == "sgd" else 2)
 
     @property
     def metric(self) -> str:

@@ -166,10 +166,11 @@ class Problem:
         """Whether all kernels of a step are launched as one (executor/ranks/replay.py).
 
         Steps that fill more of a GPU's memory are not. Their kernels take longer than launches, so
-        the host is ahead.
+        the host is ahead. Nor are those of a learning rate that changes: its number is a kernel's
+        argument, which a replay repeats.
         """
         alone = self.cluster.device.kind == "cuda" and self.ranks == 1
-        return alone and self.workload.mode == "full"
+        return alone and self.workload.mode == "full" and not self.workload.varies_lr
 
     @property
     def servers(self) -> tuple[int, ...]:

@@ -61,8 +61,15 @@ class Plain:
         y = torch.from_numpy(np.array(self.graph.y))
         self.train = torch.from_numpy(np.array(self.graph.train))
         self.y = y[self.train].double() if self.graph.stats.multilabel else y[self.train]
-        kind = torch.optim.SGD if self.workload.optimizer == "sgd" else torch.optim.Adam
-        self.optimizer = kind(self.w.values(), lr=self.workload.lr)
+        how = self.workload
+        kind, options = {
+            "sgd": (torch.optim.SGD, {"momentum": how.momentum}),
+            "adam": (torch.optim.Adam, {}),
+            "adamw": (torch.optim.AdamW, {}),
+        }[how.optimizer]
+        if how.weight_decay is not None:
+            options["weight_decay"] = how.weight_decay
+        self.optimizer = kind(self.w.values(), lr=how.lr, **options)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -232,9 +239,15 @@ class Plain:
             return F.binary_cross_entropy_with_logits(logits[self.train], self.y)
         return F.cross_entropy(logits[self.train], self.y)
 
+    def begin(self, epoch: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.workload.lr_of(epoch)
+
     def descend(self, objective: Tensor) -> None:
         self.optimizer.zero_grad()
         objective.backward()
+        if self.workload.clip:
+            torch.nn.utils.clip_grad_norm_(self.w.values(), self.workload.clip)
         self.optimizer.step()
 
 
@@ -242,6 +255,7 @@ def train_plainly(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Ordinary full-batch training: (losses, weights)."""
     plain, losses = Plain(case), []
     for step in range(case.epochs):
+        plain.begin(step)
         loss = plain.loss(plain.forward(step)[0])
         losses.append(loss.item())
         plain.descend(loss)

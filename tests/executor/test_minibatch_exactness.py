@@ -139,6 +139,7 @@ def batches_of(plain: Plain, epochs: int) -> Iterator[tuple[float, Callable[[], 
 def train_plainly_in_batches(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     plain, losses, total = Plain(case), [], 0.0
     for share, loss_of, last in batches_of(plain, case.epochs):
+        plain.begin(len(losses))
         loss = loss_of()
         total += loss.item() * share
         plain.descend(loss)
