@@ -57,7 +57,7 @@ from gnnplan.executor.ranks.rank import (
     store_of_all,
 )
 from gnnplan.planner.decision.plan import read
-from gnnplan.planner.gnn.workload import scores_of
+from gnnplan.planner.gnn.workload import show_scores
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
@@ -396,11 +396,7 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
         if not is_last and time.monotonic() - shown < (0.1 if renews else 5.0):
             return
         shown = time.monotonic()
-        scores = "  ".join(
-            f"{name.removesuffix('_accuracy').replace('_', ' ')} {row[name]:.3f}"
-            for name in scores_of(row)
-            if row[name] is not None
-        )
+        scores = show_scores(row)
         left_s = (shown - started) / (row["epoch"] - first) * (epochs - row["epoch"])
         line = (
             f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {scores} "

@@ -48,8 +48,11 @@ class Worker(ABC):
         """Logits of this rank's rows without dropout and staleness."""
 
     @abstractmethod
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows that step or evaluate has just returned."""
+    def counts(self, logits: Tensor) -> Tensor | int:
+        """What the metric counts of the rows that step or evaluate has just returned; 0: nothing.
+
+        See layers/targets.py.
+        """
 
     @property
     def buckets(self) -> Sequence[Bucket]:

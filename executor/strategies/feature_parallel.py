@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import (
-    Targets,
     features,
     sparse_features,
     weighted_block,
@@ -30,6 +29,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, GCNLayer, Net
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.ranks.comm import Turn, all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base

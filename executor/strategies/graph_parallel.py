@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of, weighted_block
+from gnnplan.executor.layers.blocks import dtype_of, weighted_block
 from gnnplan.executor.layers.kernels import (
     Block,
     Mix,
@@ -38,6 +38,7 @@ from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import BatchNorm, Net
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.minibatch.share import Part, Share, share_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
@@ -127,7 +128,7 @@ class Worker(base.Worker):
     options: ExchangeOptions
     net: Net
     gamma: float = 0.0
-    batch: int | None = None  # training vertices of all ranks if the share is of a batch
+    batch: float | None = None  # if the share is of a batch: what its loss is the mean over
     # makes the worker that evaluates, where the share leaves out rows of which evaluation is
     evaluator: Callable[[], Worker] | None = None
     # With staleness: rows and halo gradients under way, by way ('f' or 'b') and layer
@@ -706,7 +707,6 @@ class Worker(base.Worker):
         return self.net.decode(self.forward(step)[0][-1].leaf)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
         return self.scored.counts(logits)
 
     def drain(self) -> None:
@@ -759,15 +759,15 @@ class Worker(base.Worker):
 
 
 def targets_of(
-    problem: Problem, share: Share, device: torch.device, total: int | None = None
+    problem: Problem, share: Share, device: torch.device, total: float | None = None
 ) -> Targets | LinkTargets:
     """What the loss of a share's rows is of: their labels, or pairs of them.
 
-    total: training vertices or edges that it is the mean over; None: all training vertices.
+    total: what it is the mean over (Targets, LinkTargets); None: all training vertices.
     """
     if share.ends is not None:
         rows = share.own.size + share.ends.away.size
-        return LinkTargets(share.ends.pairs, rows, share.everyone)
+        return LinkTargets(share.ends.pairs, rows, share.total)
     assert problem.graph is not None
     return Targets(problem.graph, share.own, problem.workload, device, total)
 

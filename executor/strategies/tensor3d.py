@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.blocks import Targets, Tile, features, tile
+from gnnplan.executor.layers.blocks import Tile, features, tile
 from gnnplan.executor.layers.kernels import dropout, dropout_mask, linear, weight_gradient
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.ranks.comm import all_reduce, swap
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank

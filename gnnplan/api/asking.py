@@ -14,7 +14,7 @@ from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.papers.presets import read_fitted
-from gnnplan.planner.gnn.workload import AUTO, METRICS, Workload
+from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
@@ -64,10 +64,10 @@ def ask(
 
     may_choose_dtype: the field dtype may be 'auto'. Raises SpecError.
     """
-    if task in METRICS:  # what is learned; 'none' says that there is nothing to learn from
+    if task in TASKS:  # what is learned; 'none' says that there is nothing to learn from
         fields, task = {**fields, "task": task}, None
     elif task not in (None, "none"):
-        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*METRICS, 'none'))}")
+        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, 'none'))}")
     ranks = None if ranks is None else whole("ranks", ranks)
     name = source_name(graph)
     notify(f"reading {name}")

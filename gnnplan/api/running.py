@@ -21,7 +21,7 @@ from gnnplan.planner.evidence.validate import (
     show_rows,
     trained_before,
 )
-from gnnplan.planner.gnn.workload import scores_of
+from gnnplan.planner.gnn.workload import scores_of, show_scores
 from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -92,11 +92,7 @@ class Run(View):
 
     def blocks(self) -> list[str]:
         result = self.document
-        scores = "  ".join(
-            f"{name.removesuffix('_accuracy').replace('_', ' ')} {result[name]:.3f}"
-            for name in scores_of(result)
-            if result[name] is not None
-        )
+        scores = show_scores(result)
         sent = ", ".join(f"{k} {show_bytes(v)}" for k, v in result["bytes"].items()) or "nothing"
         lines = [
             f"{show_count(result['epochs'], 'epoch')}, loss {result['first_loss']:.4f} ->"

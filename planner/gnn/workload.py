@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,7 +17,19 @@ ALL = -1  # the fanout that takes every neighbour
 FANOUT = 10  # per layer, if the user gives none
 MOST = 10**12  # vertices, seeds of a batch, epochs
 MOST_NEGATIVES = 10_000  # of an edge
-METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by task
+TASKS = ("node", "link")
+# what tells how good a model is, by what it learns: edges, one label of a vertex, several, or
+# numbers; the first is the default
+METRICS = {
+    "link": ("auc",),
+    "label": ("accuracy", "f1_macro", "roc_auc"),
+    "labels": ("f1_micro", "f1_macro", "roc_auc"),
+    "numbers": ("mae",),
+}
+FALLING = ("mae",)  # those of which less is better
+PARTS = ("train", "val", "test")
+BALANCED = "balanced"  # what class_weights may say besides numbers
+Weights = tuple[Annotated[float, Field(ge=0.0, le=1e9)], ...]
 MOST_LAYERS = 1000  # a plan of so many takes half a minute
 ROUNDED_MODELS = ("gcn", "sage", "gcnii", "sgc", "gin")  # whose rows may be bfloat16
 AUTO = "auto"  # what --dtype may say besides types: the plan chooses one (decision/dtypes.py)
@@ -25,14 +37,31 @@ MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by ever
 
 
 def scores_of(fields: Iterable[str]) -> list[str]:
-    """The names of scores among the fields of a line of metrics.jsonl, as Workload.metric says.
+    """The names of scores among the fields of a line of metrics.jsonl.
 
-    >>> scores_of(["epoch", "loss", "train_auc", "val_auc", "test_auc", "epoch_s"])
-    ['train_auc', 'val_auc', 'test_auc']
+    >>> scores_of(["epoch", "loss", "train_f1_micro", "val_f1_micro", "test_f1_micro", "epoch_s"])
+    ['train_f1_micro', 'val_f1_micro', 'test_f1_micro']
     """
-    parts = ("train", "val", "test")
-    names = [f"{part}_{metric}" for metric in METRICS.values() for part in parts]
+    metrics = dict.fromkeys(metric for metrics in METRICS.values() for metric in metrics)
+    names = [f"{part}_{metric}" for metric in metrics for part in PARTS]
     return [name for name in names if name in fields]
+
+
+def show_scores(row: Mapping[str, Any]) -> str:
+    """The scores of a line of metrics.jsonl, in words; '' if it has none.
+
+    >>> show_scores({"train_f1_micro": 0.8, "val_f1_micro": 0.75, "test_f1_micro": None})
+    'f1_micro: training pass 0.800, val 0.750'
+    """
+    names = [name for name in scores_of(row) if row[name] is not None]
+    if not names:
+        return ""
+    parts = [name.partition("_")[0] for name in names]
+    said = [
+        f"{'training pass' if part == 'train' else part} {row[name]:.3f}"
+        for part, name in zip(parts, names, strict=True)
+    ]
+    return f"{names[0].partition('_')[2]}: {', '.join(said)}"
 
 
 def is_module(model: object) -> bool:
@@ -136,6 +165,11 @@ class Workload(Spec):
     schedule: Literal["constant", "step", "cosine"] = "constant"
     step_size: int = Field(30, ge=1, le=MOST)
     gamma: float = Field(0.1, gt=0.0, le=1.0)
+    # in the loss of one label: what a vertex of each class counts; balanced: all classes alike
+    class_weights: Weights | Literal["balanced"] | None = None
+    loss: Literal["mse", "mae"] | None = None  # of numbers; None: mse, and of labels cross entropy
+    # what is measured; None: the first that METRICS has for what is learned
+    metric: Literal["accuracy", "f1_micro", "f1_macro", "roc_auc", "mae", "auc"] | None = None
     clip: float | None = Field(None, gt=0.0, le=1e9)  # the longest that a step's gradient may be
     epochs: int = Field(50, ge=1, le=MOST)
     # of rows: features, activations, their gradients, messages. Weights, their gradients and the
@@ -316,10 +350,12 @@ class Workload(Spec):
         """Numbers that training holds of each weight: its gradient, and the optimizer's state."""
         return 1 + (int(self.momentum > 0) if self.optimizer == "sgd" else 2)
 
-    @property
-    def metric(self) -> str:
-        """What is measured of training, validation and test, as metrics.jsonl names it."""
-        return METRICS[self.task]
+    def metric_of(self, learned: str) -> str:
+        """What is measured of training, validation and test, as metrics.jsonl names it.
+
+        learned: what is predicted of a vertex (GraphStats.learned).
+        """
+        return self.metric or METRICS["link" if self.task == "link" else learned][0]
 
     @property
     def is_converted(self) -> bool:

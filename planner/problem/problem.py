@@ -14,7 +14,7 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.links import expect_held_out, hold_out
 from gnnplan.planner.graph.partition import partition
@@ -80,6 +80,9 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
     return cluster.model_copy(update=shape(cluster, servers, per_server))
 
 
+MOST_SCORES = 1 << 27  # of all vertices and classes, that every rank puts together for roc_auc
+
+
 @dataclass(frozen=True)
 class Problem:
     """A problem; it never changes.
@@ -108,6 +111,51 @@ class Problem:
                 f"task=node learns from all edges, and {self.stats.name} lacks those held out for"
                 f" link prediction ({self.stats.held_out:,}); load the graph again"
             )
+
+        self._must_learn_so()
+
+    def _must_learn_so(self) -> None:
+        """Raise SpecError where loss, metric or class weights are of another kind of target."""
+        workload, stats = self.workload, self.stats
+        learned = "link" if workload.task == "link" else stats.learned
+        kinds = {
+            "link": "edges",
+            "label": "a class of each vertex",
+            "labels": "several labels of each vertex",
+            "numbers": "numbers of each vertex",
+        }
+        if workload.metric and workload.metric not in METRICS[learned]:
+            raise SpecError(
+                f"metric={workload.metric}: {kinds[learned]} are learned of {stats.name}; use"
+                f" {' or '.join(METRICS[learned])}"
+            )
+        if workload.loss and learned != "numbers":
+            raise SpecError(
+                f"loss={workload.loss} is of numbers, and {kinds[learned]} are learned of"
+                f" {stats.name}; use --task regression if its y holds numbers, or leave loss out"
+            )
+        weights = workload.class_weights
+        if weights and learned != "label":
+            raise SpecError(
+                f"class_weights are of one class per vertex, and {kinds[learned]} are learned of"
+                f" {stats.name}; leave them out"
+            )
+        if weights not in (None, BALANCED) and stats.known and len(weights) != stats.classes:
+            raise SpecError(
+                f"class_weights has a number per class ({len(weights):,} numbers, classes of"
+                f" {stats.name}: {stats.classes:,}); use as many, or balanced"
+            )
+        scores = stats.vertices * stats.classes
+        if workload.metric == "roc_auc" and scores > MOST_SCORES:
+            raise SpecError(
+                f"metric=roc_auc puts the scores of all vertices together, and {scores:,} are more"
+                f" than {MOST_SCORES:,}; use {METRICS[learned][0]}, which ranks add up"
+            )
+
+    @property
+    def metric(self) -> str:
+        """What is measured of training, validation and test, as metrics.jsonl names it."""
+        return self.workload.metric_of(self.stats.learned)
 
     @property
     def ranks(self) -> int:

@@ -235,9 +235,18 @@ class Plain:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def loss(self, logits: Tensor) -> Tensor:
+        return self.loss_of(logits[self.train], self.y)
+
+    def loss_of(self, logits: Tensor, y: Tensor) -> Tensor:
         if self.graph.stats.multilabel:
-            return F.binary_cross_entropy_with_logits(logits[self.train], self.y)
-        return F.cross_entropy(logits[self.train], self.y)
+            return F.binary_cross_entropy_with_logits(logits, y.double())
+        weight = self.workload.class_weights
+        if weight == "balanced":
+            counts = self.y.bincount(minlength=self.graph.stats.classes).double()
+            weight = (len(self.y) / int((counts > 0).sum()) / counts).tolist()
+        return F.cross_entropy(
+            logits, y, None if weight is None else torch.tensor(weight, dtype=torch.float64)
+        )
 
     def begin(self, epoch: int) -> None:
         for group in self.optimizer.param_groups:
@@ -253,13 +262,19 @@ class Plain:
 
 def train_plainly(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Ordinary full-batch training: (losses, weights)."""
-    plain, losses = Plain(case), []
-    for step in range(case.epochs):
+    plain = Plain(case)
+    return trained(plain, case.epochs), plain.state
+
+
+def trained(plain: Plain, epochs: int) -> list[float]:
+    """The losses of full-batch training."""
+    losses = []
+    for step in range(epochs):
         plain.begin(step)
         loss = plain.loss(plain.forward(step)[0])
         losses.append(loss.item())
         plain.descend(loss)
-    return losses, plain.state
+    return losses
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any], idle: tuple[str, ...] = ()) -> float:

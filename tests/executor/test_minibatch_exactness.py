@@ -21,7 +21,6 @@ from pairwise import covered
 from plain import Plain, difference
 from ranks import Case, Ranks
 from torch import Tensor
-from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.planner.gnn.workload import Jump
@@ -129,9 +128,7 @@ def batches_of(plain: Plain, epochs: int) -> Iterator[tuple[float, Callable[[], 
                     return operators[of], plain.prepare(of, at, h)
 
                 logits = plain.forward(at, read)[0][seeds]
-                if graph.stats.multilabel:
-                    return F.binary_cross_entropy_with_logits(logits, labels[seeds].double())
-                return F.cross_entropy(logits, labels[seeds])
+                return plain.loss_of(logits, labels[seeds])
 
             yield seeds.size / graph.stats.train_vertices, loss, number + 1 == len(drawn)
 

@@ -291,7 +291,7 @@ class Worker(base.Worker):
                 [part.block for part in share.parts[1:]],
                 [torch.from_numpy(part.source) for part in share.parts[1:]],
                 torch.from_numpy(share.own),
-                graph_parallel.targets_of(self.problem, share, HOST, share.everyone),
+                graph_parallel.targets_of(self.problem, share, HOST, share.total),
             )
         )
         with self.rank.span(Label("forward", step), "compute"):
@@ -404,8 +404,7 @@ class Worker(base.Worker):
         self.scored = [self.whole.targets]
         return self.whole.worker.evaluate(step)
 
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
+    def counts(self, logits: Tensor) -> Tensor | int:
         return counts_of(self.scored, logits)
 
     def open_learner(self) -> Learner:
