@@ -12,6 +12,7 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -24,6 +25,7 @@ from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, state_of
+from gnnplan.executor.ranks.best import Best
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.gathered import gather_bytes
@@ -31,8 +33,9 @@ from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.replay import Replay, is_small
-from gnnplan.executor.ranks.whole import OPTIMIZER, WORKER, fill, named, under
+from gnnplan.executor.ranks.whole import BEST, OPTIMIZER, WORKER, Held, fill, named, under
 from gnnplan.executor.strategies import Worker, open_worker
+from gnnplan.planner.gnn.workload import FALLING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
@@ -71,7 +74,7 @@ def train(
     with Shapes.varying(strategy.mode == "mini"):
         training = _Training(rank, problem, strategy, out, epochs, checkpoints)
         for epoch in range(training.first, epochs):
-            if not may_train(epoch):
+            if training.ends or not may_train(epoch):
                 training.epochs = epoch
                 break
             is_evaluated = epoch == epochs - 1 or (eval_every > 0 and (epoch + 1) % eval_every == 0)
@@ -111,6 +114,8 @@ class _Training:
         self.first = checkpoints.first if checkpoints else 0
         worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
         self.learner = worker.open_learner()
+        patience = problem.workload.patience
+        self.best = patience and Best(worker.trained(), patience, problem.metric in FALLING)
         self.replay: Replay[tuple[Tensor, Tensor | int]] | None = None
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
@@ -136,6 +141,9 @@ class _Training:
         notes, tensors = self.checkpoints.load(self.checkpoints.first)
         self.worker.load(under(WORKER, tensors))
         fill(self.learner.optimizer.state(), under(OPTIMIZER, tensors))
+        if self.best:
+            fill(self.best.weights, under(BEST, tensors))
+            self.best.load(notes["best"])
         rank.sent.update(notes["bytes"])
         rank.counted = {Label(*label) for label in notes["counted"]}
         with suppress(SpecError):  # a trace that was lost with its machine does not stop training
@@ -149,15 +157,27 @@ class _Training:
         """
         rank, worker = self.rank, self.worker
         notes, whole = checkpoints.load_whole()
-        held = worker.held
-        assert held is not None  # else it does not hand over (checkpoint.must_hand_over)
-        held.take(whole)
+        assert self.held is not None  # else it does not hand over (checkpoint.must_hand_over)
+        self.held.take(whole)
+        if self.best:
+            self.best.load(notes["best"])
         recording, rank.recording = rank.recording, False
         measuring, rank.staleness_errors = rank.staleness_errors, False
         worker.refill(self.first * self.steps - 1)
         rank.recording, rank.staleness_errors = recording, measuring
         part = {"until": self.first, "strategy": before["strategy"], "ranks": before["ranks"]}
         return {"before": [*notes.get("before", []), part]}
+
+    @property
+    def held(self) -> Held | None:
+        """What this rank trains, with its best weights."""
+        held = self.worker.held
+        return replace(held, best=self.best.weights) if held and self.best else held
+
+    @property
+    def ends(self) -> bool:
+        """Whether it ends before its last epoch, for no better weights are found."""
+        return bool(self.best and self.best.ends)
 
     def epoch(self, epoch: int, is_evaluated: bool, report: Report) -> None:
         """Train one epoch, then evaluate, append its metrics and write its checkpoint."""
@@ -219,6 +239,8 @@ class _Training:
         if self.replay is not None:
             row["replayed"] = True
         self._append(row, report)
+        if self.best and is_evaluated:
+            self.best.see(epoch + 1, row[f"val_{self.problem.metric}"], worker.trained())
         if is_kept:
             self._keep(epoch)
 
@@ -261,18 +283,20 @@ class _Training:
             return
         self.rank.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
         self.record.trace(self.out)
-        optimizer, held = self.learner.optimizer.state(), self.worker.held
+        optimizer, held, best = self.learner.optimizer.state(), self.held, self.best
         tensors = named(WORKER, self.worker.state()) | named(OPTIMIZER, optimizer)
+        tensors |= named(BEST, best.weights) if best else {}
+        notes = self.record.notes() | ({"best": best.notes()} if best else {})
         first_on_disk = [self.metrics.fileno()] if self.metrics else []
         about = held.about() if held else None
-        self.checkpoints.save(
-            self.rank, epoch + 1, tensors, self.record.notes(), first_on_disk, about
-        )
+        self.checkpoints.save(self.rank, epoch + 1, tensors, notes, first_on_disk, about)
 
     def finish(self) -> Net:
         """End what is under way, and leave this rank's files."""
         self.rank.activity.begin("phase", "the end")
         self.learner.finish(self.epochs * self.steps)
+        if self.best and self.best.epoch:
+            fill(self.worker.trained(), self.best.weights)
         self.worker.drain()
         self.rank.settle(all_lanes=True)
         self.worker.close()
@@ -298,6 +322,7 @@ class _Training:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "peak_bytes": peak_bytes,
             **record.counts(),
+            "best": self.best.notes() if self.best else None,
         }
         write_atomically(out / f"rank{rank.rank}.json", json.dumps(left))
         weights = {name: p.detach().cpu().contiguous() for name, p in net.state_dict().items()}

@@ -717,7 +717,7 @@ class Worker(base.Worker):
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: weights, the next step's stale rows, and adaptive bits."""
         return (
-            super().state()
+            self.trained()
             | {
                 f"stale.{way}.{layer}": future.result()
                 for (way, layer), future in self.pending.items()
@@ -730,7 +730,7 @@ class Worker(base.Worker):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from another process's state."""
-        fill(super().state(), state)
+        fill(self.trained(), state)
         for name, tensor in state.items():
             if name.startswith("stale."):
                 way, layer = name.split(".")[1], int(name.split(".")[2])
@@ -750,11 +750,11 @@ class Worker(base.Worker):
             return
         learner, self.learner = self.learner, None  # the passes' gradients are of no use
         gamma, self.gamma = self.gamma, 0.0
-        weights = {name: tensor.clone() for name, tensor in super().state().items()}
+        weights = {name: tensor.clone() for name, tensor in self.trained().items()}
         for _ in range(2 * len(self.layers)):
             self.step(step)
             self.drain()
-        fill(super().state(), weights)  # batch norm's averages have moved
+        fill(self.trained(), weights)  # batch norm's averages have moved
         self.learner, self.gamma = learner, gamma
 
 

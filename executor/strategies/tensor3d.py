@@ -360,7 +360,7 @@ class Worker(base.Worker):
     def held(self) -> None:
         return None  # a rank's numbers of a weight are a run of a tile, not columns
 
-    def state(self) -> dict[str, Tensor]:
+    def trained(self) -> dict[str, Tensor]:
         return {f"layer{i}": weights.own for i, weights in enumerate(self.weights, 1)}
 
     def close(self) -> None:

@@ -171,6 +171,9 @@ class Workload(Spec):
     # what is measured; None: the first that METRICS has for what is learned
     metric: Literal["accuracy", "f1_micro", "f1_macro", "roc_auc", "mae", "auc"] | None = None
     clip: float | None = Field(None, gt=0.0, le=1e9)  # the longest that a step's gradient may be
+    # epochs without a better score of validation, after which training ends and leaves the weights
+    # of the best; looked at when an epoch is evaluated. None: it does not, and leaves the last
+    patience: int | None = Field(None, ge=1, le=MOST)
     epochs: int = Field(50, ge=1, le=MOST)
     # of rows: features, activations, their gradients, messages. Weights, their gradients and the
     # optimizer's state are float32 where rows are bfloat16. tf32: float32, but GPUs round the
@@ -347,8 +350,9 @@ class Workload(Spec):
 
     @property
     def beside_a_weight(self) -> int:
-        """Numbers that training holds of each weight: its gradient, and the optimizer's state."""
-        return 1 + (int(self.momentum > 0) if self.optimizer == "sgd" else 2)
+        """Numbers held beside a weight: its gradient, the optimizer's state, its best value."""
+        state = int(self.momentum > 0) if self.optimizer == "sgd" else 2
+        return 1 + state + (self.patience is not None)
 
     def metric_of(self, learned: str) -> str:
         """What is measured of training, validation and test, as metrics.jsonl names it.

@@ -145,6 +145,11 @@ class Problem:
                 f"class_weights has a number per class ({len(weights):,} numbers, classes of"
                 f" {stats.name}: {stats.classes:,}); use as many, or balanced"
             )
+        if workload.patience and self.graph and learned != "link" and not self.graph.val.any():
+            raise SpecError(
+                f"patience={workload.patience} is of scores of validation vertices, and"
+                f" {stats.name} has none (val_mask); leave it out, or give a split"
+            )
         scores = stats.vertices * stats.classes
         if workload.metric == "roc_auc" and scores > MOST_SCORES:
             raise SpecError(

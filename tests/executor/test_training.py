@@ -13,7 +13,8 @@ from plain import Plain, difference, train_plainly, trained
 from ranks import Case, Ranks
 from test_minibatch_exactness import train_plainly_in_batches
 
-from gnnplan.planner.gnn.workload import PARTS
+from gnnplan.executor.ranks.optimizer import optimizer_of
+from gnnplan.planner.gnn.workload import PARTS, Workload
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -154,3 +155,125 @@ def test_metrics_of_batches_are_those_of_one_process(
         for part in PARTS[metric == "roc_auc" :]:
             name = f"{part}_{metric}"
             assert run.metrics[-1][name] == pytest.approx(alone[name], rel=1e-9), strategy
+
+
+# -- early stopping --------------------------------------------------------------------------------
+
+PATIENCE = {"lr": 0.03, "weight_decay": 0.02, "patience": 3, "epochs": 30}
+
+
+def train_patiently(case: Case) -> tuple[int, int, dict[str, Any]]:
+    """The best epoch, the last, and the weights of the best."""
+    plain, best, found = Plain(case), (-1.0, 0), {}
+    val = torch.from_numpy(np.array(plain.graph.val))
+    for epoch in range(case.epochs):
+        plain.begin(epoch)
+        plain.descend(plain.loss(plain.forward(epoch)[0]))
+        with torch.no_grad():
+            logits = plain.forward(None)[0][val]
+        score = float((logits.argmax(1).numpy() == plain.graph.y[val.numpy()]).mean())
+        if score > best[0]:
+            best = score, epoch + 1
+            found = {name: tensor.detach().clone() for name, tensor in plain.state.items()}
+        if epoch + 1 - best[1] >= plain.workload.patience:
+            break
+    return best[1], epoch + 1, found
+
+
+def patient(graphs: dict[str, str], **more: Any) -> Case:
+    how = {**FULL, "model": "sage", **PATIENCE, **more}
+    return Case("graph_parallel", graphs["rough"], how, epochs=30, eval_every=1)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"model": "gcn", "norm": "batch", "optimizer": "sgd", "lr": 0.1}]
+)
+def test_the_best_weights_by_validation_are_left(
+    run_ranks: Ranks, graphs: dict[str, str], more: dict[str, Any]
+) -> None:
+    case = patient(graphs, **more)
+    best, last, weights = train_patiently(case)
+    assert best > 1 and last < 30
+    idle = tuple(f"layers.{layer}.bias" for layer in (1, 2)) if more else ()
+    for world, servers, strategy in ON_FULL_GRAPHS:
+        if more and ("tensor3d" in strategy or "gnnpipe" in strategy):
+            continue  # they have no batch norm
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        assert len(run.metrics) == last, strategy
+        assert [run.rank(rank)["best"]["epoch"] for rank in range(world)] == [best] * world
+        assert run.rank(0)["best"]["score"] == run.metrics[best - 1]["val_accuracy"]
+        assert difference(run.weights, weights, idle) <= 1e-9, strategy
+
+
+@pytest.mark.parametrize(("world", "servers", "strategy"), ON_BATCHES)
+def test_batches_stop_where_one_process_does(
+    run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str
+) -> None:
+    case = Case("data_parallel", graphs["rough"], {**MINI, "model": "sage", **PATIENCE}, epochs=30)
+    alone = run_ranks.alone(replace(case, eval_every=1))
+    asked = replace(case, strategy=strategy, servers=servers, eval_every=1)
+    (run,) = run_ranks(world, [asked])
+    assert len(run.metrics) == len(alone.metrics) < 30
+    assert difference(run.weights, alone.weights) <= 1e-9
+    assert run.rank(0)["best"]["epoch"] == alone.rank(0)["best"]["epoch"]
+
+
+@pytest.mark.parametrize("strategy", ["gnnpipe(stages=2,chunks=4)", "tensor3d(x=1,y=2,z=1)"])
+def test_a_resumed_run_remembers_its_best(
+    run_ranks: Ranks, graphs: dict[str, str], strategy: str
+) -> None:
+    """Broken off after the best epoch, it ends where the unbroken one does, with the same bits.
+    Resumed once more it trains no more."""
+    case = replace(patient(graphs), strategy=strategy)
+    (unbroken,) = run_ranks(2, [case])
+    last, best = len(unbroken.metrics), unbroken.rank(0)["best"]["epoch"]
+    assert 1 < best < last - 1
+    (broken,) = run_ranks(2, [replace(case, epochs=last - 1, checkpoint_every=1)])
+    again = replace(case, checkpoint_every=1, resume=str(broken.out))
+    for _ in range(2):
+        (resumed,) = run_ranks(2, [again])
+        assert len(resumed.metrics) == last
+        assert resumed.rank(0)["best"] == unbroken.rank(0)["best"]
+        assert all(torch.equal(resumed.weights[n], p) for n, p in unbroken.weights.items())
+
+
+def test_another_plan_takes_over_the_best(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    case = patient(graphs)
+    best, last, weights = train_patiently(case)
+    (broken,) = run_ranks(2, [replace(case, epochs=best + 1, checkpoint_every=1)])
+    onwards = replace(case, strategy="gnnpipe(stages=2,chunks=1)", resume=str(broken.out))
+    (resumed,) = run_ranks(2, [onwards])
+    assert len(resumed.metrics) == last and resumed.rank(0)["best"]["epoch"] == best
+    assert difference(resumed.weights, weights) <= 1e-9
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ({"optimizer": "sgd"}, 0),
+        ({"optimizer": "sgd", "momentum": 0.9}, 1),
+        ({"optimizer": "adamw"}, 2),
+        ({"optimizer": "adam", "patience": 1}, 3),
+    ],
+    ids=str,
+)
+def test_plans_count_what_is_kept_of_each_weight(
+    graphs: dict[str, str], how: dict[str, Any], state: int
+) -> None:
+    """Beside its gradient."""
+    for plans, kind in ((ON_FULL_GRAPHS, FULL), (ON_BATCHES, MINI)):
+        for world, servers, strategy in plans:
+            case = Case(strategy, graphs["rough"], {**kind, "model": "sage"}, servers)
+            held = []
+            for more in ({"optimizer": "sgd"}, how):
+                asked = replace(case, workload=case.workload | more).problem(world)
+                held.append(case.settled(asked).memory(asked)["optimizer"])
+            assert held[1] == pytest.approx(held[0] * (1 + state)), strategy
+    weights = [torch.nn.Parameter(torch.zeros(3, 5))]
+    kept = optimizer_of(weights, Workload(**how)).state()
+    assert sum(each.numel() for each in kept.values() if each.dim()) == 15 * (
+        state - ("patience" in how)
+    )

@@ -464,7 +464,7 @@ class Worker(base.Worker):
 
     def state(self) -> dict[str, Tensor]:
         """Weights and history."""
-        return super().state() | self.history.state()
+        return self.trained() | self.history.state()
 
     def refill(self, step: int) -> None:
         """Historical rows are those of the weights, as they are before the first step."""

@@ -422,6 +422,9 @@ class Worker(base.Worker):
                     moving.result()
         self._assemble()
 
+    def trained(self) -> dict[str, Tensor]:
+        return dict(self.sliced.state_dict())
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint between two epochs keeps.
 
@@ -429,7 +432,7 @@ class Worker(base.Worker):
         the batches under way, whose body is done, the gradients that `_tail` needs. Layer 1 of
         these batches is computed again.
         """
-        out = dict(self.sliced.state_dict())
+        out = self.trained()
         if self.strategy.pipelined:
             for i, (net, buffers) in enumerate(zip(self.nets, self.buffers, strict=True)):
                 out |= named(f"stash.{i}", net.state_dict()) | {
