@@ -165,9 +165,9 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
     lost then, they had none in common."""
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
 
-    def meet(rank: Rank, epoch: int, *more: Any) -> dict[str, Any]:
+    def meet(rank: Rank, problem: Any, epoch: int, *more: Any) -> dict[str, Any]:
         there[epoch + 1] = stored(run_ranks.folder / f"run{run_ranks.runs}", [0])[0]
-        return row(rank, epoch, *more)
+        return row(rank, problem, epoch, *more)
 
     monkeypatch.setattr(checkpoint.os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
     monkeypatch.setattr(train, "_row", meet)
