@@ -113,7 +113,7 @@ def must_have_rates(options: Options, workload: Workload) -> None:
     if workload.schedule == "cosine" and asked > known and not options.turns:
         raise SpecError(
             f"--epochs {asked:,}: the plan's cosine schedule brings the learning rate to 0 in"
-            f" {known:,} epochs; plan with --set epochs={asked}, or ask for {known:,} or less"
+            f" {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"
         )
 
 

@@ -71,9 +71,9 @@ def plan(
     - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
     - workload: a YAML file, a preset, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-      negatives, dtype, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live
-      torch.nn.Module or its class, whose parameters training starts from. dtype='auto' leaves
-      float32 or bfloat16 to the plan
+      negatives, dtype, seed, epochs, optimizer, lr, schedule, patience, class_weights, metric and
+      so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or its class, whose
+      parameters training starts from. dtype='auto' leaves float32 or bfloat16 to the plan
     - exact: only exact strategies: they compute the gradient of one process. With dtype='auto'
       rows are float32
     - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the

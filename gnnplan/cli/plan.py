@@ -23,6 +23,7 @@ from gnnplan.cli.common import (
     app,
     print_json,
     show,
+    with_training,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@with_training
 def plan(
     graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     features: Features = None,
@@ -169,6 +171,7 @@ def plan(
         ),
     ] = None,
     as_json: Json = False,
+    **training: str | None,
 ) -> None:
     """Rank the strategies that fit, and recommend one with reasons.
 
@@ -210,6 +213,7 @@ def plan(
         "negatives": negatives,
         "dtype": dtype,
         "seed": seed,
+        **training,
     }
 
     def question_of(cluster: str, notify: Notify) -> Question:

@@ -217,6 +217,7 @@ def checked(
                 mistakes.append(str(source.error(where, message)))
             else:
                 fields = dotted(where) if where else ", ".join(given or ())
+                fields = fields.replace("_", "-") if source == "--" else fields  # an option
                 mistakes.append(f"{source}{fields}".rstrip(". ") + f": {message}")
         if len(errors) > MOST_MISTAKES:
             mistakes.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")

@@ -118,27 +118,27 @@ class Problem:
         """Raise SpecError where loss, metric or class weights are of another kind of target."""
         workload, stats = self.workload, self.stats
         learned = "link" if workload.task == "link" else stats.learned
-        kinds = {
+        targets = {
             "link": "edges",
-            "label": "a class of each vertex",
-            "labels": "several labels of each vertex",
-            "numbers": "numbers of each vertex",
+            "label": "one class per vertex",
+            "labels": "several labels per vertex",
+            "numbers": "numbers",
         }
+        told = f"the targets of {stats.name} are {targets[learned]}"
         if workload.metric and workload.metric not in METRICS[learned]:
             raise SpecError(
-                f"metric={workload.metric}: {kinds[learned]} are learned of {stats.name}; use"
+                f"metric={workload.metric} does not measure them: {told}; use"
                 f" {' or '.join(METRICS[learned])}"
             )
         if workload.loss and learned != "numbers":
             raise SpecError(
-                f"loss={workload.loss} is of numbers, and {kinds[learned]} are learned of"
-                f" {stats.name}; use --task regression if its y holds numbers, or leave loss out"
+                f"loss={workload.loss} is of numbers, and {told}; use --task regression if its y"
+                " holds numbers, or leave loss out"
             )
         weights = workload.class_weights
         if weights and learned != "label":
             raise SpecError(
-                f"class_weights are of one class per vertex, and {kinds[learned]} are learned of"
-                f" {stats.name}; leave them out"
+                f"class_weights are of one class per vertex, and {told}; leave them out"
             )
         if weights not in (None, BALANCED) and stats.known and len(weights) != stats.classes:
             raise SpecError(

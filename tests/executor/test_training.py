@@ -13,8 +13,13 @@ from plain import Plain, difference, train_plainly, trained
 from ranks import Case, Ranks
 from test_minibatch_exactness import train_plainly_in_batches
 
+from gnnplan.executor.launch.checks import must_have_rates
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.ranks.checkpoint import question
 from gnnplan.executor.ranks.optimizer import optimizer_of
 from gnnplan.planner.gnn.workload import PARTS, Workload
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -277,3 +282,43 @@ def test_plans_count_what_is_kept_of_each_weight(
     assert sum(each.numel() for each in kept.values() if each.dim()) == 15 * (
         state - ("patience" in how)
     )
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("graph", "how", "words"),
+    [
+        ("multi", {"metric": "accuracy"}, "are several labels per vertex; use f1_micro or f1_"),
+        ("rough", {"metric": "mae"}, "are one class per vertex; use accuracy or f1_macro"),
+        ("rough", {"loss": "mse"}, "loss=mse is of numbers, and the targets of rough are one"),
+        ("multi", {"class_weights": "balanced"}, "of one class per vertex, and the targets of"),
+        ("rough", {"class_weights": (1.0, 2.0)}, r"\(2 numbers, classes of rough: 4\)"),
+    ],
+)
+def test_what_does_not_suit_the_targets_is_refused(
+    graphs: dict[str, str], graph: str, how: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        Case("graph_parallel", graphs[graph], how).problem(1)
+
+
+def test_a_cosine_has_no_more_epochs_than_planned() -> None:
+    cosine = Workload(schedule="cosine", epochs=20)
+    must_have_rates(Options(epochs=20), cosine)
+    must_have_rates(Options(epochs=30), Workload(epochs=20))
+    must_have_rates(Options(epochs=30, turns=True), cosine)  # `tune` looks at seconds alone
+    with pytest.raises(SpecError, match="in 20 epochs; plan with --epochs 30"):
+        must_have_rates(Options(epochs=30), cosine)
+
+
+def test_a_cosine_of_other_epochs_is_another_training(graphs: dict[str, str]) -> None:
+    """Of a constant rate more epochs are the same training."""
+    for schedule, same in (("cosine", False), ("step", True)):
+        asked = []
+        for epochs in (20, 30):
+            how = {"schedule": schedule, "epochs": epochs}
+            problem = Case("graph_parallel", graphs["rough"], how).problem(1)
+            asked.append(question(problem, parse("graph_parallel")))
+        assert (asked[0] == asked[1]) == same
