@@ -39,19 +39,20 @@ def features(
     way when this returns (copies.py).
     """
     width, x = graph.stats.features, graph.x
+    stored = torch.float64 if x.dtype == np.float64 else torch.float32
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
     if device.type == "cuda":
 
         def gather(start: int, stop: int, into: Tensor) -> None:
             some, numbers = rows[start:stop], into.numpy()
-            if isinstance(x, np.ndarray) and x.dtype == np.float32:
+            if isinstance(x, np.ndarray):
                 take_rows(x, some, numbers)
             else:
                 numbers[:] = graph.features(some)
 
-        staging(device).load(out[: rows.size], torch.float32, gather)
+        staging(device).load(out[: rows.size], stored, gather)
         return out
-    if isinstance(x, np.ndarray) and device.type == "cpu" and out.dtype == torch.float32:
+    if isinstance(x, np.ndarray) and device.type == "cpu" and out.dtype == stored:
         take_rows(x, rows, out[: rows.size].numpy())
         return out
     for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):

@@ -69,7 +69,7 @@ def ask(
     elif task not in (None, "none"):
         raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, 'none'))}")
     ranks = None if ranks is None else whole("ranks", ranks)
-    name = source_name(graph)
+    name, said = source_name(graph)
     notify(f"reading {name}")
     settings = settings_of(overrides)
     chooses_dtype = may_choose_dtype and fields.get("dtype") == AUTO
@@ -90,7 +90,7 @@ def ask(
         name, task=task, **{what: str(file) for what, file in files.items() if file is not None}
     )
     made: list[str] = []
-    problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed)
+    problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed, said)
     if module:
         from gnnplan.executor.layers.own import with_user_model
 
@@ -105,15 +105,15 @@ def ask(
     return Question(problem, notes, chooses_dtype)
 
 
-def source_name(graph: Any) -> str:
-    """The name by which `load` finds a graph; an object is written to the cache first.
+def source_name(graph: Any) -> tuple[str, list[str]]:
+    """The name by which `load` finds a graph, and notes; an object is written to the cache first.
 
     Raises SpecError.
     """
     if isinstance(graph, str | Path):
-        return str(graph)
+        return str(graph), []
     if isinstance(graph, Graph):
-        return graph.stats.source
+        return graph.stats.source, []
     from gnnplan.planner.graph.formats import convert
 
     # ranks are processes of their own and read the graph from a folder, which its content names
@@ -121,7 +121,7 @@ def source_name(graph: Any) -> str:
     kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept) as folder:
         made = Path(folder) / "graph"
-        convert(graph, made)
+        _, _, notes = convert(graph, made)
         digest = hashlib.sha256()
         for file in sorted(made.iterdir()):
             digest.update(file.name.encode())
@@ -136,7 +136,7 @@ def source_name(graph: Any) -> str:
                 if not target.exists():
                     raise
         shutil.rmtree(made, ignore_errors=True)
-    return str(target)
+    return str(target), notes
 
 
 def workload_of(
@@ -203,8 +203,9 @@ def problem_of(
     ranks: int | None,
     method: str,
     directed: bool,
+    said: Sequence[str] = (),
 ) -> Problem:
-    """The problem of a graph by its name.
+    """The problem of a graph by its name; `said` are notes of who wrote it.
 
     Raises SpecError.
     """
@@ -217,9 +218,11 @@ def problem_of(
         graph = os.path.realpath(head) + mark + query  # a plan may be run from another folder
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
+    stats = replace(stats, notes=(*said, *stats.notes))
     if cluster.ranks > stats.vertices:
         raise SpecError(
             f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); "
             f"use --ranks {stats.vertices} or less"
         )
-    return Problem(stats, loaded if isinstance(loaded, Graph) else None, workload, cluster, method)
+    known = replace(loaded, stats=stats) if isinstance(loaded, Graph) else None
+    return Problem(stats, known, workload, cluster, method)

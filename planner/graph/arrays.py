@@ -17,6 +17,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import (
+    LARGEST_WHOLE,
     MOST_CLASSES,
     MOST_FEATURES,
     MOST_VERTICES,
@@ -26,14 +27,16 @@ from gnnplan.planner.graph.graph import (
     GraphStats,
     finish,
     in_neighbours,
-    must_be_finite,
+    merging_note,
     must_fit,
+    narrowed,
     random_split,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, must_be_file
 from gnnplan.planner.vocabulary.units import show_bytes
 
+MASKS = ("train_mask", "val_mask", "test_mask")
 ARRAYS = (
     "src",
     "dst",
@@ -43,14 +46,14 @@ ARRAYS = (
     "x_shape",
     "x_data",
     "y",
-    "train_mask",
-    "val_mask",
-    "test_mask",
+    *MASKS,
     "meta",
 )
 STAND_IN_FEATURES = 128
 STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
+# what libraries write for no label, besides numbers below 0: the highest of a type
+NO_LABEL = [2**bits - 1 for bits in (8, 16, 31, 32, 63, 64)]
 MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
 MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
 LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
@@ -168,21 +171,21 @@ def check_header(
         raise SpecError(
             f"{path}: {name}: negative size in shape {shape}; the file is damaged, write it again"
         )
-    if mapped and (fortran or dtype != np.float32 or len(shape) != 2):
+    if mapped and (fortran or dtype not in (np.float32, np.float64) or len(shape) != 2):
         raise SpecError(
-            f"{path}: {name}: is mapped, not read, so it must be float32 [vertices, features] in C"
-            f" order, is {dtype} of shape {shape}{' in Fortran order' * fortran}; save"
-            " numpy.ascontiguousarray(x, numpy.float32)"
+            f"{path}: {name}: is mapped, not read, so it must be float32 or float64 [vertices,"
+            f" features] in C order, is {dtype} of shape {shape}{' in Fortran order' * fortran};"
+            " save numpy.ascontiguousarray(x, numpy.float32)"
         )
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
     if fits and not mapped:
         must_fit(path, f"{name} of shape {shape}", nbytes)
-    if nbytes > (stored := stored - header_bytes):
+    if nbytes != (stored := stored - header_bytes):
         raise SpecError(
-            f"{path}: {name}: shape {shape} needs {nbytes:,} B but only {stored:,} B are stored;"
-            " the file is damaged"
+            f"{path}: {name}: shape {shape} needs {nbytes:,} B but {'only ' * (nbytes > stored)}"
+            f"{stored:,} B are stored; the file is damaged, write it again"
         )
     return int(nbytes)
 
@@ -231,9 +234,9 @@ def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -
     _check_ids(path, src, dst, vertices, counted)
     if "x" in arrays or "x_indptr" in arrays:
         own_features(path, arrays, vertices)
-    if {"y", "train_mask", "val_mask", "test_mask"} & arrays.keys():  # of as many vertices
-        y, classes = _labels(path, arrays, vertices, meta)
-        _masks(path, arrays, y, classes, vertices, np.random.default_rng(0), [], 0)
+    if {"y", *MASKS} & arrays.keys():  # of as many vertices
+        _, classes, labelled = read_labels(path, arrays, vertices, meta)
+        _masks(path, arrays, labelled, classes, np.random.default_rng(0), [], 0)
     return vertices, len(src)
 
 
@@ -256,6 +259,10 @@ def build(
     vertices, counted = _count(path, arrays, meta, src, dst)
     if not counted:
         notes.append("vertex count taken from the highest edge id")
+        if first := min(int(src.min()), int(dst.min())):
+            notes.append(
+                f"no edge has vertex 0: ids begin with {first:,}; if they count from 1, subtract 1"
+            )
     _check_ids(path, src, dst, vertices, counted)
     stand_in_width = 0 if "x" in arrays or "x_indptr" in arrays else made_up.width
     must_fit(
@@ -268,7 +275,7 @@ def build(
         vertices * (20.0 + 8 * stand_in_width) + 60.0 * len(src),
     )
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
-    notes += changes
+    notes += changes if len(indices) else (*changes, "the graph has no edges")
     del src, dst, arrays["src"], arrays["dst"]  # they take as much memory as the graph
 
     rng = np.random.default_rng(made_up.seed)
@@ -280,13 +287,14 @@ def build(
                 " drop it"
             )
         x = own_features(path, arrays, vertices)
+        notes += merging_note(x)
     else:
         x = _stand_in(indptr, stand_in_width, rng)
         notes.append(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
             f" {made_up.seed} (normal noise, one of log degree)"
         )
-    y, classes = _labels(path, arrays, vertices, meta)
+    y, classes, labelled = read_labels(path, arrays, vertices, meta)
     if made_up.labels:
         if classes:
             raise SpecError(
@@ -299,7 +307,7 @@ def build(
             f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
             f" {made_up.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
         )
-    train, val, test = _masks(path, arrays, y, classes, vertices, rng, notes, made_up.seed)
+    train, val, test = _masks(path, arrays, labelled, classes, rng, notes, made_up.seed)
     stats = GraphStats(
         name=Path(path).stem,
         source=source,
@@ -326,10 +334,13 @@ def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tup
                 f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, found"
                 f" {shown([*arrays, *others], 100) or 'nothing'}{_edge_index_remedy(path)}"
             )
-    src, dst = (_typed(path, arrays, name, "iu", (1,)) for name in ("src", "dst"))
+    ends = {name: arrays[name] for name in ("src", "dst")}  # what is empty has no type
+    ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
+    src, dst = (_typed(path, ends, name, "iu", (1,)) for name in ends)
     if len(src) != len(dst):
         raise SpecError(
-            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,}"
+            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
+            " write both ends of every edge"
         )
     return src, dst
 
@@ -401,7 +412,7 @@ def _count(
     path: str, arrays: Mapping[str, Array], meta: Mapping[str, Any], src: Array, dst: Array
 ) -> tuple[int, str]:
     """The number of vertices, and the names of the arrays that say so ('' if only edges do)."""
-    by_vertex = ("x", "y", "train_mask", "val_mask", "test_mask")
+    by_vertex = ("x", "y", *MASKS)
     counts = {
         name: arrays[name].shape[0] for name in by_vertex if name in arrays and arrays[name].ndim
     }
@@ -433,7 +444,7 @@ def _count(
 
 
 def own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Features:
-    """The features that the file holds: float32 [N, F] or CSR.
+    """The features that the file holds: [N, F] or CSR.
 
     Raises SpecError for NaN, infinities and a broken CSR."""
     if "x" in arrays and "x_indptr" in arrays:
@@ -443,10 +454,11 @@ def own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Featu
     if "x" in arrays:
         x = _typed(path, arrays, "x", "fiub", (2,))
         if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
-            x = np.ascontiguousarray(_float32(path, "x", x))
+            x = np.ascontiguousarray(narrowed(path, "x", x))
         if not 1 <= x.shape[1] <= MOST_FEATURES:
             raise SpecError(
-                f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}"
+                f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"
+                " [vertices, features], or leave it out"
             )
         return x
     return _sparse_features(path, arrays, vertices)
@@ -464,7 +476,7 @@ def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> s
     if len(shape) != 2 or int(shape[0]) != vertices or not 1 <= int(shape[1]) <= MOST_FEATURES:
         raise SpecError(
             f"{path}: x_shape: must be [{vertices}, features] with 1 to {MOST_FEATURES:,} features,"
-            f" is {shape[:4].tolist()}"
+            f" is {shape[:4].tolist()}; save the matrix's shape"
         )
     if (
         int(indptr[0]) != 0
@@ -473,18 +485,19 @@ def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> s
     ):
         raise SpecError(
             f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
-            f" {indptr[0]} to {indptr[-1]}"
+            f" {indptr[0]} to {indptr[-1]}; save the indptr of a scipy.sparse.csr_matrix"
         )
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < int(shape[1]):
         raise SpecError(
             f"{path}: x_indices: columns must lie in [0, {int(shape[1]) - 1}], found"
-            f" {indices.min()} to {indices.max()}"
+            f" {indices.min()} to {indices.max()}; save its indices, or widen x_shape"
         )
     if "x_data" in arrays:
-        data = _float32(path, "x_data", _typed(path, arrays, "x_data", "fiub", (1,)))
+        data = narrowed(path, "x_data", _typed(path, arrays, "x_data", "fiub", (1,)))
         if len(data) != len(indices):
             raise SpecError(
-                f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is {len(data):,}"
+                f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is"
+                f" {len(data):,}; save a number for each index"
             )
     else:
         data = np.ones(len(indices), np.float32)
@@ -493,14 +506,6 @@ def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> s
     )
     x.sum_duplicates()  # sorts too
     return x
-
-
-def _float32(path: str, name: str, array: Array) -> NDArray[np.float32]:
-    """The array as float32. Raises SpecError for NaN and infinities."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = array.astype(np.float32, copy=False)
-    must_be_finite(path, name, array)
-    return array
 
 
 def _stand_in(
@@ -516,80 +521,141 @@ def _stand_in(
     return x
 
 
-def _labels(
-    path: str, arrays: Mapping[str, Array], vertices: int, meta: Mapping[str, Any]
-) -> tuple[Array, int]:
-    """Labels and the number of classes (0 without labels).
+def class_ids(path: str, name: str, y: Array) -> Array:
+    """Labels as class ids [N], integers, or targets [N, C]. NaN is no label.
 
-    Class ids are int64 [N], -1 for none. Multi-label targets are uint8 or float32 [N, C]."""
+    A single column is class ids. Raises SpecError for fractions in them."""
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1 or y.dtype.kind in "iu":
+        return y
+    whole = np.where(np.isnan(y), -1.0, y)
+    if (bad := (whole != np.floor(whole)) | (np.abs(whole) > LARGEST_WHOLE)).any():
+        first = int(np.flatnonzero(bad)[0])
+        raise SpecError(
+            f"{path}: {name}[{first}]: labels must be whole class ids (NaN or -1: none), found"
+            f" {y[first]}; regression targets cannot be trained on"
+        )
+    return whole.astype(np.int64)
+
+
+def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
+    """A mask [N] of booleans, or of zeros and ones; of several splits [N, S] the first, and it is
+    said. Raises SpecError."""
+    if mask.ndim == 2 and mask.shape[1] >= 1:
+        if mask.shape[1] > 1:
+            notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
+        mask = mask[:, 0]
+    if mask.dtype.kind == "b":
+        return mask
+    if (bad := ~np.isin(mask, (0, 1))).any():
+        first = int(np.flatnonzero(bad)[0])
+        raise SpecError(
+            f"{path}: {name}[{first}]: must hold booleans, or zeros and ones, found"
+            f" {mask.flat[first]}; save True or False for each vertex"
+        )
+    return mask.astype(bool)
+
+
+def read_labels(
+    path: str, arrays: Mapping[str, Array], vertices: int, meta: Mapping[str, Any]
+) -> tuple[Array, int, Array]:
+    """Labels, the number of classes (0 without labels), and which vertices have one [N].
+
+    Class ids are int64 [N], -1 for none. Multi-label targets are uint8 or float32 [N, C]. Without
+    labels all vertices count as labelled."""
+    nothing = np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool)
     if "y" not in arrays:
-        return np.full(vertices, -1, np.int64), 0
-    y = _typed(path, arrays, "y", "iufb", (1, 2))
+        return nothing
+    y = class_ids(path, "y", _typed(path, arrays, "y", "iufb", (1, 2)))
     if y.ndim == 2:
-        with np.errstate(invalid="ignore"):
-            bad = ~((y >= 0) & (y <= 1))
-        if y.shape[1] < 1 or bad.any():
-            found = y[bad].ravel()[:1].tolist()
-            with np.errstate(invalid="ignore"):
-                class_ids = y.shape[1] == 1 and bool((y == np.floor(y)).all())
-            remedy = (
-                "save class ids as [N] with y.squeeze(1)"
-                if class_ids
-                else "save 0 or 1 for each class, or class ids as integers [N]"
-            )
-            raise SpecError(
-                f"{path}: y: multi-label targets [N, C] must lie in [0, 1], found"
-                f" {found or f'shape {y.shape}'}; {remedy}"
-            )
-        return y.astype(np.float32 if y.dtype.kind == "f" else np.uint8), y.shape[1]
-    _typed(path, arrays, "y", "iu", (1,))
-    low, high = int(y.min()), int(y.max())
-    if high < 0 <= low + 1:
-        return y.astype(np.int64), 0
+        labelled = ~((y == -1) | np.isnan(y)).all(1)
+        y, classes = _targets(path, y, labelled), y.shape[1]
+    else:
+        y, classes, labelled = y.astype(np.int64), _classes(path, y, meta), y >= 0
+    return (y, classes, labelled) if labelled.any() else nothing
+
+
+def _targets(path: str, y: Array, labelled: Array) -> Array:
+    """Targets [N, C] in [0, 1]; 0 where a vertex has none. Raises SpecError."""
+    with np.errstate(invalid="ignore"):
+        bad = ~((y >= 0) & (y <= 1)) & labelled[:, None]
+    if y.shape[1] < 1 or bad.any():
+        first, found = np.argwhere(bad)[:1].tolist(), y[bad].ravel()[:1].tolist()
+        raise SpecError(
+            f"{path}: y{first[0] if first else ''}: multi-label targets [N, C] must lie in [0, 1],"
+            f" found {found or f'shape {y.shape}'}; save 0 or 1 for each class, write -1 for all"
+            " classes of a vertex without labels, or save class ids as integers [N]"
+        )
+    y = np.where(labelled[:, None], y, np.zeros(1, y.dtype))
+    return y.astype(np.uint8 if np.isin(y, (0, 1)).all() else np.float32)
+
+
+def _classes(path: str, y: Array, meta: Mapping[str, Any]) -> int:
+    """The number of classes of the ids y [N]. Raises SpecError for what is no class id."""
     allowed = meta.get("classes") or MOST_VERTICES
-    if low < -1 or high >= allowed:
-        first = int(np.flatnonzero((y < -1) | (y >= allowed))[0])
+    if (bad := (y < -1) | (y >= allowed)).any():
+        first = int(np.flatnonzero(bad)[0])
         raise SpecError(
             f"{path}: y[{first}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none), found"
-            f" {int(y[first])}; renumber them with numpy.unique(y, return_inverse=True)"
+            f" {int(y[first])}; {_remedy_of(int(y[first]))}"
         )
     if meta.get("classes"):
-        return y.astype(np.int64), int(allowed)
-    present = len(np.unique(y[y >= 0]))
-    if high + 1 > 2 * present:  # a stray id would widen the last layer, and nobody would notice
+        return int(allowed)
+    ids = np.unique(y[y >= 0])
+    high = int(ids[-1]) if ids.size else -1
+    marks = high in NO_LABEL and int(ids[-2:][0]) != high - 1
+    if marks or high + 1 > 2 * ids.size:  # a stray id would widen the last layer, unseen
         raise SpecError(
             f"{path}: y[{int(y.argmax())}]: labels must be class ids 0 to C-1 without large gaps,"
-            f" but the highest is {high:,} and only {present:,} ids occur; renumber them with"
-            " numpy.unique(y, return_inverse=True)"
+            f" but the highest is {high:,} and only {ids.size:,} ids occur; {_remedy_of(high)}"
         )
-    return y.astype(np.int64), high + 1
+    return high + 1
+
+
+def _remedy_of(label: int) -> str:
+    """What to do with a number that is no class id."""
+    write = f"write -1 for no label: y = y.astype(int); y[y == {label}] = -1"
+    if label < 0 or label in NO_LABEL:
+        return write
+    return (
+        f"if {label} marks no label, {write}; else renumber them with y[y >= 0] ="
+        " numpy.unique(y[y >= 0], return_inverse=True)[1]"
+    )
 
 
 def _masks(
     path: str,
     arrays: Mapping[str, Array],
-    y: Array,
+    labelled: Array,
     classes: int,
-    vertices: int,
     rng: np.random.Generator,
     notes: list[str],
     seed: int,
 ) -> list[Array]:
     """Training, validation and test masks [N].
 
-    Without masks labelled vertices are split at random, with a note; without labels all are."""
-    labelled = y >= 0 if y.ndim == 1 and classes else np.ones(vertices, bool)
+    Without masks labelled vertices are split at random, with a note; without labels all are.
+    Without train_mask those are trained on that the other masks leave, with a note."""
+    vertices = len(labelled)
     if classes == 0:
         notes.append("no labels: can be planned, not trained")
-    if "train_mask" not in arrays:
+    given = {
+        name: as_mask(path, name, _typed(path, arrays, name, "biuf", (1, 2)), notes)
+        for name in MASKS
+        if name in arrays
+    }
+    if given:
+        masks = [given.get(name, np.zeros(vertices, bool)) for name in MASKS]
+    else:
         notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
         masks = list(random_split(labelled, rng))
-    else:
-        names = ("train_mask", "val_mask", "test_mask")
-        masks = [
-            _typed(path, arrays, name, "b", (1,)) if name in arrays else np.zeros(vertices, bool)
-            for name in names
-        ]
+    if given and "train_mask" not in given:
+        masks[0] = labelled & ~masks[1] & ~masks[2]
+        notes.append(
+            f"the file has no train_mask: {int(masks[0].sum()):,} vertices are trained on, all with"
+            f" a label outside of {' and '.join(given)}"
+        )
     train, val, test = masks
     if not train.any():
         raise SpecError(
@@ -598,7 +664,7 @@ def _masks(
     if classes and (bad := train & ~labelled).any():
         first = int(np.flatnonzero(bad)[0])
         raise SpecError(
-            f"{path}: y[{first}]: a training vertex needs a label, found -1 ({int(bad.sum()):,}"
+            f"{path}: y[{first}]: a training vertex needs a label, found none ({int(bad.sum()):,}"
             " such vertices); take them out of train_mask"
         )
     if (shared := train & test).any():

@@ -23,14 +23,18 @@ from gnnplan.planner.vocabulary.numbers import SPREAD
 from gnnplan.planner.vocabulary.units import show_bytes
 
 Array = NDArray[Any]
-# [N, F]; numpy.memmap if they stay in their file
-Features: TypeAlias = NDArray[np.float32] | sp.csr_matrix
+# [N, F], float32, or float64 where float32 does not hold them; numpy.memmap if they stay in their
+# file
+Features: TypeAlias = NDArray[np.floating[Any]] | sp.csr_matrix
 LARGEST_ARRAY = 64 << 30  # [B]
 MOST_CLASSES = 1_000_000
 MOST_VERTICES = 2**31 - 1  # ids are int32
 MOST_FEATURES = 1_000_000
 SPARSE = 0.1  # features with at most this share of nonzero numbers are kept sparse
 AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
+LARGEST_WHOLE = 1 << 53  # float64 holds all whole numbers up to it
+COMPARED = 4096  # rows, at the start and all over, in which float32 is compared with float64
+MERGED = 0.01  # share of different numbers that float32 may make equal, as it does among millions
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,19 @@ class Graph:
     # link prediction: edges for validation and for test, (source, destination) int64 [2, edges]
     held_out: tuple[Array, ...] = ()
 
-    def features(self, rows: Any = slice(None)) -> NDArray[np.float32]:
+    def features(self, rows: Any = slice(None)) -> NDArray[np.floating[Any]]:
         """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
         x = self.x[rows]
-        return np.asarray(x.toarray() if sp.issparse(x) else x, dtype=np.float32)
+        return np.asarray(x.toarray() if sp.issparse(x) else x)
+
+    def in_float32(self) -> Graph:
+        """The graph with features in float32, unless they stay in their file."""
+        if self.x.dtype == np.float32 or isinstance(self.x, np.memmap):
+            return self
+        x = self.x.astype(np.float32)
+        for array in _feature_arrays(x):
+            array.flags.writeable = False
+        return dataclasses.replace(self, x=x)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -280,8 +293,56 @@ def random_split(
     return masks[0], masks[1], masks[2]
 
 
+def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
+    """Features as float32 if that holds each of them, else as float64.
+
+    Raises SpecError for NaN, infinities, and whole numbers that float64 does not hold."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = array.astype(np.float32, copy=False)
+    must_be_finite(path, name, narrow, first)
+    if array.dtype == np.float32 or array.dtype.itemsize < 4:
+        return narrow
+    if array.dtype.kind in "iu" and array.size:
+        for at in (int(array.argmax()), int(array.argmin())):
+            if abs(found := int(array.flat[at])) > LARGEST_WHOLE:
+                index = [int(i) for i in np.unravel_index(at, array.shape)]
+                index[0] += first
+                raise SpecError(
+                    f"{path}: {name}{index}: features must be whole numbers of at most"
+                    f" {LARGEST_WHOLE:,}, which float64 holds, found {found}; subtract the smallest"
+                )
+    wide = array.astype(np.float64, copy=False)
+    return narrow if np.array_equal(narrow, wide) else wide
+
+
+def merging_note(x: Features) -> list[str]:
+    """What is said of features that are different numbers, but not in float32."""
+    if x.dtype == np.float32:
+        return []
+    count = min(x.shape[0], COMPARED, max(64, AT_ONCE // (8 * x.shape[1])))
+    spread = np.linspace(0, x.shape[0] - 1, count).astype(np.int64)
+    rows = x[np.unique(np.append(spread, np.arange(count)))]
+    sparse = sp.issparse(rows)
+    rows = rows.data[:, None] if sparse else rows
+
+    def different(rows: Array) -> Array:  # numbers in each column
+        return np.asarray(1 + np.count_nonzero(np.diff(np.sort(rows, axis=0), axis=0), axis=0))
+
+    before, after = different(rows), different(rows.astype(np.float32))
+    worst = int((after / before).argmin())
+    if after[worst] >= (1 - MERGED) * before[worst]:
+        return []
+    which = "features" if sparse else f"feature {worst}"
+    return [
+        f"float32 tells {after[worst]:,} of {before[worst]:,} different numbers of {which} apart;"
+        " subtract their mean, or use --dtype float64"
+    ]
+
+
 def must_be_finite(path: str, name: str, array: Array, first: int = 0) -> None:
     """Raises SpecError for NaN and infinities in features whose first row is row `first`."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = array.astype(np.float32, copy=False)
     finite = np.isfinite(array)
     if not finite.all():
         index = np.argwhere(~finite)[0]

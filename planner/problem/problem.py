@@ -102,6 +102,8 @@ class Problem:
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.graph and self.workload.dtype != "float64":
+            object.__setattr__(self, "graph", self.graph.in_float32())
         if self.workload.task == "link":
             graph = None if self.graph is None else hold_out(self.graph)
             object.__setattr__(self, "graph", graph)

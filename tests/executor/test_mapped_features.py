@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from plain import difference, train_plainly
 from ranks import Case, Ranks
 
 from gnnplan.executor.layers.blocks import features
@@ -67,6 +68,41 @@ def test_mapped_features_train_to_the_same_bit(
             mapped.case
         )
         assert mapped.metrics[-1]["test_accuracy"] == read.metrics[-1]["test_accuracy"]
+
+
+def test_features_in_float64_are_trained_on_as_they_are(
+    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
+) -> None:
+    """They were rounded to float32 first, and weights were 3e-8 off. In float32 the numbers of the
+    file, mapped or not, are rounded."""
+    (tmp_path / "folder").mkdir()
+    with np.load(graphs["rough"]) as read:
+        arrays = dict(read)
+    arrays["x"] = arrays["x"] + np.random.default_rng(0).normal(0, 1e-8, arrays["x"].shape)
+    np.savez(tmp_path / "graph.npz", **arrays)
+    for name, array in arrays.items():
+        np.save(tmp_path / "folder" / f"{name}.npy", array)
+    workload = {"model": "sage", "layers": 2, "hidden": 8, "lr": 0.05, "seed": 3, "dropout": 0.0}
+    mini = {"mode": "mini", "fanout": "full", "batch": int(arrays["train_mask"].sum())}
+    asked = [
+        ("graph_parallel", "graph.npz", {}),
+        ("feature_parallel", "folder", {}),
+        ("data_parallel(cache=960)", "folder", mini),
+        ("p3", "graph.npz", mini),
+        ("p3(cache=480)", "folder", mini),
+    ]
+    exact, rounded = (
+        [
+            Case(strategy, str(tmp_path / graph), {**workload, **more, "dtype": dtype}, epochs=5)
+            for strategy, graph, more in asked
+        ]
+        for dtype in ("float64", "float32")
+    )
+    _, weights = train_plainly(exact[0])
+    results = run_ranks(2, exact + rounded[-2:])
+    for result in results[: len(exact)]:
+        assert difference(result.weights, weights) < 1e-12, str(result.case)
+    assert results[-2].losses == results[-1].losses
 
 
 @pytest.mark.processes

@@ -10,19 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import check_header, must_not_swell
+from gnnplan.planner.graph.arrays import MASKS, check_header, must_not_swell, read_labels
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.parts import (
-    MASKS,
     Matrix,
     Parts,
-    as_mask,
-    class_ids,
     edge_pieces,
     gathered,
     mapped_array,
-    masks_of,
+    masks_or_ids,
     reading,
     tensor_array,
 )
@@ -67,9 +64,10 @@ def add(parts: Parts, extras: Extras) -> None:
                 " out"
             )
     if extras.features:
-        parts.x = _features(extras.features)
+        parts.x, parts.x_path = _features(extras.features), extras.features
     if extras.labels:
-        parts.y = class_ids(extras.labels, "labels", _numbers(extras.labels))
+        parts.y = np.atleast_1d(_labels(extras.labels, parts))
+        read_labels(extras.labels, {"y": parts.y}, len(parts.y), {})  # who refuses names the file
     if extras.split:
         parts.masks = _split(extras.split, _vertices(parts))
 
@@ -102,27 +100,34 @@ def _features(path: str) -> Matrix:
         return load_matrix(path).tocsr()
     if start.startswith(b"PK") and not _holds(path, ".npy"):
         return tensor_array(path, "features", load_tensors(path))
-    _must_be_text(path)
-    return text.matrix(path, np.float32)
+    if not _has_ids(path):
+        return text.matrix(path)
+    rows = text.whole_matrix(path)
+    if (lacking := np.flatnonzero(np.isnan(rows).all(1))).size:
+        raise SpecError(
+            f"{path}: vertex {lacking[0]:,} has no row ({lacking.size:,} such vertices); its rows"
+            " are those of its ids, give one for each of 0 to the highest"
+        )
+    return rows
 
 
-def _numbers(path: str) -> Array:
+def _labels(path: str, parts: Parts) -> Array:
     """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a table in text."""
     start = _start(path)
     if start.startswith(b"\x93NUMPY"):
         return np.asarray(mapped_array(path))
     if start.startswith(b"PK") and not _holds(path, ".npy"):
         return tensor_array(path, "labels", load_tensors(path))
-    _must_be_text(path)
-    y = text.whole_matrix(path)
-    return y.astype(np.uint8) if y.shape[1] > 1 and np.isin(y, (0, 1)).all() else y
+    return text.whole_matrix(path, _vertices(parts) if _has_ids(path) else 0)
 
 
-def _must_be_text(path: str) -> None:
+def _has_ids(path: str) -> bool:
+    """Whether a text says by a column of ids whose its rows are. Raises SpecError for no text."""
     if text.start_of(path) is None:
         raise SpecError(
             f"{path}: is no .npy, .npz, .pt or text of numbers; save it with numpy.save"
         )
+    return text.head_of(path).ids is not None
 
 
 def _holds(path: str, ending: str) -> bool:
@@ -154,19 +159,7 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
             f"{path}: a split needs train, val (or valid) and test: masks, or lists of vertex ids;"
             f" found {', '.join(found) or 'none'}"
         )
-    masks = {}
-    for name in (name for name in MASKS if name in found):
-        array = found[name]
-        if array.dtype.kind == "b":
-            if array.shape != (vertices,):
-                raise SpecError(
-                    f"{path}: {name}: must have a value for each of {vertices:,} vertices, has"
-                    f" shape {list(array.shape)}"
-                )
-            masks[name] = as_mask(path, name, array)
-        else:
-            masks |= masks_of(path, vertices, {name: array})
-    return masks
+    return masks_or_ids(path, vertices, {name: found[name] for name in MASKS if name in found})
 
 
 def _file_of(folder: Path, words: tuple[str, ...]) -> Path | None:

@@ -11,8 +11,8 @@ import numpy as np
 from gnnplan.planner.graph.formats.parts import (
     FEATURES,
     Parts,
-    class_ids,
     endpoints,
+    labels_of,
     mapped_array,
     masks_of,
     must_be_count,
@@ -20,7 +20,7 @@ from gnnplan.planner.graph.formats.parts import (
 )
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import tables
-from gnnplan.planner.graph.graph import MOST_CLASSES, Array, must_fit
+from gnnplan.planner.graph.graph import MOST_CLASSES, Array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
 
@@ -151,29 +151,19 @@ def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
             )
         ids[mask] = np.asarray(meta.array(seeds))
         if "labels" in found:
-            y = class_ids(parts.path, "labels", np.asarray(meta.array(found["labels"])))
+            y = np.asarray(meta.array(found["labels"]))
             if len(y) != len(ids[mask]):
                 raise meta.document.error(
                     found["labels"],
-                    f"must be as many as seeds ({len(ids[mask]):,}), are {len(y):,}",
+                    f"must be as many as seeds ({len(ids[mask]):,}), are {len(y):,}; write one for"
+                    " each",
                 )
             labels.append((ids[mask], y))
     parts.masks = masks_of(parts.path, vertices, ids)
     if not labels:
         return
-    shapes = {y.shape[1:] for _, y in labels}
-    if len(shapes) > 1 or any(y.ndim > 2 for _, y in labels):
-        raise SpecError(f"{parts.path}: labels of all sets must have one shape, have {shapes}")
-    (shape,) = shapes
-    if shape:
-        must_fit(parts.path, "labels", 8.0 * vertices * min(shape[0], MOST_CLASSES))
-        parts.y = np.zeros((vertices, *shape), labels[0][1].dtype)
-    else:
-        must_fit(parts.path, "labels", 8.0 * vertices)
-        parts.y = np.full(vertices, -1, np.int64)
-    for chosen, y in labels:
-        parts.y[chosen.ravel()] = y
-    if "num_classes" in meta.get(("tasks", 0), dict) and not shape:
+    parts.y = labels_of(parts.path, vertices, labels)
+    if "num_classes" in meta.get(("tasks", 0), dict) and parts.y.ndim == 1:
         parts.classes = must_be_count(
             parts.path, "num_classes", meta.get(("tasks", 0, "num_classes"), int), MOST_CLASSES
         )

@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.parts import Parts, class_ids, mapped_array, masks_of, reading
+from gnnplan.planner.graph.formats.parts import (
+    Parts,
+    labels_of,
+    mapped_array,
+    masks_of,
+    masks_or_ids,
+    reading,
+)
 from gnnplan.planner.graph.formats.sparse import load_matrix, of_matrix
-from gnnplan.planner.graph.graph import MOST_CLASSES, Array, must_fit
+from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_json
 
@@ -50,7 +57,7 @@ def roles(path: Path, vertices: int) -> dict[str, Array]:
                 lists[mask] = np.asarray(found[name])
     if not lists:
         raise SpecError(f"{path}: must have lists tr, va, te of vertex ids, has none of them")
-    return masks_of(str(path), vertices, lists)
+    return masks_or_ids(str(path), vertices, lists)
 
 
 def _labels(path: Path, vertices: int) -> Array:
@@ -67,13 +74,4 @@ def _labels(path: Path, vertices: int) -> Array:
             f" {values.dtype} of shape {list(values.shape)}; mend its values"
         )
     masks_of(str(path), vertices, {"class_map": ids})
-    if values.ndim == 2:
-        must_fit(str(path), "labels", float(vertices) * min(values.shape[1], MOST_CLASSES))
-        y: Array = np.zeros((vertices, values.shape[1]), np.uint8)
-        if not np.isin(values, (0, 1)).all():
-            raise SpecError(f"{path}: lists must hold zeros and ones")
-    else:
-        y = np.full(vertices, -1, np.int64)
-        values = class_ids(str(path), "class_map", values)
-    y[ids] = values
-    return y
+    return labels_of(str(path), vertices, [(ids, values)])

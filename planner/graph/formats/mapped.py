@@ -12,15 +12,21 @@ from typing import Any, cast
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import meta_of, must_be_a_graph, own_features, read_arrays, shown
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.arrays import (
     MASKS,
+    meta_of,
+    must_be_a_graph,
+    own_features,
+    read_arrays,
+    shown,
+)
+from gnnplan.planner.graph.formats.parts import (
     Parts,
     edge_pieces,
     feature_pieces,
     small_arrays,
 )
-from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.vocabulary.errors import SpecError
 
 
@@ -28,6 +34,7 @@ class _Rows:
     """A .npy file that grows by rows. numpy's headers leave room for their final number."""
 
     def __init__(self, path: Path, dtype: Any) -> None:
+        self.path = path
         self.stream = open(path, "xb")  # noqa: SIM115
         self.dtype = np.dtype(dtype)
         self.rows, self.row_shape = 0, cast(tuple[int, ...], ())
@@ -35,9 +42,21 @@ class _Rows:
         self.begin = self.stream.tell()
 
     def append(self, rows: Array) -> None:
+        if rows.dtype == np.float64 and self.dtype != rows.dtype:
+            self._widen()
         self.row_shape = rows.shape[1:]
         self.rows += len(rows)
         np.ascontiguousarray(rows, self.dtype).tofile(self.stream)
+
+    def _widen(self) -> None:
+        """Go on in float64, with the rows before."""
+        self.close()
+        before = np.load(self.path, mmap_mode="r" if self.rows else None, allow_pickle=False)
+        self.path.unlink()
+        self.__init__(self.path, np.float64)  # type: ignore[misc]
+        step = max(1, AT_ONCE // 8 // max(1, before[:1].size))
+        for start in range(0, len(before), step):
+            self.append(before[start : start + step])
 
     def _header(self) -> None:
         self.stream.seek(0)
@@ -104,7 +123,7 @@ def _write(parts: Parts, folder: Path) -> None:
     if parts.x is not None and not sp.issparse(parts.x):
         x = _Rows(folder / "x.npy", np.float32)
         with contextlib.closing(x):
-            for piece in feature_pieces(parts.path, parts.x):
+            for piece in feature_pieces(parts.x_path or parts.path, parts.x):
                 x.append(piece)
     for name, array in small_arrays(parts).items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from gnnplan.planner.graph.arrays import MASKS, as_mask
 from gnnplan.planner.graph.formats.parts import (
     FEATURES,
     LABELS,
-    MASKS,
     Parts,
-    class_ids,
     edge_data_note,
     library,
-    one_split,
     reading,
     tensor_array,
 )
@@ -83,15 +81,18 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
             if any(isinstance(value, str) for _, value in found):
                 notes.append(f"ignored: {name}, which is text")  # Gephi's label is a name
                 continue
-            ordered: list[Any] = [missing] * len(nodes)
+            none = np.full(np.shape(found[0][1]), missing).tolist()
+            ordered: list[Any] = [none] * len(nodes)
             for i, value in found:
-                ordered[i] = value if isinstance(value, list | tuple) else np.asarray(value)
-            return name, tensor_array(path, name, [np.asarray(value).tolist() for value in ordered])
+                ordered[i] = np.asarray(value).tolist()
+            return name, tensor_array(path, name, ordered)
         return None
 
     if found := values(FEATURES):
         parts.x = found[1][:, None] if found[1].ndim == 1 else found[1]
     if found := values(LABELS, -1):
-        parts.y = class_ids(path, *found)
-    one_split(parts, {name: found[1] for name in MASKS if (found := values((name,)))})
+        parts.y = found[1]
+    for name in MASKS:
+        if found := values((name,)):
+            parts.masks[name] = as_mask(path, name, found[1], notes)
     return parts

@@ -12,7 +12,6 @@ import numpy as np
 from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
 from gnnplan.planner.graph.formats.parts import (
     Parts,
-    class_ids,
     masks_of,
     must_be_count,
     reading,
@@ -132,14 +131,8 @@ def _text(raw: Path, path: str) -> Parts:
     if os.path.lexists(raw / "node-feat.csv.gz"):
         parts.x = matrix(str(raw / "node-feat.csv.gz"), np.float32)
     if os.path.lexists(raw / "node-label.csv.gz"):
-        labels = str(raw / "node-label.csv.gz")
-        parts.y = class_ids(labels, "labels", _whole(whole_matrix(labels)))
+        parts.y = whole_matrix(str(raw / "node-label.csv.gz"))
     return parts
-
-
-def _whole(y: Array) -> Array:
-    """Targets [N, C] of zeros and ones as bytes; other numbers as they are."""
-    return y.astype(np.uint8) if y.shape[1] > 1 and np.isin(y, (0, 1)).all() else y
 
 
 # -- binary ----------------------------------------------------------------------------------------
@@ -152,7 +145,10 @@ def _binary(raw: Path, path: str) -> Parts:
     )
     shape, _ = _shape(data, "edge_index")
     if len(shape) != 2 or shape[0] != 2:
-        raise SpecError(f"{data}: edge_index: must have shape [2, edges], has {list(shape)}")
+        raise SpecError(
+            f"{data}: edge_index: must have shape [2, edges], has {list(shape)}; repeat the"
+            " download"
+        )
     sources = _rows(data, "edge_index", 0, shape[1])
     targets = _rows(data, "edge_index", shape[1], 2 * shape[1])
     parts = Parts(path, zip(sources, targets, strict=True), vertices)
@@ -164,12 +160,8 @@ def _binary(raw: Path, path: str) -> Parts:
             parts.x = (piece.reshape(-1, width[1]) for piece in rows)
     labels = str(raw / "node-label.npz")
     if os.path.lexists(labels):
-        parts.y = class_ids(labels, "node_label", _whole_or_ids(_member(labels, "node_label")))
+        parts.y = _member(labels, "node_label")
     return parts
-
-
-def _whole_or_ids(y: Array) -> Array:
-    return _whole(y) if y.ndim == 2 else y
 
 
 def _names(path: str) -> list[str]:

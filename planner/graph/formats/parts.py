@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -17,14 +17,14 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import check_header
+from gnnplan.planner.graph.arrays import MASKS, as_mask, check_header, class_ids
 from gnnplan.planner.graph.graph import (
     AT_ONCE,
     MOST_CLASSES,
     MOST_VERTICES,
     Array,
-    must_be_finite,
     must_fit,
+    narrowed,
 )
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
@@ -32,7 +32,6 @@ from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 T = TypeVar("T")
 # an array; or its rows, some at a time, for files that may exceed memory; or sparse
 Matrix: TypeAlias = "Array | sp.csr_matrix | Iterator[Array]"
-MASKS = ("train_mask", "val_mask", "test_mask")
 # names of features and labels in other libraries' graphs, the likeliest first
 FEATURES = ("x", "feat", "feature", "features")
 LABELS = ("y", "label", "labels")
@@ -55,9 +54,10 @@ class Parts:
     vertices: int | None = None  # None: nothing says how many but the other parts
     classes: int | None = None
     x: Matrix | None = None  # [N, F]
-    y: Array | None = None  # [N] or [N, C]
+    y: Array | None = None  # [N], [N, 1] or [N, C]; NaN or -1: no label
     masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
     notes: list[str] = field(default_factory=list)
+    x_path: str = ""  # the name that messages give x, if it is of another file
 
     def meta(self) -> dict[str, int]:
         """What the array `meta` says of the graph."""
@@ -111,54 +111,14 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
     return edge_index[0], edge_index[1]
 
 
-def class_ids(path: str, name: str, y: Array) -> Array:
-    """Labels as class ids [N], or targets [N, C], from numbers in which NaN is no label.
-
-    A single column is class ids. Raises SpecError for fractions in them."""
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    if y.ndim != 1 or y.dtype.kind != "f":
-        return y
-    missing = np.isnan(y)
-    whole = np.where(missing, -1, y)
-    if (bad := whole != np.floor(whole)).any() or (bad := np.abs(whole) > MOST_CLASSES).any():
-        first = int(np.flatnonzero(bad)[0])
-        raise SpecError(
-            f"{path}: {name}[{first}]: labels must be whole class ids (NaN or -1: none), found"
-            f" {y[first]}; regression targets cannot be trained on"
-        )
-    return whole.astype(np.int64)
-
-
-def as_mask(path: str, name: str, mask: Array) -> Array:
-    """A mask [N] of booleans, or of zeros and ones. Raises SpecError."""
-    if mask.dtype.kind == "b":
-        return mask
-    if mask.dtype.kind not in "iuf" or not np.isin(mask, (0, 1)).all():
-        raise SpecError(
-            f"{path}: {name}: must hold booleans, or zeros and ones, has {mask.dtype}; save"
-            f" {name}.astype(bool)"
-        )
-    return mask.astype(bool)
-
-
 def edge_data_note(names: Iterable[str]) -> list[str]:
     """What is said of numbers that a file has of its edges."""
     shown = ascii(", ".join(names))[1:-1][: 3 * MOST_SHOWN]
     return [f"ignored: {shown}, for layers weigh edges themselves"] if shown else []
 
 
-def one_split(parts: Parts, masks: Mapping[str, Array]) -> None:
-    """Take the masks [N]; of several splits [N, S] the first, and say so."""
-    for name, mask in masks.items():
-        if mask.ndim == 2 and mask.shape[1] >= 1:
-            parts.notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
-            mask = mask[:, 0]
-        parts.masks[name] = as_mask(parts.path, name, mask)
-
-
 def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Array]:
-    """Masks [N] by lists of vertex ids. Raises SpecError for ids beyond the vertices."""
+    """Masks [N] by lists of vertex ids. Raises SpecError for ids beyond the vertices, and twice."""
     masks = {}
     must_fit(path, f"masks of {vertices:,} vertices", 3.0 * vertices)
     for name, chosen in ids.items():
@@ -175,7 +135,57 @@ def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Ar
         must_be_ids(path, name, chosen, vertices)
         masks[name] = np.zeros(vertices, bool)
         masks[name][chosen] = True
+        if (different := int(masks[name].sum())) < chosen.size:
+            raise SpecError(
+                f"{path}: {name}: must name every vertex once, has {chosen.size:,} ids of"
+                f" {different:,} vertices; write each once, or booleans for all"
+                f" {vertices:,} vertices if it is a mask"
+            )
     return masks
+
+
+def masks_or_ids(path: str, vertices: int, found: Mapping[str, Array]) -> dict[str, Array]:
+    """Masks [N] by masks, of booleans or of zeros and ones, or by lists of vertex ids.
+
+    Raises SpecError for what is neither, or may be both."""
+    masks = {}
+    for name, array in found.items():
+        if array.ndim == 2 and array.shape[1] == 1:
+            array = array[:, 0]
+        flags = array.dtype.kind == "b"
+        bits = array.dtype.kind in "iuf" and array.size > 0 and bool(np.isin(array, (0, 1)).all())
+        if flags and array.shape != (vertices,):
+            raise SpecError(
+                f"{path}: {name}: must have a value for each of {vertices:,} vertices, has shape"
+                f" {list(array.shape)}; write all, or a list of ids"
+            )
+        if bits and array.shape == (vertices,) and np.unique(array).size == vertices:
+            raise SpecError(
+                f"{path}: {name}: {array.tolist()} may be ids of vertices or a mask of {vertices};"
+                f" save {name}.astype(bool) if it is a mask"
+            )
+        if flags or (bits and array.shape == (vertices,)):
+            masks[name] = array.astype(bool)
+        else:
+            masks |= masks_of(path, vertices, {name: array})
+    return masks
+
+
+def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> Array:
+    """Labels [N] or [N, C] by ids of vertices and the labels of these; -1 for others."""
+    found = [(ids.ravel(), class_ids(path, "labels", y)) for ids, y in sets]
+    shapes = {y.shape[1:] for _, y in found}
+    if len(shapes) > 1 or any(y.ndim > 2 for _, y in found):
+        raise SpecError(
+            f"{path}: labels of all sets must have one shape, have {shapes}; save [rows] class ids"
+            " or [rows, classes] targets in each"
+        )
+    (shape,) = shapes
+    must_fit(path, "labels", 8.0 * vertices * min(sum(shape) or 1, MOST_CLASSES))
+    labels = np.full((vertices, *shape), -1, np.result_type(np.int8, *(y.dtype for _, y in found)))
+    for ids, y in found:
+        labels[ids] = y
+    return labels
 
 
 def must_be_ids(path: str, name: str, ids: Array, vertices: int, first: int = 0) -> None:
@@ -258,11 +268,11 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> None:
         parts.x = tensor_array(parts.path, name, data[name])
     if name := first_of(LABELS, data):
         taken.add(name)
-        y = tensor_array(parts.path, name, data[name])
-        parts.y = class_ids(parts.path, name, y)
-    masks = {name: data[name] for name in MASKS if data.get(name) is not None}
-    taken.update(masks)
-    one_split(parts, {name: tensor_array(parts.path, name, mask) for name, mask in masks.items()})
+        parts.y = tensor_array(parts.path, name, data[name])
+    for name in (name for name in MASKS if data.get(name) is not None):
+        taken.add(name)
+        mask = tensor_array(parts.path, name, data[name])
+        parts.masks[name] = as_mask(parts.path, name, mask, parts.notes)
     if others := sorted(str(name) for name in data if name not in taken and data[name] is not None):
         parts.notes.append("ignored: " + ascii(", ".join(others[:8]))[1:-1][: 3 * MOST_SHOWN])
 
@@ -277,7 +287,7 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
         if len(src) != len(dst):
             raise SpecError(
                 f"{parts.path}: src, dst: must have the same length, have {len(src):,} and"
-                f" {len(dst):,}"
+                f" {len(dst):,}; write both ends of every edge"
             )
         for start in range(0, len(src), AT_ONCE // 8):
             piece = slice(start, start + AT_ONCE // 8)
@@ -285,8 +295,6 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
                 must_be_ids(parts.path, name, ids, vertices, first + start)
             yield src[piece].astype(np.int32), dst[piece].astype(np.int32)
         first += len(src)
-    if not first:
-        raise SpecError(f"{parts.path}: holds no edges; write it again, it may be cut off")
 
 
 def pieces_of(path: str, what: str, pieces: Iterable[T]) -> Iterator[T]:
@@ -296,7 +304,7 @@ def pieces_of(path: str, what: str, pieces: Iterable[T]) -> Iterator[T]:
 
 
 def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
-    """Rows as finite float32, some at a time. Raises SpecError."""
+    """Rows as finite float32 or float64, some at a time. Raises SpecError."""
     first, width = 0, None
     for rows in pieces_of(path, "its features", [x] if isinstance(x, np.ndarray) else x):
         if (
@@ -306,15 +314,12 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
         ):
             raise SpecError(
                 f"{path}: x: features must be numbers [vertices, features], rows of one width, are"
-                f" {rows.dtype} of shape {list(rows.shape)}"
+                f" {rows.dtype} of shape {list(rows.shape)}; save a row for each vertex"
             )
         width = rows.shape[1]
         step = max(1, AT_ONCE // max(1, 4 * width))
         for start in range(0, len(rows), step):
-            with np.errstate(over="ignore", invalid="ignore"):
-                piece = np.ascontiguousarray(rows[start : start + step], np.float32)
-            must_be_finite(path, "x", piece, first + start)
-            yield piece
+            yield narrowed(path, "x", rows[start : start + step], first + start)
         first += len(rows)
     if not first:
         raise SpecError(f"{path}: x: holds no rows of features; give a row for each vertex")
@@ -329,7 +334,7 @@ def collect(parts: Parts) -> dict[str, Array]:
         if x is not None and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
             arrays["x"] = x  # stays in its file
         else:
-            pieces = [(piece,) for piece in feature_pieces(parts.path, parts.x)]
+            pieces = [(piece,) for piece in feature_pieces(parts.x_path or parts.path, parts.x)]
             (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
     return arrays
 
@@ -338,7 +343,7 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
     """All arrays but the edges and dense features."""
     arrays: dict[str, Array] = dict(parts.masks)
     if parts.y is not None:
-        arrays["y"] = parts.y
+        arrays["y"] = class_ids(parts.path, "y", parts.y)
     if sp.issparse(parts.x):
         x = cast(sp.csr_matrix, parts.x).tocsr()
         arrays |= {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}

@@ -134,7 +134,7 @@ def of_data(data: Any, path: str = "a PyG Data") -> Parts:
 
 def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
     """A Data's dictionary."""
-    edge_index = data.get("edge_index")
+    edge_index, weighs = data.get("edge_index"), False
     if "_global_store" in data:
         raise of_several_kinds(path, "a HeteroData's dictionary")
     if edge_index is None:
@@ -147,12 +147,14 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
             )
         if not str(getattr(turned, "layout", "")).startswith("torch.sparse"):
             raise SpecError(f"{path}: adj_t: cannot be read; save edge_index instead")
-        edge_index = turned.to_sparse_coo().coalesce().indices().flip(0)  # rows are destinations
+        turned = turned.to_sparse_coo().coalesce()
+        edge_index = turned.indices().flip(0)  # rows are destinations
+        weighs = bool((turned.values() != turned.values()[:1]).any())
     parts = of_edge_index(edge_index, path)
     if data.get("num_nodes") is not None:
         parts.vertices = must_be_count(path, "num_nodes", data["num_nodes"])
-    weights = ("edge_attr", "edge_weight")
-    parts.notes += edge_data_note(name for name in weights if data.get(name) is not None)
+    weights = [name for name in ("edge_attr", "edge_weight") if data.get(name) is not None]
+    parts.notes += edge_data_note(weights + ["adj_t's numbers"] * weighs)
     take_vertex_data(parts, {name: value for name, value in data.items() if name not in OTHERS})
     return parts
 

@@ -9,20 +9,24 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 
 from gnnplan.planner.graph.arrays import must_not_swell
-from gnnplan.planner.graph.formats.parts import Parts, must_be_count, reading
-from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.formats.parts import Parts, masks_of, must_be_count, must_be_ids, reading
+from gnnplan.planner.graph.graph import MOST_VERTICES, Array, must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
 BLOCK = 1 << 24  # [B]
 SOURCES = ("src", "source", "from", "src_id", "source_id", "from_id", "u", "head")
 TARGETS = ("dst", "target", "to", "dst_id", "target_id", "to_id", "v", "tail", "destination")
+NUMBERS = ("", "index", "unnamed: 0")  # names of a column that pandas adds: numbers of rows
+IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
 COMMENTS = ("#", "%")
+KONECT = re.compile(r"%\s*(sym|asym|bip)\b")
 GZIP = b"\x1f\x8b"
 
 
@@ -81,16 +85,32 @@ def tables(
     skip: int = 0,
     comment: str = "#",
 ) -> Iterator[Array]:
-    """Rows of numbers, some at a time: [lines, columns]. Raises SpecError, with the line."""
+    """Rows of numbers, some at a time: [lines, columns]. Raises SpecError, with the line.
+
+    Without `columns` a row's place counts, so no line without numbers may stand between rows."""
+    none = 0  # the first line without numbers after which no row was found yet
     for number, lines in lines_of(path, skip):
         try:
-            yield _numbers(lines, dtype, delimiter, columns, None)
-            continue
+            rows = _numbers(lines, dtype, delimiter, columns, None)
         except (ValueError, OverflowError, Warning):
-            # comments and blank lines are rare, and to look for them takes most of the time
-            kept = [line for line in lines if line.strip() and not line.startswith(comment)]
-        if not kept:
+            rows = None
+        if rows is not None and len(rows) == len(lines) and not none:
+            yield rows
             continue
+        # comments and blank lines are rare, and to look for them takes most of the time
+        full = [bool(line.strip()) and not line.startswith(comment) for line in lines]
+        kept = [line for line, holds in zip(lines, full, strict=True) if holds]
+        if not kept:
+            none = none or number
+            continue
+        last = len(full) - full[::-1].index(True)
+        if columns is None and (none or not all(full[:last])):
+            none = none or number + full.index(False)
+            raise SpecError(
+                f"{path}:{none}: every line is a row, whose place counts, and this one holds no"
+                " numbers; mend it, with nan for a label that is not there"
+            )
+        none = number + last if last < len(full) else 0
         try:
             yield _numbers(kept, dtype, delimiter, columns, comment)
         except (ValueError, OverflowError, Warning) as error:
@@ -123,30 +143,115 @@ def _numbers(
         )
 
 
+@dataclass(frozen=True)
+class Head:
+    """How a table begins."""
+
+    names: list[str]  # of its columns, if a line gives them
+    columns: int
+    delimiter: str | None
+    before: int  # lines of names and comments before the rows
+    first: str  # its first line
+    named: bool = False  # by a line of its own, no comment
+
+    @property
+    def comment(self) -> str:
+        return "%" if self.first.startswith("%") else "#"
+
+    @property
+    def numbers(self) -> list[int]:
+        """Columns of numbers of rows."""
+        return [i for i, name in enumerate(self.names) if name.lower() in NUMBERS]
+
+    @property
+    def ids(self) -> int | None:
+        """The column that names the vertices of the rows; None: rows are in the vertices' order."""
+        lower = [name.lower() for name in self.names]
+        named = [lower.index(name) for name in IDS if name in lower] + self.numbers
+        return named[0] if named and self.columns > 1 else None
+
+
+def head_of(path: str, ends: int | None = None) -> Head:
+    """Names, in the first line of a table or in a comment above its rows.
+
+    ends: only so many columns at the start of a row are numbers for certain."""
+    lines = (start_of(path) or "").splitlines()
+    kept = (i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS))
+    at = next(kept, None)
+    if at is None:
+        return Head([], 0, None, 0, "".join(lines[:1]))
+    delimiter = delimiter_of(lines[at])
+    fields = _fields(lines[at], delimiter)
+    if not all(map(_is_number, fields[:ends])):
+        return Head(fields, len(fields), delimiter, at + 1, lines[0], True)
+    above = _fields(lines[at - 1].lstrip("#% "), delimiter) if at else []
+    if len(above) == len(fields):
+        return Head(above, len(fields), delimiter, at, lines[0])
+    comments = next(i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
+    return Head([], len(fields), delimiter, comments, lines[0])
+
+
 def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:
-    """The rows of a table of numbers without names, or with a line of names that is left out."""
-    head = next((line for line in (start_of(path) or "").splitlines() if line.strip()), "")
-    delimiter = delimiter_of(head)
-    named = bool(head) and not all(map(_is_number, _fields(head, delimiter)))
-    return tables(path, dtype, delimiter, None, 1 if named else 0)
+    """The rows of a table of numbers; a line of names above them is left out."""
+    head = head_of(path)
+    return tables(path, dtype, head.delimiter, None, head.before, head.comment)
 
 
-def column(path: str) -> Array:
-    """Whole numbers, one per line, as ids are written."""
-    pieces = [table for table in matrix(path, np.int64)]
-    ids = np.concatenate(pieces) if pieces else np.empty((0, 1), np.int64)
-    if ids.shape[1] != 1:
-        raise SpecError(f"{path}: must hold one number per line, holds {ids.shape[1]}")
-    return ids[:, 0]
-
-
-def whole_matrix(path: str) -> Array:
-    """All rows [N, F]."""
+def _rows(path: str) -> Array:
+    """All rows of a table as they are [lines, columns]."""
     pieces = list(matrix(path))
     try:
         return np.concatenate(pieces) if pieces else np.empty((0, 1))
     except ValueError as error:
         raise SpecError(f"{path}: lines must have as many numbers as the first") from error
+
+
+def column(path: str) -> Array:
+    """Whole numbers, one per line, as ids are written, or those of the column that is named so."""
+    table, head = _rows(path), head_of(path)
+    others = [i for i in range(table.shape[1]) if i not in head.numbers]
+    if len(others) > 1 and head.ids in others:
+        rest = [i for i in others if i != head.ids]
+        if np.isin(table[:, rest], (0, 1)).all(0).any():
+            raise SpecError(
+                f"{path}: its ids stand beside zeros and ones, which may be a mask; keep the column"
+                " of the ids that are meant"
+            )
+        others = [head.ids]
+    if len(others) != 1:
+        raise SpecError(
+            f"{path}: must hold one number per line, or name a column {IDS[0]}, holds"
+            f" {len(others)}; keep one column"
+        )
+    return _whole(path, table[:, others[0]])
+
+
+def _whole(path: str, numbers: Array) -> Array:
+    whole = numbers.astype(np.int64)
+    if (bad := whole != numbers).any():
+        raise SpecError(
+            f"{path}: ids must be whole numbers, found {numbers[bad][0]}; write whole numbers"
+        )
+    return whole
+
+
+def whole_matrix(path: str, vertices: int = 0) -> Array:
+    """The rows of all vertices [N, F].
+
+    A column of ids says whose they are; NaN is for vertices that none is of. vertices: at least as
+    many are made then."""
+    table, head = _rows(path), head_of(path)
+    if head.ids is None:
+        return table
+    ids = _whole(path, table[:, head.ids])
+    must_be_ids(path, "its ids", ids, MOST_VERTICES)
+    vertices = max(vertices, int(ids.max(initial=-1)) + 1)
+    masks_of(path, vertices, {f"its column {head.names[head.ids]}": ids})
+    rest = np.delete(table, [head.ids, *head.numbers], 1)
+    must_fit(path, f"rows of {vertices:,} vertices", 8.0 * vertices * rest.shape[1])
+    rows = np.full((vertices, rest.shape[1]), np.nan)
+    rows[ids] = rest
+    return rows
 
 
 # -- edge lists ------------------------------------------------------------------------------------
@@ -192,33 +297,32 @@ def columns_of(names: list[str]) -> tuple[int, int]:
     lower = [name.lower() for name in names]
     src = next((lower.index(name) for name in SOURCES if name in lower), None)
     dst = next((lower.index(name) for name in TARGETS if name in lower), None)
-    return (0, 1) if src is None or dst is None else (src, dst)
+    if src is not None and dst is not None:
+        return src, dst
+    first, second, *_ = [i for i, name in enumerate(lower) if name not in NUMBERS] + [0, 1]
+    return (first, second) if first < second else (0, 1)
 
 
 def edge_list(path: str) -> Parts:
     """An edge per line; a first line may name the columns, others than two are left out."""
-    lines = (start_of(path) or "").splitlines()
-    before, head = next(
-        (
-            (i, line)
-            for i, line in enumerate(lines)
-            if line.strip() and not line.startswith(COMMENTS)
-        ),
-        (0, ""),
-    )
-    delimiter = delimiter_of(head)
-    fields = _fields(head, delimiter)
-    columns, named = (0, 1), not all(map(_is_number, fields[:2]))
-    if named:
-        columns = columns_of(fields)
+    head = head_of(path, 2)
+    columns = columns_of(head.names) if head.named else (0, 1)
     notes = []
-    if len(fields) > 2:
-        taken = (fields[columns[0]], fields[columns[1]]) if named else ("the first", "the second")
+    if head.columns > 2:
+        taken = [head.names[i] for i in columns] if head.named else ["the first", "the second"]
         names = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
-        notes.append(f"of {len(fields)} columns {names} are taken")
-    comment = "%" if lines and lines[0].startswith("%") else "#"
-    rows = tables(path, np.int64, delimiter, columns, before + named, comment)
-    return Parts(path, ((table[:, 0], table[:, 1]) for table in rows), notes=notes)
+        notes.append(f"of {head.columns} columns {names} are taken")
+    konect = KONECT.match(head.first)
+    if konect and konect[1] == "bip":
+        raise SpecError(
+            f"{path}:1: KONECT's bipartite graph has two kinds of vertices, both counted from 1,"
+            " one kind is needed; number them together, from 0"
+        )
+    if konect:
+        notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
+    first = 1 if konect else 0
+    rows = tables(path, np.int64, head.delimiter, columns, head.before, head.comment)
+    return Parts(path, ((rows[:, 0] - first, rows[:, 1] - first) for rows in rows), notes=notes)
 
 
 # -- MatrixMarket ----------------------------------------------------------------------------------

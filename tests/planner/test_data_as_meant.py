@@ -1,0 +1,572 @@
+"""Data is read as it is meant, and alike in every format: masks, ids, labels, features, edges."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from written import quiet
+
+import gnnplan
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph import graph as module
+from gnnplan.planner.graph.formats import (
+    Extras,
+    convert,
+    from_object,
+    mapped,
+    of_object,
+    pyg,
+    text,
+)
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load, source_of
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import SpecError
+
+N = 20
+RNG = np.random.default_rng(0)
+SRC, DST = RNG.integers(0, N, (2, 60))
+X = RNG.normal(size=(N, 4)).astype(np.float32)
+Y = np.arange(N) % 2
+TRAIN = np.arange(N) < 9
+HOLDS = {"src": SRC, "dst": DST, "x": X, "y": Y, "train_mask": TRAIN}
+
+
+# -- the same arrays in every format ---------------------------------------------------------------
+
+
+def as_npz(folder: Path, arrays: dict) -> Graph:
+    np.savez(folder / "g.npz", **arrays)
+    return load(str(folder / "g.npz"))
+
+
+def as_folder(folder: Path, arrays: dict) -> Graph:
+    (folder / "g").mkdir()
+    for name, array in arrays.items():
+        np.save(folder / "g" / f"{name}.npy", array)
+    return load(str(folder / "g"))
+
+
+def tensors(arrays: dict) -> dict:
+    torch = quiet("torch")
+    held = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    return held | {"edge_index": torch.stack([held.pop("src"), held.pop("dst")])}
+
+
+def as_pt(folder: Path, arrays: dict) -> Graph:
+    quiet("torch").save(tensors(arrays), folder / "g.pt")
+    return load(str(folder / "g.pt"))
+
+
+def as_dgl(folder: Path, arrays: dict) -> Graph:
+    dgl = quiet("dgl")
+    held = tensors(arrays)
+    graph = dgl.graph(tuple(held.pop("edge_index")), num_nodes=N)
+    graph.ndata.update({{"x": "feat", "y": "label"}.get(k, k): v for k, v in held.items()})
+    return from_object(graph)
+
+
+def as_converted(folder: Path, arrays: dict) -> Graph:
+    np.savez(folder / "g.npz", **arrays)
+    convert(str(folder / "g.npz"), folder / "g")
+    return load(str(folder / "g"))
+
+
+def edges_csv(folder: Path) -> str:
+    lines = "".join(f"{a},{b}\n" for a, b in zip(SRC, DST, strict=True))
+    (folder / "edges.csv").write_text("src,dst\n" + lines)
+    return str(folder / "edges.csv")
+
+
+def as_text(folder: Path, arrays: dict) -> Graph:
+    """Edges, features and labels in text, masks in a .npz."""
+    (folder / "edges.csv").write_text(
+        "src,dst\n"
+        + "".join(f"{a},{b}\n" for a, b in zip(arrays["src"], arrays["dst"], strict=True))
+    )
+    np.savetxt(folder / "x.csv", arrays["x"], "%.17g", ",")
+    np.savetxt(folder / "y.csv", arrays["y"], "%.17g", ",")
+    np.savez(folder / "split.npz", **{k: v for k, v in arrays.items() if k.endswith("mask")})
+    files = (str(folder / name) for name in ("x.csv", "y.csv", "split.npz"))
+    return load(source_of(str(folder / "edges.csv"), *files))
+
+
+ALIKE = [as_npz, as_folder, as_pt, as_dgl, as_converted, as_text]
+every_format = pytest.mark.parametrize("written", ALIKE)
+Written = Callable[[Path, dict], Graph]
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_a_column_of_labels_is_class_ids(tmp_path: Path, written: Written, dtype: type):
+    graph = written(tmp_path, HOLDS | {"y": Y[:, None].astype(dtype)})
+    assert (graph.stats.classes, graph.stats.multilabel) == (2, False)
+    assert graph.y.dtype == np.int64 and np.array_equal(graph.y, Y)
+
+
+@every_format
+def test_labels_in_floats_are_class_ids_and_nan_is_none(tmp_path: Path, written: Written):
+    graph = written(tmp_path, HOLDS | {"y": np.where(TRAIN, Y, np.nan)})
+    assert graph.stats.classes == 2 and np.array_equal(graph.y, np.where(TRAIN, Y, -1))
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+def test_zeros_and_ones_are_masks(tmp_path: Path, written: Written, dtype: type):
+    val = np.arange(N) >= 15
+    graph = written(tmp_path, HOLDS | {"train_mask": TRAIN.astype(dtype), "val_mask": val * 1})
+    assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, val)
+
+
+@pytest.mark.parametrize("written", ALIKE[:-1])
+def test_of_several_splits_the_first_is_taken(tmp_path: Path, written: Written):
+    graph = written(tmp_path, HOLDS | {"train_mask": np.stack([TRAIN, ~TRAIN], 1)})
+    assert np.array_equal(graph.train, TRAIN)
+    assert graph.stats.notes.count("train_mask holds 2 splits; the first is taken") == 1
+
+
+@pytest.mark.parametrize("written", ALIKE[:-1])  # a split beside an edge list needs train
+def test_masks_are_kept_where_train_is_missing(tmp_path: Path, written: Written):
+    val, test = np.arange(N) >= 15, (np.arange(N) >= 12) & (np.arange(N) < 15)
+    held = {name: HOLDS[name] for name in ("src", "dst", "x")}
+    graph = written(tmp_path, held | {"val_mask": val, "test_mask": test, "y": np.r_[-1, Y[1:]]})
+    assert np.array_equal(graph.val, val) and np.array_equal(graph.test, test)
+    assert np.flatnonzero(graph.train).tolist() == list(range(1, 12))
+    assert any("11 vertices are trained on, all with a label" in n for n in graph.stats.notes)
+
+
+@every_format
+def test_a_graph_without_edges_is_a_graph(tmp_path: Path, written: Written):
+    none = np.zeros(0, np.int64)
+    graph = written(tmp_path, HOLDS | {"src": none, "dst": none})
+    assert (graph.stats.vertices, graph.stats.edges) == (N, 0)
+    assert "the graph has no edges" in graph.stats.notes
+
+
+@pytest.mark.parametrize("empty", [nx.empty_graph(4), sp.csr_matrix((4, 4)), sp.coo_array((4, 4))])
+def test_objects_without_edges_are_graphs(empty: object):
+    assert (from_object(empty).stats.vertices, from_object(empty).stats.edges) == (4, 0)
+
+
+def test_an_empty_tensor_or_array_has_no_type(tmp_path: Path):
+    graph = as_npz(tmp_path, {"src": np.array([]), "dst": np.array([]), "y": [0, 1, 0]})
+    assert graph.stats.edges == 0
+    torch = quiet("torch")
+    bare = {"edge_index": torch.tensor([[], []]), "x": torch.ones(3, 2)}
+    torch.save(bare, tmp_path / "g.pt")
+    assert load(str(tmp_path / "g.pt")).stats.edges == 0
+
+
+def test_a_graph_without_edges_is_planned(tmp_path: Path):
+    as_npz(tmp_path, HOLDS | {"src": [], "dst": []})
+    for strategy in ("graph_parallel", "feature_parallel"):
+        plan = gnnplan.plan(str(tmp_path / "g.npz"), strategy=strategy, ranks=2)
+        assert plan.best.strategy.startswith(strategy)
+
+
+# -- no label --------------------------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize("marker", [-100, 255, -2, 65535, 2**31 - 1])
+def test_a_marker_of_no_label_is_told_to_become_minus_one(
+    tmp_path: Path, written: Written, marker: int
+):
+    y = np.where(TRAIN, np.arange(N) % 3, marker)
+    with pytest.raises(SpecError, match=rf"found {marker}|highest is {marker:,}") as error:
+        written(tmp_path, HOLDS | {"y": y})
+    assert "write -1 for no label" in str(error.value) and "unique" not in str(error.value)
+    assert f"y[y == {marker}] = -1" in str(error.value)
+
+
+def test_255_among_many_classes_is_a_marker_unless_254_is_there_or_meta_says_so(tmp_path: Path):
+    n = 400
+    held = {"src": [0], "dst": [1], "train_mask": np.arange(n) < 9}
+    classes = np.arange(n) % 150
+    with pytest.raises(SpecError, match=r"highest is 255 .*; write -1"):
+        as_npz(tmp_path, held | {"y": np.where(np.arange(n) < 300, classes, 255).astype(np.uint8)})
+    assert (
+        as_npz(tmp_path, held | {"y": (np.arange(n) % 256).astype(np.uint8)}).stats.classes == 256
+    )
+    meta = json.dumps({"classes": 300})
+    assert as_npz(tmp_path, held | {"y": [255] * n, "meta": meta}).stats.classes == 300
+
+
+def test_a_stray_id_may_be_a_marker_or_a_class(tmp_path: Path):
+    with pytest.raises(SpecError, match=r"if 99 marks no label, write -1 .*; else renumber"):
+        as_npz(tmp_path, HOLDS | {"y": np.where(TRAIN, Y, 99)})
+
+
+TARGETS = np.eye(N, 3, dtype=int)
+
+
+@every_format
+@pytest.mark.parametrize("none", [np.nan, -1])
+def test_missing_multi_labels_are_as_missing_labels(tmp_path: Path, written: Written, none: float):
+    held = HOLDS | {"val_mask": ~TRAIN}
+    graph = written(tmp_path, held | {"y": np.where(TRAIN[:, None], TARGETS * 1, none)})
+    assert graph.stats.multilabel and graph.y.dtype == np.uint8
+    assert np.array_equal(graph.y, np.where(TRAIN[:, None], TARGETS, 0))
+    assert "took 11 vertices without label out of val_mask" in graph.stats.notes
+
+
+@every_format
+def test_a_training_vertex_without_multi_labels_is_refused(tmp_path: Path, written: Written):
+    lacking = (np.arange(N) != 3)[:, None]
+    with pytest.raises(SpecError, match=r"y\[3\]: a training vertex needs a label, found none"):
+        written(tmp_path, HOLDS | {"y": np.where(lacking, TARGETS, np.nan)})
+
+
+def test_a_part_of_a_vertexs_multi_labels_is_refused(tmp_path: Path):
+    y = TARGETS.astype(float)
+    y[3, 1] = np.nan
+    with pytest.raises(SpecError, match=r"y\[3, 1\]: .* found \[nan\].* write -1 for all classes"):
+        as_npz(tmp_path, HOLDS | {"y": y})
+
+
+def saint(folder: Path, labels: dict) -> str:
+    matrix = sp.csr_matrix((np.ones(len(SRC)), (SRC, DST)), (N, N))
+    sp.save_npz(folder / "adj_full.npz", matrix)
+    (folder / "class_map.json").write_text(json.dumps(labels))
+    roles = {"tr": list(range(9)), "va": list(range(9, N)), "te": []}
+    (folder / "role.json").write_text(json.dumps(roles))
+    return str(folder)
+
+
+@pytest.mark.parametrize("of", [lambda v: v % 2, lambda v: [v % 2, 1], lambda v: [v % 2]])
+def test_a_class_map_that_lacks_a_vertex_lacks_its_label(tmp_path: Path, of: Callable):
+    graph = load(saint(tmp_path, {str(v): of(v) for v in range(12)}))
+    assert "took 8 vertices without label out of val_mask" in graph.stats.notes
+    with pytest.raises(SpecError, match=r"y\[0\]: a training vertex needs a label"):
+        load(saint(tmp_path, {str(v): of(v) for v in range(1, N)}))
+
+
+def test_networkx_nodes_may_lack_multi_labels():
+    graph = nx.path_graph(4)
+    for v in range(3):
+        graph.nodes[v].update(y=[v % 2, 1])
+    assert from_object(graph).y.tolist() == [[0, 1], [1, 1], [0, 1], [0, 0]]
+    assert not (from_object(graph).train | from_object(graph).val | from_object(graph).test)[3]
+
+
+def test_a_file_beside_the_edges_is_named(tmp_path: Path):
+    np.save(tmp_path / "y.npy", np.where(TRAIN, Y, 255))
+    np.save(tmp_path / "x.npy", np.where(TRAIN, 1.0, np.inf)[:, None])
+    for given, words in (("labels", r"y\.npy: y\[9\]"), ("features", r"x\.npy: x\[9, 0\]")):
+        path = str(tmp_path / f"{'y' if given == 'labels' else 'x'}.npy")
+        with pytest.raises(SpecError, match=words):
+            load(source_of(edges_csv(tmp_path), **{given: path}))
+
+
+# -- splits ----------------------------------------------------------------------------------------
+
+
+def split(folder: Path, **lists: np.ndarray) -> Graph:
+    np.save(folder / "y.npy", Y)
+    np.savez(folder / "split.npz", **lists)
+    source = source_of(edges_csv(folder), None, str(folder / "y.npy"), str(folder / "split.npz"))
+    return load(source)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int8, np.int64, np.float32])
+@pytest.mark.parametrize("shape", [(N,), (N, 1)])
+def test_a_split_of_zeros_and_ones_is_masks(tmp_path: Path, dtype: type, shape: tuple):
+    graph = split(tmp_path, train=TRAIN.astype(dtype).reshape(shape), val=~TRAIN, test=0 * TRAIN)
+    assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, ~TRAIN)
+    assert not graph.test.any()
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "pt"])
+def test_masks_and_ids_in_other_files(tmp_path: Path, kind: str):
+    """The column of a 0/1 table, and lists of a .json, were lists of the ids 0 and 1."""
+    val = [9, 1 + 9]
+    if kind == "csv":
+        path = tmp_path / "split"
+        path.mkdir()
+        np.savetxt(path / "train.csv", TRAIN)  # in NumPy's own format, 1.000000e+00
+        np.savetxt(path / "valid.csv", val, "%d")
+    elif kind == "json":
+        path = tmp_path / "split.json"
+        path.write_text(json.dumps({"train": (TRAIN * 1).tolist(), "valid": val}))
+    else:
+        path, torch = tmp_path / "split.pt", quiet("torch")
+        torch.save({"train": torch.from_numpy(TRAIN).to(torch.uint8), "valid": val}, path)
+    graph = load(source_of(edges_csv(tmp_path), None, None, str(path)))
+    assert np.array_equal(graph.train, TRAIN) and np.flatnonzero(graph.val).tolist() == val
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (np.r_[TRAIN, TRAIN] * 1, "train_mask: must name every vertex once, has 40 ids of 2"),
+        (TRAIN * 3, "must name every vertex once, has 20 ids of 2 vertices; .* if it is a mask"),
+        ([3, 5, 3], "has 3 ids of 2 vertices"),
+        (TRAIN[:-1], "a value for each of 20 vertices"),
+    ],
+)
+def test_what_is_neither_mask_nor_ids_is_refused(tmp_path: Path, train: np.ndarray, words: str):
+    with pytest.raises(SpecError, match=words):
+        split(tmp_path, train=train)
+
+
+def test_what_may_be_mask_or_ids_is_refused(tmp_path: Path):
+    np.save(tmp_path / "e.npy", [[0], [1]])
+    for train, words in (([0, 1], r"\[0, 1\] may be ids .* or a mask of 2"), ([1, 1], None)):
+        np.savez(tmp_path / "split.npz", train=train)
+        source = source_of(str(tmp_path / "e.npy"), split=str(tmp_path / "split.npz"))
+        if words is None:
+            assert load(source).train.all()
+        else:
+            with pytest.raises(SpecError, match=words):
+                load(source)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def table(path: Path, names: str, *columns: np.ndarray, order: np.ndarray | None = None) -> str:
+    rows = np.stack(columns, 1)[np.arange(len(columns[0])) if order is None else order]
+    np.savetxt(path, rows, "%.9g", ",", header=names, comments="")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["id", "node_id", "Vertex_ID", "", "index", "Unnamed: 0"])
+def test_a_column_of_ids_says_whose_rows_are(tmp_path: Path, name: str):
+    order, ids = RNG.permutation(N), np.arange(N)
+    x = table(tmp_path / "x.csv", f"f0,{name},f1", X[:, 0], ids, X[:, 1], order=order)
+    y = table(tmp_path / "y.csv", f"{name},label", ids, Y, order=order)
+    graph = load(source_of(edges_csv(tmp_path), x, y))
+    assert np.allclose(graph.features(), X[:, :2], rtol=1e-6) and np.array_equal(graph.y, Y)
+
+
+def test_names_may_stand_in_a_comment(tmp_path: Path):
+    path, ids = tmp_path / "y.txt", np.arange(N)[::-1]
+    np.savetxt(path, np.stack([ids, Y[::-1]], 1), "%d", header="node label")
+    assert np.array_equal(load(source_of(edges_csv(tmp_path), labels=str(path))).y, Y)
+
+
+def test_pandas_numbers_of_rows_are_no_feature_and_no_end_of_an_edge(tmp_path: Path):
+    ids = np.arange(N)
+    x = table(tmp_path / "x.csv", ",id,f0", ids[::-1], ids, X[:, 0])
+    assert load(source_of(edges_csv(tmp_path), x)).stats.features == 1
+    edges = table(tmp_path / "e.csv", ",a,b", np.arange(60), SRC, DST)
+    assert load(edges).stats.hash == load(edges_csv(tmp_path)).stats.hash
+
+
+def test_labels_of_some_ids_are_labels_of_these(tmp_path: Path):
+    y = table(tmp_path / "y.csv", "id,label", np.arange(N)[TRAIN], Y[TRAIN])
+    graph = load(source_of(edges_csv(tmp_path), labels=y))
+    assert np.array_equal(graph.y, np.where(TRAIN, Y, -1))
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (np.r_[0, 0, 2:N], "its column id: must name every vertex once, has 20 ids of 19"),
+        (np.r_[0.5, 1:N], "ids must be whole numbers, found 0.5"),
+        (np.r_[-1, 1:N], r"its ids\[0\]: vertex ids must lie in \[0, .* found -1"),
+        (np.r_[1 : N + 1], "vertex 0 has no row .1 such"),
+        (np.r_[2**45, 1:N], r"its ids\[0\]: vertex ids must lie in"),
+        (np.r_[2**31 - 2, 1:N], "would take"),
+    ],
+)
+def test_wrong_ids_of_rows_are_named(tmp_path: Path, ids: np.ndarray, words: str, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_ARRAY", 1 << 20)
+    x = tmp_path / "x.csv"
+    np.savetxt(x, np.stack([ids, X[:, 0]], 1), "%.17g", ",", header="id,f", comments="")
+    with pytest.raises(SpecError, match=words):
+        load(source_of(edges_csv(tmp_path), str(x)))
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "train"),
+    [
+        ("node_id", ([4, 2],), [2, 4]),
+        (",node_id", ([0, 1], [4, 2]), [2, 4]),
+        (",0", ([0, 1], [4, 2]), [2, 4]),
+        ("label,id", ([5, 0], [4, 2]), [2, 4]),
+        ("id,train", ([4, 2], [1, 0]), "may be a mask; keep the column"),
+        ("a,b", ([4, 2], [5, 6]), "must hold one number per line, or name a column id, holds 2"),
+    ],
+)
+def test_ids_of_a_split_stand_in_the_column_that_is_named_so(
+    tmp_path: Path, names: str, columns: tuple, train: list | str
+):
+    (tmp_path / "split").mkdir()
+    table(tmp_path / "split" / "train.csv", names, *map(np.array, columns))
+    source = source_of(edges_csv(tmp_path), split=str(tmp_path / "split"))
+    if isinstance(train, str):
+        with pytest.raises(SpecError, match=train):
+            load(source)
+    else:
+        assert np.flatnonzero(load(source).train).tolist() == train
+
+
+@pytest.mark.parametrize("block", [text.BLOCK, 8])
+@pytest.mark.parametrize(
+    ("start", "line"),
+    [
+        ("0\n1\n\n", 3),
+        ("\n", 1),
+        ("label\n\n", 2),
+        ("0\n# 1\n", 2),
+        ("0\n \t\n", 2),
+        ("# c\n\n", 2),
+        ("0\n1\n0\n\n", 4),
+    ],
+)
+def test_a_line_without_numbers_shifts_no_row(
+    tmp_path: Path, start: str, line: int, block: int, monkeypatch
+):
+    monkeypatch.setattr(text, "BLOCK", block)
+    path = tmp_path / "y.txt"
+    path.write_text(start + "0\n" * N)
+    for given in ("labels", "features"):
+        with pytest.raises(SpecError, match=rf"y\.txt:{line}: every line is a row"):
+            load(source_of(edges_csv(tmp_path), **{given: str(path)}))
+
+
+def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(text, "BLOCK", 16)
+    rows = "".join(f"{y}\n" for y in Y)
+    (tmp_path / "y.txt").write_text(f"# of the\n# classes\n{rows}\n\n# written by hand\n\n")
+    plain = load(edges_csv(tmp_path)).stats.hash
+    assert np.array_equal(load(source_of(edges_csv(tmp_path), labels=str(tmp_path / "y.txt"))).y, Y)
+    edges = Path(edges_csv(tmp_path))
+    edges.write_text(edges.read_text().replace("\n", "\n\n"))
+    assert load(str(edges)).stats.hash == plain
+
+
+# -- edges -----------------------------------------------------------------------------------------
+
+
+def test_columns_beside_both_ends_may_be_text(tmp_path: Path):
+    plain = load(edges_csv(tmp_path)).stats.hash
+    ends = zip(SRC, DST, strict=True)
+    (tmp_path / "e.tsv").write_text("".join(f"{a}\t{b}\tfriend\n" for a, b in ends))
+    assert load(str(tmp_path / "e.tsv")).stats.hash == plain
+
+
+def test_konects_ids_count_from_one(tmp_path: Path):
+    path = tmp_path / "out.small"
+    path.write_text("% sym unweighted\n% 3 3 3\n1 2\n2 3\n")
+    graph = load(str(path))
+    assert graph.stats.vertices == 3 and graph.indices.tolist() == [1, 0, 2, 1]
+    assert "KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0" in graph.stats.notes
+    path.write_text("% bip unweighted\n1 1\n2 1\n")
+    with pytest.raises(SpecError, match=r"small:1: .* two kinds of vertices, both counted from 1"):
+        load(str(path))
+
+
+def test_ids_that_begin_with_one_are_said(tmp_path: Path):
+    said = "no edge has vertex 0: ids begin with 1; if they count from 1, subtract 1"
+    edges = np.array([[1, 2], [2, 3]])
+    np.savetxt(tmp_path / "e.txt", edges.T, "%d")
+    np.save(tmp_path / "e.npy", edges)
+    for path in (tmp_path / "e.txt", tmp_path / "e.npy"):
+        assert said in load(str(path)).stats.notes
+    assert said in as_npz(tmp_path, {"src": edges[0], "dst": edges[1]}).stats.notes
+    # a row for vertex 0 says that it is there
+    assert said not in as_npz(tmp_path, {"src": [1], "dst": [2], "y": [0, 1, 1]}).stats.notes
+    np.save(tmp_path / "e.npy", edges - 1)
+    assert said not in load(str(tmp_path / "e.npy")).stats.notes
+
+
+def test_weights_of_an_adjacency_are_said_to_be_ignored():
+    torch = quiet("torch")
+    ends, note = torch.tensor([[0, 1, 2], [1, 2, 0]]), "ignored: adj_t's numbers, for layers weigh"
+    for weights, said in (([0.1, 5.0, 2.0], True), ([1.0, 1.0, 1.0], False)):
+        with torch.sparse.check_sparse_tensor_invariants():
+            coo = torch.sparse_coo_tensor(ends, torch.tensor(weights), (3, 3)).coalesce()
+        with warnings.catch_warnings(action="ignore"):  # torch's, of its beta
+            matrices = (coo, coo.to_sparse_csr(), coo.to_sparse_csc())
+        for matrix in matrices:
+            notes = pyg.of_mapping({"adj_t": matrix}, "it").notes
+            assert any(n.startswith(note) for n in notes) == said
+
+
+def test_what_is_said_of_an_object_is_said_of_its_plan(own_cache: Path):
+    """It is written to a folder, which knows nothing of edge weights."""
+    graph = nx.path_graph(6)
+    nx.set_edge_attributes(graph, 2.0, "weight")
+    plan = gnnplan.plan(graph, strategy="graph_parallel", ranks=2)
+    assert of_object(graph).notes
+    assert set(of_object(graph).notes) <= set(plan.document["graph"]["notes"])
+
+
+# -- features that float32 does not hold -----------------------------------------------------------
+
+TIMES = 1.7e9 + 10.0 * np.arange(N)[:, None]
+IDS = (2**40 + np.arange(N))[:, None]
+SAID = "different numbers of feature 0 apart; subtract their mean, or use --dtype float64"
+
+
+@every_format
+@pytest.mark.parametrize("x, told", [(TIMES, 2), (IDS, 1), ((IDS - 2**40 + 2**30), 1)])
+def test_features_that_float32_does_not_tell_apart_are_kept_and_said(
+    tmp_path: Path, written: Written, x: np.ndarray, told: int
+):
+    if written is as_folder and x.dtype != np.float64:
+        pytest.skip("a folder's features are floats")
+    graph = written(tmp_path, HOLDS | {"x": x})
+    assert graph.x.dtype == np.float64 and np.array_equal(graph.features(), x)
+    assert f"float32 tells {told} of 20 {SAID}" in graph.stats.notes
+    problem = Problem(graph.stats, graph, Workload(), read_cluster("local"))
+    assert problem.graph is not None
+    kept = isinstance(graph.x, np.memmap)  # its file is not written again
+    assert problem.graph.x.dtype == (np.float64 if kept else np.float32)
+    exact = Problem(graph.stats, graph, Workload(dtype="float64"), read_cluster("local")).graph
+    assert exact is graph
+
+
+@every_format
+@pytest.mark.parametrize("x", [X.astype(np.float64), X / 3 + 1e-9 * X, 10.0 + X])
+def test_ordinary_features_in_float64_are_not_talked_about(
+    tmp_path: Path, written: Written, x: np.ndarray
+):
+    graph = written(tmp_path, HOLDS | {"x": x})
+    assert not any("apart" in note for note in graph.stats.notes)
+    if written is not as_folder:
+        assert graph.x.dtype == (np.float32 if np.array_equal(x, x.astype("f4")) else np.float64)
+
+
+def test_a_million_numbers_may_be_rounded():
+    x = np.random.default_rng(0).normal(size=(100_000, 2))
+    assert module.merging_note(x) == []
+    x[:, 1] += 1e6
+    assert "of feature 1 apart" in module.merging_note(x)[0]
+
+
+def test_sparse_features_are_kept_too(tmp_path: Path):
+    indptr = np.arange(N + 1)
+    sparse = {"x_indptr": indptr, "x_indices": indptr[:-1], "x_data": TIMES[:, 0]}
+    held = {name: HOLDS[name] for name in ("src", "dst", "y")}
+    graph = as_npz(tmp_path, held | sparse | {"x_shape": [N, 40]})
+    assert graph.x.dtype == np.float64 and np.array_equal(graph.features().max(1), TIMES[:, 0])
+    assert "float32 tells 2 of 20 different numbers of features apart" in str(graph.stats.notes)
+    problem = Problem(graph.stats, graph, Workload(), read_cluster("local"))
+    assert problem.graph is not None and problem.graph.x.dtype == np.float32
+
+
+def test_a_folder_widens_where_a_later_row_needs_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(mapped, "AT_ONCE", 64)  # rows are written again a few at a time
+    x = np.concatenate([X, TIMES * np.ones(4)])
+    np.savetxt(tmp_path / "x.csv", x, "%.17g", ",")
+    monkeypatch.setattr(text, "BLOCK", 256)
+    convert(edges_csv(tmp_path), tmp_path / "g", Extras(str(tmp_path / "x.csv")))
+    assert np.array_equal(np.load(tmp_path / "g" / "x.npy"), x)
+    assert sorted(p.name for p in (tmp_path / "g").iterdir()) == ["dst.npy", "src.npy", "x.npy"]
+
+
+@every_format
+def test_whole_numbers_beyond_float64_are_refused(tmp_path: Path, written: Written):
+    if written in (as_folder, as_text):
+        pytest.skip("floats already")
+    with pytest.raises(SpecError, match=r"x\[19, 0\]: features must be whole numbers of at most"):
+        written(tmp_path, HOLDS | {"x": (2**60 + np.arange(N))[:, None]})
