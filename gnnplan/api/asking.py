@@ -34,6 +34,9 @@ from gnnplan.planner.vocabulary.progress import Notify, silent
 Overrides = Mapping[str, object] | Sequence[str]
 
 
+OF_LABELS = ("none", "regression")  # tasks that say what the graph's labels are
+
+
 @dataclass(frozen=True)
 class Question:
     """A problem, and what a user should know of how it was read."""
@@ -64,10 +67,10 @@ def ask(
 
     may_choose_dtype: the field dtype may be 'auto'. Raises SpecError.
     """
-    if task in TASKS:  # what is learned; 'none' says that there is nothing to learn from
+    if task in TASKS:  # what is learned; others say what the labels are
         fields, task = {**fields, "task": task}, None
-    elif task not in (None, "none"):
-        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, 'none'))}")
+    elif task not in (None, *OF_LABELS):
+        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, *OF_LABELS))}")
     ranks = None if ranks is None else whole("ranks", ranks)
     name, said = source_name(graph)
     notify(f"reading {name}")
@@ -85,6 +88,9 @@ def ask(
     wanted = workload_of(workload, {**fields, "model": None} if live else fields)
     asked, module = wanted.workload, live or wanted.module
     machine, fitted = _cluster_of(cluster, asked.model)
+    says_loss = asked.loss or "loss" in map(_field_of, settings)
+    if says_loss and task is None and "task=" not in name and os.path.exists(name.split("?")[0]):
+        task = "regression"
     files = {"features": features, "labels": labels, "split": split}
     source = source_of(
         name, task=task, **{what: str(file) for what, file in files.items() if file is not None}

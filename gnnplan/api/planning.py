@@ -85,7 +85,8 @@ def plan(
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
     - features, labels, split: what the graph's file lacks, as on the command line
-    - task: what is learned: 'node' (labels), 'link' (edges), or 'none', on stand-ins for labels
+    - task: what is learned: 'node' (labels), 'link' (edges), 'regression' (numbers), or 'none', on
+      stand-ins for labels
     - depths: among the reasons (`Plan.explain`) say at which other numbers of layers another family
       wins, as --explain does; that takes as long as several plans
     - notify: is told what is being done (`gnnplan.progress`)

@@ -42,9 +42,10 @@ def plan(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="node|link|none",
+            metavar="node|link|regression|none",
             help="What is learned: node (labels of vertices), link (which vertices an edge links;"
-            " with --mode mini, a batch is of edges), or none: the graph has no labels, and is"
+            " with --mode mini, a batch is of edges), regression (numbers of vertices: as --loss"
+            " says too, and labels with fractions), or none: the graph has no labels, and is"
             " planned, simulated and run on stand-ins.  [default: node]",
         ),
     ] = None,

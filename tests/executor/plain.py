@@ -60,7 +60,7 @@ class Plain:
         self.x = torch.from_numpy(self.graph.features().astype(np.float64))
         y = torch.from_numpy(np.array(self.graph.y))
         self.train = torch.from_numpy(np.array(self.graph.train))
-        self.y = y[self.train].double() if self.graph.stats.multilabel else y[self.train]
+        self.y = y[self.train] if self.graph.stats.learned == "label" else y[self.train].double()
         how = self.workload
         kind, options = {
             "sgd": (torch.optim.SGD, {"momentum": how.momentum}),
@@ -238,6 +238,8 @@ class Plain:
         return self.loss_of(logits[self.train], self.y)
 
     def loss_of(self, logits: Tensor, y: Tensor) -> Tensor:
+        if self.graph.stats.numbers:
+            return (F.l1_loss if self.workload.loss == "mae" else F.mse_loss)(logits, y.double())
         if self.graph.stats.multilabel:
             return F.binary_cross_entropy_with_logits(logits, y.double())
         weight = self.workload.class_weights

@@ -162,6 +162,72 @@ def test_metrics_of_batches_are_those_of_one_process(
             assert run.metrics[-1][name] == pytest.approx(alone[name], rel=1e-9), strategy
 
 
+# -- regression ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory, graphs: dict[str, str]) -> dict[str, str]:
+    """rough with numbers to predict: one of each vertex, of which five lack it, or three."""
+    folder, random = tmp_path_factory.mktemp("numbers"), np.random.default_rng(4)
+    with np.load(graphs["rough"]) as file:
+        arrays = dict(file)
+    y = random.standard_normal(60) * 2
+    y[np.flatnonzero(~arrays["train_mask"])[:5]] = np.nan
+    for name, values in (("one", y), ("three", random.standard_normal((60, 3)))):
+        np.savez(folder / f"{name}.npz", **{**arrays, "y": values})
+    whole = {**arrays, "y": random.integers(-1, 3, 60)}
+    np.savez(folder / "whole.npz", **whole)
+    return {
+        "one": str(folder / "one.npz"),
+        "three": str(folder / "three.npz"),
+        "whole": str(folder / "whole.npz?task=regression"),
+    }
+
+
+NUMBERS = [("one", None), ("three", "mae"), ("whole", "mse")]
+
+
+@pytest.mark.parametrize(("graph", "loss"), NUMBERS)
+def test_numbers_are_learned_on_full_graphs(
+    run_ranks: Ranks, numbers: dict[str, str], graph: str, loss: str | None
+) -> None:
+    how = {**FULL, "model": "sage", "loss": loss}
+    case = Case("graph_parallel", numbers[graph], how, epochs=4)
+    plain = Plain(case)
+    losses = trained(plain, case.epochs)
+    with torch.no_grad():
+        predicted = plain.forward(None)[0].numpy()
+    for world, servers, strategy in ON_FULL_GRAPHS:
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        assert run.losses == pytest.approx(losses, rel=1e-9), strategy
+        assert difference(run.weights, plain.state) <= 1e-9, strategy
+        for part in ("val", "test"):
+            mask = getattr(plain.graph, part)
+            mae = np.abs(predicted[mask] - plain.graph.y[mask]).mean()
+            assert run.metrics[-1][f"{part}_mae"] == pytest.approx(mae, rel=1e-9), strategy
+
+
+@pytest.mark.parametrize(("graph", "loss"), NUMBERS)
+def test_numbers_are_learned_in_batches(
+    run_ranks: Ranks, numbers: dict[str, str], graph: str, loss: str | None
+) -> None:
+    how = {**MINI, "model": "sage", "loss": loss, "patience": 2}
+    case = Case("data_parallel", numbers[graph], how, epochs=4)
+    losses, weights = train_plainly_in_batches(case)
+    for world, servers, strategy in ON_BATCHES:
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        assert run.losses == pytest.approx(losses, rel=1e-9), strategy
+        assert difference(run.weights, weights) <= 1e-9, strategy
+
+
+def test_the_smallest_error_is_the_best(run_ranks: Ranks, numbers: dict[str, str]) -> None:
+    how = {**FULL, "model": "sage", "lr": 0.05, "patience": 2}
+    case = Case("graph_parallel", numbers["one"], how, epochs=20, eval_every=1)
+    (run,) = run_ranks(2, [case])
+    errors = [row["val_mae"] for row in run.metrics]
+    assert run.rank(0)["best"]["epoch"] == 1 + int(np.argmin(errors)) == len(errors) - 2
+
+
 # -- early stopping --------------------------------------------------------------------------------
 
 PATIENCE = {"lr": 0.03, "weight_decay": 0.02, "patience": 3, "epochs": 30}
