@@ -72,8 +72,6 @@ def ask(
     elif task not in (None, *OF_LABELS):
         raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, *OF_LABELS))}")
     ranks = None if ranks is None else whole("ranks", ranks)
-    name, said = source_name(graph)
-    notify(f"reading {name}")
     settings = settings_of(overrides)
     chooses_dtype = may_choose_dtype and fields.get("dtype") == AUTO
     if chooses_dtype:
@@ -88,7 +86,9 @@ def ask(
     wanted = workload_of(workload, {**fields, "model": None} if live else fields)
     asked, module = wanted.workload, live or wanted.module
     machine, fitted = _cluster_of(cluster, asked.model)
-    says_loss = asked.loss or "loss" in map(_field_of, settings)
+    says_loss = asked.loss is not None or "loss" in map(_field_of, settings)
+    name, said = source_name(graph, numbers=says_loss or task == "regression")
+    notify(f"reading {name}")
     if says_loss and task is None and "task=" not in name and os.path.exists(name.split("?")[0]):
         task = "regression"
     files = {"features": features, "labels": labels, "split": split}
@@ -111,23 +111,23 @@ def ask(
     return Question(problem, notes, chooses_dtype)
 
 
-def source_name(graph: Any) -> tuple[str, list[str]]:
+def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
     """The name by which `load` finds a graph, and notes; an object is written to the cache first.
 
-    Raises SpecError.
+    numbers: its labels are numbers to predict, whatever they look like. Raises SpecError.
     """
     if isinstance(graph, str | Path):
         return str(graph), []
     if isinstance(graph, Graph):
         return graph.stats.source, []
-    from gnnplan.planner.graph.formats import convert
+    from gnnplan.planner.graph.formats import Extras, convert
 
     # ranks are processes of their own and read the graph from a folder, which its content names
     kept = cache_dir() / "graphs"
     kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept) as folder:
         made = Path(folder) / "graph"
-        _, _, notes = convert(graph, made)
+        _, _, notes = convert(graph, made, Extras(numbers=numbers))
         digest = hashlib.sha256()
         for file in sorted(made.iterdir()):
             digest.update(file.name.encode())

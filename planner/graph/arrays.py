@@ -227,8 +227,12 @@ class MadeUp:
     seed: int = 0
 
 
-def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -> tuple[int, int]:
-    """Raise SpecError where `build` would, without the memory it takes: (vertices, edges)."""
+def must_be_a_graph(
+    path: str, arrays: Mapping[str, Array], others: list[str], numbers: bool = False
+) -> tuple[int, int]:
+    """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
+
+    numbers: its labels are numbers to predict, whatever they look like."""
     src, dst = _edge_list(path, arrays, others)
     meta = meta_of(path, arrays)
     vertices, counted = _count(path, arrays, meta, src, dst)
@@ -236,7 +240,7 @@ def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -
     if "x" in arrays or "x_indptr" in arrays:
         own_features(path, arrays, vertices)
     if {"y", *MASKS} & arrays.keys():  # of as many vertices
-        found = read_labels(path, arrays, vertices, meta)
+        found = read_labels(path, arrays, vertices, meta, numbers)
         _masks(path, arrays, found.labelled, found.classes, np.random.default_rng(0), [], 0)
     return vertices, len(src)
 

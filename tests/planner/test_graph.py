@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from gnnplan.api.asking import ask
 from gnnplan.planner.graph import graph as module
+from gnnplan.planner.graph.formats import Extras, convert
 from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -740,3 +741,16 @@ def test_a_loss_of_numbers_says_that_labels_are_numbers(tmp_path):
         problem = ask(path, "local", None, fields, **more).problem
         assert problem.graph.y[:, 0].tolist() == y.tolist() and problem.metric == "mae"
         assert problem.model.classes == 1
+    data = pytest.importorskip("torch_geometric.data")
+    torch = pytest.importorskip("torch")
+    edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
+    found = ask(
+        data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, {}, task="regression"
+    )
+    assert found.problem.graph.y[:, 0].tolist() == y.tolist()
+    with pytest.raises(
+        SpecError, match=r"the Data: y.*for numbers to predict, use --task regression"
+    ):
+        ask(data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, {})
+    convert(path, tmp_path / "folder", Extras(numbers=True))
+    assert load(f"{tmp_path / 'folder'}?task=regression").y[:, 0].tolist() == y.tolist()

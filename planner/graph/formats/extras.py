@@ -63,6 +63,7 @@ def add(parts: Parts, extras: Extras) -> None:
                 f"{parts.path}: has its own {word}, so --{word} {path} would replace them; leave it"
                 " out"
             )
+    parts.numbers = extras.numbers
     if extras.features:
         parts.x, parts.x_path = _features(extras.features), extras.features
     if extras.labels:

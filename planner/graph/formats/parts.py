@@ -57,6 +57,7 @@ class Parts:
     y: Array | None = None  # [N], [N, 1] or [N, C]; NaN or -1: no label
     masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
     notes: list[str] = field(default_factory=list)
+    numbers: bool = False  # y are numbers to predict, whatever they look like
     x_path: str = ""  # the name that messages give x, if it is of another file
 
     def meta(self) -> dict[str, int]:
