@@ -110,10 +110,10 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
 def must_have_rates(options: Options, workload: Workload) -> None:
     """Raise SpecError if more epochs are asked for than the workload has learning rates for."""
     asked, known = options.epochs or workload.epochs, workload.epochs
-    if workload.schedule == "cosine" and asked > known and not options.turns:
+    if workload.ends_on_time and asked > known and not options.turns:
         raise SpecError(
-            f"--epochs {asked:,}: the plan's cosine schedule brings the learning rate to 0 in"
-            f" {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"
+            f"--epochs {asked:,}: the plan's {workload.schedule} schedule brings the learning rate"
+            f" to 0 in {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"
         )
 
 

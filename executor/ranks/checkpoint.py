@@ -65,8 +65,7 @@ def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
     workload = {
         f"workload.{name}": value
         for name, value in problem.workload.model_dump(mode="json").items()
-        # a cosine ends with the epochs, and other learning rates do not depend on them
-        if name != "epochs" or problem.workload.schedule == "cosine"
+        if name != "epochs" or problem.workload.ends_on_time
     }
     return {
         "gnnplan": __version__,

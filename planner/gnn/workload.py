@@ -342,6 +342,11 @@ class Workload(Spec):
         return self.warmup > 1 or self.schedule != "constant"
 
     @property
+    def ends_on_time(self) -> bool:
+        """Whether the learning rates depend on how many epochs are planned."""
+        return self.schedule == "cosine"
+
+    @property
     def decay(self) -> float:
         """The weight decay."""
         if self.weight_decay is None:

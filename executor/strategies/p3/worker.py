@@ -107,7 +107,13 @@ class Worker(base.Worker):
         )
         self.features = Columns(rank, problem, self.columns, store)
         self.learner: Learner = (
-            Delayed(rank, problem.workload, self.gradients(self.sliced), self)
+            Delayed(
+                rank,
+                problem.workload,
+                self.gradients(self.sliced),
+                self,
+                strategy.steps(problem),
+            )
             if strategy.pipelined
             else Learner(rank, problem.workload, self.gradients(self.sliced))
         )
