@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import (
-    Targets,
     features,
     sparse_features,
     weighted_block,
@@ -30,6 +29,7 @@ from gnnplan.executor.layers.kernels import (
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import GCNLayer
 from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Turn, all_reduce
 from gnnplan.executor.ranks.rank import Rank

@@ -66,7 +66,7 @@ class Worker(base.Worker):
         """
         share = self.arriving.next(step)
         worker = graph_parallel.Worker(
-            self.rank, self.problem, share, self.exchange_options, self.net, batch=share.everyone
+            self.rank, self.problem, share, self.exchange_options, self.net, batch=share.total
         )
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
@@ -110,7 +110,6 @@ class Worker(base.Worker):
         return self.whole.worker.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
         assert self.scored is not None
         return self.scored.counts(logits)
 

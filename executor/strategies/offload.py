@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of, features, weighted_block
+from gnnplan.executor.layers.blocks import dtype_of, features, weighted_block
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import (
     Block,
@@ -29,6 +29,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
@@ -462,8 +463,7 @@ class Worker(base.Worker):
             self.logits[chunk.own] = self._compute(step, self.last, loaded)
         return self.logits
 
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of own rows."""
+    def counts(self, logits: Tensor) -> Tensor | int:
         return counts_of([chunk.targets for chunk in self.chunks], logits)
 
 

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.blocks import Targets, Tile, features, tile
+from gnnplan.executor.layers.blocks import Tile, features, tile
 from gnnplan.executor.layers.kernels import dropout, dropout_mask, linear, weight_gradient
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import all_reduce, swap
 from gnnplan.executor.ranks.learner import Gradients, Learner
@@ -360,7 +361,7 @@ class Worker(base.Worker):
     def held(self) -> None:
         return None  # a rank's numbers of a weight are a run of a tile, not columns
 
-    def state(self) -> dict[str, Tensor]:
+    def trained(self) -> dict[str, Tensor]:
         return {f"layer{i}": weights.own for i, weights in enumerate(self.weights, 1)}
 
     def close(self) -> None:

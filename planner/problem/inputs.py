@@ -12,12 +12,13 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.gnn.workload import WORKLOADS, Conflict, Workload, is_module
+from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
 from gnnplan.planner.vocabulary.progress import say
 
 MOST_MISTAKES = 20  # in one message
+LISTS = {"fanout": "full", "class_weights": BALANCED}  # written as 1,2; and what else they may say
 RENAMED = {  # names of fields in cluster files of 0.1.0, which are read until 0.3.0
     "crowding": "timeslice_slowdown",
     "refill": "cold_cache_penalty",
@@ -200,13 +201,10 @@ def checked(
 
     `source` is a document, or the text that stands before a field's name, such as '--'. `given` are
     the fields that the user has just set, where that is not all of the data."""
-    if (
-        kind is Workload
-        and isinstance(data, Mapping)
-        and isinstance(fanout := data.get("fanout"), str)
-        and fanout != "full"
-    ):
-        data = {**data, "fanout": tuple(number.strip() for number in fanout.split(","))}
+    if kind is Workload and isinstance(data, Mapping):
+        texts = {name: data[name] for name in LISTS if isinstance(data.get(name), str)}
+        lists = {n: tuple(map(str.strip, t.split(","))) for n, t in texts.items() if t != LISTS[n]}
+        data = {**data, **lists}
     if kind is Cluster and isinstance(data, Mapping):
         data = with_new_names(data, source.path if isinstance(source, Document) else source)
     try:
@@ -227,6 +225,7 @@ def checked(
                 mistakes.append(str(source.error(where, message)))
             else:
                 fields = dotted(where) if where else ", ".join(given or ())
+                fields = fields.replace("_", "-") if source == "--" else fields  # an option
                 mistakes.append(f"{source}{fields}".rstrip(". ") + f": {message}")
         if len(errors) > MOST_MISTAKES:
             mistakes.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")
@@ -272,6 +271,8 @@ def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tupl
         return loc, "missing; this field is required"
     if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
         return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
+    if loc[:1] == ("class_weights",):
+        return loc[:1], "must be balanced, or a number for each class such as 1,2.5"
     return loc, message.removeprefix("Value error, ").replace("Input should be", "must be")
 
 

@@ -108,7 +108,13 @@ class Worker(base.Worker):
         )
         self.features = Columns(rank, problem, self.columns, store)
         self.learner: Learner = (
-            Delayed(rank, problem.workload, self.gradients(self.sliced), self)
+            Delayed(
+                rank,
+                problem.workload,
+                self.gradients(self.sliced),
+                self,
+                strategy.steps(problem),
+            )
             if strategy.pipelined
             else Learner(rank, problem.workload, self.gradients(self.sliced))
         )
@@ -292,7 +298,7 @@ class Worker(base.Worker):
                 [part.block for part in share.parts[1:]],
                 [torch.from_numpy(part.source) for part in share.parts[1:]],
                 torch.from_numpy(share.own),
-                graph_parallel.targets_of(self.problem, share, HOST, share.everyone),
+                graph_parallel.targets_of(self.problem, share, HOST, share.total),
             )
         )
         with self.rank.span(Label("forward", step), "compute"):
@@ -403,8 +409,7 @@ class Worker(base.Worker):
         self.scored = [self.whole.targets]
         return self.whole.worker.evaluate(step)
 
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
+    def counts(self, logits: Tensor) -> Tensor | int:
         return counts_of(self.scored, logits)
 
     def open_learner(self) -> Learner:
@@ -422,6 +427,9 @@ class Worker(base.Worker):
                     moving.result()
         self._assemble()
 
+    def trained(self) -> dict[str, Tensor]:
+        return dict(self.sliced.state_dict())
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint between two epochs keeps.
 
@@ -429,7 +437,7 @@ class Worker(base.Worker):
         the batches under way, whose body is done, the gradients that `_tail` needs. Layer 1 of
         these batches is computed again.
         """
-        out = dict(self.sliced.state_dict())
+        out = self.trained()
         if self.strategy.pipelined:
             for i, (net, buffers) in enumerate(zip(self.nets, self.buffers, strict=True)):
                 out |= named(f"stash.{i}", net.state_dict()) | {
