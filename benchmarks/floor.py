@@ -69,7 +69,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     import torch.distributed as dist
 
     from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
-    from gnnplan.executor.layers.models import Net
+    from gnnplan.executor.modules.nets import net_of
     from gnnplan.executor.ranks.comm import swap
     from gnnplan.executor.ranks.rank import Rank
     from gnnplan.executor.strategies.graph_parallel import whole_share
@@ -103,7 +103,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     peak = max(map(flop_rate, SHAPES))
     layout = problem.layout()
     assert isinstance(layout, Layout)
-    net = Net(problem.model, problem.workload)
+    net = net_of(problem.model, problem.workload)
     block = whole_share(rank, problem, layout, net, "global").parts[-1].block
     per_row: dict[tuple[str, int], float] = {}
 

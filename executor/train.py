@@ -12,6 +12,7 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import scores
 from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, state_of, with_structure
+from gnnplan.executor.ranks.best import Best
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.gathered import gather_bytes
@@ -31,8 +33,9 @@ from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.replay import Replay, is_small
-from gnnplan.executor.ranks.whole import OPTIMIZER, WORKER, fill, named, under
+from gnnplan.executor.ranks.whole import BEST, OPTIMIZER, WORKER, Held, fill, named, under
 from gnnplan.executor.strategies import Worker, open_worker
+from gnnplan.planner.gnn.workload import FALLING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
@@ -71,7 +74,7 @@ def train(
     with Shapes.varying(strategy.mode == "mini"):
         training = _Training(rank, problem, strategy, out, epochs, checkpoints)
         for epoch in range(training.first, epochs):
-            if not may_train(epoch):
+            if training.ends or not may_train(epoch):
                 training.epochs = epoch
                 break
             is_evaluated = epoch == epochs - 1 or (eval_every > 0 and (epoch + 1) % eval_every == 0)
@@ -112,7 +115,9 @@ class _Training:
         self.first = checkpoints.first if checkpoints else 0
         worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
         self.learner = worker.open_learner()
-        self.replay: Replay[tuple[Tensor, Tensor]] | None = None
+        patience = problem.workload.patience
+        self.best = patience and Best(worker.trained(), patience, problem.metric in FALLING)
+        self.replay: Replay[tuple[Tensor, Tensor | int]] | None = None
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
             self.gradient_errors = _measuring(worker, self.learner)
@@ -137,6 +142,9 @@ class _Training:
         notes, tensors = self.checkpoints.load(self.checkpoints.first)
         self.worker.load(under(WORKER, tensors))
         fill(self.learner.optimizer.state(), under(OPTIMIZER, tensors))
+        if self.best:
+            fill(self.best.weights, under(BEST, tensors))
+            self.best.load(notes["best"])
         rank.sent.update(notes["bytes"])
         rank.counted = {Label(*label) for label in notes["counted"]}
         with suppress(SpecError):  # a trace that was lost with its machine does not stop training
@@ -150,9 +158,10 @@ class _Training:
         """
         rank, worker = self.rank, self.worker
         notes, whole = checkpoints.load_whole()
-        held = worker.held
-        assert held is not None  # else it does not hand over (checkpoint.must_hand_over)
-        held.take(whole)
+        assert self.held is not None  # else it does not hand over (checkpoint.must_hand_over)
+        self.held.take(whole)
+        if self.best:
+            self.best.load(notes["best"])
         recording, rank.recording = rank.recording, False
         measuring, rank.staleness_errors = rank.staleness_errors, False
         worker.refill(self.first * self.steps - 1)
@@ -160,13 +169,26 @@ class _Training:
         part = {"until": self.first, "strategy": before["strategy"], "ranks": before["ranks"]}
         return {"before": [*notes.get("before", []), part]}
 
+    @property
+    def held(self) -> Held | None:
+        """What this rank trains, with its best weights."""
+        held = self.worker.held
+        return replace(held, best=self.best.weights) if held and self.best else held
+
+    @property
+    def ends(self) -> bool:
+        """Whether it ends before its last epoch, for no better weights are found."""
+        return bool(self.best and self.best.ends)
+
     def epoch(self, epoch: int, is_evaluated: bool, report: Report) -> None:
         """Train one epoch, then evaluate, append its metrics and write its checkpoint."""
         rank, worker, checkpoints = self.rank, self.worker, self.checkpoints
         rank.activity.begin("phase", f"epoch {epoch + 1}")
+        self.learner.optimizer.lr = self.problem.workload.lr_of(epoch)
         sent_before, seconds = sum(rank.sent.values()), 0.0
         # they stay where they are computed until the epoch is over
-        loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64)
+        counts, tested = no_counts(self.problem, rank.device, training=True), None
         for step in range(epoch * self.steps, (epoch + 1) * self.steps):
             started = now()
             if self._replays(step):
@@ -183,7 +205,7 @@ class _Training:
                 started = now()
             self.learner.update(step)
             seconds += now() - started
-            loss, counts = loss + part, counts + worker.counts(logits)
+            loss, counts = loss + part, counts + self._counts(logits)
             del part, logits
         started = now()
         rank.settle()
@@ -197,11 +219,11 @@ class _Training:
             worker.drain()
             rank.settle()
             seconds += now() - started
-        tested = torch.full((3, 2), math.nan, dtype=torch.float64)
         if is_evaluated:
             rank.activity.begin("phase", f"the evaluation of epoch {epoch + 1}")
             rank.recording = False
-            tested = worker.counts(worker.evaluate(step))
+            found = worker.counts(worker.evaluate(step))
+            tested = no_counts(self.problem, rank.device) + found
             rank.recording = True
         self.record.resident_bytes.append(resident())
         if checkpoints and is_kept:
@@ -211,14 +233,15 @@ class _Training:
             checkpoints.wait()
         rank.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
         sent = sum(rank.sent.values()) - sent_before
-        metric = self.problem.workload.metric
-        row, most_spans = _row(rank, epoch, loss, counts, tested, seconds, sent, metric)
+        row, most_spans = _row(rank, self.problem, epoch, loss, counts, tested, seconds, sent)
         # all ranks keep the spans of the same epochs, as many as the fullest trace holds
         fit = MOST_SPANS * (epoch + 1 - self.before) // max(most_spans, 1)
         rank.traced = min(rank.traced, (self.before + max(fit, 1)) * self.steps)
         if self.replay is not None:
             row["replayed"] = True
         self._append(row, report)
+        if self.best and is_evaluated:
+            self.best.see(epoch + 1, row[f"val_{self.problem.metric}"], worker.trained())
         if is_kept:
             self._keep(epoch)
 
@@ -228,18 +251,22 @@ class _Training:
             return False
         return self.replay is not None or is_small(self.rank.device)
 
-    def _replayed(self, step: int) -> tuple[Tensor, Tensor]:
-        """The loss of a step, and its right and wrong answers [3, 2]."""
+    def _replayed(self, step: int) -> tuple[Tensor, Tensor | int]:
+        """The loss of a step, and what the metric counts."""
 
-        def enqueue() -> tuple[Tensor, Tensor]:
+        def enqueue() -> tuple[Tensor, Tensor | int]:
             self.learner.zero()
             loss, logits = self.worker.step(step)
             self.learner.update(step)
-            return loss, self.worker.counts(logits)
+            return loss, self._counts(logits)
 
         if self.replay is None:
             self.replay = Replay(self.worker, enqueue, self.rank.device)
         return self.replay(step)
+
+    def _counts(self, logits: Tensor) -> Tensor | int:
+        """What the metric counts of a training step; no step puts all scores together."""
+        return 0 if self.problem.metric == "roc_auc" else self.worker.counts(logits)
 
     def _append(self, row: dict[str, Any], report: Report) -> None:
         if not math.isfinite(row["loss"]):
@@ -257,18 +284,20 @@ class _Training:
             return
         self.rank.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
         self.record.trace(self.out)
-        optimizer, held = self.learner.optimizer.state(), self.worker.held
+        optimizer, held, best = self.learner.optimizer.state(), self.held, self.best
         tensors = named(WORKER, self.worker.state()) | named(OPTIMIZER, optimizer)
+        tensors |= named(BEST, best.weights) if best else {}
+        notes = self.record.notes() | ({"best": best.notes()} if best else {})
         first_on_disk = [self.metrics.fileno()] if self.metrics else []
         about = held.about() if held else None
-        self.checkpoints.save(
-            self.rank, epoch + 1, tensors, self.record.notes(), first_on_disk, about
-        )
+        self.checkpoints.save(self.rank, epoch + 1, tensors, notes, first_on_disk, about)
 
     def finish(self) -> Net:
         """End what is under way, and leave this rank's files."""
         self.rank.activity.begin("phase", "the end")
         self.learner.finish(self.epochs * self.steps)
+        if self.best and self.best.epoch:
+            fill(self.worker.trained(), self.best.weights)
         self.worker.drain()
         self.rank.settle(all_lanes=True)
         self.worker.close()
@@ -294,6 +323,7 @@ class _Training:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "peak_bytes": peak_bytes,
             **record.counts(),
+            "best": self.best.notes() if self.best else None,
         }
         write_atomically(out / f"rank{rank.rank}.json", json.dumps(left))
         weights = {name: p.detach().cpu().contiguous() for name, p in net.state_dict().items()}
@@ -309,47 +339,43 @@ class _Training:
 
 def _row(
     rank: Rank,
+    problem: Problem,
     epoch: int,
     loss: Tensor,
     counts: Tensor,
-    tested: Tensor,
+    tested: Tensor | None,
     seconds: float,
     sent: int,
-    metric: str,
 ) -> tuple[dict[str, Any], int]:
     """A line of metrics.jsonl, from the sums over all ranks, and how many spans the rank has that
-    has most.
+    has most; the same on all ranks.
 
-    counts, tested: right and wrong answers [3, 2] of the training pass and of the evaluation; NaN
-    if this epoch is not evaluated. metric: 'accuracy', or 'auc' of link prediction. That of train
-    is of the training pass, with dropout and staleness. val and test are measured with the weights
-    that the epoch leaves. The epoch ends with its last rank; `peak_memory_bytes` is of the fullest
-    rank so far.
+    counts, tested: what the metric counts in the training pass and in the evaluation; None if this
+    epoch is not evaluated. The score of train is of the training pass, with dropout and staleness.
+    val and test are measured with the weights that the epoch leaves. The epoch ends with its last
+    rank; `peak_memory_bytes` is of the fullest rank so far.
     """
-    numbers = torch.cat(
-        [
-            torch.tensor([float(loss)], dtype=torch.float64),
-            counts.flatten().cpu(),
-            tested.flatten().cpu(),
-            torch.tensor([float(sent)], dtype=torch.float64),
-        ]
-    )
+    few = torch.tensor([float(loss), float(sent)], dtype=torch.float64)
+    counted = [counts] if tested is None else [counts, tested]
+    numbers = torch.cat([few, *(each.flatten().cpu() for each in counted)])
     largest = torch.tensor([seconds, peak(rank.device), len(rank.spans)], dtype=torch.float64)
     if rank.world > 1:
         numbers, largest = numbers.to(rank.wire_device), largest.to(rank.wire_device)
         dist.all_reduce(numbers)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         numbers, largest = numbers.cpu(), largest.cpu()
-    train = scores(numbers[1:7].view(3, 2))[0]
-    evaluated = scores(numbers[7:13].view(3, 2)) if not numbers[7:13].isnan().any() else [None] * 3
+    sums = torch.split(numbers[2:], [each.numel() for each in counted])
+    found = [scores(problem, n.view(each.shape)) for n, each in zip(sums, counted, strict=True)]
+    train, (_, val, test) = found[0][0], [None] * 3 if tested is None else found[1]
+    metric = problem.metric
     row = {
         "epoch": epoch + 1,
         "loss": float(numbers[0]),
         f"train_{metric}": train,
-        f"val_{metric}": evaluated[1],
-        f"test_{metric}": evaluated[2],
+        f"val_{metric}": val,
+        f"test_{metric}": test,
         "epoch_s": float(largest[0]),
-        "bytes": int(numbers[13]),
+        "bytes": int(numbers[1]),
         "peak_memory_bytes": int(largest[1]),
     }
     return row, int(largest[2])

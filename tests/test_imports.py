@@ -41,8 +41,8 @@ ROOMS = {
         "tuning",
     ],
     "executor": [
-        "modules",
         "layers",
+        "modules",
         "ranks",
         "minibatch",
         "strategies",

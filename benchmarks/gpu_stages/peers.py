@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Shapes
-from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import open_rank
 from gnnplan.executor.ranks.replay import Replay, is_small
 from gnnplan.executor.strategies import open_worker
@@ -218,7 +218,7 @@ def _pyg_layers(problem: Problem) -> list[torch.nn.Module]:
     from torch_geometric.nn import GCNConv, SAGEConv
 
     layers: list[torch.nn.Module] = []
-    for layer in Net(problem.model, problem.workload).layers.values():
+    for layer in net_of(problem.model, problem.workload).layers.values():
         width, before = layer.weight.shape
         if problem.workload.model == "gcn":
             conv = GCNConv(before, width, cached=True)
@@ -278,7 +278,7 @@ def _dgl_graph(problem: Problem) -> Any:
 def _dgl_layers(problem: Problem) -> list[torch.nn.Module]:
     convolutions = imported("dgl.nn")
     layers: list[torch.nn.Module] = []
-    for layer in Net(problem.model, problem.workload).layers.values():
+    for layer in net_of(problem.model, problem.workload).layers.values():
         width, before = layer.weight.shape
         if problem.workload.model == "gcn":
             conv = convolutions.GraphConv(before, width)

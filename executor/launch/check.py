@@ -33,10 +33,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.own import names_layer, own_layers
+from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.nets import net_of
+from gnnplan.executor.modules.own import names_layer, own_layers
 from gnnplan.executor.modules.read import (
-    GraphFields,
     Source,
     read,
     read_again,
@@ -238,7 +238,7 @@ def _alone(task: Mapping[str, Any], strategy: str, out: Path) -> dict[str, Tenso
 
 def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
     """The weights before the step."""
-    state = dict(Net(describe(workload, features, classes), workload).state_dict())
+    state = dict(net_of(describe(workload, features, classes), workload).state_dict())
     return state_of(state, workload) if workload.is_module else state
 
 

@@ -23,6 +23,7 @@ from gnnplan.executor.ranks.checkpoint import (
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.executor.ranks.rank import from_launcher
 from gnnplan.planner.decision.plan import chosen, placement, question, read, write
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
@@ -103,6 +104,16 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
             "--gradient-errors compares gradients before ranks add them up, which begins during the"
             f" step with several buckets (buckets: {strategy.buckets}); plan with --strategy"
             f' "{replace(strategy, buckets=1)}", whose numbers are the same'
+        )
+
+
+def must_have_rates(options: Options, workload: Workload) -> None:
+    """Raise SpecError if more epochs are asked for than the workload has learning rates for."""
+    asked, known = options.epochs or workload.epochs, workload.epochs
+    if workload.ends_on_time and asked > known and not options.turns:
+        raise SpecError(
+            f"--epochs {asked:,}: the plan's {workload.schedule} schedule brings the learning rate"
+            f" to 0 in {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"
         )
 
 

@@ -28,6 +28,7 @@ from gnnplan.executor.launch.checks import (
     must_be_measurable,
     must_be_new,
     must_go_on,
+    must_have_rates,
     trainable,
 )
 from gnnplan.executor.launch.emulation import Emulated
@@ -117,6 +118,7 @@ class Asked:
         """The strategy with all its knobs. Raises SpecError where it cannot be trained as asked."""
         _, strategy = trainable(self.problem, self.strategy)
         must_be_measurable(self.options, strategy)
+        must_have_rates(self.options, self.workload)
         return strategy
 
     @property
@@ -408,8 +410,9 @@ def _disk(asked: Asked) -> Row:
     here = f"{show_bytes(free)} free at {place}"
     if not 0 < every <= asked.epochs:
         return Row("disk", "no checkpoints", here)
-    # weights, with Adam's two moments; what a strategy carries besides is not in a plan
-    one = asked.predicted.get("parameters", 0.0) * (3 if workload.optimizer == "adam" else 1)
+    # weights and what the optimizer keeps of them, as many numbers as with a gradient in its place;
+    # what a strategy carries besides is not in a plan
+    one = asked.predicted.get("parameters", 0.0) * workload.beside_a_weight
     # one is written while others are kept, which a run that goes on has already
     needed = asked.ranks_here * one * (1 if asked.options.resume else KEPT + 1)
     planned = f"{show_bytes(needed)} of checkpoints at least"

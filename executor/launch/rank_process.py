@@ -28,6 +28,7 @@ from gnnplan.executor.launch.checks import (
     must_be_measurable,
     must_be_new,
     must_go_on,
+    must_have_rates,
     prepare,
     taken_over,
     write_run,
@@ -56,7 +57,7 @@ from gnnplan.executor.ranks.rank import (
     store_of_all,
 )
 from gnnplan.planner.decision.plan import read
-from gnnplan.planner.gnn.workload import scores_of
+from gnnplan.planner.gnn.workload import show_scores
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
@@ -200,6 +201,7 @@ class _Process:
             differs = [str(row) for row in must_start(asked)]
             problem, strategy = asked.problem, asked.settled
         must_be_measurable(self.options, strategy)
+        must_have_rates(self.options, problem.workload)
         self._take_place(document, problem)
         every, training = self.options.checkpoint_every, question(problem, strategy)
         checkpoints = Checkpoints(self.out, self.number, every, training)
@@ -394,11 +396,7 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
         if not is_last and time.monotonic() - shown < (0.1 if renews else 5.0):
             return
         shown = time.monotonic()
-        scores = "  ".join(
-            f"{name.removesuffix('_accuracy').replace('_', ' ')} {row[name]:.3f}"
-            for name in scores_of(row)
-            if row[name] is not None
-        )
+        scores = show_scores(row)
         left_s = (shown - started) / (row["epoch"] - first) * (epochs - row["epoch"])
         line = (
             f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  {scores} "

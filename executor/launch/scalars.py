@@ -6,18 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gnnplan.planner.gnn.workload import scores_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder, must_be_folder
 
-# a field of metrics.jsonl -> TensorBoard's tag
+# a field of metrics.jsonl -> TensorBoard's tag; a score's is its metric's and its part's
 TAGS = {
     "loss": "loss",
-    "train_accuracy": "accuracy/train",
-    "val_accuracy": "accuracy/val",
-    "test_accuracy": "accuracy/test",
-    "train_auc": "auc/train",
-    "val_auc": "auc/val",
-    "test_auc": "auc/test",
     "epoch_s": "epoch/seconds",
     "bytes": "epoch/bytes sent",
     "peak_memory_bytes": "memory/peak bytes",
@@ -48,8 +43,10 @@ class Scalars:
         )
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add an epoch; one that is not evaluated has no accuracies (AUC)."""
-        for field, tag in TAGS.items():
+        """Add an epoch; one that is not evaluated has no scores of val and test."""
+        parts = {name: name.partition("_") for name in scores_of(row)}
+        scores = {name: f"{metric}/{part}" for name, (part, _, metric) in parts.items()}
+        for field, tag in (TAGS | scores).items():
             if row.get(field) is not None:
                 self.writer.add_scalar(tag, row[field], row["epoch"])
 

@@ -2,11 +2,13 @@
 
 Open
     layer.py    for what a strategy needs of a layer, and the base class of all
-    models.py   for the layers (GCN, GraphSAGE, GCNII, GAT, GEN), batch norm, and the whole `Net`
-    own.py      for a layer of the user's own, and count.py for what it does
-    blocks.py   for features, labels, loss, and `weighted_block`: a layer's edges with weights
+    models.py   for the layers (GCN, GraphSAGE, GCNII, GAT, GEN), and the whole `Net`
+    norms.py    for batch norm over all ranks' rows
+    count.py    for what a layer that is not in the planner's formulas does
+    blocks.py   for features, and `weighted_block`: a layer's edges with weights
+    targets.py  for labels and numbers that are learned, losses and metrics
     copies.py   for rows on their way between the server's memory and a GPU
     links.py    for the loss of link prediction, and how well edges rank
     kernels/    for the operations beneath: aggregation, attention, products, dropout
 
-It imports the planner, and modules/ for the models of users."""
+It imports the planner."""

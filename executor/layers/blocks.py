@@ -1,8 +1,7 @@
-"""A rank's share of the graph as tensors: features, labels, and a layer's edges with weights."""
+"""A rank's share of the graph as tensors: features, and a layer's edges with weights."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,7 +10,6 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import Block, SparseRows, sent
@@ -229,79 +227,3 @@ def _out_degree(graph: Graph, in_degree: NDArray[np.int64]) -> NDArray[np.int64]
     if not graph.stats.directed:
         return in_degree
     return np.bincount(graph.indices, minlength=in_degree.size)
-
-
-class Targets:
-    """Labels of some rows, which of them are for training, validation and test; loss and counts."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        rows: Ids,
-        workload: Workload,
-        device: torch.device,
-        total: int | None = None,
-    ) -> None:
-        """total: training vertices that the loss is the mean over; None: all of the graph."""
-        self.multilabel = graph.stats.multilabel
-        y = torch.from_numpy(np.array(graph.y[rows]))
-        self.dtype = weight_dtype_of(workload)
-        self.y = y.to(device, self.dtype if self.multilabel else torch.int64)
-        parts = np.stack([mask[rows] for mask in (graph.train, graph.val, graph.test)])
-        self.train = torch.from_numpy(np.flatnonzero(parts[0])).to(device)
-        if not self.multilabel:
-            parts &= y.numpy() >= 0
-        self.parts = torch.from_numpy(parts).to(device)  # rows whose answers count [3, R]
-        self.total = graph.stats.train_vertices if total is None else total
-
-    @property
-    def size(self) -> int:
-        """Rows."""
-        return len(self.y)
-
-    def to_train_on(self, device: torch.device) -> Targets:
-        """A copy on a device of what the loss is of."""
-        out = copy.copy(self)
-        out.y, out.train = self.y.to(device, copy=True), self.train.to(device, copy=True)
-        return out
-
-    def loss(self, logits: Tensor) -> Tensor:
-        """This rank's part of the mean loss over all `total` training vertices."""
-        if not self.train.numel():
-            return logits.sum().to(self.dtype) * 0.0
-        chosen, y = logits, self.y
-        if self.train.numel() < self.size:
-            chosen, y = (rows.index_select(0, self.train) for rows in (chosen, y))
-        chosen = chosen.to(self.dtype)
-        if self.multilabel:
-            return F.binary_cross_entropy_with_logits(chosen, y, reduction="sum") / (
-                self.total * y.shape[1]
-            )
-        return F.cross_entropy(chosen, y, reduction="sum") / self.total
-
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers on train, val and test, float64 [3, 2] where the logits are.
-
-        With several labels per vertex these are 2 TP and FP + FN. So right / (right + wrong) is the
-        accuracy, or F1-micro.
-        """
-        if self.multilabel:
-            positive, true = logits > 0, self.y > 0.5
-            right = 2 * (positive & true).sum(1, dtype=torch.int32)
-            wrong = (positive ^ true).sum(1, dtype=torch.int32)
-        else:
-            right = logits.argmax(1) == self.y
-            wrong = ~right
-        return (self.parts[:, None] * torch.stack([right, wrong])).sum(2, dtype=torch.float64)
-
-
-def scores(counts: Tensor) -> list[float | None]:
-    """Accuracy (F1-micro) on train, val and test from counts [3, 2]; None where none are labelled.
-
-    >>> scores(torch.tensor([[3.0, 1.0], [0.0, 0.0], [0.0, 2.0]]))
-    [0.75, None, 0.0]
-    """
-    return [
-        float(right / (right + wrong)) if right + wrong else None
-        for right, wrong in counts.tolist()
-    ]

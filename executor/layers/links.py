@@ -33,13 +33,13 @@ def scores(rows: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
 
 
 def _leads(found: Tensor) -> Tensor:
-    """Comparisons of edges with their negatives that are right, and wrong, float64 [2].
+    """Comparisons of edges with their negatives that are right, and all, float64 [2].
 
     A tie counts half for either.
     """
     lead = found[:, :1] - found[:, 1:]
     right = (lead > 0).sum(dtype=torch.float64) + (lead == 0).sum(dtype=torch.float64) / 2
-    return torch.stack([right, lead.numel() - right])
+    return torch.stack([right, torch.full_like(right, lead.numel())])
 
 
 class LinkTargets:
@@ -48,7 +48,7 @@ class LinkTargets:
     size: of these rows. total: edges that the loss is the mean over, of all ranks.
     """
 
-    def __init__(self, pairs: Pairs, size: int, total: int) -> None:
+    def __init__(self, pairs: Pairs, size: int, total: float) -> None:
         self.heads, self.tails = torch.from_numpy(pairs.heads), torch.from_numpy(pairs.tails)
         self.size, self.total = size, total
 
@@ -63,16 +63,16 @@ class LinkTargets:
         return F.binary_cross_entropy_with_logits(found, is_edge, reduction="sum") / total
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Right and wrong comparisons of the batch's edges, float64 [3, 2]: none but training's."""
-        out = rows.new_zeros(3, 2, dtype=torch.float64)
+        """Comparisons of the batch's edges, right and all, float64 [3, 2, 1]; training has all."""
+        out = rows.new_zeros(3, 2, 1, dtype=torch.float64)
         if len(self.heads):
-            out[0] = _leads(scores(rows, self.heads, self.tails))
+            out[0, :, 0] = _leads(scores(rows, self.heads, self.tails))
         return out
 
 
 @torch.no_grad()
 def compared(rows: Tensor, pairs: Pairs) -> Tensor:
-    """How often an edge scores higher than one of its negatives, and how often not, float64 [2]."""
+    """How often an edge scores higher than one of its negatives, of how many times, float64 [2]."""
     out = rows.new_zeros(2, dtype=torch.float64)
     step = max(1, AT_ONCE // max(pairs.tails.shape[1] * rows.shape[1], 1))
     for start in range(0, pairs.heads.size, step):

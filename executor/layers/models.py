@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import cast, overload
+from typing import Protocol, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm, norm_of
-from gnnplan.executor.layers.own import made
-from gnnplan.executor.modules.pieces import PieceLayer, Tail
-from gnnplan.executor.modules.read import fill, pieces_of
 from gnnplan.planner.gnn import model as gnn
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -366,6 +363,15 @@ class GENLayer(_SplitLayer):
         return out + x if self.activates else out
 
 
+class Ends(Protocol):
+    """What follows the last layer of a user's module: batch norm, and more."""
+
+    norm: BatchNorm
+
+    def __call__(self, h: Tensor, drop: Drop, moments: Tensor | None) -> Tensor:
+        """h_L [R, W] -> logits [R, C]."""
+
+
 class Net(nn.Module):
     """A model, or the run of its layers `which` (1-based) that a pipeline stage holds.
 
@@ -374,23 +380,22 @@ class Net(nn.Module):
     """
 
     def __init__(
-        self, shapes: Model, workload: Workload, which: range | None = None, filled: bool = True
+        self,
+        shapes: Model,
+        workload: Workload,
+        which: range | None = None,
+        own: Callable[[int], Layer] | None = None,
     ) -> None:
-        """filled: with the parameters of a user's module, if the workload has one."""
+        """own: makes a layer of the user's; None: they are of our kinds."""
         super().__init__()
         self.total = len(shapes.layers)
         self.which = which or range(1, self.total + 1)
         self.layers = nn.ModuleDict()
-        pieces = pieces_of(workload) if workload.is_cut else None
         for number in self.which:
             self.layers[str(number)] = (
-                pieces.layer(number)
-                if pieces
-                else _make_layer(shapes.layers[number - 1], number, workload)
+                own(number) if own else _make_layer(shapes.layers[number - 1], number, workload)
             )
-        self.ends = None
-        if shapes.ends and self.total in self.which:
-            self.ends = Tail(cast(PieceLayer, self.layers[str(self.total)]))
+        self.ends: Ends | None = None  # of a user's module
         self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
         self.decoder = (
             nn.Linear(*shapes.decoder)
@@ -415,10 +420,8 @@ class Net(nn.Module):
         self.to(weight_dtype_of(workload))
         if shapes.nonzeros and 1 in self.which:
             self._store_by_columns()
-        if workload.model != "own":  # whose class does so
+        if own is None:  # who makes their own layers does so
             self._initialise(workload.seed)
-        if workload.is_converted and filled:
-            fill(self, workload)
 
     def _store_by_columns(self) -> None:
         """Lay out by columns the weights that multiply sparse features.
@@ -492,8 +495,7 @@ class Net(nn.Module):
         """h_L [R, H], or the sum of all layers' rows -> logits [R, C]; they are that without a
         decoder."""
         if self.ends is not None:
-            decoded: Tensor = self.ends(h, drop, moments)
-            return decoded
+            return self.ends(h, drop, moments)
         if self.decoder is None:
             return h
         if self.activates_last:
@@ -534,8 +536,6 @@ class Net(nn.Module):
 
 def _make_layer(shape: gnn.Layer, number: int, workload: Workload) -> nn.Module:
     """Layer `number` of the workload's model."""
-    if workload.model == "own":
-        return made(workload, number, shape.h_in, shape.h_out)
     if workload.model == "gcnii":
         return GCNIILayer(shape, number, workload.alpha, workload.theta)
     if workload.model == "resgcn":

@@ -43,10 +43,10 @@ class HeldOut:
             self.parts.append(Pairs(place[pairs.heads[mine]], place[pairs.tails[mine]]))
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Right and wrong comparisons of own rows [own, H], float64 [3, 2]; all ranks call it.
+        """Comparisons of own rows [own, H], right and all, float64 [3, 2, 1]; all ranks call it.
 
         Those of training, the first row, are none.
         """
         rows = torch.cat([rows, self.exchange.forward(self.exchange.pack(rows))])
         none = rows.new_zeros(2, dtype=torch.float64)
-        return torch.stack([none, *(compared(rows, pairs) for pairs in self.parts)])
+        return torch.stack([none, *(compared(rows, pairs) for pairs in self.parts)])[:, :, None]

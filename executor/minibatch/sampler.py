@@ -55,6 +55,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import pinned, together
+from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.device_clock import now
@@ -151,11 +152,14 @@ class Sampler(Dataset[Sampled]):
         splits = len(self.peers) > 1
         asks = self.lists is not None and self.lists.asks
         items, everyone = self._items_of(epoch, number)
+        total = (
+            everyone.size if workload.task == "link" else weight_of(self.graph, workload, everyone)
+        )
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends
         if len(self.peers) > 1:
             rows = rows[self._owns(rows)]
-        made = Sampled(Share(rows, everyone, []))
+        made = Sampled(Share(rows, everyone.size, total, []))
         if pairs is not None:
             made.share.ends = self._ends(pairs, rows)
         present = np.zeros(self.graph.stats.vertices, dtype=bool)  # vertices whose row I compute
@@ -201,13 +205,13 @@ class Sampler(Dataset[Sampled]):
             part.block.whole = None  # the rank has it, so that it does not cross with every batch
         return made
 
-    def _items_of(self, epoch: int, number: int) -> tuple[Ids, int]:
-        """The items of a batch that this rank's group shares, and how many all groups have."""
+    def _items_of(self, epoch: int, number: int) -> tuple[Ids, Ids]:
+        """The items of a batch that this rank's group shares, and those of all groups."""
         if epoch != self._epoch:
             self._epoch, self._items = epoch, []
             self._items = items_of(self.graph, self.workload, epoch)
         items = self._items[number]
-        return shares(items, len(set(self.groups)))[self.group], items.size
+        return shares(items, len(set(self.groups)))[self.group], items
 
     def _ends(self, pairs: Pairs, own: Ids) -> Ends:
         """Of the group's pairs those that this rank scores; `own` are its rows of h_L.

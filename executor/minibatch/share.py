@@ -12,6 +12,7 @@ import numpy as np
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.layers.targets import weight_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.links import Pairs
 from gnnplan.planner.ownership.layout import Layout
@@ -56,6 +57,7 @@ class Share:
 
     own: np.ndarray  # global ids of the rows of h_L, which the loss is of
     everyone: int  # number of such rows of all ranks; of link prediction, of edges
+    total: float  # what the loss of everyone's rows is divided by (weight_of); or edges
     parts: Sequence[Part]  # of layers 1 .. L; layers that are alike have the same Part
     ends: Ends | None = None  # link prediction: what the loss is of
 
@@ -93,4 +95,6 @@ def share_of(
                 block,
             )
         parts.append(part_by_kind[kind])
-    return Share(layout.own(me), sum(layout.own(rank).size for rank in range(layout.ranks)), parts)
+    everyone = [layout.own(rank) for rank in range(layout.ranks)]
+    total = sum(weight_of(layout.graph, workload, rows) for rows in everyone)
+    return Share(layout.own(me), sum(rows.size for rows in everyone), total, parts)

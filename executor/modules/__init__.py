@@ -1,14 +1,26 @@
-"""A user's own torch module, as a workload that every strategy can train.
+"""A user's own torch module, or layer, as a workload that strategies can train.
 
 Open
     read.py           for `with_user_module`: a file or a live module -> a problem
     make.py           for how a file is executed, and what a class is called with
-    trace.py          for torch.fx's graph of `forward`
-    follow.py         for how this graph becomes layers
+    live.py           for a live module's file
+    bind.py           for what forward is given, by the names of its parameters
+    record.py         for forward as the calls of torch that it makes
+    cut.py            for how these calls become layers
+    evaluate.py       for running calls on other rows
+    structure.py      for what is computed of edges alone, on a part of the graph
+    pieces.py         for these layers, as strategies call them
+    prove.py          for the proof that they compute what the module does
+    nets.py           for the Net of any workload
+    own.py            for a layer that the user wrote against layers.Layer
+
+Where a module is a chain of convolutions that our own layers compute too, open
+    convert.py        for the proof that they do
+    follow.py         for the guess, from torch.fx's graph of forward (trace.py)
     meet.py           for rows of all layers that meet at its end
     chain.py          for what is found: a chain of convolutions
     convolutions.py   for what each convolution of PyG and DGL is among our layers
     describe.py       for what these layers are as Workload fields
-    parameters.py     for where our Net has which parameter, and a live module's file
+    parameters.py     for where our Net has which parameter
 
-It imports the planner, and no other room of the executor."""
+It imports the planner and layers/."""

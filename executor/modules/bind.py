@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from gnnplan.executor.modules.record import Unfit
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
 
 # Names of parameters for what every graph has, as PyG, DGL and their examples call them.
@@ -20,6 +22,36 @@ FEATURES = (
 EDGES = ("edge_index", "edges", "adj", "adj_t", "edge_idx")
 GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
 DATA = ("data", "batch", "graph")
+
+
+# name -> sizes of a row, type of numpy, and of whole numbers how many there are, from 0 on
+Fields = Mapping[str, tuple[tuple[int, ...], str, int]]
+
+
+@dataclass(frozen=True)
+class GraphFields:
+    """What a module may be given of a graph: widths, other fields, and whether it is directed."""
+
+    features: int
+    classes: int
+    directed: bool = False
+    multilabel: bool = False
+    vertex: Fields = field(default_factory=dict)
+    edge: Fields = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: Problem) -> GraphFields:
+        stats, graph = problem.stats, problem.graph
+        fields = graph.vertex_fields if graph else {}, graph.edge_fields if graph else {}
+        vertex, edge = ({n: shape_of(v) for n, v in some.items()} for some in fields)
+        classes, facts = max(stats.classes, 1), (stats.directed, stats.multilabel)
+        return GraphFields(stats.features, classes, *facts, vertex, edge)
+
+
+def shape_of(field: np.ndarray) -> tuple[tuple[int, ...], str, int]:
+    """What a module may know of a field."""
+    whole = field.dtype.kind in "iu"
+    return field.shape[1:], field.dtype.str, 1 + max(int(field.max(initial=0)), 0) if whole else 0
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gnnplan.executor.layers.blocks import weighted_of
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.modules.bind import bound
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.bind import GraphFields, bound
 from gnnplan.executor.modules.convolutions import NoChain
 from gnnplan.executor.modules.describe import described, places, widths
 from gnnplan.executor.modules.follow import follow
@@ -25,9 +27,6 @@ from gnnplan.executor.modules.prove import Small, needs_loops
 from gnnplan.executor.modules.record import DROPOUTS, dropout_of
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Module, Workload
-
-if TYPE_CHECKING:
-    from gnnplan.executor.modules.read import GraphFields
 
 VERTICES = 47  # of the graph on which both are compared
 WITHIN = 1e-8
@@ -69,8 +68,6 @@ def converted(
 
 def _prove(module: nn.Module, found: Converted, graph: GraphFields) -> None:
     """Raise NoChain if our layers compute something else."""
-    from gnnplan.executor.layers.models import Net
-
     description = Module(
         file="", name="", sha256="", features=found.features, classes=found.classes, **found.own
     )
@@ -78,7 +75,7 @@ def _prove(module: nn.Module, found: Converted, graph: GraphFields) -> None:
         {"dtype": "float64", **found.fields, "module": description.model_dump()}
     )
     model = describe(workload, found.features, found.classes)
-    net = Net(model, workload, filled=False)
+    net = Net(model, workload)
     state = {
         name: value.detach().to(torch.float64) if value.is_floating_point() else value
         for name, value in module.state_dict().items()
@@ -170,8 +167,6 @@ class _Mark(Drop):
 
 def _of_net(net: Any, model: Any, small: Small, workload: Workload, is_training: bool) -> Tensor:
     """What our layers make of the whole small graph."""
-    from gnnplan.executor.layers.blocks import weighted_of
-
     drop = _Mark(workload.dropout if is_training else 0.0, training=is_training)
     everyone = torch.arange(small.vertices)
     h = initial = small.x

@@ -262,8 +262,8 @@ class PieceLayer(Layer):
         """Whole numbers may be ids, of which there is a 0."""
         given = self.pieces.training.program.layers[self.number - 1].prepare.given
         values = unpacked(x, given)
-        whole = {node: torch.zeros_like(v) for node, v in values.items() if not v.is_floating_point()}
-        return packed(values | whole, given)
+        whole = [node for node, value in values.items() if not value.is_floating_point()]
+        return packed(values | {node: torch.zeros_like(values[node]) for node in whole}, given)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor by its name in the module."""

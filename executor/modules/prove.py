@@ -1,7 +1,7 @@
 """Cuts a user's module, and proves on small graphs that the pieces compute what the module does.
 
-The graphs are random; every field has its own numbers. Two parts of a graph run each layer as two
-ranks would: a part has rows of its own vertices and of those that they read. Outputs, and gradients
+The graphs are random; every field has its own numbers. Parts of a graph run each layer as ranks
+would: a part has rows of its own vertices and of those that they read. Outputs, and gradients
 of all parameters, must equal the module's own, in training and in evaluation. Dropout draws the
 same numbers in both."""
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.modules.bind import Bound, bound, uses_dgl
+from gnnplan.executor.modules.bind import Bound, Fields, bound, uses_dgl
 from gnnplan.executor.modules.cut import cut, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.pieces import Mode, Pieces, Tail, drawn, pair_ids
@@ -39,8 +39,9 @@ from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
 VERTICES = (53, 71)  # of the graph that a module is followed on, and of another to prove it on
+PARTS = 4
+EACH = 4  # rows of each whole number, if there are enough
 WITHIN = 1e-9
-Fields = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (sizes of a row, type of numpy)
 
 
 class Small:
@@ -50,7 +51,7 @@ class Small:
         self, vertices: int, x: int, vertex: Fields, edge: Fields, directed: bool, loops: bool
     ) -> None:
         draw = np.random.default_rng(vertices)
-        dense = draw.random((vertices, vertices)) < 4.0 / vertices
+        dense = draw.random((vertices, vertices)) < 1.5 / vertices
         dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
         dense[0, :] = False  # a vertex that reads nobody
         if not directed:
@@ -64,7 +65,8 @@ class Small:
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in edge.items()}
         self.whole = Whole(indptr, sources.astype(np.int32), on_edges, loops)
-        self.part = torch.from_numpy(draw.permutation(vertices) < vertices // 2)
+        # parts of which none reads all vertices
+        self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
         del readers
 
     def values(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -99,9 +101,15 @@ def block_of(whole: Whole, own: Tensor) -> tuple[Block, Tensor]:
     return block, block.source
 
 
-def _drawn(draw: np.random.Generator, rows: int, sizes: tuple[int, ...], kind: str) -> np.ndarray:
+def _drawn(
+    draw: np.random.Generator, rows: int, sizes: tuple[int, ...], kind: str, kinds: int
+) -> np.ndarray:
     if np.dtype(kind).kind in "iu":
-        return draw.integers(0, 2, (rows, *sizes)).astype(kind)
+        numbers = draw.integers(0, kinds, (rows, *sizes))
+        if EACH * kinds <= rows and np.bincount(numbers.ravel(), minlength=kinds).min() < EACH:
+            # a module may take edges of one kind, and none has no size
+            numbers = np.resize(draw.permutation(rows) % kinds, (*sizes, rows)).T
+        return numbers.reshape(rows, *sizes).astype(kind)
     if np.dtype(kind).kind == "b":
         return draw.random((rows, *sizes)) < 0.5
     return draw.random((rows, *sizes)) + 0.25
@@ -228,7 +236,7 @@ def _mode(
         if is_batch_norm(node) and is_training:
             _must_keep_averages(node)
     mode = Mode.of(program)
-    own = small.part.nonzero()[:, 0]
+    own = small.parts[0]
     block, source = small.block(own)
     readers = block.per_edge(torch.arange(block.n_dst))
     edges = torch.stack([block.indices.long(), readers])
@@ -264,11 +272,11 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         again = copy.copy(pieces)
         again.module = copy.deepcopy(module).to(torch.float64)
         try:
-            found = in_two_parts(again, small, values, is_training)
+            found = in_parts(again, small, values, is_training)
         except RuntimeError as error:
             words = (str(error).strip().splitlines() or [""])[0]
             raise Unfit(
-                f"its calls of torch fail on two parts of a graph ({words:.150}): a number of"
+                f"its calls of torch fail on parts of a graph ({words:.150}): a number of"
                 " vertices or edges is among them; write sizes, as x.size(0)"
             ) from error
         (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
@@ -300,21 +308,18 @@ def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -
     if not gap <= WITHIN * largest:
         mode = "training" if is_training else "evaluation"
         raise Unfit(
-            f"its {what} in {mode} is another when its calls of torch run in pieces, on two parts"
+            f"its {what} in {mode} is another when its calls of torch run in pieces, on parts"
             f" of a graph (off by {gap:.3g} of {largest:.3g}): something of it is not in these"
             " calls, as code outside torch, or numbers that were kept from an earlier call"
         )
 
 
-def in_two_parts(
-    pieces: Pieces, small: Small, values: Mapping[str, Any], is_training: bool
-) -> Tensor:
-    """The output of all vertices, each layer computed on two parts of the graph."""
+def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_training: bool) -> Tensor:
+    """The output of all vertices, each layer computed on the parts of the graph."""
     mode = pieces.training if is_training else pieces.evaluation
     layers = [pieces.layer(number) for number in range(1, pieces.layers + 1)]
     rows = inputs_of(pieces, values, small.whole)
-    parts = [own.nonzero()[:, 0] for own in (small.part, ~small.part)]
-    blocks = [small.block(own) for own in parts]
+    blocks = [small.block(own) for own in small.parts]
     for layer in layers:
         moments = None
         if layer.norm is not None and is_training:
@@ -323,7 +328,7 @@ def in_two_parts(
         for block, source in blocks:
             drop = Drop(0.0, 7, 0, layer.number, source, training=is_training)
             made.append(layer(block, rows[source], drop, moments=moments))
-        rows = torch.cat(made)[torch.argsort(torch.cat(parts))]
+        rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
     if mode.program.ends is not None:
         tail = Tail(layers[-1])
         moments = _with_gradient(tail, rows) if is_training else None

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules import live
+from gnnplan.executor.modules.bind import Fields, GraphFields
 from gnnplan.executor.modules.convert import Converted, converted
 from gnnplan.executor.modules.convolutions import NoChain
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
@@ -31,7 +32,6 @@ from gnnplan.executor.modules.parameters import SUFFIX, Parameters, cast, kept
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import (
     VERTICES,
-    Fields,
     Small,
     followed,
     inputs_of,
@@ -55,26 +55,6 @@ Source = str | nn.Module | Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
-class GraphFields:
-    """What a module may be given of a graph: widths, other fields, and whether it is directed."""
-
-    features: int
-    classes: int
-    directed: bool = False
-    multilabel: bool = False
-    vertex: Fields = ()  # type: ignore[assignment]
-    edge: Fields = ()  # type: ignore[assignment]
-
-    @staticmethod
-    def of(problem: Problem) -> GraphFields:
-        stats, graph = problem.stats, problem.graph
-        fields = graph.vertex_fields if graph else {}, graph.edge_fields if graph else {}
-        vertex, edge = ({n: (v.shape[1:], v.dtype.str) for n, v in some.items()} for some in fields)
-        classes, facts = max(stats.classes, 1), (stats.directed, stats.multilabel)
-        return GraphFields(stats.features, classes, *facts, vertex, edge)
-
-
-@dataclass(frozen=True)
 class UserModule:
     """A user's module, and what it is.
 
@@ -90,14 +70,19 @@ class UserModule:
 
 
 def with_user_module(
-    problem: Problem, model: Source, given: Iterable[str] = (), folder: Path | None = None
+    problem: Problem,
+    model: Source,
+    given: Iterable[str] = (),
+    folder: Path | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> tuple[Problem, list[str]]:
     """The problem with the user's module as its model, and notes on how that was made.
 
     model: `FILE.py:NAME`; or a live torch.nn.Module, which stays as it is and whose parameters
     training starts from; or its class, or a function that makes it, which is called with the
     graph's widths. given: fields of the workload that the user set, which the module must not
-    contradict. folder: see `read`. Raises SpecError.
+    contradict. folder: see `read`. more: fields whose rules ask for what the module decides, as
+    fanout does. Raises SpecError.
 
     >>> problem, notes = with_user_module(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
@@ -109,7 +94,7 @@ def with_user_module(
             " it is written reads dense ones; convert the graph with gnnplan convert, whose folder"
             " has dense features"
         )
-    workload = with_module(problem.workload, user, given)
+    workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), [
         *assumed(user, given),
         *unread(user, problem.graph),
@@ -370,12 +355,17 @@ def _fields_of(module: Module) -> dict[str, Any]:
     """Fields that a plan's module reads, with the shapes that the plan saw."""
     return {
         "directed": module.directed,
-        "vertex": {name: (tuple(sizes), kind) for name, sizes, kind in module.vertex_fields},
-        "edge": {name: (tuple(sizes), kind) for name, sizes, kind in module.edge_fields},
+        "vertex": {name: (tuple(sizes), *of) for name, sizes, *of in module.vertex_fields},
+        "edge": {name: (tuple(sizes), *of) for name, sizes, *of in module.edge_fields},
     }
 
 
-def with_module(workload: Workload, user: UserModule, given: Iterable[str]) -> Workload:
+def with_module(
+    workload: Workload,
+    user: UserModule,
+    given: Iterable[str],
+    more: Mapping[str, Any] | None = None,
+) -> Workload:
     """The workload with the user's module as its model.
 
     given: fields that the user set; SpecError if the module has another value of one of them, and
@@ -392,9 +382,10 @@ def with_module(workload: Workload, user: UserModule, given: Iterable[str]) -> W
                 f" ({field}: {getattr(workload, field)}, the module's: {user.fields[field]}); leave"
                 f" {field} out, or change the module"
             )
+    own = {**user.fields, "module": user.description.model_dump()}
     return checked(
         Workload,
-        workload.model_dump() | dict(user.fields) | {"module": user.description.model_dump()},
+        workload.model_dump() | own | dict(more or {}),
         f"{user.description.file}: {user.description.name}: ",
         given,
     )

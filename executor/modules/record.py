@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,28 +123,32 @@ class Node:
         return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
 
     @property
+    def leaves(self) -> list[Any]:
+        """Everything that it is given."""
+        found: list[Any] = []
+        for leaf in tree_flatten((self.args, dict(self.kwargs)))[0]:
+            found += (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, Slice) else [leaf]
+        return found
+
+    @property
     def reads(self) -> list[Node]:
         """Nodes whose values it is given."""
-        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
-        return [leaf.node for leaf in leaves if isinstance(leaf, Ref)]
+        return [leaf.node for leaf in self.leaves if isinstance(leaf, Ref)]
 
     @property
     def sizes(self) -> list[Node]:
         """Nodes whose number of edges it is given."""
-        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
-        return [leaf.node for leaf in leaves if isinstance(leaf, Size) and leaf.node]
+        return [leaf.node for leaf in self.leaves if isinstance(leaf, Size) and leaf.node]
 
     @property
     def counts(self) -> bool:
         """Whether it is given the number of vertices."""
-        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
-        return any(isinstance(leaf, Size) and leaf.node is None for leaf in leaves)
+        return any(isinstance(leaf, Size) and leaf.node is None for leaf in self.leaves)
 
     @property
     def named(self) -> list[str]:
         """Parameters and buffers that it is given, and those of an Opaque's module."""
-        leaves = tree_flatten((self.args, dict(self.kwargs)))[0]
-        return [leaf.name for leaf in leaves if isinstance(leaf, Named)]
+        return [leaf.name for leaf in self.leaves if isinstance(leaf, Named)]
 
     @property
     def drops(self) -> float:
@@ -177,7 +181,8 @@ class Size:
     node: Node | None
 
 
-class Slice(NamedTuple):
+@dataclass(frozen=True)
+class Slice:
     """A slice, whose ends may be sizes."""
 
     start: Any
@@ -288,6 +293,8 @@ class _Recorder(TorchFunctionMode):
         before = torch.get_rng_state() if func not in DROPOUTS else None
         if func in DROPOUTS:
             p, training, in_place = dropout_of(args, kwargs)
+            if training and p >= 1.0:
+                raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
             rows = args[0] if args else kwargs["input"]
             # what is dropped is decided where it runs
             result = rows if in_place or not (training and p) else rows * 1.0

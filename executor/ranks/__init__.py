@@ -6,7 +6,8 @@ Open
     gathered.py     for small messages from every rank
     comm.py         for exchanges of rows, point-to-point messages and the all-reduce
     learner.py      for gradients summed over ranks, and the update of the weights
-    optimizer.py    for SGD and Adam
+    optimizer.py    for SGD, Adam and AdamW
+    best.py         for the best weights by validation, and early stopping
     checkpoint.py   for what a rank stores to go on from later
     whole.py        for what a training has learned, whatever its ranks
     memory.py       for how much memory a rank fills

@@ -65,7 +65,7 @@ def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
     workload = {
         f"workload.{name}": value
         for name, value in problem.workload.model_dump(mode="json").items()
-        if name != "epochs"
+        if name != "epochs" or problem.workload.ends_on_time
     }
     return {
         "gnnplan": __version__,

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnnplan.executor.ranks import comm
-from gnnplan.executor.ranks.optimizer import SGD, Adam
+from gnnplan.executor.ranks.optimizer import optimizer_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.schedule import Label
@@ -61,7 +62,7 @@ class Learner:
         self.rank, self.gradients = rank, gradients
         self.under_way: list[Future[None]] = []  # sums of this step
         parameters: list[Tensor] = [p for part in gradients for p in part.parameters]
-        self.optimizer = (SGD if workload.optimizer == "sgd" else Adam)(parameters, workload.lr)
+        self.optimizer, self.clip = optimizer_of(parameters, workload), workload.clip
 
     def zero(self) -> None:
         """Before a step."""
@@ -90,7 +91,30 @@ class Learner:
     def descend(self, step: int) -> None:
         """Update the weights with the gradients as they are."""
         with self.rank.span(Label("update", step), "compute"):
+            if self.clip is not None:
+                self._clip(self.clip)
             self.optimizer.step()
+
+    def _clip(self, longest: float) -> None:
+        """Shorten the gradient of the whole model, as torch.nn.utils.clip_grad_norm_ does.
+
+        A number that several ranks have counts once. Where all ranks have all numbers, each rank
+        knows the norm.
+        """
+        rank, parts = self.rank, self.gradients
+        shared = all(len(part.group) == rank.world for part in parts)
+        # in float64, for a stage without parameters has no type
+        squares = torch.zeros((), dtype=torch.float64, device=rank.device)
+        for part in parts:
+            if (shared or part.group[0] == rank.rank) and part.parameters:
+                squares += torch.linalg.vector_norm(part.flat, dtype=torch.float64).square()
+        if not shared:
+            wire = rank.staged(squares)
+            dist.all_reduce(wire)
+            squares = rank.unstaged(wire)
+        factor = (longest / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        for part in parts:
+            part.flat.mul_(factor)
 
     def finish(self, step: int) -> None:
         """After the last step; P3's pipeline has batches left."""

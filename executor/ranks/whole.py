@@ -10,16 +10,16 @@ checkpoint says which (`Held.about`); `Joined` puts the parts of all ranks toget
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.ranks.optimizer import SGD, Adam
+from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.planner.vocabulary.errors import SpecError
 
-WORKER, OPTIMIZER = "worker", "optimizer"  # begin the names of a checkpoint's tensors
+WORKER, OPTIMIZER, BEST = "worker", "optimizer", "best"  # begin the names of a checkpoint's tensors
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,14 @@ class Held:
 
     net: nn.Module
     columns: Mapping[str, range]
-    optimizer: SGD | Adam
+    optimizer: Optimizer
+    best: Mapping[str, Tensor] = field(default_factory=dict)  # weights, by the same names
 
     def about(self) -> dict[str, Any]:
         """Which of a checkpoint's tensors these are, for its header.
 
         `weights`: name -> None, or first and last column. `optimizer`: the name of the weight that
-        the optimizer counts as number 0, 1, .. `kinds`: of what it keeps of each.
+        the optimizer counts as number 0, 1, .. `kinds`: of what it keeps of each. `best`: names.
         """
         name_of = {id(p): name for name, p in self.net.named_parameters()}
         cut = {name: [its.start, its.stop] for name, its in self.columns.items()}
@@ -46,11 +47,12 @@ class Held:
             "weights": {name: cut.get(name) for name in self.net.state_dict()},
             "optimizer": [name_of[id(p)] for p in self.optimizer.parameters],
             "kinds": sorted({name.split(".")[0] for name in self.optimizer.state()}),
+            "best": list(self.best),
         }
 
     def take(self, whole: Mapping[str, Tensor]) -> None:
         """Take the rank's part of the whole. Raises SpecError if it has other weights."""
-        about, targets = self.about(), dict[str, Tensor]()
+        about, targets = self.about(), named(BEST, self.best)
         for name, weight in self.net.state_dict().items():
             targets[f"weight.{name}"] = weight
         for place, kept in self.optimizer.state().items():
@@ -75,6 +77,7 @@ class Joined:
         about: its `Held.about`. read: gives a tensor of its checkpoint by the name in it.
         """
         saved = {f"weight.{name}": (f"{WORKER}.{name}", name) for name in about["weights"]}
+        saved |= {f"{BEST}.{name}": (f"{BEST}.{name}", name) for name in about.get("best", ())}
         for number, name in enumerate(about["optimizer"]):
             for kind in about["kinds"]:
                 saved[f"{kind}.{name}"] = f"{OPTIMIZER}.{kind}.{number}", name

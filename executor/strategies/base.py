@@ -48,8 +48,11 @@ class Worker(ABC):
         """Logits of this rank's rows without dropout and staleness."""
 
     @abstractmethod
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows that step or evaluate has just returned."""
+    def counts(self, logits: Tensor) -> Tensor | int:
+        """What the metric counts of the rows that step or evaluate has just returned; 0: nothing.
+
+        See layers/targets.py.
+        """
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -82,12 +85,16 @@ class Worker(ABC):
     def close(self) -> None:  # noqa: B027  by default nothing works beside the steps
         """After the last step: end what works beside the steps, such as samplers."""
 
+    def trained(self) -> dict[str, Tensor]:
+        """What this rank trains, by name: the tensors themselves, no copies."""
+        return dict(self.net.state_dict())
+
     def state(self) -> dict[str, Tensor]:
-        """What training goes on from after a step, by name: the tensors themselves, no copies.
+        """What training goes on from after a step, by name: weights, and what is carried.
 
         `drain` is called first.
         """
-        return dict(self.net.state_dict())
+        return self.trained()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the `state` of another process."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.share import Part, Share
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
@@ -38,7 +38,7 @@ class Worker(base.Worker):
         layout = problem.layout()
         assert isinstance(layout, Layout)
         self.rank, self.problem, self.strategy = rank, problem, strategy
-        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.share = whole_share(rank, problem, layout, self.net, "global")
         self.whole = self._on(self.share)
         self.whole.keep(constant_rows(rank, problem, layout))

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import (
-    Targets,
     features,
     sparse_features,
     weighted_block,
@@ -28,8 +27,10 @@ from gnnplan.executor.layers.kernels import (
     backward,
 )
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.layers.models import GCNLayer, Net
+from gnnplan.executor.layers.models import GCNLayer
 from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.targets import Targets
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Turn, all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
@@ -61,7 +62,7 @@ class Worker(base.Worker):
         assert graph is not None
         self.rank, self.problem, self.training = rank, problem, False
         self.shapes, self.courses = strategy.arranged(problem)
-        self.net = Net(self.shapes, workload).to(device)
+        self.net = net_of(self.shapes, workload).to(device)
         count = graph.stats.vertices
         whole = Layout.of_one(graph)  # in an order in which a sum finds its rows in cache
         self.runs, everything = spans(count, rank.world), whole.rows(0, 1)

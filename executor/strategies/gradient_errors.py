@@ -221,13 +221,15 @@ def _spectral(worker: Worker, layer: int, name: str) -> float:
 def _is_bounded(problem: Problem, worker: Worker) -> bool:
     """Whether the bound speaks of the model: GCN or GraphSAGE, without norms and narrow layers.
 
-    Rows must cross as they are.
+    Rows must cross as they are, and the loss be a mean of cross entropies.
     """
     workload = problem.workload
     return (
         workload.model in BOUNDED
         and workload.module is None
         and workload.norm in (None, "none")
+        and workload.class_weights is None
+        and problem.stats.learned != "numbers"
         and worker.options.bits is None
         and not (worker.options.narrow and any(map(problem.model.narrow_at, worker.layers)))
     )

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import weight_of
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows
@@ -49,7 +51,7 @@ class CoBatches(base.Worker):
 
     def __init__(self, rank: Rank, problem: Problem, strategy: GraNNDis, layout: Layout) -> None:
         self.rank, self.problem, self.strategy = rank, problem, strategy
-        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.kept = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
         self.batches = []
         for batch in strategy.layouts(problem):
@@ -59,10 +61,14 @@ class CoBatches(base.Worker):
         self.scored: list[Scored] = []  # what the last logits are counted by
 
     def _open(self, batch: Layout) -> Worker:
-        targets = sum(batch.own(rank).size for rank in range(batch.ranks))
         share = whole_share(self.rank, self.problem, batch, self.net, self.strategy.degrees)
         return Worker(
-            self.rank, self.problem, share, self.strategy.exchange_options, self.net, batch=targets
+            self.rank,
+            self.problem,
+            share,
+            self.strategy.exchange_options,
+            self.net,
+            batch=share.total,
         )
 
     def _load(self, worker: Worker, places: Tensor, step: int) -> None:
@@ -88,7 +94,9 @@ class CoBatches(base.Worker):
         loss, logits = worker.step(step)
         worker.features, worker.cached = torch.empty(0), None
         self.scored = [worker.targets]
-        return loss * (worker.targets.total / self.problem.stats.train_vertices), logits
+        assert self.problem.graph is not None
+        everything = weight_of(self.problem.graph, self.problem.workload)
+        return loss * (worker.targets.total / everything), logits
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
@@ -105,8 +113,7 @@ class CoBatches(base.Worker):
             self.scored.append(worker.targets)
         return torch.cat(logits)
 
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
+    def counts(self, logits: Tensor) -> Tensor | int:
         return counts_of(self.scored, logits)
 
 

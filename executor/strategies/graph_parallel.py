@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of, weighted_block
+from gnnplan.executor.layers.blocks import dtype_of, weighted_block
 from gnnplan.executor.layers.kernels import (
     Block,
     Mix,
@@ -38,7 +38,9 @@ from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.minibatch.share import Part, Share, share_of
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.ranks.whole import fill
@@ -129,7 +131,7 @@ class Worker(base.Worker):
     options: ExchangeOptions
     net: Net
     gamma: float = 0.0
-    batch: int | None = None  # training vertices of all ranks if the share is of a batch
+    batch: float | None = None  # if the share is of a batch: what its loss is the mean over
     # makes the worker that evaluates, where the share leaves out rows of which evaluation is
     evaluator: Callable[[], Worker] | None = None
     # With staleness: rows and halo gradients under way, by way ('f' or 'b') and layer
@@ -203,8 +205,9 @@ class Worker(base.Worker):
     def replays(self) -> bool:
         """Of one rank on the full graph, where no step draws anything on the host."""
         alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
-        draws = self.problem.workload.task == "link" or isinstance(self.features, SparseRows)
-        return alone and not draws and triton_kernels() is not None
+        workload = self.problem.workload
+        draws = workload.task == "link" or isinstance(self.features, SparseRows)
+        return alone and not (draws or workload.varies_lr) and triton_kernels() is not None
 
     def _numbers_to_smooth(self) -> int:
         """Size of the buffer in which the comm lane receives what is then smoothed.
@@ -726,7 +729,6 @@ class Worker(base.Worker):
         return self.net.decode(self.forward(step)[0][-1].leaf, drop)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
         return self.scored.counts(logits)
 
     def drain(self) -> None:
@@ -737,7 +739,7 @@ class Worker(base.Worker):
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: weights, the next step's stale rows, and adaptive bits."""
         return (
-            super().state()
+            self.trained()
             | {
                 f"stale.{way}.{layer}": future.result()
                 for (way, layer), future in self.pending.items()
@@ -750,7 +752,7 @@ class Worker(base.Worker):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from another process's state."""
-        fill(super().state(), state)
+        fill(self.trained(), state)
         for name, tensor in state.items():
             if name.startswith("stale."):
                 way, layer = name.split(".")[1], int(name.split(".")[2])
@@ -770,24 +772,24 @@ class Worker(base.Worker):
             return
         learner, self.learner = self.learner, None  # the passes' gradients are of no use
         gamma, self.gamma = self.gamma, 0.0
-        weights = {name: tensor.clone() for name, tensor in super().state().items()}
+        weights = {name: tensor.clone() for name, tensor in self.trained().items()}
         for _ in range(2 * len(self.layers)):
             self.step(step)
             self.drain()
-        fill(super().state(), weights)  # batch norm's averages have moved
+        fill(self.trained(), weights)  # batch norm's averages have moved
         self.learner, self.gamma = learner, gamma
 
 
 def targets_of(
-    problem: Problem, share: Share, device: torch.device, total: int | None = None
+    problem: Problem, share: Share, device: torch.device, total: float | None = None
 ) -> Targets | LinkTargets:
     """What the loss of a share's rows is of: their labels, or pairs of them.
 
-    total: training vertices or edges that it is the mean over; None: all training vertices.
+    total: what it is the mean over (Targets, LinkTargets); None: all training vertices.
     """
     if share.ends is not None:
         rows = share.own.size + share.ends.away.size
-        return LinkTargets(share.ends.pairs, rows, share.everyone)
+        return LinkTargets(share.ends.pairs, rows, share.total)
     assert problem.graph is not None
     return Targets(problem.graph, share.own, problem.workload, device, total)
 
@@ -814,7 +816,7 @@ def worker_on(
     degrees: of the whole graph ('global') or of the rank's layout ('local'). net: weights that it
     shares with another worker.
     """
-    net = net or Net(problem.model, problem.workload).to(rank.device)
+    net = net or net_of(problem.model, problem.workload).to(rank.device)
     worker = _worker(rank, problem, layout, options, gamma, degrees, net)
     worker.keep(constant_rows(rank, problem, layout))
     return worker
@@ -832,7 +834,7 @@ def trimmed_worker_on(
 
     It evaluates on the whole layout, whose edges are made for each evaluation.
     """
-    net, trimmed = Net(problem.model, problem.workload).to(rank.device), problem.trimmed(layout)
+    net, trimmed = net_of(problem.model, problem.workload).to(rank.device), problem.trimmed(layout)
     assert isinstance(trimmed, Layout)
     kept = ConstantRows(rank, problem, layout, net, degrees)
 

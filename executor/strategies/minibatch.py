@@ -16,6 +16,7 @@ from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Arriving, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base, graph_parallel
 from gnnplan.executor.strategies.whole import Scored, Whole
@@ -37,7 +38,7 @@ class Worker(base.Worker):
         self, rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int = 0
     ) -> None:
         self.rank, self.problem, self.exchange_options = rank, problem, strategy.exchange_options
-        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.net = net_of(problem.model, problem.workload).to(rank.device)
         batches = strategy.batches(problem)
         store, lists = strategy.store(problem), strategy.lists(problem)
         assert store is None or isinstance(store, Store)
@@ -65,7 +66,7 @@ class Worker(base.Worker):
         """
         share = self.arriving.next(step)
         worker = graph_parallel.Worker(
-            self.rank, self.problem, share, self.exchange_options, self.net, batch=share.everyone
+            self.rank, self.problem, share, self.exchange_options, self.net, batch=share.total
         )
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
@@ -109,7 +110,6 @@ class Worker(base.Worker):
         return self.whole.worker.evaluate(step)
 
     def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
         assert self.scored is not None
         return self.scored.counts(logits)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of, features, weighted_block
+from gnnplan.executor.layers.blocks import dtype_of, features, weighted_block
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import (
     Block,
@@ -28,8 +28,9 @@ from gnnplan.executor.layers.kernels import (
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.targets import Targets
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
@@ -92,7 +93,7 @@ class Worker(base.Worker):
     def __init__(self, rank: Rank, problem: Problem, strategy: Offload) -> None:
         self.rank, self.problem = rank, problem
         self.shapes, self.last = problem.model, len(problem.model.layers)
-        self.net = Net(problem.model, problem.workload).to(rank.device)
+        self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.moments: dict[int, Tensor] = {}  # of this step's rows, by the layer that reads them
         self.sums = torch.empty(0)  # of the rows of which moments are made next
         assert strategy.chunks is not None
@@ -462,8 +463,7 @@ class Worker(base.Worker):
             self.logits[chunk.own] = self._compute(step, self.last, loaded)
         return self.logits
 
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of own rows."""
+    def counts(self, logits: Tensor) -> Tensor | int:
         return counts_of([chunk.targets for chunk in self.chunks], logits)
 
 

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.blocks import Targets, Tile, features, tile
+from gnnplan.executor.layers.blocks import Tile, features, tile
 from gnnplan.executor.layers.kernels import dropout, dropout_mask, linear, weight_gradient
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import Targets
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import all_reduce, swap
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
@@ -96,7 +98,7 @@ class Worker(base.Worker):
                     rank.group(group)
                 if rank.rank in group:
                     self.groups[axis] = group
-        self.net = Net(model, workload).to(device)
+        self.net = net_of(model, workload).to(device)
         self.weights = [Weights(self.net, tiles, rank.rank, self.places) for tiles in self.layers]
         both = orders(graph.stats.vertices, workload.seed)
         self.tiles: dict[int, Tile] = {}  # by what layers have in common
@@ -359,7 +361,7 @@ class Worker(base.Worker):
     def held(self) -> None:
         return None  # a rank's numbers of a weight are a run of a tile, not columns
 
-    def state(self) -> dict[str, Tensor]:
+    def trained(self) -> dict[str, Tensor]:
         return {f"layer{i}": weights.own for i, weights in enumerate(self.weights, 1)}
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class Scored(Protocol):
         """Rows."""
 
     def counts(self, rows: Tensor, /) -> Tensor:
-        """Right and wrong answers of the rows on train, validation and test, float64 [3, 2]."""
+        """What the metric counts of the rows (layers/targets.py)."""
 
 
 class Whole:
@@ -40,10 +40,7 @@ class Whole:
             self.targets = HeldOut(rank, problem, layout)
 
 
-def counts_of(scored: Sequence[Scored], rows: Tensor) -> Tensor:
-    """The sum of `counts` over several, whose rows follow each other."""
+def counts_of(scored: Sequence[Scored], rows: Tensor) -> Tensor | int:
+    """The sum of `counts` over several, whose rows follow each other; 0 of none."""
     shares = torch.split(rows, [each.size for each in scored])
-    return sum(
-        (each.counts(share) for each, share in zip(scored, shares, strict=True)),
-        rows.new_zeros(3, 2, dtype=torch.float64),
-    )
+    return sum(each.counts(share) for each, share in zip(scored, shares, strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.papers.presets import read_fitted
-from gnnplan.planner.gnn.workload import AUTO, METRICS, Workload
+from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
 from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
@@ -33,6 +33,9 @@ from gnnplan.planner.vocabulary.progress import Notify, silent
 
 # {'servers': 16}, or 'servers=16' as --set, or several of these
 Overrides = Mapping[str, object] | Sequence[str]
+
+
+OF_LABELS = ("none", "regression")  # tasks that say what the graph's labels are
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,11 @@ def ask(
 
     may_choose_dtype: the field dtype may be 'auto'. Raises SpecError.
     """
-    if task in METRICS:  # what is learned; 'none' says that there is nothing to learn from
+    if task in TASKS:  # what is learned; others say what the labels are
         fields, task = {**fields, "task": task}, None
-    elif task not in (None, "none"):
-        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*METRICS, 'none'))}")
+    elif task not in (None, *OF_LABELS):
+        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, *OF_LABELS))}")
     ranks = None if ranks is None else whole("ranks", ranks)
-    name, said = source_name(graph)
-    notify(f"reading {name}")
     settings = settings_of(overrides)
     chooses_dtype = may_choose_dtype and fields.get("dtype") == AUTO
     if chooses_dtype:
@@ -86,6 +87,11 @@ def ask(
     wanted = workload_of(workload, {**fields, "model": None} if live else fields)
     asked, module = wanted.workload, live or wanted.module
     machine, fitted = _cluster_of(cluster, asked.model)
+    says_loss = asked.loss is not None or "loss" in map(_field_of, settings)
+    name, said = source_name(graph, numbers=says_loss or task == "regression")
+    notify(f"reading {name}")
+    if says_loss and task is None and "task=" not in name and os.path.exists(name.split("?")[0]):
+        task = "regression"
     files = {"features": features, "labels": labels, "split": split}
     source = source_of(
         name, task=task, **{what: str(file) for what, file in files.items() if file is not None}
@@ -93,11 +99,12 @@ def ask(
     problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed, said)
     made = [] if module else unread_by(asked.model, problem.graph)
     if module:
-        from gnnplan.executor.layers.own import with_user_model
+        from gnnplan.executor.modules.own import with_user_model
 
         notify("reading the model")
         given = map(_field_of, settings)
-        problem, made = with_user_model(problem, module, [*wanted.given, *given])
+        more = {} if wanted.fanout is None else {"fanout": wanted.fanout}
+        problem, made = with_user_model(problem, module, [*wanted.given, *given], more=more)
         if problem.workload.model != asked.model:  # constants of a testbed may be its own
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
@@ -106,23 +113,23 @@ def ask(
     return Question(problem, notes, chooses_dtype)
 
 
-def source_name(graph: Any) -> tuple[str, list[str]]:
+def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
     """The name by which `load` finds a graph, and notes; an object is written to the cache first.
 
-    Raises SpecError.
+    numbers: its labels are numbers to predict, whatever they look like. Raises SpecError.
     """
     if isinstance(graph, str | Path):
         return str(graph), []
     if isinstance(graph, Graph):
         return graph.stats.source, []
-    from gnnplan.planner.graph.formats import convert
+    from gnnplan.planner.graph.formats import Extras, convert
 
     # ranks are processes of their own and read the graph from a folder, which its content names
     kept = cache_dir() / "graphs"
     kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept) as folder:
         made = Path(folder) / "graph"
-        _, _, notes = convert(graph, made)
+        _, _, notes = convert(graph, made, Extras(numbers=numbers))
         digest = hashlib.sha256()
         for file in sorted(made.iterdir()):
             digest.update(file.name.encode())

@@ -71,9 +71,9 @@ def plan(
     - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
     - workload: a YAML file, a preset, a mapping of fields, or a Workload
     - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-      negatives, dtype, seed, epochs, lr and so on, and model: 'gcn', 'model.py:MyGNN', or a live
-      torch.nn.Module or its class, whose parameters training starts from. dtype='auto' leaves
-      float32 or bfloat16 to the plan
+      negatives, dtype, seed, epochs, optimizer, lr, schedule, patience, class_weights, metric and
+      so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or its class, whose
+      parameters training starts from. dtype='auto' leaves float32 or bfloat16 to the plan
     - exact: only exact strategies: they compute the gradient of one process. With dtype='auto'
       rows are float32
     - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the
@@ -85,7 +85,8 @@ def plan(
     - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
     - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
     - features, labels, split: what the graph's file lacks, as on the command line
-    - task: what is learned: 'node' (labels), 'link' (edges), or 'none', on stand-ins for labels
+    - task: what is learned: 'node' (labels), 'link' (edges), 'regression' (numbers), or 'none', on
+      stand-ins for labels
     - depths: among the reasons (`Plan.explain`) say at which other numbers of layers another family
       wins, as --explain does; that takes as long as several plans
     - notify: is told what is being done (`gnnplan.progress`)

@@ -21,7 +21,7 @@ from gnnplan.planner.evidence.validate import (
     show_rows,
     trained_before,
 )
-from gnnplan.planner.gnn.workload import scores_of
+from gnnplan.planner.gnn.workload import scores_of, show_scores
 from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -71,6 +71,7 @@ class Run(View):
             "first_loss": metrics[0]["loss"],
             "loss": last["loss"],
             **{name: last[name] for name in scores_of(last)},
+            "best": ranks[0].get("best"),  # where the workload has patience
             "epoch_s": median(m["epoch_s"] for m in own[min(2, len(own) - 1) :]),
             "backend": ranks[0]["backend"],
             "bytes": {op: nbytes // len(own) for op, nbytes in sent.items()},
@@ -92,11 +93,7 @@ class Run(View):
 
     def blocks(self) -> list[str]:
         result = self.document
-        scores = "  ".join(
-            f"{name.removesuffix('_accuracy').replace('_', ' ')} {result[name]:.3f}"
-            for name in scores_of(result)
-            if result[name] is not None
-        )
+        scores = show_scores(result)
         sent = ", ".join(f"{k} {show_bytes(v)}" for k, v in result["bytes"].items()) or "nothing"
         lines = [
             f"{show_count(result['epochs'], 'epoch')}, loss {result['first_loss']:.4f} ->"
@@ -104,6 +101,10 @@ class Run(View):
             f"median epoch {show_time(result['epoch_s'])} (without the first two); sent per epoch:"
             f" {sent}; peak memory {show_bytes(max(result['peak_rss_bytes']))} per process",
         ]
+        if (best := result["best"]) and best["epoch"]:
+            name = next(name for name in scores_of(result) if name.startswith("val_"))
+            said = f"weights are of epoch {best['epoch']}, the best by {name} ({best['score']:.3f})"
+            lines.insert(1, said)
         if result["rows"]:
             lines.append(f"rows of features: {show_rows(result['rows'])}")
         if found := result["gradient_error"]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from inspect import Parameter
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -86,6 +89,61 @@ Directed = Annotated[
         "--directed", help="Keep the edges' direction; otherwise graphs are made undirected."
     ),
 ]
+
+
+TRAINING = {  # fields of a workload, and their options' help
+    "epochs": ("INTEGER", "That a run trains.  [default: 50]"),
+    "optimizer": ("adam|adamw|sgd", "As torch.optim has them.  [default: adam]"),
+    "lr": ("FLOAT", "Learning rate.  [default: 0.01]"),
+    "weight_decay": ("FLOAT", "Of the optimizer.  [default: 0.01 for adamw, else 0]"),
+    "momentum": ("FLOAT", "Of sgd.  [default: 0]"),
+    "warmup": ("EPOCHS", "First epochs, in which the learning rate rises to --lr.  [default: 0]"),
+    "schedule": (
+        "constant|step|cosine",
+        "How it falls after these: times --gamma every --step-size epochs, or along half a cosine"
+        " to 0 at the end of --epochs.  [default: constant]",
+    ),
+    "step_size": ("EPOCHS", "Of --schedule step.  [default: 30]"),
+    "gamma": ("FLOAT", "Of --schedule step.  [default: 0.1]"),
+    "clip": (
+        "NORM",
+        "Shorten longer gradients of all ranks' parameters to this.  [default: never]",
+    ),
+    "patience": (
+        "EPOCHS",
+        "End after so many without a better score of validation, with the best epoch's weights. "
+        " [default: train all epochs]",
+    ),
+    "class_weights": (
+        "balanced|NUMBERS",
+        "What classes count in the loss, as 1,2.5.  [default: 1]",
+    ),
+    "loss": ("mse|mae", "Of numbers (regression).  [default: mse]"),
+    "metric": (
+        "NAME",
+        "What is measured: accuracy, f1_macro or roc_auc; with several labels per vertex f1_micro,"
+        " f1_macro or roc_auc; of numbers mae.  [default: the first of these]",
+    ),
+}
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def with_training(command: Command) -> Command:
+    """The command, with an option for each field of TRAINING in place of its `**training`."""
+    signature = inspect.signature(command, eval_str=True)
+    *others, training = signature.parameters.values()
+    assert training.kind is Parameter.VAR_KEYWORD
+    annotations = {
+        name: Annotated[str | None, typer.Option(metavar=metavar, help=text)]
+        for name, (metavar, text) in TRAINING.items()
+    }
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
+    command.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+    command.__annotations__.update(annotations)
+    return command
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -25,6 +25,13 @@ def convert(
     features: Features = None,
     labels: Labels = None,
     split: Split = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="regression",
+            help="Labels are numbers to predict; else what look like classes must be classes.",
+        ),
+    ] = None,
     trust: Annotated[
         bool,
         typer.Option(
@@ -50,9 +57,15 @@ def convert(
             " is loaded, not stored; give a file, or leave it out"
         )
     kind = recognise(source).name
+    if task not in (None, "regression"):
+        raise SpecError(
+            f"--task {task!r:.100}: a folder holds the labels as they are; leave it out, or say"
+            " regression, whose labels are numbers"
+        )
+    extras = Extras(features, labels, split, task is not None)
     with progress() as notify:
         notify(f"reading {source} ({kind})")
-        vertices, edges, notes = write(source, folder, Extras(features, labels, split), trust)
+        vertices, edges, notes = write(source, folder, extras, trust)
     if as_json:
         return print_json(
             {

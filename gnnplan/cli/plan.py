@@ -23,6 +23,7 @@ from gnnplan.cli.common import (
     app,
     print_json,
     show,
+    with_training,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@with_training
 def plan(
     graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     features: Features = None,
@@ -40,9 +42,10 @@ def plan(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="node|link|none",
+            metavar="node|link|regression|none",
             help="What is learned: node (labels of vertices), link (which vertices an edge links;"
-            " with --mode mini, a batch is of edges), or none: the graph has no labels, and is"
+            " with --mode mini, a batch is of edges), regression (numbers of vertices: as --loss"
+            " says too, and labels with fractions), or none: the graph has no labels, and is"
             " planned, simulated and run on stand-ins.  [default: node]",
         ),
     ] = None,
@@ -169,6 +172,7 @@ def plan(
         ),
     ] = None,
     as_json: Json = False,
+    **training: str | None,
 ) -> None:
     """Rank the strategies that fit, and recommend one with reasons.
 
@@ -210,6 +214,7 @@ def plan(
         "negatives": negatives,
         "dtype": dtype,
         "seed": seed,
+        **training,
     }
 
     def question_of(cluster: str, notify: Notify) -> Question:

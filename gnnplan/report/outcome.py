@@ -80,7 +80,7 @@ def errors(facts: Facts) -> Picture:
 
 
 def losses(facts: Facts) -> Picture:
-    """Losses and accuracies (AUC of link prediction) by epoch. Raises Absent."""
+    """Losses and validation scores by epoch. Raises Absent."""
     names = run_names(facts)
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     rows = []
@@ -106,8 +106,8 @@ def losses(facts: Facts) -> Picture:
         accuracy = f"{known[-1][score]:.3f}" if known else "-"
         rows.append([name, str(len(one.metrics)), f"{first:.4g}", f"{last:.4g}", accuracy])
     # runs of one plan have one metric, which older runs may lack
-    learns_links = any("val_auc" in one.metrics[0] for one in facts.runs)
-    what = "AUC" if learns_links else "accuracy"
+    found = [name for one in facts.runs for name in scores_of(one.metrics[0]) if "val" in name]
+    what = found[0].removeprefix("val_") if found else "accuracy"
     out = figure(drawn, 500)
     out.update_yaxes(title_text="loss", row=1, col=1)
     out.update_yaxes(title_text=f"validation {what}", row=2, col=1)

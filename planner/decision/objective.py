@@ -240,7 +240,9 @@ def in_mode(problem: Problem, mode: Literal["full", "mini"]) -> Problem:
 
 def _options(workload: Workload) -> str:
     """What decides how accuracy grows with epochs, but for the seed."""
-    always = workload.model_dump_json(exclude={"seed", "epochs", "batch", "fanout"})
+    other = {"seed", "batch", "fanout", "patience"}
+    other |= set() if workload.ends_on_time else {"epochs"}
+    always = workload.model_dump_json(exclude=other)
     return always if workload.mode == "full" else f"{always} {workload.batch} {workload.fanouts}"
 
 

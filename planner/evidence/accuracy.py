@@ -12,7 +12,7 @@ from typing import Any
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.objective import Objective, Target, Training
 from gnnplan.planner.evidence.validate import MAX_METRICS
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import FALLING, Workload, scores_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes
 
@@ -73,7 +73,7 @@ def _training(folder: Path) -> Training:
         workload,
         plans.chosen(document),
         len(plans.placement(document)),
-        tuple(_accuracies(path, workload.metric, rows[:epochs])),
+        tuple(_accuracies(path, rows[:epochs])),
     )
 
 
@@ -86,8 +86,8 @@ def _first_plan(folder: Path) -> tuple[Path, int | None]:
     return plan, until
 
 
-def _accuracies(path: Path, metric: str, rows: list[Any]) -> Iterator[tuple[int, float]]:
-    """Of the epochs that were evaluated."""
+def _accuracies(path: Path, rows: list[Any]) -> Iterator[tuple[int, float]]:
+    """Scores of validation, of the epochs that were evaluated."""
     last = 0
     for row in rows:
         epoch = row.get("epoch") if isinstance(row, dict) else None
@@ -97,5 +97,11 @@ def _accuracies(path: Path, metric: str, rows: list[Any]) -> Iterator[tuple[int,
                 f" {MAKE}"
             )
         last = epoch
-        if isinstance(accuracy := row.get(f"val_{metric}"), float):
-            yield epoch, accuracy
+        for name in scores_of(row):
+            if name.startswith("val_") and isinstance(accuracy := row[name], float):
+                if name.removeprefix("val_") in FALLING:
+                    raise SpecError(
+                        f"{path}: {name} falls in training, and --target-accuracy is what a score"
+                        " rises to; leave this run out"
+                    )
+                yield epoch, accuracy

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,7 +17,19 @@ ALL = -1  # the fanout that takes every neighbour
 FANOUT = 10  # per layer, if the user gives none
 MOST = 10**12  # vertices, seeds of a batch, epochs
 MOST_NEGATIVES = 10_000  # of an edge
-METRICS = {"node": "accuracy", "link": "auc"}  # what is measured, by task
+TASKS = ("node", "link")
+# what tells how good a model is, by what it learns: edges, one label of a vertex, several, or
+# numbers; the first is the default
+METRICS = {
+    "link": ("auc",),
+    "label": ("accuracy", "f1_macro", "roc_auc"),
+    "labels": ("f1_micro", "f1_macro", "roc_auc"),
+    "numbers": ("mae",),
+}
+FALLING = ("mae",)  # those of which less is better
+PARTS = ("train", "val", "test")
+BALANCED = "balanced"  # what class_weights may say besides numbers
+Weights = tuple[Annotated[float, Field(ge=0.0, le=1e9)], ...]
 MOST_LAYERS = 1000  # a plan of so many takes half a minute
 ROUNDED_MODELS = ("gcn", "sage", "gcnii", "sgc", "gin")  # whose rows may be bfloat16
 AUTO = "auto"  # what --dtype may say besides types: the plan chooses one (decision/dtypes.py)
@@ -24,14 +37,31 @@ MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by ever
 
 
 def scores_of(fields: Iterable[str]) -> list[str]:
-    """The names of scores among the fields of a line of metrics.jsonl, as Workload.metric says.
+    """The names of scores among the fields of a line of metrics.jsonl.
 
-    >>> scores_of(["epoch", "loss", "train_auc", "val_auc", "test_auc", "epoch_s"])
-    ['train_auc', 'val_auc', 'test_auc']
+    >>> scores_of(["epoch", "loss", "train_f1_micro", "val_f1_micro", "test_f1_micro", "epoch_s"])
+    ['train_f1_micro', 'val_f1_micro', 'test_f1_micro']
     """
-    parts = ("train", "val", "test")
-    names = [f"{part}_{metric}" for metric in METRICS.values() for part in parts]
+    metrics = dict.fromkeys(metric for metrics in METRICS.values() for metric in metrics)
+    names = [f"{part}_{metric}" for metric in metrics for part in PARTS]
     return [name for name in names if name in fields]
+
+
+def show_scores(row: Mapping[str, Any]) -> str:
+    """The scores of a line of metrics.jsonl, in words; '' if it has none.
+
+    >>> show_scores({"train_f1_micro": 0.8, "val_f1_micro": 0.75, "test_f1_micro": None})
+    'f1_micro: training pass 0.800, val 0.750'
+    """
+    names = [name for name in scores_of(row) if row[name] is not None]
+    if not names:
+        return ""
+    parts = [name.partition("_")[0] for name in names]
+    said = [
+        f"{'training pass' if part == 'train' else part} {row[name]:.3f}"
+        for part, name in zip(parts, names, strict=True)
+    ]
+    return f"{names[0].partition('_')[2]}: {', '.join(said)}"
 
 
 def is_module(model: object) -> bool:
@@ -112,9 +142,10 @@ class Module(Spec):
     # of a cut module: fields of vertices that layer 1 is given side by side, and their widths
     inputs: tuple[tuple[str, int], ...] = ()
     directed: bool = False
-    # of a cut module: other fields that it is given, with the sizes of a row and numpy's type
-    vertex_fields: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-    edge_fields: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    # of a cut module: other fields that it is given, the sizes of a row, numpy's type, and how many
+    # whole numbers there are
+    vertex_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
+    edge_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     ends: bool = False  # of a cut module: batch norm after the last layer, and what follows it
 
 
@@ -133,8 +164,27 @@ class Workload(Spec):
     task: Literal["node", "link"] = "node"
     negatives: int = Field(1, ge=1, le=MOST_NEGATIVES)  # link: vertices that an edge is told from
     seed: int = Field(0, ge=0, lt=2**31)
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     lr: float = Field(0.01, gt=0.0, le=100.0)
+    # times the weight: added to its gradient, or by adamw taken off the weight; None: as in torch,
+    # 0.01 for adamw and 0 for others
+    weight_decay: float | None = Field(None, ge=0.0, le=100.0)
+    momentum: float = Field(0.0, ge=0.0, lt=1.0)  # of sgd
+    warmup: int = Field(0, ge=0, le=MOST)  # first epochs, in which lr rises in equal steps
+    # how lr falls after these: by the factor gamma every step_size epochs, or along half a cosine
+    # to 0 at the end of `epochs`
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    step_size: int = Field(30, ge=1, le=MOST)
+    gamma: float = Field(0.1, gt=0.0, le=1.0)
+    # in the loss of one label: what a vertex of each class counts; balanced: all classes alike
+    class_weights: Weights | Literal["balanced"] | None = None
+    loss: Literal["mse", "mae"] | None = None  # of numbers; None: mse, and of labels cross entropy
+    # what is measured; None: the first that METRICS has for what is learned
+    metric: Literal["accuracy", "f1_micro", "f1_macro", "roc_auc", "mae", "auc"] | None = None
+    clip: float | None = Field(None, gt=0.0, le=1e9)  # the longest that a step's gradient may be
+    # epochs without a better score of validation, after which training ends and leaves the weights
+    # of the best; looked at when an epoch is evaluated. None: it does not, and leaves the last
+    patience: int | None = Field(None, ge=1, le=MOST)
     epochs: int = Field(50, ge=1, le=MOST)
     # of rows: features, activations, their gradients, messages. Weights, their gradients and the
     # optimizer's state are float32 where rows are bfloat16. tf32: float32, but GPUs round the
@@ -258,10 +308,68 @@ class Workload(Spec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _trains(self) -> Workload:
+        if self.momentum and self.optimizer != "sgd":
+            raise Conflict(
+                ("momentum", "optimizer"),
+                f"{self.optimizer} has moments of its own (momentum: {self.momentum:g}); use"
+                " optimizer=sgd, or momentum=0",
+            )
+        if self.schedule == "cosine" and self.warmup >= self.epochs:
+            raise Conflict(
+                ("warmup", "epochs", "schedule"),
+                "a cosine falls between warmup and the end, and no epoch is left for it (warmup:"
+                f" {self.warmup:,}, epochs: {self.epochs:,}); use a shorter warmup or more epochs",
+            )
+        return self
+
+    def lr_of(self, epoch: int) -> float:
+        """The learning rate of an epoch, counted from 0.
+
+        >>> cosine = Workload(lr=1.0, warmup=2, schedule="cosine", epochs=6)
+        >>> [round(cosine.lr_of(epoch), 3) for epoch in range(6)]
+        [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+        """
+        if epoch < self.warmup:
+            return self.lr * (epoch + 1) / self.warmup
+        after = epoch - self.warmup
+        if self.schedule == "step":
+            return float(self.lr * self.gamma ** (after // self.step_size))
+        if self.schedule == "cosine":
+            share = min(after / (self.epochs - self.warmup), 1.0)
+            return self.lr * (1.0 + math.cos(math.pi * share)) / 2.0
+        return self.lr
+
     @property
-    def metric(self) -> str:
-        """What is measured of training, validation and test, as metrics.jsonl names it."""
-        return METRICS[self.task]
+    def varies_lr(self) -> bool:
+        """Whether the learning rate is not the same in all epochs."""
+        return self.warmup > 1 or self.schedule != "constant"
+
+    @property
+    def ends_on_time(self) -> bool:
+        """Whether the learning rates depend on how many epochs are planned."""
+        return self.schedule == "cosine"
+
+    @property
+    def decay(self) -> float:
+        """The weight decay."""
+        if self.weight_decay is None:
+            return 0.01 if self.optimizer == "adamw" else 0.0
+        return self.weight_decay
+
+    @property
+    def beside_a_weight(self) -> int:
+        """Numbers held beside a weight: its gradient, the optimizer's state, its best value."""
+        state = int(self.momentum > 0) if self.optimizer == "sgd" else 2
+        return 1 + state + (self.patience is not None)
+
+    def metric_of(self, learned: str) -> str:
+        """What is measured of training, validation and test, as metrics.jsonl names it.
+
+        learned: what is predicted of a vertex (GraphStats.learned).
+        """
+        return self.metric or METRICS["link" if self.task == "link" else learned][0]
 
     @property
     def is_cut(self) -> bool:

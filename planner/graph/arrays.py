@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -45,7 +45,7 @@ from gnnplan.planner.graph.graph import (
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, must_be_file
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 ARRAYS = (
@@ -294,16 +294,21 @@ def _typed(
 
 @dataclass(frozen=True)
 class MadeUp:
-    """What is made up where a graph's arrays lack it."""
+    """What is made up where a graph's arrays lack it, and what its labels are."""
 
     width: int = STAND_IN_FEATURES  # of stand-in features
     own_width: bool = False  # the user asked for that width
     labels: bool = False  # stand-in labels
+    numbers: bool = False  # its labels are numbers to predict, whatever they look like
     seed: int = 0
 
 
-def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -> tuple[int, int]:
-    """Raise SpecError where `build` would, without the memory it takes: (vertices, edges)."""
+def must_be_a_graph(
+    path: str, arrays: Mapping[str, Array], others: list[str], numbers: bool = False
+) -> tuple[int, int]:
+    """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
+
+    numbers: its labels are numbers to predict, whatever they look like."""
     src, dst = _edge_list(path, arrays, others)
     meta = meta_of(path, arrays)
     vertices, counted = _count(path, arrays, meta, src, dst)
@@ -314,8 +319,8 @@ def must_be_a_graph(path: str, arrays: Mapping[str, Array], others: list[str]) -
     if on_edges:
         must_agree(path, on_edges, src, dst, vertices)
     if {"y", *MASKS} & arrays.keys():  # of as many vertices
-        _, classes, labelled = read_labels(path, arrays, vertices, meta)
-        _masks(path, arrays, labelled, classes, np.random.default_rng(0), [], 0)
+        found = read_labels(path, arrays, vertices, meta, numbers)
+        _masks(path, arrays, found.labelled, found.classes, np.random.default_rng(0), [], 0)
     return vertices, len(src)
 
 
@@ -379,7 +384,10 @@ def build(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
             f" {made_up.seed} (normal noise, one of log degree)"
         )
-    y, classes, labelled = read_labels(path, arrays, vertices, meta)
+    y, classes, labelled, numbers = read_labels(path, arrays, vertices, meta, made_up.numbers)
+    if numbers:
+        several = show_count(classes, "number")
+        notes.append(f"regression: y holds {several} per vertex to predict, no classes")
     if made_up.labels:
         if classes:
             raise SpecError(
@@ -401,7 +409,8 @@ def build(
         features=x.shape[1],
         classes=classes,
         train_vertices=int(train.sum()),
-        multilabel=y.ndim == 2,
+        multilabel=y.ndim == 2 and not numbers,
+        numbers=numbers,
         hash="",
         notes=tuple(notes),
         directed=directed,
@@ -618,19 +627,21 @@ def _stand_in(
 
 
 def class_ids(path: str, name: str, y: Array) -> Array:
-    """Labels as class ids [N], integers, or targets [N, C]. NaN is no label.
+    """Labels as class ids [N], integers, or targets [N, C], or what can be neither as it is.
 
-    A single column is class ids. Raises SpecError for fractions in them."""
+    A single column is class ids, and NaN is no label. Raises SpecError for ids beyond float64."""
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim != 1 or y.dtype.kind in "iu":
         return y
     whole = np.where(np.isnan(y), -1.0, y)
-    if (bad := (whole != np.floor(whole)) | (np.abs(whole) > LARGEST_WHOLE)).any():
+    if (whole != np.floor(whole)).any():
+        return y
+    if (bad := np.abs(whole) > LARGEST_WHOLE).any():
         first = int(np.flatnonzero(bad)[0])
         raise SpecError(
             f"{path}: {name}[{first}]: labels must be whole class ids (NaN or -1: none), found"
-            f" {y[first]}; regression targets cannot be trained on"
+            f" {y[first]}; if they are numbers to predict, use --task regression"
         )
     return whole.astype(np.int64)
 
@@ -653,23 +664,62 @@ def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
     return mask.astype(bool)
 
 
-def read_labels(
-    path: str, arrays: Mapping[str, Array], vertices: int, meta: Mapping[str, Any]
-) -> tuple[Array, int, Array]:
+class Labels(NamedTuple):
     """Labels, the number of classes (0 without labels), and which vertices have one [N].
 
-    Class ids are int64 [N], -1 for none. Multi-label targets are uint8 or float32 [N, C]. Without
-    labels all vertices count as labelled."""
-    nothing = np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool)
+    Class ids are int64 [N], -1 for none. Multi-label targets are uint8 or float32 [N, C]. Numbers
+    are float32 [N, C], NaN for none. Without labels all vertices count as labelled."""
+
+    y: Array
+    classes: int
+    labelled: Array
+    numbers: bool = False  # to predict, not classes
+
+
+def read_labels(
+    path: str,
+    arrays: Mapping[str, Array],
+    vertices: int,
+    meta: Mapping[str, Any],
+    numbers: bool = False,
+) -> Labels:
+    """The labels of a graph. numbers: they are numbers to predict, whatever they look like.
+
+    Else only those are that can be no labels: fractions in one column, or beyond [0, 1] in several.
+    Raises SpecError."""
+    nothing = Labels(np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool))
     if "y" not in arrays:
         return nothing
-    y = class_ids(path, "y", _typed(path, arrays, "y", "iufb", (1, 2)))
-    if y.ndim == 2:
+    y = _typed(path, arrays, "y", "iufb", (1, 2))
+    if numbers or _are_numbers(y := class_ids(path, "y", y)):
+        found = _numbers(path, y)
+    elif y.ndim == 2:
         labelled = ~((y == -1) | np.isnan(y)).all(1)
-        y, classes = _targets(path, y, labelled), y.shape[1]
+        found = Labels(_targets(path, y, labelled), y.shape[1], labelled)
     else:
-        y, classes, labelled = y.astype(np.int64), _classes(path, y, meta), y >= 0
-    return (y, classes, labelled) if labelled.any() else nothing
+        found = Labels(y.astype(np.int64), _classes(path, y, meta), y >= 0)
+    return found if found.labelled.any() else nothing
+
+
+def _are_numbers(y: Array) -> bool:
+    """Whether these can be no labels."""
+    if y.dtype.kind != "f":
+        return False
+    known = y[np.isfinite(y)]
+    beyond = y.ndim == 1 or bool(((known < 0) | (known > 1)).any())
+    return beyond and bool((known != np.floor(known)).any())
+
+
+def _numbers(path: str, y: Array) -> Labels:
+    """Numbers to predict. Raises SpecError for infinities."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = y.reshape(len(y), -1).astype(np.float32)
+    if np.isinf(y).any():
+        raise SpecError(
+            f"{path}: y{np.argwhere(np.isinf(y))[0].tolist()}: numbers to predict must be finite in"
+            " float32 (NaN: none); scale them"
+        )
+    return Labels(y, y.shape[1], ~np.isnan(y).any(1), numbers=True)
 
 
 def _targets(path: str, y: Array, labelled: Array) -> Array:
@@ -716,7 +766,8 @@ def _remedy_of(label: int) -> str:
         return write
     return (
         f"if {label} marks no label, {write}; else renumber them with y[y >= 0] ="
-        " numpy.unique(y[y >= 0], return_inverse=True)[1]"
+        " numpy.unique(y[y >= 0], return_inverse=True)[1]; for numbers to predict, use"
+        " --task regression"
     )
 
 

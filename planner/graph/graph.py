@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -66,6 +66,14 @@ class GraphStats:
     train_popular: bool = False  # vertices with many neighbours are trained on more often
     packed: bool = False  # its features are what a user's module is given (with_inputs)
     held_out: int = 0  # link prediction: directed edges that are not among `edges` (links.py)
+    numbers: bool = False  # y holds numbers, of which `classes` are predicted for each vertex
+
+    @property
+    def learned(self) -> Literal["label", "labels", "numbers"]:
+        """What is predicted of a vertex."""
+        if self.numbers:
+            return "numbers"
+        return "labels" if self.multilabel else "label"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +107,7 @@ class Graph:
     indices: NDArray[np.int32]  # [E]
     x: Features
     # class ids, int64 [N], -1 = no label (all -1 without labels); or multi-label targets, uint8 or
-    # float32 [N, C]
+    # float32 [N, C]; or numbers, float32 [N, C], NaN = none
     y: Array
     train: NDArray[np.bool_]  # [N]
     val: NDArray[np.bool_]

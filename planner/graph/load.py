@@ -32,7 +32,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     'reddit'                                   statistics of a well-known graph
 
     Files and folders also take '?features=FILE&labels=FILE&split=FILE', which add what they lack,
-    and '?task=none', which makes stand-in labels.
+    '?task=none', which makes stand-in labels, and '?task=regression': y are numbers to predict.
 
     The graph is made undirected unless `directed`; self-loops and duplicates are dropped; its notes
     say what was changed. Raises SpecError that names the file, the array, the rule and the
@@ -141,10 +141,10 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
         else:
             others.append(pair)
     task = words.pop("task", None)
-    if task not in (None, "none"):
+    if task not in (None, "none", "regression"):
         raise SpecError(
-            f"{source}: task must be none, which makes stand-in labels, node or link, got"
-            f" {task[:MOST_SHOWN]!r}; use --task none, or leave it out"
+            f"{source}: task must be none, which makes stand-in labels, regression, node or link,"
+            f" got {task[:MOST_SHOWN]!r}; use one of them, or leave it out"
         )
     numbers = _numbers(
         source,
@@ -152,8 +152,10 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
         {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
     )
     own_width = any(pair.startswith("features=") for pair in others)
-    made_up = MadeUp(numbers["features"], own_width, task == "none", numbers["seed"])
-    extras = formats.Extras(**words)
+    made_up = MadeUp(
+        numbers["features"], own_width, task == "none", task == "regression", numbers["seed"]
+    )
+    extras = formats.Extras(**words, numbers=task == "regression")
     if not extras and not formats.is_foreign(head):
         return build(source, head, *read_arrays(head), made_up, directed)
     return formats.graph_of(formats.parts_of(head, extras), source, made_up, directed)

@@ -12,12 +12,13 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.gnn.workload import WORKLOADS, Conflict, Workload, is_module
+from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
 from gnnplan.planner.vocabulary.progress import say
 
 MOST_MISTAKES = 20  # in one message
+LISTS = {"fanout": "full", "class_weights": BALANCED}  # written as 1,2; and what else they may say
 RENAMED = {  # names of fields in cluster files of 0.1.0, which are read until 0.3.0
     "crowding": "timeslice_slowdown",
     "refill": "cold_cache_penalty",
@@ -58,11 +59,13 @@ class Asked:
     """A workload as a user asks for it.
 
     module: FILE.py:NAME of their own model, if they have one; the workload then lacks what the
-    module decides. given: the fields that they set."""
+    module decides. given: the fields that they set. fanout: of a module, whose number of layers
+    decides how many numbers it has."""
 
     workload: Workload
     module: str | None
     given: tuple[str, ...]
+    fanout: object = None
 
 
 def ask_workload(
@@ -82,6 +85,7 @@ def ask_workload(
     else:
         origin = "workload: "
         data, module = _without_module(source or {})
+    fanout = data.pop("fanout", None) if module else None
     workload = checked(Workload, data, origin)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     for name in given:
@@ -91,9 +95,14 @@ def ask_workload(
             )
     if "model" in given:
         given, module = _without_module(given)
+    if module:
+        fanout = given.pop("fanout", fanout)
+    elif fanout is not None:  # of a file whose module another model takes the place of
+        given = {"fanout": fanout, **given}
     if given:
         workload = checked(Workload, workload.model_dump() | given, "--", given)
-    return Asked(workload, module, tuple(map(str, dict.fromkeys([*data, *given]))))
+    named = dict.fromkeys([*data, *given, *(["fanout"] if module and fanout else [])])
+    return Asked(workload, module, tuple(map(str, named)), fanout if module else None)
 
 
 def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | None]:
@@ -192,13 +201,10 @@ def checked(
 
     `source` is a document, or the text that stands before a field's name, such as '--'. `given` are
     the fields that the user has just set, where that is not all of the data."""
-    if (
-        kind is Workload
-        and isinstance(data, Mapping)
-        and isinstance(fanout := data.get("fanout"), str)
-        and fanout != "full"
-    ):
-        data = {**data, "fanout": tuple(number.strip() for number in fanout.split(","))}
+    if kind is Workload and isinstance(data, Mapping):
+        texts = {name: data[name] for name in LISTS if isinstance(data.get(name), str)}
+        lists = {n: tuple(map(str.strip, t.split(","))) for n, t in texts.items() if t != LISTS[n]}
+        data = {**data, **lists}
     if kind is Cluster and isinstance(data, Mapping):
         data = with_new_names(data, source.path if isinstance(source, Document) else source)
     try:
@@ -219,6 +225,7 @@ def checked(
                 mistakes.append(str(source.error(where, message)))
             else:
                 fields = dotted(where) if where else ", ".join(given or ())
+                fields = fields.replace("_", "-") if source == "--" else fields  # an option
                 mistakes.append(f"{source}{fields}".rstrip(". ") + f": {message}")
         if len(errors) > MOST_MISTAKES:
             mistakes.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")
@@ -264,6 +271,8 @@ def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tupl
         return loc, "missing; this field is required"
     if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
         return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
+    if loc[:1] == ("class_weights",):
+        return loc[:1], "must be balanced, or a number for each class such as 1,2.5"
     return loc, message.removeprefix("Value error, ").replace("Input should be", "must be")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
 from gnnplan.planner.graph.links import expect_held_out, hold_out
 from gnnplan.planner.graph.partition import partition
@@ -80,6 +80,9 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
     return cluster.model_copy(update=shape(cluster, servers, per_server))
 
 
+MOST_SCORES = 1 << 27  # of all vertices and classes, that every rank puts together for roc_auc
+
+
 @dataclass(frozen=True)
 class Problem:
     """A problem; it never changes.
@@ -116,6 +119,56 @@ class Problem:
                 f"task=node learns from all edges, and {self.stats.name} lacks those held out for"
                 f" link prediction ({self.stats.held_out:,}); load the graph again"
             )
+
+        self._must_learn_so()
+
+    def _must_learn_so(self) -> None:
+        """Raise SpecError where loss, metric or class weights are of another kind of target."""
+        workload, stats = self.workload, self.stats
+        learned = "link" if workload.task == "link" else stats.learned
+        targets = {
+            "link": "edges",
+            "label": "one class per vertex",
+            "labels": "several labels per vertex",
+            "numbers": "numbers",
+        }
+        told = f"the targets of {stats.name} are {targets[learned]}"
+        if workload.metric and workload.metric not in METRICS[learned]:
+            raise SpecError(
+                f"metric={workload.metric} does not measure them: {told}; use"
+                f" {' or '.join(METRICS[learned])}"
+            )
+        if workload.loss and learned != "numbers":
+            raise SpecError(
+                f"loss={workload.loss} is of numbers, and {told}; use --task regression if its y"
+                " holds numbers, or leave loss out"
+            )
+        weights = workload.class_weights
+        if weights and learned != "label":
+            raise SpecError(
+                f"class_weights are of one class per vertex, and {told}; leave them out"
+            )
+        if weights not in (None, BALANCED) and stats.known and len(weights) != stats.classes:
+            raise SpecError(
+                f"class_weights has a number per class ({len(weights):,} numbers, classes of"
+                f" {stats.name}: {stats.classes:,}); use as many, or balanced"
+            )
+        if workload.patience and self.graph and learned != "link" and not self.graph.val.any():
+            raise SpecError(
+                f"patience={workload.patience} is of scores of validation vertices, and"
+                f" {stats.name} has none (val_mask); leave it out, or give a split"
+            )
+        scores = stats.vertices * stats.classes
+        if workload.metric == "roc_auc" and scores > MOST_SCORES:
+            raise SpecError(
+                f"metric=roc_auc puts the scores of all vertices together, and {scores:,} are more"
+                f" than {MOST_SCORES:,}; use {METRICS[learned][0]}, which ranks add up"
+            )
+
+    @property
+    def metric(self) -> str:
+        """What is measured of training, validation and test, as metrics.jsonl names it."""
+        return self.workload.metric_of(self.stats.learned)
 
     @property
     def ranks(self) -> int:
@@ -174,10 +227,11 @@ class Problem:
         """Whether all kernels of a step are launched as one (executor/ranks/replay.py).
 
         Steps that fill more of a GPU's memory are not. Their kernels take longer than launches, so
-        the host is ahead.
+        the host is ahead. Nor are those of a learning rate that changes: its number is a kernel's
+        argument, which a replay repeats.
         """
         alone = self.cluster.device.kind == "cuda" and self.ranks == 1
-        return alone and self.workload.mode == "full"
+        return alone and self.workload.mode == "full" and not self.workload.varies_lr
 
     @property
     def servers(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import dropout_mask
-from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.planner.gnn.workload import Workload
 
 # layer, h_{l-1} [N, H] -> (which of S rows each of N reads, as the operator [N, S]; those rows
@@ -35,7 +35,7 @@ class Plain:
             Workload(**(case.workload | {"dtype": "float64"})),
         )
         self.layers, self.model = self.workload.layers, self.workload.model
-        net = Net(problem.model, self.workload)
+        net = net_of(problem.model, self.workload)
         self.w = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
         self.running = {name: value.clone() for name, value in net.named_buffers()}  # of batch norm
         self.norm = self.workload.norm or ("layer" if self.model == "resgcn" else "none")
@@ -60,9 +60,16 @@ class Plain:
         self.x = torch.from_numpy(self.graph.features().astype(np.float64))
         y = torch.from_numpy(np.array(self.graph.y))
         self.train = torch.from_numpy(np.array(self.graph.train))
-        self.y = y[self.train].double() if self.graph.stats.multilabel else y[self.train]
-        kind = torch.optim.SGD if self.workload.optimizer == "sgd" else torch.optim.Adam
-        self.optimizer = kind(self.w.values(), lr=self.workload.lr)
+        self.y = y[self.train] if self.graph.stats.learned == "label" else y[self.train].double()
+        how = self.workload
+        kind, options = {
+            "sgd": (torch.optim.SGD, {"momentum": how.momentum}),
+            "adam": (torch.optim.Adam, {}),
+            "adamw": (torch.optim.AdamW, {}),
+        }[how.optimizer]
+        if how.weight_decay is not None:
+            options["weight_decay"] = how.weight_decay
+        self.optimizer = kind(self.w.values(), lr=how.lr, **options)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -228,24 +235,48 @@ class Plain:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def loss(self, logits: Tensor) -> Tensor:
+        return self.loss_of(logits[self.train], self.y)
+
+    def loss_of(self, logits: Tensor, y: Tensor) -> Tensor:
+        if self.graph.stats.numbers:
+            return (F.l1_loss if self.workload.loss == "mae" else F.mse_loss)(logits, y.double())
         if self.graph.stats.multilabel:
-            return F.binary_cross_entropy_with_logits(logits[self.train], self.y)
-        return F.cross_entropy(logits[self.train], self.y)
+            return F.binary_cross_entropy_with_logits(logits, y.double())
+        weight = self.workload.class_weights
+        if weight == "balanced":
+            counts = self.y.bincount(minlength=self.graph.stats.classes).double()
+            weight = (len(self.y) / int((counts > 0).sum()) / counts).tolist()
+        return F.cross_entropy(
+            logits, y, None if weight is None else torch.tensor(weight, dtype=torch.float64)
+        )
+
+    def begin(self, epoch: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.workload.lr_of(epoch)
 
     def descend(self, objective: Tensor) -> None:
         self.optimizer.zero_grad()
         objective.backward()
+        if self.workload.clip:
+            torch.nn.utils.clip_grad_norm_(self.w.values(), self.workload.clip)
         self.optimizer.step()
 
 
 def train_plainly(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Ordinary full-batch training: (losses, weights)."""
-    plain, losses = Plain(case), []
-    for step in range(case.epochs):
+    plain = Plain(case)
+    return trained(plain, case.epochs), plain.state
+
+
+def trained(plain: Plain, epochs: int) -> list[float]:
+    """The losses of full-batch training."""
+    losses = []
+    for step in range(epochs):
+        plain.begin(step)
         loss = plain.loss(plain.forward(step)[0])
         losses.append(loss.item())
         plain.descend(loss)
-    return losses, plain.state
+    return losses
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any], idle: tuple[str, ...] = ()) -> float:

@@ -127,6 +127,13 @@ class Result:
     def losses(self) -> list[float]:
         return [row["loss"] for row in self.metrics]
 
+    @property
+    def scores(self) -> list[float | None]:
+        """Of training, validation and test, of all epochs one after the other."""
+        from gnnplan.planner.gnn.workload import scores_of
+
+        return [row[name] for row in self.metrics for name in scores_of(row)]
+
     def rank(self, rank: int) -> dict[str, Any]:
         """Bytes by operation, peak memory, backend."""
         return json.loads((self.out / f"rank{rank}.json").read_text())

@@ -523,7 +523,7 @@ def test_evaluation_is_not_counted(played: Played) -> None:
     ]
     assert [row["bytes"] for row in played.result.metrics] == of_epoch
     assert of_epoch[0] == played.prediction.bytes_total
-    metric = played.result.case.problem(played.world).workload.metric
+    metric = played.result.case.problem(played.world).metric
     assert all(row[f"val_{metric}"] is not None for row in played.result.metrics)
 
 

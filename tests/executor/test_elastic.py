@@ -19,6 +19,7 @@ from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_sto
 from gnnplan.executor.ranks.optimizer import SGD, Adam
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, Joined, named
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 
 pytestmark = pytest.mark.timeout(110)
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.timeout(110)
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
 NORMED = {**FULL, "model": "gcn", "norm": "batch"}
 MINI = {**FULL, "mode": "mini", "batch": 8, "fanout": (3, 2), "layers": 2}
+RATES = {"optimizer": "adamw", "warmup": 5, "schedule": "cosine", "clip": 0.1}
+MOMENTUM = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 LAST = 7  # epochs
 
 
@@ -40,12 +43,12 @@ CASES = [
     at_night("graph_parallel", 1, "graph_parallel", 3, NORMED),
     ("graph_parallel", 2, "granndis", 2, {**FULL, "servers": 2}),
     at_night("granndis", 2, "feature_parallel", 3, FULL),
-    ("feature_parallel", 3, "gnnpipe(stages=2,chunks=1)", 2, FULL),
+    ("feature_parallel", 3, "gnnpipe(stages=2,chunks=1)", 2, {**FULL, **RATES}),
     ("gnnpipe(stages=2,chunks=1)", 2, "graph_parallel", 3, FULL),
     at_night("gnnpipe(stages=2,chunks=1)", 2, "offload(chunks=3)", 1, FULL),
     at_night("graph_parallel", 2, "gnnpipe(stages=2,chunks=1)", 2, {**FULL, "optimizer": "sgd"}),
     ("data_parallel", 2, "p3", 3, MINI),
-    ("p3", 2, "gsplit", 3, MINI),
+    ("p3", 2, "gsplit", 3, {**MINI, **MOMENTUM}),
     at_night("p3", 3, "p3", 2, {**MINI, "model": "gat", "heads": 2}),
     at_night("gsplit", 3, "data_parallel", 2, MINI),
 ]
@@ -206,8 +209,8 @@ def saved(out: Path, *ranks: int, **changed: Any) -> None:
     for rank in ranks:
         net = torch.nn.Linear(4, 3)
         net.weight = torch.nn.Parameter(torch.full((3, 2), float(rank)))
-        optimizer = Adam(net.parameters(), 0.1)
-        optimizer.mean[0].fill_(10.0 + rank)
+        optimizer = Adam(net.parameters(), Workload())
+        optimizer.kept["mean"][0].fill_(10.0 + rank)
         held = Held(net, {"weight": range(2 * rank, 2 * rank + 2)}, optimizer)
         tensors = named("worker", net.state_dict()) | named("optimizer", optimizer.state())
         process = Rank(rank, 2, torch.device("cpu"), "gloo")
@@ -225,16 +228,18 @@ def test_columns_are_put_side_by_side(tmp_path: Path) -> None:
     ours.go_on(10, others[10])
     notes, whole = ours.load_whole()
     net = torch.nn.Linear(4, 3)
-    optimizer = Adam(net.parameters(), 0.1)
+    optimizer = Adam(net.parameters(), Workload())
     Held(net, {}, optimizer).take(whole)
     assert net.weight.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3 and notes == {"before": []}
-    assert optimizer.mean[0].tolist() == [[10.0, 10.0, 11.0, 11.0]] * 3
+    assert optimizer.kept["mean"][0].tolist() == [[10.0, 10.0, 11.0, 11.0]] * 3
     # and cut otherwise
     part = torch.nn.Linear(1, 3)
-    Held(part, {"weight": range(2, 3)}, SGD(part.parameters(), 0.1)).take(whole)
+    Held(part, {"weight": range(2, 3)}, SGD(part.parameters(), Workload(optimizer="sgd"))).take(
+        whole
+    )
     assert part.weight.tolist() == [[1.0]] * 3 and torch.equal(part.bias, net.bias)
     with pytest.raises(SpecError, match=r"checkpoint's weight.weight is torch.float32 \[3, 4\]"):
-        Held(part, {}, SGD([], 0.1)).take(whole)
+        Held(part, {}, SGD([], Workload(optimizer="sgd"))).take(whole)
 
 
 def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch.nn import functional as F
 from written import quiet
 
 import gnnplan
+from gnnplan.api.asking import ask
 from gnnplan.executor.minibatch.sampler import Arriving, Sampler
+from gnnplan.executor.modules.bind import bound
 from gnnplan.executor.modules.read import with_user_module
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import SpecError
 
 N, EPOCHS, LR = 40, 4, 0.05
@@ -61,6 +60,10 @@ class Kinds(nn.Module):
         self.of, self.a = nn.Embedding(6, 4), GCNConv(in_channels + 4, out_channels)
     def forward(self, x, edge_index, kind):
         return self.a(torch.cat([x, self.of(kind)], 1), edge_index)
+
+class Far(Kinds):
+    def forward(self, x, edge_index, kind):
+        return super().forward(x, edge_index, kind % 6)
 """
 FULL = {"mode": "mini", "fanout": "full", "batch": 14}  # all training vertices
 
@@ -164,14 +167,23 @@ def test_what_is_not_read_is_said_once(folder: Path) -> None:
         f"{folder / 'model.py'}:Weighted": "Weighted does not read kind, edge_attr, edge_type of data",
     }
     for model, note in unread.items():
-        plan = gnnplan.plan(data, model=model, strategy="graph_parallel", ranks=2)
-        assert [said for said in plan.notes if "does not read" in said] == [note]
+        question = ask(data, "local", None, {"model": model})
+        assert [said for said in question.notes if "does not read" in said] == [note]
 
 
 def test_a_field_that_the_graph_lacks_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("pos", "position"))
     with pytest.raises(SpecError, match=r"asks for position, and the graph has x, edge_index, k"):
         gnnplan.plan(str(folder / "data.pt"), model=f"{tmp_path / 'model.py'}:Weighted", ranks=2)
+
+
+def test_an_id_beyond_an_embedding_is_refused_before_training(folder: Path, tmp_path: Path) -> None:
+    data = data_of()
+    data.kind[7] = 6
+    torch.save(data, tmp_path / "data.pt")
+    with pytest.raises(SpecError, match="IndexError: index out of range"):
+        model = f"{folder / 'model.py'}:Kinds"
+        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -181,21 +193,18 @@ def test_a_field_that_the_graph_lacks_is_named(folder: Path, tmp_path: Path) -> 
 def test_whole_numbers_that_rows_do_not_hold_are_refused(
     folder: Path, tmp_path: Path, dtype: str, highest: int, most: str
 ) -> None:
-    """An embedding was of another id: 16,777,217 is 16,777,216 in float32."""
+    """In float32 16,777,217 is 16,777,216."""
     data = data_of()
     data.kind[7] = highest
     torch.save(data, tmp_path / "data.pt")
     with pytest.raises(SpecError) as refused:
-        model = f"{folder / 'model.py'}:Kinds"
+        model = f"{folder / 'model.py'}:Far"
         gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, dtype=dtype)
     assert f"kind: rows in {dtype} hold whole numbers up to {most}, found" in str(refused.value)
 
 
-def test_a_parameter_may_name_a_field_of_dgl(folder: Path, tmp_path: Path) -> None:
+def test_a_parameter_may_name_a_field_of_dgl() -> None:
     """Edges' weight is given as edge_weight, and edges' feat is not taken for vertices'."""
-    graph = load(str(folder / "data.pt"))
-    assert isinstance(graph, Graph)
-    bound = importlib.import_module("gnnplan.executor.modules.bind").bound
 
     class Module(torch.nn.Module):
         def forward(self, feat: Any, edge_index: Any, edge_weight: Any, edge_feat: Any) -> None: ...
@@ -207,6 +216,3 @@ def test_a_parameter_may_name_a_field_of_dgl(folder: Path, tmp_path: Path) -> No
         "edge_weight": "edge weight",
         "edge_feat": "edge feat",
     }
-
-
-_ = sys

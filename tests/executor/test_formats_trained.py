@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from written import CLASSES, EDGES, GRAPH, MASKS, WIDTH, N, ids, quiet
 
 import gnnplan
-from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.parameters import kept, put
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.graph_parallel import worker_on
@@ -389,7 +389,7 @@ def trained_there(module: nn.Module, theirs: Theirs) -> list[float]:
 def our_logits(plan: gnnplan.Plan, state: dict[str, Tensor]) -> Tensor:
     """By one process, of the graph as we read it."""
     problem = replace(plan.problem, cluster=with_ranks(plan.problem.cluster, 1))
-    net = Net(problem.model, problem.workload)
+    net = net_of(problem.model, problem.workload)
     assert problem.workload.module
     put(net, kept(Path(problem.workload.module.file)).places, state)
     rank = Rank(0, 1, torch.device("cpu"), "gloo")

@@ -167,4 +167,4 @@ def test_the_loss_is_that_of_pyg() -> None:
 def test_ties_count_half() -> None:
     rows = torch.tensor([[1.0], [2.0], [2.0], [3.0], [1.0]])
     pairs = Pairs(np.array([0, 0]), np.array([[1, 2, 4], [1, 3, 3]]))
-    assert compared(rows, pairs).tolist() == [1.5, 2.5]
+    assert compared(rows, pairs).tolist() == [1.5, 4.0]

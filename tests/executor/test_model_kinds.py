@@ -19,7 +19,7 @@ from test_own_layers import EXAMPLE
 from test_user_modules import MODULES, libraries, loaded, logits_of, made, ours, theirs
 
 import gnnplan
-from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.planner.vocabulary.units import show_bytes
 
 __all__ = ["libraries"]  # a fixture of all tests here
@@ -121,7 +121,7 @@ def test_a_model_is_planned_trained_as_planned_and_used(
             mine = mine.log_softmax(1)
     else:
         problem = case.problem(1)
-        nets = [Net(problem.model, problem.workload) for _ in range(2)]
+        nets = [net_of(problem.model, problem.workload) for _ in range(2)]
         for net, run in zip(nets, (result, alone), strict=True):
             net.load_state_dict(run.weights)
         mine, logits = (logits_of(net, problem) for net in nets)

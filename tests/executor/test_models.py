@@ -569,9 +569,10 @@ def test_what_multiplies_sparse_features_lies_column_by_column(
         name for name, p in sparse.named_parameters() if p.ndim == 2 and not p.is_contiguous()
     ] == turned
     gradients, plain = (Gradients(net.parameters(), (0,)) for net in (sparse, dense))
-    adam, theirs = Adam(gradients.parameters, 0.1), Adam(plain.parameters, 0.1)
+    how = Workload(lr=0.1)
+    adam, theirs = Adam(gradients.parameters, how), Adam(plain.parameters, how)
     for (name, p), q, mean in zip(
-        sparse.named_parameters(), dense.parameters(), adam.mean, strict=True
+        sparse.named_parameters(), dense.parameters(), adam.kept["mean"], strict=True
     ):
         assert p.stride() == p.grad.stride() == mean.stride(), name
         assert torch.equal(p, q), name

@@ -1,37 +1,86 @@
 """The optimizers' functions against torch's classes, which a process of ours does not make."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import ForkServer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
-from gnnplan.executor.ranks.optimizer import SGD, Adam
+from gnnplan.executor.ranks.optimizer import optimizer_of
+from gnnplan.planner.gnn.workload import Workload
+
+KINDS = [
+    ({"optimizer": "sgd"}, torch.optim.SGD, {}),
+    (
+        {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1},
+        torch.optim.SGD,
+        {"momentum": 0.9, "weight_decay": 0.1},
+    ),
+    ({"optimizer": "adam"}, torch.optim.Adam, {"fused": True}),
+    ({"weight_decay": 0.1}, torch.optim.Adam, {"fused": True, "weight_decay": 0.1}),
+    ({"optimizer": "adamw"}, torch.optim.AdamW, {"fused": True}),
+    ({"optimizer": "adamw", "weight_decay": 0.0}, torch.optim.AdamW, {"weight_decay": 0.0}),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("ours", "theirs"), [(SGD, torch.optim.SGD), (Adam, torch.optim.Adam)])
-def test_steps_are_those_of_torch(ours: type, theirs: type, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("fields", "kind", "options"), KINDS, ids=lambda value: str(value))
+def test_steps_are_those_of_torch(
+    fields: dict[str, object], kind: type, options: dict[str, float], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     start = [torch.randn(shape, dtype=dtype) for shape in ((3, 4), (5,))]
     mine, other = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
-    steps = ours(mine, 0.1), theirs(other, lr=0.1, **({"fused": True} if ours is Adam else {}))
-    for _ in range(5):
+    if kind is not torch.optim.SGD:
+        options = {**options, "fused": True}
+    ours = optimizer_of(mine, Workload(lr=0.1, **fields))
+    theirs = kind(other, lr=0.1, **options)
+    for lr in (0.1, 0.1, 0.03, 0.05, 0.0):
+        ours.lr = theirs.param_groups[0]["lr"] = lr
         for p, q in zip(mine, other, strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
-        for optimizer in steps:
-            optimizer.step()
+        ours.step()
+        theirs.step()
     for p, q in zip(mine, other, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize("schedule", ["constant", "step", "cosine"])
+def test_learning_rates_are_those_of_torch(schedule: str, warmup: int) -> None:
+    epochs = 15
+    how = Workload(lr=0.3, warmup=warmup, schedule=schedule, step_size=3, gamma=0.5, epochs=epochs)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    later = {
+        "constant": lambda: LinearLR(optimizer, 1.0, 1.0),
+        "step": lambda: StepLR(optimizer, 3, 0.5),
+        "cosine": lambda: CosineAnnealingLR(optimizer, epochs - warmup),
+    }[schedule]()
+    if warmup:
+        rises = LinearLR(optimizer, 1 / warmup, 1.0, total_iters=max(warmup - 1, 1))
+        later = SequentialLR(optimizer, [rises, later], [warmup])
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SequentialLR calls its parts as torch advises against
+        for _ in range(epochs):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            later.step()
+    assert [how.lr_of(epoch) for epoch in range(epochs)] == pytest.approx(rates, rel=1e-12)
+    assert how.varies_lr == (len({round(rate, 12) for rate in rates}) > 1)
 
 
 def test_a_step_does_not_import_the_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch; from gnnplan.executor.ranks.optimizer import Adam; "
+        "import sys, torch; from gnnplan.executor.ranks.optimizer import optimizer_of; "
+        "from gnnplan.planner.gnn.workload import Workload; "
         "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2); "
-        "Adam([p], 0.1).step(); sys.exit('torch._dynamo' in sys.modules)"
+        "[optimizer_of([p], Workload(optimizer=kind)).step() for kind in ('adam', 'adamw', 'sgd')];"
+        " sys.exit('torch._dynamo' in sys.modules)"
     )
     process = fork_server.start([str(program)], {}, tmp_path / "stderr")
     try:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from ranks import Case, Ranks
 
-from gnnplan.executor.layers import own
-from gnnplan.executor.layers.own import own_layers, with_user_model
+from gnnplan.executor.modules import own
+from gnnplan.executor.modules.own import own_layers, with_user_model
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
@@ -223,13 +223,13 @@ def test_two_ranks_train_it_as_one_process_does(
 
 def test_every_rank_makes_the_same_weights(tmp_path: Path, run_ranks: Ranks, graphs: Any) -> None:
     """Layer N starts from (seed, N), whichever layers a rank has and whatever was drawn before."""
-    from gnnplan.executor.layers.models import Net
+    from gnnplan.executor.modules.nets import net_of
 
     workload = workload_of(tmp_path, EXAMPLE, "Contrast")
     model = describe(workload, FEATURES, CLASSES)
-    whole = Net(model, workload).state_dict()
+    whole = net_of(model, workload).state_dict()
     torch.rand(7)
-    last = Net(model, workload, range(3, 4)).state_dict()
+    last = net_of(model, workload, range(3, 4)).state_dict()
     assert last and all(torch.equal(value, whole[name]) for name, value in last.items())
 
 
@@ -302,13 +302,13 @@ def test_the_kind_alone_is_no_model() -> None:
 
 
 def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path: Path) -> None:
-    from gnnplan.executor.layers.models import Net
+    from gnnplan.executor.modules.nets import net_of
 
     workload = workload_of(tmp_path, EXAMPLE, "Contrast")
     (tmp_path / "layer.py").write_text(EXAMPLE.replace("0.5", "0.4"))
     own.class_in.cache_clear()  # a rank is a process of its own
     with pytest.raises(SpecError, match=r"has changed since the plan was made; plan again"):
-        Net(describe(workload, FEATURES, CLASSES), workload)
+        net_of(describe(workload, FEATURES, CLASSES), workload)
 
 
 def test_a_live_layer_is_refused(graphs: dict[str, str]) -> None:

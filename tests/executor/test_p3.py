@@ -72,6 +72,7 @@ def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tens
     plain, losses, total = Plain(replace(case, servers=1)), [], 0.0
     history = [[p.detach().clone() for p in plain.w.values()]]  # w_0, w_1, ..
     for step, (share, loss_of, last) in enumerate(batches_of(plain, case.epochs)):
+        plain.begin(len(losses))
         latest = [p.detach().clone() for p in plain.w.values()]
         for p, old in zip(plain.w.values(), history[max(0, step - 3)], strict=True):
             p.data.copy_(old)
@@ -116,7 +117,7 @@ def test_the_pipeline_is_the_recursion(
     case = Case(
         f"p3(pipelined=True,copies={copies})",
         graphs[graph],
-        workload(model, dropout=0.5, optimizer=optimizer, lr=0.02),
+        workload(model, dropout=0.5, optimizer=optimizer, lr=0.02, schedule="step", step_size=1),
         servers,
         epochs=4,
         eval_every=1,

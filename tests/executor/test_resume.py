@@ -52,7 +52,7 @@ CASES = [  # those at night are part of others
     Case(
         "graph_parallel(narrow=True,checkpoint=True)",
         "rough",
-        {**FULL, "model": "gcn", "norm": "batch"},
+        {**FULL, "model": "gcn", "norm": "batch", "warmup": 4, "schedule": "cosine"},
     ),
     *(
         at_night(Case(name, "rough", FULL, staleness_errors=True))
@@ -71,14 +71,18 @@ CASES = [  # those at night are part of others
     Case(
         "gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)",
         "rough",
-        {**FULL, "model": "gat", "heads": 2},
+        {**FULL, "model": "gat", "heads": 2, "optimizer": "adamw", "clip": 0.1},
     ),
     at_night(Case("gnnpipe(stages=1,chunks=3)", "rough", {**FULL, "model": "gcnii"})),
     at_night(Case("granndis", "rough", FULL, servers=2)),
     Case("granndis(max_hop=1,fanout=3,batches=3)", "rough", FULL, servers=2),
     at_night(Case("data_parallel(prefetch=2)", "rough", MINI)),
     at_night(Case("data_parallel(cache=480)", "rough", MINI)),
-    Case("gsplit(buckets=2,prefetch=1)", "rough", MINI),
+    Case(
+        "gsplit(buckets=2,prefetch=1)",
+        "rough",
+        {**MINI, "optimizer": "sgd", "momentum": 0.9, "schedule": "step", "step_size": 2},
+    ),
     Case("data_parallel(prefetch=1)", "rough", {**MINI, "dtype": "bfloat16"}),
     at_night(Case("dnp(prefetch=1)", "rough", MINI)),
     Case("snp(prefetch=1)", "rough", MINI),
@@ -161,9 +165,9 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
     lost then, they had none in common."""
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
 
-    def meet(rank: Rank, epoch: int, *more: Any) -> dict[str, Any]:
+    def meet(rank: Rank, problem: Any, epoch: int, *more: Any) -> dict[str, Any]:
         there[epoch + 1] = stored(run_ranks.folder / f"run{run_ranks.runs}", [0])[0]
-        return row(rank, epoch, *more)
+        return row(rank, problem, epoch, *more)
 
     monkeypatch.setattr(checkpoint.os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
     monkeypatch.setattr(train, "_row", meet)

@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.parameters import kept, put
 from gnnplan.executor.modules.read import (
-    GraphFields,
     read,
     read_again,
     with_module,
@@ -443,7 +444,7 @@ def made(case: Case) -> Any:
 def ours(case: Case, state: dict[str, Tensor]) -> Tensor:
     """Our logits in one process, with this state_dict of the user's module."""
     problem = case.problem(1)
-    net = Net(problem.model, problem.workload)
+    net = net_of(problem.model, problem.workload)
     put(net, made(case).parameters.places, state)
     return logits_of(net, problem)
 
@@ -535,7 +536,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
     module.double().load_state_dict(result.weights)
     with torch.no_grad():
         logits = theirs(name, module, graph)
-    net = Net(problem.model, problem.workload)
+    net = net_of(problem.model, problem.workload)
     put(net, start.places, result.weights)
     mine = logits_of(net, case.problem(1))
     torch.testing.assert_close(
@@ -781,7 +782,6 @@ CARRIED = {
         "self.a = ChebConv(in_channels, 8, K=2)",
         PYG + "from torch_geometric.nn import ChebConv",
     ),
-    "option": frame(PLAIN, "self.a = GCNConv(in_channels, 8, improved=True)"),
     "aggregation": frame(PLAIN, "self.a = SAGEConv(in_channels, 8, aggr='max')"),
     "attention dropout": frame(PLAIN, "self.a = GATConv(in_channels, 8, dropout=0.6)"),
     "several heads at the end": frame(
@@ -1029,7 +1029,8 @@ def test_a_workload_file_names_a_module_that_stands_beside_it(
 
 READS = """
 import sys
-from gnnplan.executor.modules.read import GraphFields, read
+from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.read import read
 from gnnplan.planner.gnn.workload import Workload
 read(sys.argv[1] + ":M", Workload(), GraphFields(8, 4))
 assert "torch._inductor" not in sys.modules

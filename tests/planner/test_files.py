@@ -323,6 +323,9 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
     [
         ({"layers": 0}, "--layers: must be greater than or equal to 1"),
         ({"fanout": "15,x"}, "--fanout: must be full, or a number"),
+        ({"class_weights": "1,x"}, "--class-weights: must be balanced, or a number for each class"),
+        ({"optimizer": "adam", "momentum": 0.9}, "--momentum: adam has moments of its own"),
+        ({"schedule": "cosine", "warmup": 50}, "--warmup: a cosine falls between warmup and the"),
         ({"model": "gatt"}, "--model: must be 'gcn', 'sage', 'gcnii'"),
         ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
     ],

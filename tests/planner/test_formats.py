@@ -336,7 +336,7 @@ BAD_EXTRAS = {
     "an infinity": ("features", lambda d: np.save(d, np.full((N, 2), np.inf)), "must be finite"),
     "a vector": ("features", lambda d: np.save(d, np.ones(N)), r"\[vertices, features\]"),
     "objects": ("features", lambda d: np.save(d, np.array([{}]), allow_pickle=True), "pickled"),
-    "fractions": ("labels", lambda d: np.save(d, np.full(N, 0.5)), "whole class ids"),
+    "infinity": ("labels", lambda d: np.save(d, np.append(np.full(N - 1, 0.5), np.inf)), "finite"),
     "a gap": ("labels", lambda d: np.save(d, np.where(np.arange(N) == 4, 90, 0)), "large gaps"),
     "ids beyond": ("split", lambda d: np.savez(d, train=[N]), r"train_mask\[0\].*\[0, 29\]"),
     "masks short": ("split", lambda d: np.savez(d, train=[True]), "a value for each of 30"),

@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from gnnplan.api.asking import ask
 from gnnplan.planner.graph import graph as module
+from gnnplan.planner.graph.formats import Extras, convert
 from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -424,7 +426,8 @@ NAN = np.where(np.eye(5, 3) > 0, np.nan, 0)
             {"y": [0, 1, 0, 1, 2], "meta": json.dumps({"classes": 2})},
             r"y\[4\]: labels must be class ids 0 to 1 .* found 2",
         ),
-        ({"y": [0.5, 1, 0, 1, 0]}, r"y\[0\]: labels must be whole class ids .* found 0\.5"),
+        ({"y": [2.0**60, 1, 0, 1, 0]}, r"y\[0\]: labels must be whole class ids .* 1\.15"),
+        ({"y": [0.5, 1, 0, np.inf, 0]}, r"y\[3, 0\]: numbers to predict must be finite"),
         (
             {"y": NAN},
             r"y\[0, 0\]: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan\]",
@@ -682,3 +685,72 @@ def test_bad_statistics_are_named(tmp_path, line, words):
     path.write_text(f"vertices: 100\nedges: 500\nfeatures: 10\nclasses: 2\n{line}\n")
     with pytest.raises(SpecError, match=words):
         load(str(path))
+
+
+# --- numbers to predict ---------------------------------------------------------------------------
+
+NUMBERS = {
+    "fractions": ([0.5, -3.25, np.nan, 7.0], 1, "numbers"),
+    "a column of fractions": ([[0.5], [2.0], [np.nan], [7.0]], 1, "numbers"),
+    "several, beyond [0, 1]": ([[0.5, 2.0], [1.0, 0.0], [np.nan, 0.0], [-1.5, 0.0]], 2, "numbers"),
+    "shares of labels": ([[0.5, 1.0], [1.0, 0.0], [0.0, 0.0], [0.25, 0.0]], 2, "labels"),
+    "whole floats": ([0.0, 1.0, np.nan, 1.0], 2, "label"),
+}
+
+
+@pytest.mark.parametrize(("y", "outputs", "learned"), NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("form", ["npz", "folder", "pt"])
+def test_numbers_to_predict_are_what_can_be_no_labels(tmp_path, form, y, outputs, learned):
+    """Unless the user says so: then all are, and no number is 'no label' but NaN."""
+    arrays = {"src": np.array([0, 1, 2]), "dst": np.array([1, 2, 3]), "y": np.array(y)}
+    arrays |= {"train_mask": np.array([True, False, False, False])}
+    path = tmp_path / "g"
+    if form == "npz":
+        np.savez(path := path.with_suffix(".npz"), **arrays)
+    elif form == "folder":
+        path.mkdir()
+        for name, array in arrays.items():
+            np.save(path / f"{name}.npy", array)
+    else:
+        torch = pytest.importorskip("torch")
+        edges = np.stack([arrays.pop("src"), arrays.pop("dst")])
+        data = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        torch.save(data | {"edge_index": torch.from_numpy(edges)}, path := path.with_suffix(".pt"))
+    found = load(str(path))
+    assert (found.stats.learned, found.stats.classes) == (learned, outputs)
+    assert any("regression" in note for note in found.stats.notes) == (learned == "numbers")
+    said = load(f"{path}?task=regression")
+    expected = np.array(y, np.float32).reshape(4, -1)
+    assert said.stats.learned == "numbers" and said.y.dtype == np.float32
+    np.testing.assert_array_equal(said.y, expected)
+
+
+def test_a_loss_of_numbers_says_that_labels_are_numbers(tmp_path):
+    """Whole numbers with gaps are refused as classes, and the error says how to ask."""
+    y = np.array([1999, 2003, 2010, -1])
+    np.savez(tmp_path / "g.npz", src=[0, 1, 2], dst=[1, 2, 3], y=y)
+    path = str(tmp_path / "g.npz")
+    with pytest.raises(SpecError, match="for numbers to predict, use --task regression"):
+        ask(path, "local", None, {})
+    for fields, more in (
+        ({"loss": "mse"}, {}),
+        ({}, {"task": "regression"}),
+        ({}, {"overrides": ["loss=mae"]}),
+        ({}, {"overrides": {"loss": "mse"}, "task": "regression"}),
+    ):
+        problem = ask(path, "local", None, fields, **more).problem
+        assert problem.graph.y[:, 0].tolist() == y.tolist() and problem.metric == "mae"
+        assert problem.model.classes == 1
+    data = pytest.importorskip("torch_geometric.data")
+    torch = pytest.importorskip("torch")
+    edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
+    found = ask(
+        data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, {}, task="regression"
+    )
+    assert found.problem.graph.y[:, 0].tolist() == y.tolist()
+    with pytest.raises(
+        SpecError, match=r"the Data: y.*for numbers to predict, use --task regression"
+    ):
+        ask(data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, {})
+    convert(path, tmp_path / "folder", Extras(numbers=True))
+    assert load(f"{tmp_path / 'folder'}?task=regression").y[:, 0].tolist() == y.tolist()

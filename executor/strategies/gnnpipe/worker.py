@@ -12,10 +12,12 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import Targets, dtype_of, weight_dtype_of
+from gnnplan.executor.layers.blocks import dtype_of, weight_dtype_of
 from gnnplan.executor.layers.kernels import backward, pack, unpack
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import Targets
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
@@ -29,6 +31,7 @@ from gnnplan.executor.strategies.gnnpipe.layers import (
     layer_backward,
     must_run_in_parts,
 )
+from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
@@ -57,7 +60,7 @@ class Worker(base.Worker):
                 rank.group(tuple(strategy.group(problem, stage)))
         rank.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload), workload.seed
-        self.net = Net(self.shapes, workload, self.layers).to(device)
+        self.net = net_of(self.shapes, workload, self.layers).to(device)
         must_run_in_parts(self.net, self.layers)
         cut = problem.cut(strategy.chunks, self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
@@ -456,16 +459,13 @@ class Worker(base.Worker):
         """Logits [own, C] on the last stage, else nothing; without dropout or history."""
         return self._whole_graph()
 
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of this rank's rows; zeros before the last stage."""
-        total = logits.new_zeros(3, 2, dtype=torch.float64)
-        for chunk, targets in zip(self.chunks, self.targets, strict=False):
-            total += targets.counts(logits[chunk.rows])
-        return total
+    def counts(self, logits: Tensor) -> Tensor | int:
+        # their rows are in chunk order; no stage but the last has targets
+        return counts_of(self.targets, logits)
 
     def state(self) -> dict[str, Tensor]:
         """Weights and history."""
-        return super().state() | self.history.state()
+        return self.trained() | self.history.state()
 
     def refill(self, step: int) -> None:
         """Historical rows are those of the weights, as they are before the first step."""

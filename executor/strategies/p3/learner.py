@@ -26,10 +26,16 @@ class Delayed(Learner):
     """A learner whose all-reduce runs beside the computation of a period."""
 
     def __init__(
-        self, rank: Rank, workload: Workload, gradients: Sequence[Gradients], pipeline: Pipeline
+        self,
+        rank: Rank,
+        workload: Workload,
+        gradients: Sequence[Gradients],
+        pipeline: Pipeline,
+        steps: int,
     ) -> None:
+        """steps: batches of an epoch."""
         super().__init__(rank, workload, gradients)
-        self.pipeline = pipeline
+        self.pipeline, self.workload, self.steps = pipeline, workload, steps
         self.reducing: Future[None] | None = None
 
     def start(self, batch: int) -> None:
@@ -51,6 +57,7 @@ class Delayed(Learner):
         self.reducing.result()
         for own, reduced in zip(self.gradients, self.pipeline.gradients_of(due), strict=True):
             own.flat.copy_(reduced.flat)
+        self.optimizer.lr = self.workload.lr_of(due // self.steps)  # the epoch's of the batch
         self.descend(due)
 
     def finish(self, step: int) -> None:

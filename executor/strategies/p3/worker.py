@@ -25,6 +25,7 @@ from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, part
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner
@@ -86,7 +87,7 @@ class Worker(base.Worker):
         self.rank, self.problem, self.strategy = rank, problem, strategy
         me, device = rank.rank, rank.device
         self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
-        self.net = Net(problem.model, problem.workload).to(device)
+        self.net = net_of(problem.model, problem.workload).to(device)
         self.sliced = self._cut()
         _must_be_cut_by_columns(self.sliced)
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
@@ -107,7 +108,13 @@ class Worker(base.Worker):
         )
         self.features = Columns(rank, problem, self.columns, store)
         self.learner: Learner = (
-            Delayed(rank, problem.workload, self.gradients(self.sliced), self)
+            Delayed(
+                rank,
+                problem.workload,
+                self.gradients(self.sliced),
+                self,
+                strategy.steps(problem),
+            )
             if strategy.pipelined
             else Learner(rank, problem.workload, self.gradients(self.sliced))
         )
@@ -126,9 +133,9 @@ class Worker(base.Worker):
 
     def _cut(self) -> Net:
         """The model with this rank's columns of the first weights."""
-        sliced = Net(self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload).to(
-            self.rank.device
-        )
+        sliced = net_of(
+            self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload
+        ).to(self.rank.device)
         for name, p in self.net.named_parameters():
             target = sliced.get_parameter(name)
             target.data.copy_(
@@ -291,7 +298,7 @@ class Worker(base.Worker):
                 [part.block for part in share.parts[1:]],
                 [torch.from_numpy(part.source) for part in share.parts[1:]],
                 torch.from_numpy(share.own),
-                graph_parallel.targets_of(self.problem, share, HOST, share.everyone),
+                graph_parallel.targets_of(self.problem, share, HOST, share.total),
             )
         )
         with self.rank.span(Label("forward", step), "compute"):
@@ -402,8 +409,7 @@ class Worker(base.Worker):
         self.scored = [self.whole.targets]
         return self.whole.worker.evaluate(step)
 
-    def counts(self, logits: Tensor) -> Tensor:
-        """Right and wrong answers [3, 2] of the rows of the last logits."""
+    def counts(self, logits: Tensor) -> Tensor | int:
         return counts_of(self.scored, logits)
 
     def open_learner(self) -> Learner:
@@ -421,6 +427,9 @@ class Worker(base.Worker):
                     moving.result()
         self._assemble()
 
+    def trained(self) -> dict[str, Tensor]:
+        return dict(self.sliced.state_dict())
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint between two epochs keeps.
 
@@ -428,7 +437,7 @@ class Worker(base.Worker):
         the batches under way, whose body is done, the gradients that `_tail` needs. Layer 1 of
         these batches is computed again.
         """
-        out = dict(self.sliced.state_dict())
+        out = self.trained()
         if self.strategy.pipelined:
             for i, (net, buffers) in enumerate(zip(self.nets, self.buffers, strict=True)):
                 out |= named(f"stash.{i}", net.state_dict()) | {

@@ -158,7 +158,7 @@ def parts_of(path: str, extras: Extras | None = None, trust: bool = False) -> Pa
                 parts = of_object(pickle.load(stream), path)
         else:
             parts = format.read(path)
-    add(parts, extras or Extras())
+    add(parts, Extras() if extras is None else extras)
     return parts
 
 
@@ -196,7 +196,7 @@ def from_object(
     extras: files that add features, labels, a split. made_up: what is made up if they are absent.
     Raises SpecError."""
     parts = of_object(found, name)
-    add(parts, extras or Extras())
+    add(parts, Extras() if extras is None else extras)
     return graph_of(parts, parts.path, made_up or MadeUp(), directed)
 
 
@@ -221,6 +221,6 @@ def convert(
         parts = parts_of(str(source), extras, trust)
     else:
         parts = of_object(source)
-        add(parts, extras or Extras())
+        add(parts, Extras() if extras is None else extras)
     vertices, edges = mapped.write(parts, folder)
     return vertices, edges, parts.notes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import zipfile
 from dataclasses import dataclass
@@ -47,9 +46,10 @@ class Extras:
     features: str | None = None
     labels: str | None = None
     split: str | None = None
+    numbers: bool = False  # labels are numbers to predict, whatever they look like
 
     def __bool__(self) -> bool:
-        return any(dataclasses.astuple(self))
+        return any((self.features, self.labels, self.split))
 
 
 def add(parts: Parts, extras: Extras) -> None:
@@ -65,11 +65,13 @@ def add(parts: Parts, extras: Extras) -> None:
                 f"{parts.path}: has its own {word}, so --{word} {path} would replace them; leave it"
                 " out"
             )
+    parts.numbers = extras.numbers
     if extras.features:
         parts.x, parts.x_path = _features(extras.features), extras.features
     if extras.labels:
         parts.y = np.atleast_1d(_labels(extras.labels, parts))
-        read_labels(extras.labels, {"y": parts.y}, len(parts.y), {})  # who refuses names the file
+        # who refuses names the file
+        read_labels(extras.labels, {"y": parts.y}, len(parts.y), {}, extras.numbers)
     if extras.split:
         parts.masks = _split(extras.split, _vertices(parts))
 

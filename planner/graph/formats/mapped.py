@@ -94,7 +94,7 @@ def write(parts: Parts, folder: Path) -> tuple[int, int]:
     try:
         _write(parts, temporary)
         arrays, _ = read_arrays(str(temporary))
-        size = must_be_a_graph(parts.path, arrays, [])
+        size = must_be_a_graph(parts.path, arrays, [], parts.numbers)
         must_be_new(folder)
         os.rename(temporary, folder)
     except OSError as error:
@@ -140,7 +140,8 @@ def of_own(folder: str, path: str | None = None) -> Parts:
     """The parts of our folder or .npz. path: the name that messages give."""
     arrays, others = read_arrays(folder)
     path = path or folder
-    vertices, _ = must_be_a_graph(path, arrays, others)
+    # whether y are classes is told when they are written
+    vertices, _ = must_be_a_graph(path, arrays, others, numbers=True)
     meta = meta_of(path, arrays)
     on_edges = [name for name in arrays if name.startswith(EDGE)]
     return Parts(

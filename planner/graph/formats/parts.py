@@ -60,6 +60,7 @@ class Parts:
     notes: list[str] = field(default_factory=list)
     vertex_fields: dict[str, Array] = field(default_factory=dict)  # [N, ..]
     edge_fields: tuple[str, ...] = ()  # names
+    numbers: bool = False  # y are numbers to predict, whatever they look like
     x_path: str = ""  # the name that messages give x, if it is of another file
 
     def meta(self) -> dict[str, int]:
@@ -169,7 +170,7 @@ def masks_or_ids(path: str, vertices: int, found: Mapping[str, Array]) -> dict[s
 
 
 def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> Array:
-    """Labels [N] or [N, C] by ids of vertices and the labels of these; -1 for others."""
+    """Labels [N] or [N, C] by ids of vertices and the labels of these; -1 or NaN for others."""
     found = [(ids.ravel(), class_ids(path, "labels", y)) for ids, y in sets]
     shapes = {y.shape[1:] for _, y in found}
     if len(shapes) > 1 or any(y.ndim > 2 for _, y in found):
@@ -179,7 +180,8 @@ def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> 
         )
     (shape,) = shapes
     must_fit(path, "labels", 8.0 * vertices * min(sum(shape) or 1, MOST_CLASSES))
-    labels = np.full((vertices, *shape), -1, np.result_type(np.int8, *(y.dtype for _, y in found)))
+    dtype = np.result_type(np.int8, *(y.dtype for _, y in found))
+    labels = np.full((vertices, *shape), np.nan if dtype.kind == "f" else -1, dtype)
     for ids, y in found:
         labels[ids] = y
     return labels
@@ -427,7 +429,9 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
     arrays: dict[str, Array] = dict(parts.masks)
     arrays |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
     if parts.y is not None:
-        arrays["y"] = class_ids(parts.path, "y", parts.y)
+        # NaN stays, for -1 may be a number to predict
+        known = parts.y.dtype.kind != "f" or not np.isnan(parts.y).any()
+        arrays["y"] = class_ids(parts.path, "y", parts.y) if known else parts.y
     if sp.issparse(parts.x):
         x = cast(sp.csr_matrix, parts.x).tocsr()
         arrays |= {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}

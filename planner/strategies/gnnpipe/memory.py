@@ -55,7 +55,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         layers = pipe.shape(problem)[1][s]
         weights = pipe.weights(problem, s) * model.weight_itemsize
         use["parameters"][at] = weights
-        use["optimizer"][at] = (3 if problem.workload.optimizer == "adam" else 1) * weights
+        use["optimizer"][at] = problem.workload.beside_a_weight * weights
         varying = sum(model.input_width(layer) for layer in layers if layer > model.first_varying)
         # past rows, the mixed rows that are read, and their gradients
         use["history"][at] = (3 + pipe.historical_gradients) * kept * varying * b

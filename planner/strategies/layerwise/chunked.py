@@ -315,7 +315,7 @@ class ChunkedStep:
 
     def label_bytes(self, c: int) -> np.ndarray:
         """Labels of the chunks' rows, and which of them are trained on [ranks] [B]."""
-        n, several = self.counts(len(self.model.layers), c), self.problem.stats.multilabel
+        n, several = self.counts(len(self.model.layers), c), self.problem.stats.learned != "label"
         label = self.model.classes * self.model.weight_itemsize if several else LONG
         return np.asarray(n.rows * label + LONG * n.trained)
 

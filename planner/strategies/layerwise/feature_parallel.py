@@ -167,8 +167,7 @@ class FeatureParallel(Strategy):
         edges = block(problem.workload.model, model, spec, *(stats.vertices,) * 2, stats.edges)
         use: Memory = {
             "parameters": zero + model.weights * b,
-            "optimizer": zero
-            + (3 if problem.workload.optimizer == "adam" else 1) * model.weights * b,
+            "optimizer": zero + problem.workload.beside_a_weight * model.weights * b,
             "features": features,
             "activations": held["activations"],
             "graph": zero + edges + 16 * own,

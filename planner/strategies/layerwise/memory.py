@@ -46,7 +46,7 @@ def memory(
     features = _constant(problem, layout)
     use: Memory = {
         "parameters": zero + model.weights * b,
-        "optimizer": zero + (3 if problem.workload.optimizer == "adam" else 1) * model.weights * b,
+        "optimizer": zero + problem.workload.beside_a_weight * model.weights * b,
         "features": features,
         "activations": held["activations"],
         "halo": zero,

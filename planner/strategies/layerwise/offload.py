@@ -215,10 +215,10 @@ class Offload(Strategy):
 
 def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
     model, zero = problem.model, np.zeros(problem.ranks)
-    states = 3 if problem.workload.optimizer == "adam" else 1
     return {
         "parameters": zero + model.weights * model.weight_itemsize,
-        "optimizer": zero + states * model.weights * model.weight_itemsize,
+        "optimizer": zero
+        + problem.workload.beside_a_weight * model.weights * model.weight_itemsize,
         **fullest(problem, step.fullest_program()),
         "copies": step.under_way,
         **before_training(problem),

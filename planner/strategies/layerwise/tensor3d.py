@@ -171,7 +171,7 @@ class Tensor3D(Strategy):
         edges = [2.0 * each.edges * (4 + b) for each in different.values()]
         use: Memory = {
             "parameters": weights,
-            "optimizer": (3 if problem.workload.optimizer == "adam" else 1) * weights,
+            "optimizer": problem.workload.beside_a_weight * weights,
             "features": zero + features,
             "activations": held["activations"],
             "graph": zero + sum(edges, zero) + sum(ends, zero) + 8.0 * layers[-1].rows,

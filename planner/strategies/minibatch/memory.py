@@ -65,7 +65,7 @@ def memory(
     graph = graph + of_lists(problem, lists, prefetch, store) + of_order(problem, prefetch)
     return {
         "parameters": zero + model.weights * b,
-        "optimizer": zero + (3 if problem.workload.optimizer == "adam" else 1) * model.weights * b,
+        "optimizer": zero + problem.workload.beside_a_weight * model.weights * b,
         "features": features,
         "cache": zero + (store.held(problem) if store else 0),
         "activations": activations,

@@ -55,7 +55,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         # the whole model, for evaluation; the rank's own weights, and their versions
         "parameters": model.weights * b + own * b * (1 + versions),
         # gradients included
-        "optimizer": own * b * ((3 if problem.workload.optimizer == "adam" else 1) + versions),
+        "optimizer": own * b * (problem.workload.beside_a_weight + versions),
         "features": held["features"] + np.array([copied(its) for its in columns]),
         "cache": zero + (store.held(problem) if store else 0),
         "activations": held["activations"],

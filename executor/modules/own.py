@@ -6,11 +6,12 @@ the workload. Ranks make the layers anew, from the same file."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,24 +21,29 @@ from gnnplan.executor.modules.make import in_file, make
 from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
+from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_bytes
 
 
 def with_user_model(
-    problem: Problem, model: Source, given: Iterable[str] = (), folder: Path | None = None
+    problem: Problem,
+    model: Source,
+    given: Iterable[str] = (),
+    folder: Path | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> tuple[Problem, list[str]]:
     """The problem with the user's model, and notes on how that was made.
 
     The model is layers of their own, or a module of convolutions.
 
-    model, given, folder: as of modules.read.with_user_module. Layers are `FILE.py:NAME`, where NAME
-    is a class of layer.Layer; the workload's `layers` and `hidden` say how many there are, and how
-    wide. Raises SpecError.
+    model, given, folder, more: as of modules.read.with_user_module. Layers are `FILE.py:NAME`,
+    where NAME is a class of layer.Layer; the workload's `layers` and `hidden` say how many there
+    are, and how wide. Raises SpecError.
     """
     if not names_layer(model, problem.workload.seed):
-        return with_user_module(problem, model, given, folder)
+        return with_user_module(problem, model, given, folder, more)
     stats = problem.stats
     if stats.nonzeros:
         raise SpecError(
@@ -45,6 +51,8 @@ def with_user_model(
             " ones; convert the graph with gnnplan convert, whose folder has dense features"
         )
     workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
+    if more:
+        workload = checked(Workload, workload.model_dump() | dict(more), "--", [*more])
     return replace(problem, workload=workload), unread_by(str(model), problem.graph)
 
 

@@ -1,0 +1,208 @@
+"""What training aims at: labels or numbers of some rows, their loss, and how well they are met.
+
+Rows and ranks add up what they count. Of most metrics it is a part and a whole, of K classes or of
+all together (K = 1), and the score is the mean of part / whole over those that have a whole:
+
+    accuracy    right answers / answers
+    f1_micro    2 TP / (2 TP + FP + FN), of all classes together
+    f1_macro    the same of each class
+    mae         sum of |error| / numbers
+    auc         comparisons that are right / comparisons (links.py)
+
+roc_auc compares all vertices of a class with all others, so it adds up a table of all scores.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnnplan.executor.layers.blocks import weight_dtype_of
+from gnnplan.planner.gnn.workload import BALANCED, Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import Ids
+from gnnplan.planner.problem.problem import Problem
+
+
+def class_weights(graph: Graph, workload: Workload) -> np.ndarray | None:
+    """How much each class counts in the loss [C]; None: all alike.
+
+    'balanced': all classes of training vertices count alike, and a vertex 1 on average.
+    """
+    if workload.class_weights is None:
+        return None
+    if workload.class_weights != BALANCED:
+        return np.array(workload.class_weights)
+    counts = np.bincount(graph.y[graph.train], minlength=graph.stats.classes)
+    return np.asarray(counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1)))
+
+
+def weight_of(graph: Graph, workload: Workload, rows: Ids | None = None) -> float:
+    """What the mean loss of training vertices divides by: how many, or what their classes count.
+
+    rows: these; None: all.
+    """
+    weights = class_weights(graph, workload)
+    if weights is None:
+        return graph.stats.train_vertices if rows is None else rows.size
+    return float(weights[graph.y[graph.train if rows is None else rows]].sum())
+
+
+class Targets:
+    """Targets of some rows, and which are for training, validation and test; loss and counts."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        rows: Ids,
+        workload: Workload,
+        device: torch.device,
+        total: float | None = None,
+    ) -> None:
+        """total: the `weight_of` what the loss is the mean over; None: of all of the graph."""
+        self.learned, self.vertices = graph.stats.learned, graph.stats.vertices
+        self.metric, self.is_mae = workload.metric_of(self.learned), workload.loss == "mae"
+        self.dtype = weight_dtype_of(workload)
+        y = torch.from_numpy(np.array(graph.y[rows]))
+        if self.learned == "numbers":
+            y = y.view(len(y), -1)
+        self.y = y.to(device, torch.int64 if self.learned == "label" else self.dtype)
+        parts = np.stack([mask[rows] for mask in (graph.train, graph.val, graph.test)])
+        self.train = torch.from_numpy(np.flatnonzero(parts[0])).to(device)
+        if self.learned == "label":
+            parts &= y.numpy() >= 0
+        if self.learned == "numbers":
+            parts &= ~np.isnan(y.numpy()).any(1)
+        self.parts = torch.from_numpy(parts).to(device)  # rows whose answers count [3, R]
+        self.total = weight_of(graph, workload) if total is None else total
+        self.weights = self.rows = None
+        if (weights := class_weights(graph, workload)) is not None:
+            self.weights = torch.from_numpy(weights).to(device, self.dtype)
+        if self.metric == "roc_auc":
+            self.rows = torch.from_numpy(rows.astype(np.int64)).to(device)
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return len(self.y)
+
+    def to_train_on(self, device: torch.device) -> Targets:
+        """A copy on a device of what the loss is of."""
+        out = copy.copy(self)
+        out.y, out.train = self.y.to(device, copy=True), self.train.to(device, copy=True)
+        out.weights = None if self.weights is None else self.weights.to(device)
+        return out
+
+    def loss(self, outputs: Tensor) -> Tensor:
+        """This rank's part of the mean loss over all training vertices."""
+        if not self.train.numel():
+            return outputs.sum().to(self.dtype) * 0.0
+        chosen, y = outputs, self.y
+        if self.train.numel() < self.size:
+            chosen, y = (rows.index_select(0, self.train) for rows in (chosen, y))
+        chosen = chosen.to(self.dtype)
+        if self.learned == "label":
+            return F.cross_entropy(chosen, y, self.weights, reduction="sum") / self.total
+        if self.learned == "labels":
+            summed = F.binary_cross_entropy_with_logits(chosen, y, reduction="sum")
+        else:
+            summed = (F.l1_loss if self.is_mae else F.mse_loss)(chosen, y, reduction="sum")
+        return summed / (self.total * y.shape[1])
+
+    def counts(self, outputs: Tensor) -> Tensor:
+        """What the metric counts of train, val and test: parts and wholes, float64 [3, 2, K].
+
+        Of roc_auc the scores of all vertices [N, C], 0 but for these rows.
+        """
+        if self.rows is not None:
+            found = outputs.double().softmax(1) if self.learned == "label" else outputs.double()
+            return found.new_zeros(self.vertices, found.shape[1]).index_copy_(0, self.rows, found)
+        if self.metric == "f1_macro":
+            return self._of_each_class(outputs)
+        if self.metric == "mae":
+            part = (outputs.double() - self.y).abs().sum(1).nan_to_num()
+            whole = torch.full_like(part, self.y.shape[1])
+        elif self.metric == "f1_micro":
+            positive, true = outputs > 0, self.y > 0.5
+            part = 2 * (positive & true).sum(1, dtype=torch.int32)
+            whole = positive.sum(1, dtype=torch.int32) + true.sum(1, dtype=torch.int32)
+        else:
+            part = outputs.argmax(1) == self.y
+            whole = torch.ones_like(part)
+        both = self.parts[:, None] * torch.stack([part, whole])
+        return both.sum(2, dtype=torch.float64)[:, :, None]
+
+    def _of_each_class(self, outputs: Tensor) -> Tensor:
+        """2 TP and 2 TP + FP + FN of each class [3, 2, C]."""
+        if self.learned == "label":
+            said, y = outputs.argmax(1), self.y.clamp(min=0)
+            hits = self.parts & (said == y)
+            nothing = outputs.new_zeros(3, outputs.shape[1], dtype=torch.float64)
+            both, true, positive = (
+                nothing.index_add(1, which, rows.double())
+                for which, rows in ((y, hits), (y, self.parts), (said, self.parts))
+            )
+        else:
+            is_positive, is_true = outputs > 0, self.y > 0.5
+            both, true, positive = (
+                torch.stack([(found & part[:, None]).sum(0).double() for part in self.parts])
+                for found in (is_positive & is_true, is_true, is_positive)
+            )
+        return torch.stack([2 * both, true + positive], 1)
+
+
+def no_counts(problem: Problem, device: torch.device, training: bool = False) -> Tensor:
+    """The counts of no rows. training: of a training step, of which roc_auc counts nothing."""
+    shape: tuple[int, ...] = 3, 2, problem.stats.classes if problem.metric == "f1_macro" else 1
+    if problem.metric == "roc_auc" and not training:
+        shape = problem.stats.vertices, problem.stats.classes
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def scores(problem: Problem, counts: Tensor) -> list[float | None]:
+    """Scores on train, val and test from the counts of all ranks; None where nothing counts."""
+    if counts.dim() == 3:
+        return ratios(counts)
+    assert problem.graph is not None
+    return roc_auc(counts.numpy(), problem.graph)
+
+
+def ratios(counts: Tensor) -> list[float | None]:
+    """Means of part / whole on train, val and test from counts [3, 2, K].
+
+    >>> ratios(torch.tensor([[[3.0], [4.0]], [[0.0], [0.0]], [[0.0], [2.0]]]))
+    [0.75, None, 0.0]
+    """
+    out: list[float | None] = []
+    for part, whole in counts:
+        known = whole > 0
+        out.append(float((part[known] / whole[known]).mean()) if known.any() else None)
+    return out
+
+
+def roc_auc(found: np.ndarray, graph: Graph) -> list[float | None]:
+    """ROC-AUC on train, val and test, the mean over classes, from scores of all vertices [N, C].
+
+    Of a class it is the probability that a vertex of it scores higher than another vertex; a tie
+    counts half. Left out are classes that a part lacks, or has alone.
+    """
+    from scipy.stats import rankdata  # takes a fifth of a second
+
+    y = graph.y
+    is_of = y[:, None] == np.arange(graph.stats.classes) if y.ndim == 1 else y > 0.5
+    out: list[float | None] = []
+    for mask in (graph.train, graph.val, graph.test):
+        rows = np.flatnonzero(mask & (y >= 0) if y.ndim == 1 else mask)
+        known = np.flatnonzero(is_of[rows].any(0) & ~is_of[rows].all(0))
+        if not known.size:
+            out.append(None)
+            continue
+        true = is_of[np.ix_(rows, known)]
+        places, p = rankdata(found[np.ix_(rows, known)], axis=0), true.sum(0)
+        above = (places * true).sum(0) - p * (p + 1) / 2
+        out.append(float((above / (p * (rows.size - p))).mean()))
+    return out

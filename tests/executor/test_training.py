@@ -1,0 +1,390 @@
+"""Optimizers, learning rates, clipping, losses, metrics and early stopping: on any ranks they are
+those of one process of torch (plain.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain import Plain, difference, train_plainly, trained
+from ranks import Case, Ranks
+from test_minibatch_exactness import train_plainly_in_batches
+
+from gnnplan.executor.launch.checks import must_have_rates
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.ranks.checkpoint import question
+from gnnplan.executor.ranks.optimizer import optimizer_of
+from gnnplan.planner.gnn.workload import PARTS, Workload
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
+
+pytestmark = pytest.mark.timeout(110)
+
+FULL = {"layers": 3, "hidden": 8, "dropout": 0.3, "seed": 3, "dtype": "float64", "epochs": 5}
+MINI = {**FULL, "mode": "mini", "batch": 8, "layers": 2, "fanout": (3, 2)}
+# the gradients of these graphs are some tenths long, so that both lengths clip some steps
+HOW = [
+    {"optimizer": "adamw", "lr": 0.05, "warmup": 2, "schedule": "cosine", "clip": 0.3},
+    {
+        **{"optimizer": "sgd", "lr": 0.2, "momentum": 0.9, "weight_decay": 0.05, "clip": 0.1},
+        **{"schedule": "step", "step_size": 2, "gamma": 0.3},
+    },
+    {"optimizer": "adam", "lr": 0.05, "weight_decay": 0.1, "warmup": 3},
+    {"class_weights": "balanced"},
+    {"class_weights": (0.5, 2.0, 0.0, 1.5)},
+]
+ON_FULL_GRAPHS = [
+    (1, 1, "graph_parallel"),
+    (2, 1, "graph_parallel(buckets=3)"),
+    (2, 1, "gnnpipe(stages=2,chunks=1)"),
+    (4, 1, "gnnpipe(stages=2,chunks=1)"),
+    (2, 1, "tensor3d(x=1,y=2,z=1)"),
+    (4, 1, "tensor3d(x=2,y=1,z=2)"),
+    (2, 2, "granndis(depth=1)"),
+    (2, 1, "feature_parallel"),
+    (1, 1, "offload(chunks=3)"),
+]
+ON_BATCHES = [(2, 1, "data_parallel"), (2, 1, "gsplit"), (2, 1, "p3"), (4, 2, "p3(copies=2)")]
+
+
+def name(how: dict[str, Any]) -> str:
+    return str(how.get("optimizer", how.get("class_weights")))
+
+
+@pytest.mark.parametrize("how", HOW, ids=name)
+def test_full_graphs_train_as_torch_does(
+    run_ranks: Ranks, graphs: dict[str, str], how: dict[str, Any]
+) -> None:
+    """SGC's first stage has no weights."""
+    for world, servers, strategy in ON_FULL_GRAPHS:
+        model = "sgc" if "gnnpipe" in strategy else "sage"
+        case = Case(strategy, graphs["rough"], {**FULL, "model": model, **how}, epochs=5)
+        losses, weights = train_plainly(case)
+        (ranks,) = run_ranks(world, [replace(case, servers=servers)])
+        assert ranks.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(ranks.weights, weights) <= 1e-9, str(case)
+
+
+@pytest.mark.parametrize("how", HOW, ids=name)
+def test_mini_batches_train_as_torch_does(
+    run_ranks: Ranks, graphs: dict[str, str], how: dict[str, Any]
+) -> None:
+    for world, servers, strategy in ON_BATCHES:
+        case = Case(strategy, graphs["rough"], {**MINI, "model": "sage", **how}, epochs=4)
+        losses, weights = train_plainly_in_batches(case)
+        (ranks,) = run_ranks(world, [replace(case, servers=servers)])
+        assert ranks.losses == pytest.approx(losses, rel=1e-9), str(case)
+        assert difference(ranks.weights, weights) <= 1e-9, str(case)
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def f1(said: np.ndarray, true: np.ndarray) -> float:
+    tp, wrong = (said & true).sum(), (said ^ true).sum()
+    return 2 * tp / (2 * tp + wrong)
+
+
+def f1_of_each(said: np.ndarray, true: np.ndarray) -> float:
+    found = [f1(a, b) for a, b in zip(said.T, true.T, strict=True) if a.any() or b.any()]
+    return sum(found) / len(found)
+
+
+def auc_of_each(scores: np.ndarray, true: np.ndarray) -> float:
+    """Every vertex of a class with every other."""
+    found = []
+    for of_class, is_of in zip(scores.T, true.T, strict=True):
+        if is_of.any() and not is_of.all():
+            lead = of_class[is_of][:, None] - of_class[~is_of]
+            found.append(((lead > 0) + (lead == 0) / 2).mean())
+    return sum(found) / len(found)
+
+
+def measured(metric: str, logits: torch.Tensor, y: np.ndarray) -> float:
+    """The metric by its definition."""
+    several = y.ndim == 2
+    true = y > 0 if several else y[:, None] == np.arange(logits.shape[1])
+    if metric == "roc_auc":
+        return auc_of_each((logits if several else logits.softmax(1)).numpy(), true)
+    highest = np.eye(logits.shape[1], dtype=bool)[logits.argmax(1).numpy()]
+    said = (logits > 0).numpy() if several else highest
+    return {"accuracy": lambda a, b: (a & b).any(1).mean(), "f1_micro": f1}.get(metric, f1_of_each)(
+        said, true
+    )
+
+
+METRICS = [
+    ("rough", None, "accuracy"),
+    ("rough", "f1_macro", "f1_macro"),
+    ("rough", "roc_auc", "roc_auc"),
+    ("multi", None, "f1_micro"),
+    ("multi", "f1_macro", "f1_macro"),
+    ("multi", "roc_auc", "roc_auc"),
+]
+
+
+@pytest.mark.parametrize(("graph", "asked", "metric"), METRICS)
+def test_metrics_are_counted_over_all_ranks(
+    run_ranks: Ranks, graphs: dict[str, str], graph: str, asked: str | None, metric: str
+) -> None:
+    how = {**FULL, "model": "sage", "dropout": 0.0, "metric": asked}
+    case = Case("graph_parallel", graphs[graph], how, epochs=4, eval_every=2)
+    plain = Plain(case)
+    trained(plain, case.epochs)
+    with torch.no_grad():
+        logits = plain.forward(None)[0]
+    plans = [plan for plan in ON_FULL_GRAPHS if plan[0] < 4]
+    for world, servers, strategy in [*plans, (2, 2, "granndis(batches=1)")]:
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        first, _, _, last = run.metrics
+        for part in ("val", "test"):
+            mask = np.array(getattr(plain.graph, part))
+            expected = measured(metric, logits[torch.from_numpy(mask)], plain.graph.y[mask])
+            assert first[f"{part}_{metric}"] is None
+            assert last[f"{part}_{metric}"] == pytest.approx(expected, rel=1e-9), strategy
+        # of the pass before; no step puts all scores together
+        assert (last[f"train_{metric}"] is None) == (metric == "roc_auc")
+
+
+@pytest.mark.parametrize(("graph", "asked", "metric"), METRICS)
+def test_metrics_of_batches_are_those_of_one_process(
+    run_ranks: Ranks, graphs: dict[str, str], graph: str, asked: str | None, metric: str
+) -> None:
+    case = Case("data_parallel", graphs[graph], {**MINI, "model": "sage", "metric": asked})
+    alone = run_ranks.alone(case).metrics[-1]
+    for world, servers, strategy in ON_BATCHES:
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        for part in PARTS[metric == "roc_auc" :]:
+            name = f"{part}_{metric}"
+            assert run.metrics[-1][name] == pytest.approx(alone[name], rel=1e-9), strategy
+
+
+# -- regression ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory, graphs: dict[str, str]) -> dict[str, str]:
+    """rough with numbers to predict: one of each vertex, of which five lack it, or three."""
+    folder, random = tmp_path_factory.mktemp("numbers"), np.random.default_rng(4)
+    with np.load(graphs["rough"]) as file:
+        arrays = dict(file)
+    y = random.standard_normal(60) * 2
+    y[np.flatnonzero(~arrays["train_mask"])[:5]] = np.nan
+    for name, values in (("one", y), ("three", random.standard_normal((60, 3)))):
+        np.savez(folder / f"{name}.npz", **{**arrays, "y": values})
+    whole = {**arrays, "y": random.integers(-1, 3, 60)}
+    np.savez(folder / "whole.npz", **whole)
+    return {
+        "one": str(folder / "one.npz"),
+        "three": str(folder / "three.npz"),
+        "whole": str(folder / "whole.npz?task=regression"),
+    }
+
+
+NUMBERS = [("one", None), ("three", "mae"), ("whole", "mse")]
+
+
+@pytest.mark.parametrize(("graph", "loss"), NUMBERS)
+def test_numbers_are_learned_on_full_graphs(
+    run_ranks: Ranks, numbers: dict[str, str], graph: str, loss: str | None
+) -> None:
+    how = {**FULL, "model": "sage", "loss": loss}
+    case = Case("graph_parallel", numbers[graph], how, epochs=4)
+    plain = Plain(case)
+    losses = trained(plain, case.epochs)
+    with torch.no_grad():
+        predicted = plain.forward(None)[0].numpy()
+    for world, servers, strategy in ON_FULL_GRAPHS:
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        assert run.losses == pytest.approx(losses, rel=1e-9), strategy
+        assert difference(run.weights, plain.state) <= 1e-9, strategy
+        for part in ("val", "test"):
+            mask = getattr(plain.graph, part)
+            mae = np.abs(predicted[mask] - plain.graph.y[mask]).mean()
+            assert run.metrics[-1][f"{part}_mae"] == pytest.approx(mae, rel=1e-9), strategy
+
+
+@pytest.mark.parametrize(("graph", "loss"), NUMBERS)
+def test_numbers_are_learned_in_batches(
+    run_ranks: Ranks, numbers: dict[str, str], graph: str, loss: str | None
+) -> None:
+    how = {**MINI, "model": "sage", "loss": loss, "patience": 2}
+    case = Case("data_parallel", numbers[graph], how, epochs=4)
+    losses, weights = train_plainly_in_batches(case)
+    for world, servers, strategy in ON_BATCHES:
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        assert run.losses == pytest.approx(losses, rel=1e-9), strategy
+        assert difference(run.weights, weights) <= 1e-9, strategy
+
+
+def test_the_smallest_error_is_the_best(run_ranks: Ranks, numbers: dict[str, str]) -> None:
+    how = {**FULL, "model": "sage", "lr": 0.05, "patience": 2}
+    case = Case("graph_parallel", numbers["one"], how, epochs=20, eval_every=1)
+    (run,) = run_ranks(2, [case])
+    errors = [row["val_mae"] for row in run.metrics]
+    assert run.rank(0)["best"]["epoch"] == 1 + int(np.argmin(errors)) == len(errors) - 2
+
+
+# -- early stopping --------------------------------------------------------------------------------
+
+PATIENCE = {"lr": 0.03, "weight_decay": 0.02, "patience": 3, "epochs": 30}
+
+
+def train_patiently(case: Case) -> tuple[int, int, dict[str, Any]]:
+    """The best epoch, the last, and the weights of the best."""
+    plain, best, found = Plain(case), (-1.0, 0), {}
+    val = torch.from_numpy(np.array(plain.graph.val))
+    for epoch in range(case.epochs):
+        plain.begin(epoch)
+        plain.descend(plain.loss(plain.forward(epoch)[0]))
+        with torch.no_grad():
+            logits = plain.forward(None)[0][val]
+        score = float((logits.argmax(1).numpy() == plain.graph.y[val.numpy()]).mean())
+        if score > best[0]:
+            best = score, epoch + 1
+            found = {name: tensor.detach().clone() for name, tensor in plain.state.items()}
+        if epoch + 1 - best[1] >= plain.workload.patience:
+            break
+    return best[1], epoch + 1, found
+
+
+def patient(graphs: dict[str, str], **more: Any) -> Case:
+    how = {**FULL, "model": "sage", **PATIENCE, **more}
+    return Case("graph_parallel", graphs["rough"], how, epochs=30, eval_every=1)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"model": "gcn", "norm": "batch", "optimizer": "sgd", "lr": 0.1}]
+)
+def test_the_best_weights_by_validation_are_left(
+    run_ranks: Ranks, graphs: dict[str, str], more: dict[str, Any]
+) -> None:
+    case = patient(graphs, **more)
+    best, last, weights = train_patiently(case)
+    assert best > 1 and last < 30
+    idle = tuple(f"layers.{layer}.bias" for layer in (1, 2)) if more else ()
+    for world, servers, strategy in ON_FULL_GRAPHS:
+        if more and ("tensor3d" in strategy or "gnnpipe" in strategy):
+            continue  # they have no batch norm
+        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
+        assert len(run.metrics) == last, strategy
+        assert [run.rank(rank)["best"]["epoch"] for rank in range(world)] == [best] * world
+        assert run.rank(0)["best"]["score"] == run.metrics[best - 1]["val_accuracy"]
+        assert difference(run.weights, weights, idle) <= 1e-9, strategy
+
+
+@pytest.mark.parametrize(("world", "servers", "strategy"), ON_BATCHES)
+def test_batches_stop_where_one_process_does(
+    run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str
+) -> None:
+    case = Case("data_parallel", graphs["rough"], {**MINI, "model": "sage", **PATIENCE}, epochs=30)
+    alone = run_ranks.alone(replace(case, eval_every=1))
+    asked = replace(case, strategy=strategy, servers=servers, eval_every=1)
+    (run,) = run_ranks(world, [asked])
+    assert len(run.metrics) == len(alone.metrics) < 30
+    assert difference(run.weights, alone.weights) <= 1e-9
+    assert run.rank(0)["best"]["epoch"] == alone.rank(0)["best"]["epoch"]
+
+
+@pytest.mark.parametrize("strategy", ["gnnpipe(stages=2,chunks=4)", "tensor3d(x=1,y=2,z=1)"])
+def test_a_resumed_run_remembers_its_best(
+    run_ranks: Ranks, graphs: dict[str, str], strategy: str
+) -> None:
+    """Broken off after the best epoch, it ends where the unbroken one does, with the same bits.
+    Resumed once more it trains no more."""
+    case = replace(patient(graphs), strategy=strategy)
+    (unbroken,) = run_ranks(2, [case])
+    last, best = len(unbroken.metrics), unbroken.rank(0)["best"]["epoch"]
+    assert 1 < best < last - 1
+    (broken,) = run_ranks(2, [replace(case, epochs=last - 1, checkpoint_every=1)])
+    again = replace(case, checkpoint_every=1, resume=str(broken.out))
+    for _ in range(2):
+        (resumed,) = run_ranks(2, [again])
+        assert len(resumed.metrics) == last
+        assert resumed.rank(0)["best"] == unbroken.rank(0)["best"]
+        assert all(torch.equal(resumed.weights[n], p) for n, p in unbroken.weights.items())
+
+
+def test_another_plan_takes_over_the_best(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    case = patient(graphs)
+    best, last, weights = train_patiently(case)
+    (broken,) = run_ranks(2, [replace(case, epochs=best + 1, checkpoint_every=1)])
+    onwards = replace(case, strategy="gnnpipe(stages=2,chunks=1)", resume=str(broken.out))
+    (resumed,) = run_ranks(2, [onwards])
+    assert len(resumed.metrics) == last and resumed.rank(0)["best"]["epoch"] == best
+    assert difference(resumed.weights, weights) <= 1e-9
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ({"optimizer": "sgd"}, 0),
+        ({"optimizer": "sgd", "momentum": 0.9}, 1),
+        ({"optimizer": "adamw"}, 2),
+        ({"optimizer": "adam", "patience": 1}, 3),
+    ],
+    ids=str,
+)
+def test_plans_count_what_is_kept_of_each_weight(
+    graphs: dict[str, str], how: dict[str, Any], state: int
+) -> None:
+    """Beside its gradient."""
+    for plans, kind in ((ON_FULL_GRAPHS, FULL), (ON_BATCHES, MINI)):
+        for world, servers, strategy in plans:
+            case = Case(strategy, graphs["rough"], {**kind, "model": "sage"}, servers)
+            held = []
+            for more in ({"optimizer": "sgd"}, how):
+                asked = replace(case, workload=case.workload | more).problem(world)
+                held.append(case.settled(asked).memory(asked)["optimizer"])
+            assert held[1] == pytest.approx(held[0] * (1 + state)), strategy
+    weights = [torch.nn.Parameter(torch.zeros(3, 5))]
+    kept = optimizer_of(weights, Workload(**how)).state()
+    assert sum(each.numel() for each in kept.values() if each.dim()) == 15 * (
+        state - ("patience" in how)
+    )
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("graph", "how", "words"),
+    [
+        ("multi", {"metric": "accuracy"}, "are several labels per vertex; use f1_micro or f1_"),
+        ("rough", {"metric": "mae"}, "are one class per vertex; use accuracy or f1_macro"),
+        ("rough", {"loss": "mse"}, "loss=mse is of numbers, and the targets of rough are one"),
+        ("multi", {"class_weights": "balanced"}, "of one class per vertex, and the targets of"),
+        ("rough", {"class_weights": (1.0, 2.0)}, r"\(2 numbers, classes of rough: 4\)"),
+    ],
+)
+def test_what_does_not_suit_the_targets_is_refused(
+    graphs: dict[str, str], graph: str, how: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        Case("graph_parallel", graphs[graph], how).problem(1)
+
+
+def test_a_cosine_has_no_more_epochs_than_planned() -> None:
+    cosine = Workload(schedule="cosine", epochs=20)
+    must_have_rates(Options(epochs=20), cosine)
+    must_have_rates(Options(epochs=30), Workload(epochs=20))
+    must_have_rates(Options(epochs=30, turns=True), cosine)  # `tune` looks at seconds alone
+    with pytest.raises(SpecError, match="in 20 epochs; plan with --epochs 30"):
+        must_have_rates(Options(epochs=30), cosine)
+
+
+def test_a_cosine_of_other_epochs_is_another_training(graphs: dict[str, str]) -> None:
+    """Of a constant rate more epochs are the same training."""
+    for schedule, same in (("cosine", False), ("step", True)):
+        asked = []
+        for epochs in (20, 30):
+            how = {"schedule": schedule, "epochs": epochs}
+            problem = Case("graph_parallel", graphs["rough"], how).problem(1)
+            asked.append(question(problem, parse("graph_parallel")))
+        assert (asked[0] == asked[1]) == same
