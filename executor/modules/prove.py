@@ -210,11 +210,11 @@ def _mode(
         if is_batch_norm(node) and is_training:
             _must_keep_averages(node)
     mode = Mode.of(program)
-    own = small.parts[0]
-    block, source = small.block(own)
-    readers = block.per_edge(torch.arange(block.n_dst))
-    edges = torch.stack([block.indices.long(), readers])
-    mode.structure.look(place, small.whole, source, edges, block.n_dst)
+    for own in small.parts:
+        block, source = small.block(own)
+        readers = block.per_edge(torch.arange(block.n_dst))
+        edges = torch.stack([block.indices.long(), readers])
+        mode.structure.look(place, small.whole, source, edges, block.n_dst)
     return mode
 
 
