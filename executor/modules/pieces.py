@@ -343,6 +343,13 @@ class During:
         place.run([node for node in piece.nodes if node not in values], values)
         return values
 
+    def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
+        """Prepared rows by node; the features beside what layer 1 has made get no gradient."""
+        values = unpacked(rows, nodes)
+        if self.layer.number > 1:
+            return values
+        return {n: v.detach() if n.call is None else v for n, v in values.items()}
+
     def _set(self, node: Node) -> Node | None:
         return self.mode.program.drawn.get(node)
 
@@ -365,7 +372,7 @@ class During:
             _Tensors(self.layer), {}, rows.shape[0], _no_draw, self.layer.pieces.dtype, rows.device
         )
         local = structure.of_block(block, place)
-        values = {**local, **unpacked(rows, piece.given)}
+        values = {**local, **self._unpacked(rows, piece.given)}
         ids: dict[Node | None, Tensor] = {None: block.source}
         for node in piece.nodes:
             edges = self._set(node)
@@ -380,7 +387,7 @@ class During:
     def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
         """What was gathered [R, .] and own prepared rows [R, P] -> what is handed on [R, W]."""
         piece, cut = self.cut.update, self.cut
-        values = unpacked(rows, cut.prepare.makes) | unpacked(gathered, cut.gather.makes)
+        values = self._unpacked(rows, cut.prepare.makes) | unpacked(gathered, cut.gather.makes)
         ids: dict[Node | None, Tensor] = {None: self.drop.vertices[: gathered.shape[0]]}
         return packed(self._run(piece, values, gathered, ids), piece.makes)
 
