@@ -400,7 +400,7 @@ def _note(
             if read.grad is not None:
                 gathered.backward(read.grad)  # type: ignore[no-untyped-call]
             read.grad = None
-            if prepared is not x and prepared.requires_grad:
+            if prepared is not x and prepared.requires_grad and leaf.grad is not None:
                 prepared.backward(leaf.grad)  # type: ignore[no-untyped-call]
     finally:
         if is_collecting:

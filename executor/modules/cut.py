@@ -436,5 +436,5 @@ def differing(expected: Tensor, found: Tensor) -> int | None:
         return 0
     close = CLOSE.get(expected.dtype, 0.0)
     rows = ~torch.isclose(expected, found, rtol=close, atol=close, equal_nan=True)
-    wrong = (rows.flatten(1).any(1) if rows.ndim > 1 else rows).nonzero()
+    wrong = (rows.flatten(1).any(1) if rows.ndim > 1 else rows.reshape(-1)).nonzero()
     return int(wrong[0]) if len(wrong) else None

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.bind import Bound, bound, uses_dgl
-from gnnplan.executor.modules.cut import cut, is_batch_norm
+from gnnplan.executor.modules.cut import cut, differing, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.pieces import Mode, Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
@@ -38,7 +38,7 @@ from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
-VERTICES = (53, 71)  # of the graph that a module is followed on, and of another to prove it on
+VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
 WITHIN = 1e-9
 Fields = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (sizes of a row, type of numpy)
 
@@ -253,25 +253,30 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     for mode, is_training in ((pieces.training, True), (pieces.evaluation, False)):
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(pieces.binding, small, torch.float64)
-        with Shared(mode, small.whole, Drop(0.0, 7)):
-            expected = _guarded(module, small, partial(pieces.binding.call, own, values))
-        if isinstance(expected, (tuple, list)):
-            expected = expected[0]
+        run = partial(_output, own, pieces.binding, values, mode, small.whole)
+        expected = _guarded(module, small, run)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
-        (expected.flatten() * weights).sum().backward()
+        _guarded(module, small, (expected.flatten() * weights).sum().backward)
+        buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
+        with torch.no_grad():
+            if differing(expected.detach(), _guarded(module, small, run)) is not None:
+                raise Unfit(
+                    "its second call on a graph makes other rows than its first: it keeps numbers"
+                    " between calls, or changes what it is given; let forward change neither"
+                )
         again = copy.copy(pieces)
         again.module = copy.deepcopy(module).to(torch.float64)
         try:
             found = in_two_parts(again, small, values, is_training)
+            (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             words = (str(error).strip().splitlines() or [""])[0]
             raise Unfit(
                 f"its calls of torch fail on two parts of a graph ({words:.150}): a number of"
                 " vertices or edges is among them; write sizes, as x.size(0)"
             ) from error
-        (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         _must_equal(expected, found, "output", is_training)
         theirs = dict(own.named_parameters())
         for name, parameter in again.module.named_parameters():
@@ -285,10 +290,19 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
                 f"gradient of {name}",
                 is_training,
             )
-        buffers = dict(own.named_buffers())
         for name, buffer in again.module.named_buffers():
             if buffer.is_floating_point():
                 _must_equal(buffers[name], buffer, f"buffer {name}", is_training)
+
+
+def _output(
+    module: nn.Module, binding: Bound, values: Mapping[str, Any], mode: Mode, whole: Whole
+) -> Tensor:
+    """What the module itself makes of a graph, with dropout as its pieces draw it."""
+    with Shared(mode, whole, Drop(0.0, 7)):
+        output = binding.call(module, values)
+    made: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return made
 
 
 def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -> None:
