@@ -124,6 +124,8 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
     inputs = dict.fromkeys(name for name in takes.values() if name not in ("data", "blocks"))
     if "blocks" in takes.values():
         inputs["g"] = None
+    if "g" in inputs:  # which has them in g.edata
+        inputs |= {f"edge {name}": None for name in edge}
     if attributes:
         inputs |= dict.fromkeys(attributes.values())
     return Bound(tuple(inputs), takes, attributes)

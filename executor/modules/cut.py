@@ -152,7 +152,9 @@ class _Cutter:
     def _has_rows(self, node: Node) -> bool:
         """Whether it makes tensors of a row per vertex."""
         found = _tensors(node.value)
-        return bool(found) and all(v.ndim > 0 and v.shape[0] == self.n for v in found)
+        return bool(found) and all(
+            v.layout == torch.strided and v.ndim > 0 and v.shape[0] == self.n for v in found
+        )
 
     def _is_field(self, node: Node) -> bool:
         """Structure of numbers per vertex, which may be an input beside the features."""
@@ -238,12 +240,15 @@ class _Cutter:
                 )
 
     def _through_edges(self, node: Node) -> None:
+        if is_batch_norm(node):
+            raise Unfit("batch norm of edges; normalise rows of vertices instead")
         level = 1
         for read in node.reads:
             if self.kind[read] == INNER:
                 level = max(level, self.level[read])
             elif self.kind[read] == ROWS:
-                level = max(level, self.level[read] + (not self._reads_own(node, read)))
+                is_next = read in self.normed or not self._reads_own(node, read)
+                level = max(level, self.level[read] + is_next)
         self.kind[node] = ROWS if self._has_rows(node) else INNER
         self.level[node] = level
 
@@ -489,5 +494,5 @@ def differing(expected: Tensor, found: Tensor) -> int | None:
         return 0
     close = CLOSE.get(expected.dtype, 0.0)
     rows = ~torch.isclose(expected, found, rtol=close, atol=close, equal_nan=True)
-    wrong = (rows.flatten(1).any(1) if rows.ndim > 1 else rows).nonzero()
+    wrong = (rows.flatten(1).any(1) if rows.ndim > 1 else rows.reshape(-1)).nonzero()
     return int(wrong[0]) if len(wrong) else None

@@ -57,13 +57,14 @@ class Place:
                     return self.vertices
                 value = values[argument.node]
                 return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
-            if isinstance(argument, Slice):
-                return slice(*map(given, (argument.start, argument.stop, argument.step)))
             if isinstance(argument, torch.device):
                 return self.device
+            if isinstance(argument, Slice):
+                return slice(*map(given, argument))
             return argument
 
-        args, kwargs = tree_map(given, (node.args, dict(node.kwargs)))
+        arguments = node.args, dict(node.kwargs)
+        args, kwargs = tree_map(given, arguments, is_leaf=lambda each: isinstance(each, Slice))
         if p := node.drops:
             return self.draw(node, args[0] if args else kwargs["input"], p)
         if node.changes is not None and (given_ is None or _storage(args[0]) in given_):

@@ -247,11 +247,11 @@ class PieceLayer(Layer):
         return [cut.prepare, cut.gather, cut.update, *ends]
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
-        nodes = self.pieces.training.structure.nodes
-        found = {node.name[5:]: node.value for node in nodes if node.name.startswith("edge ")}
+        inputs = self.pieces.training.program.recorded.inputs
         fields = {
-            name: np.resize(value.numpy(), (len(indices), *value.shape[1:]))
-            for name, value in found.items()
+            name[5:]: np.resize(node.value.numpy(), (len(indices), *node.value.shape[1:]))
+            for name, node in inputs.items()
+            if name.startswith("edge ")
         }
         return Whole(indptr, indices, fields, self.pieces.loops)
 

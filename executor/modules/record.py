@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -126,10 +127,7 @@ class Node:
     @property
     def leaves(self) -> list[Any]:
         """Everything that it is given."""
-        found: list[Any] = []
-        for leaf in tree_flatten((self.args, dict(self.kwargs)))[0]:
-            found += (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, Slice) else [leaf]
-        return found
+        return list(tree_flatten((self.args, dict(self.kwargs)))[0])
 
     @property
     def reads(self) -> list[Node]:
@@ -191,8 +189,7 @@ class Size:
     node: Node | None
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A slice, whose ends may be sizes."""
 
     start: Any
@@ -227,9 +224,9 @@ class Recorded:
 class _Unseen(Exception):
     """A tensor that no call of torch made."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, is_in_place: bool = False) -> None:
         super().__init__(path)
-        self.path = path
+        self.path, self.is_in_place = path, is_in_place
 
 
 def record(
@@ -247,6 +244,11 @@ def record(
                 return recorder.finished(output)
         except _Unseen as unseen:
             if unseen.path in opaque or not unseen.path:
+                if unseen.is_in_place:
+                    raise Unfit(
+                        "forward changes a part of a tensor in place, as x[1:].mul_(2) does; make a"
+                        " new tensor, as torch.cat and torch.where do"
+                    ) from None
                 raise Unfit(
                     "something that torch does not see makes rows in forward itself; put it into a"
                     " module of its own, which is given the edges"
@@ -262,11 +264,13 @@ class _Recorder(TorchFunctionMode):
         self.vertices, self.opaque = vertices, opaque
         self.nodes: list[Node] = []
         self.of: dict[int, Node] = {}  # by the tensor's id
+        self.versions: dict[int, int] = {}
         self.alive: list[Any] = []  # so that ids stay
         self.names = {id(t): name for name, t in tensors_of(module).items()}
         self.edges: dict[int, Node] = {}  # by their number: the last edge set of so many
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.within: list[str] = [""]
+        self.is_within_opaque = False
         self.inputs: dict[str, Node] = {}
         for name, value in given.items():
             node = self._node(None, (), {}, name)
@@ -292,7 +296,7 @@ class _Recorder(TorchFunctionMode):
                 f"forward asks for the numbers in a tensor ({name.strip('_')}), to branch or to"
                 " compute outside torch; write it with torch's functions, as torch.where"
             )
-        if name in MADE:
+        if name in MADE and (len(args) > 1 or name.endswith("_like")):
             return self._filled(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
         before = torch.get_rng_state() if func not in DROPOUTS else None
@@ -385,17 +389,30 @@ class _Recorder(TorchFunctionMode):
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Count):
             return Size(value.of)
+        if isinstance(value, slice):
+            return Slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, Tensor):
-            if id(value) in self.of:
+            if self._is_seen(value):
                 return Ref(self.of[id(value)])
             if id(value) in self.names:
                 return Named(self.names[id(value)])
             raise _Unseen(self.within[-1])
-        if isinstance(value, slice):
-            return Slice(*map(self._argument, (value.start, value.stop, value.step)))
         if id(value) in self.of:  # a graph of DGL
             return Ref(self.of[id(value)])
         return value
+
+    def _is_seen(self, tensor: Tensor) -> bool:
+        """Whether a call made all numbers in a tensor: compiled code may have filled it since."""
+        if id(tensor) not in self.of:
+            return False
+        if tensor.layout != torch.strided:
+            return True
+        seen = self.of[id(tensor)].value
+        if torch.equal(tensor, seen) or bool(((tensor == seen) | (seen != seen)).all()):
+            return True
+        if tensor._version != self.versions[id(tensor)]:
+            raise _Unseen(self.within[-1], is_in_place=True)
+        return False
 
     def _result(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
         first = args[0] if args else None
@@ -425,6 +442,7 @@ class _Recorder(TorchFunctionMode):
 
     def _tensor(self, node: Node, tensor: Tensor) -> None:
         self.of[id(tensor)] = node
+        self.versions[id(tensor)] = tensor._version
         self.alive.append(tensor)
         if is_edge_set(node.value):
             self.edges[tensor.shape[1]] = node
@@ -432,7 +450,7 @@ class _Recorder(TorchFunctionMode):
     def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """A module's call, as a whole if torch did not see all of it before."""
         path = self.paths.get(id(part))
-        if path is None:
+        if path is None or self.is_within_opaque:
             return run()
         if path not in self.opaque:
             self.within.append(path)
@@ -440,30 +458,36 @@ class _Recorder(TorchFunctionMode):
                 result = run()
             finally:
                 self.within.pop()
-            for leaf in tree_flatten(result)[0]:
-                if isinstance(leaf, Tensor) and id(leaf) not in {*self.of, *self.names}:
+            with torch._C.DisableTorchFunction():
+                made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                if not all(id(leaf) in self.names or self._is_seen(leaf) for leaf in made):
                     raise _Unseen(path)
             return result
-        node = self._node(Opaque(path, type(part).__name__), args, kwargs)
-        before = torch.get_rng_state()
         with torch._C.DisableTorchFunction():
-            result = run()
-        if not torch.equal(before, torch.get_rng_state()):
-            raise Unfit(
-                f"{node.what} drops inside, where torch does not see it; drop its inputs before"
-                " (torch.nn.functional.dropout)"
-            )
-        return self._result(node, (), {}, result)
+            node = self._node(Opaque(path, type(part).__name__), args, kwargs)
+            before = torch.get_rng_state()
+            self.is_within_opaque = True
+            try:
+                result = run()
+            finally:
+                self.is_within_opaque = False
+            if not torch.equal(before, torch.get_rng_state()):
+                raise Unfit(
+                    f"{node.what} drops inside, where torch does not see it; drop its inputs before"
+                    " (torch.nn.functional.dropout)"
+                )
+            return self._result(node, (), {}, result)
 
     def finished(self, output: Any) -> Recorded:
         if isinstance(output, (tuple, list)) and len(output) == 1:
             output = output[0]
         if not isinstance(output, Tensor):
             raise Unfit("forward returns several values; return the logits alone")
-        if id(output) not in self.of:
-            if id(output) in self.names:
-                raise Unfit("forward returns a parameter; return rows that it computes")
-            raise _Unseen(self.within[-1])
+        if id(output) in self.names:
+            raise Unfit("forward returns a parameter; return rows that it computes")
+        with torch._C.DisableTorchFunction():
+            if not self._is_seen(output):
+                raise _Unseen(self.within[-1])
         return Recorded(self.nodes, self.inputs, self.of[id(output)], self.vertices)
 
 
@@ -500,22 +524,25 @@ def line_of(error: BaseException, module: nn.Module) -> str:
         return ""
     found, step = "", error.__traceback__
     while step is not None:
-        if _is_the_users(step.tb_frame.f_code.co_filename):
+        if _is_the_users(step.tb_frame):
             found = f"line {step.tb_lineno}: "
         step = step.tb_next
     return found
 
 
-def _is_the_users(file: str) -> bool:
-    return not ("site-packages" in file or file.startswith((OURS, "<")) or "/lib/python" in file)
+def _is_the_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    is_generated = Path(file).name.startswith(f"{frame.f_globals.get('__name__')}_")  # by PyG
+    return not is_generated and not (
+        "site-packages" in file or file.startswith((OURS, "<")) or "/lib/python" in file
+    )
 
 
 def _line() -> int:
-    """The innermost line that is neither a library's nor ours."""
+    """The innermost line of forward that is neither a library's nor ours; 0: there is none."""
     frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_the_users(file):
+    while frame is not None and frame.f_code is not record.__code__:
+        if _is_the_users(frame):
             return frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return 0

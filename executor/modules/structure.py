@@ -63,7 +63,9 @@ class Structure:
     program: Program
     nodes: list[Node]
     whole: dict[Node, Node | None] = field(default_factory=dict)
-    tables: WeakKeyDictionary[Whole, Mapping[Node, Any]] = field(default_factory=WeakKeyDictionary)
+    tables: WeakKeyDictionary[Whole, Mapping[Node | str, Any]] = field(
+        default_factory=WeakKeyDictionary
+    )
     blocks: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
     sums: WeakKeyDictionary[Block, dict[Sum, Block]] = field(default_factory=WeakKeyDictionary)
 
@@ -80,6 +82,11 @@ class Structure:
                     wanted.add(read)
                     todo.append(read)
         return Structure(program, sorted(wanted, key=lambda node: node.index))
+
+    @property
+    def counts(self) -> set[int]:
+        """Numbers of edges of its sets."""
+        return {node.value.shape[1] for node in self.nodes if is_edge_set(node.value)}
 
     def given(
         self,
@@ -103,9 +110,8 @@ class Structure:
                 values[node] = fields[node.name.removeprefix("edge ")]
         return values
 
-    def values_on(self, whole: Whole, place: Place | None = None) -> Values:
+    def values_on(self, whole: Whole, place: Place) -> Values:
         """Values on the whole graph."""
-        place = place or Place({}, {}, whole.vertices, _no_draw)
         fields = {name: torch.from_numpy(np.asarray(v)) for name, v in whole.fields.items()}
         fields = {n: v.to(place.dtype) if v.is_floating_point() else v for n, v in fields.items()}
         values = self.given(whole, edge_index_of(whole), fields)
@@ -116,10 +122,15 @@ class Structure:
                     values[node] = somewhere.call(node, values)
         return values
 
-    def on_whole(self, whole: Whole, place: Place) -> Mapping[Node, Any]:
+    def fields_of(self, whole: Whole) -> list[str]:
+        """Fields of edges that it is given; a graph of DGL has them all."""
+        names = {node.name for node in self.nodes}
+        return [name for name in whole.fields if "g" in names or f"edge {name}" in names]
+
+    def on_whole(self, whole: Whole, place: Place) -> Mapping[Node | str, Any]:
         """Tables of what only the whole graph tells, and fields of its vertices."""
         if whole not in self.tables:
-            kept: dict[Node, Any] = {}
+            kept: dict[Node | str, Any] = {}
             if self.whole or self.program.fields:
                 values = self.values_on(whole, place)
                 for node, of in self.whole.items():
@@ -128,12 +139,10 @@ class Structure:
                 for node in self.program.fields:
                     kept.setdefault(node, values[node])
             edges = edge_index_of(whole)
-            for name, field in whole.fields.items():
-                value = torch.from_numpy(np.asarray(field))
+            for name in self.fields_of(whole):
+                value = torch.from_numpy(np.asarray(whole.fields[name]))
                 value = value.to(place.dtype) if value.is_floating_point() else value
-                for node in self.nodes:
-                    if node.name == f"edge {name}":
-                        kept[node] = Table(edges, value, whole.vertices)
+                kept[name] = Table(edges, value, whole.vertices)
             self.tables[whole] = kept
         return self.tables[whole]
 
@@ -145,11 +154,8 @@ class Structure:
             source = block.source.cpu()
             readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
             edges = torch.stack([block.indices.long(), readers]).cpu()
-            fields = {
-                node.name.removeprefix("edge "): tables[node].at(source[edges])
-                for node in self.nodes
-                if node.name.startswith("edge ")
-            }
+            names = self.fields_of(block.whole)
+            fields = {name: tables[name].at(source[edges]) for name in names}
             here = replace(place, vertices=block.n_src, device=torch.device("cpu"))
             values = self.given(block.whole, edges, fields, source)
             with torch.no_grad():
@@ -174,7 +180,7 @@ class Structure:
         return known[of]
 
     def _run(
-        self, values: Values, place: Place, source: Tensor, tables: Mapping[Node, Any]
+        self, values: Values, place: Place, source: Tensor, tables: Mapping[Node | str, Any]
     ) -> None:
         for node in self.nodes:
             if node.call is None:
@@ -202,10 +208,10 @@ class Structure:
         first. Raises Unfit."""
         n = whole.vertices
         every = edge_index_of(whole)
+        inputs = self.program.recorded.inputs
         fields = {
-            node.name.removeprefix("edge "): Table(every, node.value, n).at(source[edges])
-            for node in self.nodes
-            if node.name.startswith("edge ")
+            name: Table(every, inputs[f"edge {name}"].value, n).at(source[edges])
+            for name in self.fields_of(whole)
         }
         values = self.given(whole, edges, fields, source)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
@@ -234,7 +240,7 @@ class Structure:
                 sets.append(node)
                 self._must_be_the_same(node, source, values[node], own, n)
                 continue
-            if not isinstance(node.value, Tensor):
+            if not isinstance(node.value, Tensor) or node.value.layout != torch.strided:
                 continue
             self._compare(node, values, source, sets, own)
 
@@ -270,7 +276,7 @@ class Structure:
             of = found[-1]
             expected = Table(of.value, value, n).at(source[values[of]])
             mine = values[of][1] < own
-        elif not {n, *(s.value.shape[1] for s in sets)} & set(value.shape):
+        elif not {n, *self.counts} & set(value.shape):
             expected, of = value, None  # one for all, as a largest weight
         else:
             return
@@ -302,13 +308,10 @@ def dgl_graph(
         edges = torch.cat([edges, torch.stack([every, every])], 1)
     graph = dgl.graph((edges[0], edges[1]), num_nodes=size)
     for name, values in fields.items():
-        graph.edata[name] = values
+        ones = values.new_ones((graph.num_edges() - len(values), *values.shape[1:]))
+        graph.edata[name] = torch.cat([values, ones])  # as dgl.add_self_loop does
     if source is not None:
         ins, outs = (torch.from_numpy(degrees) for degrees in whole.degrees)
         graph.in_degrees = lambda *_, **__: ins[source]
         graph.out_degrees = lambda *_, **__: outs[source]
     return graph
-
-
-def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:
-    raise AssertionError("structure drops nothing")

@@ -52,6 +52,7 @@ class Case:
     islands: str = ""  # of a server's ranks, as --set takes them; one process has none
     streams: bool = False  # lanes without threads, as over NCCL
     device: str = "cpu"  # that is planned for
+    fields: str = ""  # a .npz of more numbers of the graph, as 'edge edge_attr' and 'vertex pos'
 
     def problem(self, world: int) -> Any:
         import torch
@@ -62,7 +63,7 @@ class Case:
         from gnnplan.planner.graph.load import load
         from gnnplan.planner.problem.problem import Problem
 
-        graph = load(self.graph, self.directed)
+        graph = with_fields(load(self.graph, self.directed), self.fields)
         device = {
             "kind": self.device,
             "memory": "24GB",
@@ -146,6 +147,19 @@ class Result:
         from gnnplan.planner.vocabulary.trace import read_traces
 
         return read_traces(self.out)
+
+
+def with_fields(graph: Any, file: str) -> Any:
+    """The graph with the fields in a file of a Case."""
+    import numpy as np
+
+    fields: dict[str, dict[str, Any]] = {"vertex": {}, "edge": {}}
+    if file:
+        with np.load(file) as arrays:
+            for name in arrays.files:
+                kind, _, own = name.partition(" ")
+                fields[kind][own] = arrays[name]
+    return replace(graph, vertex_fields=fields["vertex"], edge_fields=fields["edge"])
 
 
 def meeting(world: int) -> tuple[Any, dict[str, str]]:

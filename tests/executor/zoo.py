@@ -1,0 +1,1583 @@
+"""Modules of PyG as users write them: architectures of its examples, of papers, of the forum.
+
+An entry says which fields of a graph its module needs, and the words of its refusal where no part
+of a graph can compute what it computes. Files that gnnplan reads have nothing but modules; so this
+is one. Those of DGL are in zoo_dgl.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch_geometric.nn import (
+    APPNP,
+    GAT,
+    GCN,
+    GIN,
+    LINKX,
+    MLP,
+    PNA,
+    AGNNConv,
+    AntiSymmetricConv,
+    ARMAConv,
+    BatchNorm,
+    CGConv,
+    ChebConv,
+    ClusterGCNConv,
+    DeepGCNLayer,
+    DirGNNConv,
+    EdgeCNN,
+    EdgeConv,
+    EGConv,
+    FAConv,
+    FastRGCNConv,
+    FeaStConv,
+    FiLMConv,
+    GATConv,
+    GatedGraphConv,
+    GATv2Conv,
+    GCN2Conv,
+    GCNConv,
+    GENConv,
+    GeneralConv,
+    GINConv,
+    GINEConv,
+    GMMConv,
+    GraphConv,
+    GraphNorm,
+    GraphSAGE,
+    GraphSizeNorm,
+    InstanceNorm,
+    JumpingKnowledge,
+    LayerNorm,
+    LEConv,
+    LGConv,
+    MeanSubtractionNorm,
+    MessageNorm,
+    MessagePassing,
+    MFConv,
+    MixHopConv,
+    NNConv,
+    PairNorm,
+    PDNConv,
+    PNAConv,
+    PointNetConv,
+    ResGatedGraphConv,
+    RGATConv,
+    RGCNConv,
+    SAGEConv,
+    Sequential,
+    SGConv,
+    SimpleConv,
+    SSGConv,
+    SuperGATConv,
+    TAGConv,
+    TransformerConv,
+    global_mean_pool,
+)
+from torch_geometric.utils import (
+    add_self_loops,
+    degree,
+    dropout_edge,
+    remove_self_loops,
+    scatter,
+    softmax,
+    to_undirected,
+)
+
+EDGE = {
+    "edge_attr": ((5,), "<f8"),
+    "edge_weight": ((), "<f8"),
+    "edge_type": ((), "<i8"),
+    "pseudo": ((2,), "<f8"),
+}
+VERTEX = {"pos": ((3,), "<f8"), "batch": ((), "<i8")}
+FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a module
+REFUSALS: dict[str, str] = {}  # words of them
+
+
+def needs(*fields, refused=""):
+    """Enter a module into the zoo."""
+
+    def entered(made):
+        FIELDS[made.__name__] = fields
+        if refused:
+            REFUSALS[made.__name__] = refused
+        return made
+
+    return entered
+
+
+def mlp(*widths):
+    a, b, c = widths
+    return nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU(), nn.Linear(b, c))
+
+
+class TwoLayers(nn.Module):
+    """conv, activation, dropout, conv: the frame of most examples."""
+
+    def __init__(self, first, second, dropout=0.5):
+        super().__init__()
+        self.conv1, self.conv2, self.dropout = first, second, dropout
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, p=self.dropout, training=self.training)
+        x = self.conv1(x, edge_index).relu()
+        x = F.dropout(x, p=self.dropout, training=self.training)
+        return self.conv2(x, edge_index)
+
+
+# -- examples: one convolution --------------------------------------------------------------------
+
+
+@needs()
+class KipfGCN(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden_channels=16):
+        super().__init__()
+        self.conv1 = GCNConv(in_channels, hidden_channels, cached=True, normalize=True)
+        self.conv2 = GCNConv(hidden_channels, out_channels, cached=True, normalize=True)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, p=0.5, training=self.training)
+        x = self.conv1(x, edge_index).relu()
+        x = F.dropout(x, p=0.5, training=self.training)
+        return self.conv2(x, edge_index)
+
+
+@needs("edge_weight")
+class WeightedGCN(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden_channels=16):
+        super().__init__()
+        self.conv1 = GCNConv(in_channels, hidden_channels)
+        self.conv2 = GCNConv(hidden_channels, out_channels)
+
+    def forward(self, x, edge_index, edge_weight=None):
+        x = F.dropout(x, p=0.5, training=self.training)
+        x = self.conv1(x, edge_index, edge_weight).relu()
+        x = F.dropout(x, p=0.5, training=self.training)
+        return self.conv2(x, edge_index, edge_weight)
+
+
+@needs("edge_attr")
+class NetOfData(torch.nn.Module):
+    def __init__(self, num_features, num_classes):
+        super(NetOfData, self).__init__()
+        self.conv1 = GCNConv(num_features, 16)
+        self.conv2 = GCNConv(16, num_classes)
+
+    def forward(self, data):
+        x, edge_index = data.x, data.edge_index
+        x = self.conv1(x, edge_index)
+        x = F.relu(x)
+        x = F.dropout(x, training=self.training)
+        x = self.conv2(x, edge_index)
+        return F.log_softmax(x, dim=1)
+
+
+@needs()
+class ImprovedGCN(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            GCNConv(in_channels, 16, improved=True, bias=False),
+            GCNConv(16, out_channels, add_self_loops=False),
+        )
+
+
+@needs()
+class CoraGAT(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden_channels=8, heads=8):
+        super().__init__()
+        self.conv1 = GATConv(in_channels, hidden_channels, heads, dropout=0.6)
+        self.conv2 = GATConv(
+            hidden_channels * heads, out_channels, heads=1, concat=False, dropout=0.6
+        )
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, p=0.6, training=self.training)
+        x = F.elu(self.conv1(x, edge_index))
+        x = F.dropout(x, p=0.6, training=self.training)
+        return self.conv2(x, edge_index)
+
+
+@needs()
+class GATv2Net(nn.Module):
+    def __init__(self, in_channels, out_channels, dim_h=8, heads=4):
+        super().__init__()
+        self.gat1 = GATv2Conv(in_channels, dim_h, heads=heads, share_weights=True)
+        self.gat2 = GATv2Conv(dim_h * heads, out_channels, heads=1)
+
+    def forward(self, x, edge_index):
+        h = F.dropout(x, p=0.6, training=self.training)
+        h = self.gat1(h, edge_index)
+        h = F.elu(h)
+        h = F.dropout(h, p=0.6, training=self.training)
+        return self.gat2(h, edge_index)
+
+
+@needs("edge_attr")
+class GATv2OfEdges(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = GATv2Conv(in_channels, 8, heads=2, edge_dim=5, dropout=0.2)
+        self.conv2 = GATConv(16, out_channels, edge_dim=5, fill_value="mean")
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.conv1(x, edge_index, edge_attr).relu()
+        return self.conv2(x, edge_index, edge_attr)
+
+
+@needs()
+class PPIGAT(nn.Module):
+    """Skips by a Linear beside each convolution."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.lin1 = GATConv(in_channels, 8, heads=4), nn.Linear(in_channels, 32)
+        self.conv2, self.lin2 = GATConv(32, 8, heads=4), nn.Linear(32, 32)
+        self.conv3 = GATConv(32, out_channels, heads=6, concat=False)
+        self.lin3 = nn.Linear(32, out_channels)
+
+    def forward(self, x, edge_index):
+        x = F.elu(self.conv1(x, edge_index) + self.lin1(x))
+        x = F.elu(self.conv2(x, edge_index) + self.lin2(x))
+        return self.conv3(x, edge_index) + self.lin3(x)
+
+
+@needs()
+class RedditSAGE(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden_channels=16):
+        super().__init__()
+        self.convs = nn.ModuleList()
+        self.convs.append(SAGEConv(in_channels, hidden_channels))
+        self.convs.append(SAGEConv(hidden_channels, out_channels))
+
+    def forward(self, x, edge_index):
+        for i, conv in enumerate(self.convs):
+            x = conv(x, edge_index)
+            if i < len(self.convs) - 1:
+                x = x.relu_()
+                x = F.dropout(x, p=0.5, training=self.training)
+        return x
+
+
+@needs()
+class SageMax(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            SAGEConv(in_channels, 16, aggr="max", project=True),
+            SAGEConv(16, out_channels, aggr="max", normalize=True),
+        )
+
+
+@needs()
+class SageSeveralAggregations(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            SAGEConv(in_channels, 16, aggr=["mean", "max", "std"]),
+            SAGEConv(16, out_channels, aggr="add", root_weight=False),
+        )
+
+
+@needs()
+class SageSoftmax(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            SAGEConv(in_channels, 16, aggr="softmax", aggr_kwargs={"learn": True}),
+            SAGEConv(16, out_channels, aggr="powermean", aggr_kwargs={"learn": False}),
+        )
+
+
+@needs(refused="asks for the numbers in a tensor")
+class SageMedian(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            SAGEConv(in_channels, 16, aggr="median"), SAGEConv(16, out_channels, aggr="min")
+        )
+
+
+@needs(refused="asks for the numbers in a tensor")
+class SageLSTM(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(SAGEConv(in_channels, 8, aggr="lstm"), SAGEConv(8, out_channels))
+
+
+@needs()
+class DeepGIN(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden_channels=16, num_layers=3):
+        super().__init__()
+        self.convs = nn.ModuleList()
+        for i in range(num_layers):
+            width = in_channels if i == 0 else hidden_channels
+            self.convs.append(
+                GINConv(mlp(width, 2 * hidden_channels, hidden_channels), train_eps=True)
+            )
+        self.lin1 = nn.Linear(hidden_channels, hidden_channels)
+        self.lin2 = nn.Linear(hidden_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        for conv in self.convs:
+            x = F.relu(conv(x, edge_index))
+        x = F.relu(self.lin1(x))
+        x = F.dropout(x, p=0.5, training=self.training)
+        return self.lin2(x)
+
+
+@needs("edge_attr")
+class GINOfEdges(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.encoder = nn.Linear(in_channels, 16)
+        self.conv1 = GINEConv(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), edge_dim=5)
+        self.conv2 = GINEConv(nn.Linear(16, out_channels), train_eps=True, edge_dim=5)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.encoder(x)
+        x = x + self.conv1(x, edge_index, edge_attr)
+        return self.conv2(x, edge_index, edge_attr)
+
+
+@needs("edge_attr")
+class UniMP(nn.Module):
+    """TransformerConv with a gate, layer norm and attributes of edges."""
+
+    def __init__(self, in_channels, out_channels, hidden_channels=8, heads=2, num_layers=3):
+        super().__init__()
+        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
+        for i in range(1, num_layers + 1):
+            width = hidden_channels if i < num_layers else out_channels
+            self.convs.append(
+                TransformerConv(
+                    in_channels,
+                    width,
+                    heads,
+                    concat=i < num_layers,
+                    beta=True,
+                    dropout=0.3,
+                    edge_dim=5,
+                )
+            )
+            if i < num_layers:
+                self.norms.append(nn.LayerNorm(heads * hidden_channels))
+            in_channels = hidden_channels * heads
+
+    def forward(self, x, edge_index, edge_attr):
+        for conv, norm in zip(self.convs[:-1], self.norms, strict=True):
+            x = norm(conv(x, edge_index, edge_attr)).relu()
+        return self.convs[-1](x, edge_index, edge_attr)
+
+
+# -- propagation ----------------------------------------------------------------------------------
+
+
+@needs()
+class PPNP(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
+        self.prop1 = APPNP(K=4, alpha=0.1)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, training=self.training)
+        x = F.relu(self.lin1(x))
+        x = F.dropout(x, training=self.training)
+        x = self.lin2(x)
+        return F.log_softmax(self.prop1(x, edge_index), dim=1)
+
+
+@needs()
+class PPNPThatDropsEdges(PPNP):
+    """Its convolution drops entries of the normalised adjacency."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.prop1 = APPNP(K=2, alpha=0.1, dropout=0.4)
+
+
+@needs()
+class SimpleGC(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = SGConv(in_channels, out_channels, K=2, cached=True)
+
+    def forward(self, x, edge_index):
+        return F.log_softmax(self.conv1(x, edge_index), dim=1)
+
+
+@needs()
+class SSGC(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = SSGConv(in_channels, out_channels, alpha=0.1, K=3)
+
+    def forward(self, x, edge_index):
+        return self.conv1(F.dropout(x, 0.2, self.training), edge_index)
+
+
+@needs()
+class Tagcn(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(TAGConv(in_channels, 8, K=2), TAGConv(8, out_channels, K=2))
+
+
+@needs()
+class Chebyshev(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(ChebConv(in_channels, 16, K=3), ChebConv(16, out_channels, K=2))
+
+
+@needs(refused="unsqueeze makes")
+class Arma(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = ARMAConv(
+            in_channels, 8, num_stacks=3, num_layers=2, shared_weights=True, dropout=0.25
+        )
+        self.conv2 = ARMAConv(
+            8,
+            out_channels,
+            num_stacks=3,
+            num_layers=2,
+            shared_weights=True,
+            dropout=0.25,
+            act=lambda x: x,
+        )
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, training=self.training)
+        x = F.relu(self.conv1(x, edge_index))
+        x = F.dropout(x, training=self.training)
+        return F.log_softmax(self.conv2(x, edge_index), dim=1)
+
+
+@needs()
+class DeepGCNII(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden_channels=16, num_layers=4):
+        super().__init__()
+        self.lins = nn.ModuleList()
+        self.lins.append(nn.Linear(in_channels, hidden_channels))
+        self.lins.append(nn.Linear(hidden_channels, out_channels))
+        self.convs = nn.ModuleList(
+            GCN2Conv(hidden_channels, 0.1, 0.5, layer + 1, shared_weights=False)
+            for layer in range(num_layers)
+        )
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, 0.6, training=self.training)
+        x = x_0 = self.lins[0](x).relu()
+        for conv in self.convs:
+            h = F.dropout(x, 0.6, training=self.training)
+            h = conv(h, x_0, edge_index)
+            x = h + x
+            x = x.relu()
+        x = F.dropout(x, 0.6, training=self.training)
+        return self.lins[1](x)
+
+
+@needs()
+class Mixed(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = MixHopConv(in_channels, 8, powers=[0, 1, 2])
+        self.norm1 = BatchNorm(3 * 8)
+        self.conv2 = MixHopConv(24, 8, powers=[0, 1, 2])
+        self.lin = nn.Linear(24, out_channels)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, p=0.7, training=self.training)
+        x = self.norm1(self.conv1(x, edge_index))
+        x = F.dropout(x, p=0.5, training=self.training)
+        return self.lin(self.conv2(x, edge_index))
+
+
+@needs()
+class LightGCN(nn.Module):
+    """Means of the rows of all layers, without weights between."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin = nn.Linear(in_channels, out_channels)
+        self.convs = nn.ModuleList([LGConv() for _ in range(3)])
+
+    def forward(self, x, edge_index):
+        x = self.lin(x)
+        out = x / 4
+        for conv in self.convs:
+            x = conv(x, edge_index)
+            out = out + x / 4
+        return out
+
+
+@needs()
+class Fagcn(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
+        self.convs = nn.ModuleList([FAConv(16, eps=0.3, dropout=0.4) for _ in range(2)])
+
+    def forward(self, x, edge_index):
+        x = x_0 = self.lin1(F.dropout(x, 0.5, self.training)).relu()
+        for conv in self.convs:
+            x = conv(x, x_0, edge_index)
+        return self.lin2(x)
+
+
+@needs("edge_weight")
+class WeightedPropagation(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = TAGConv(in_channels, 8, K=2)
+        self.prop = APPNP(2, 0.2)
+        self.lin = nn.Linear(8, out_channels)
+
+    def forward(self, x, edge_index, edge_weight):
+        x = self.conv(x, edge_index, edge_weight).relu()
+        return self.prop(self.lin(x), edge_index, edge_weight)
+
+
+# -- gates, attention, and whatever else there is --------------------------------------------------
+
+
+@needs()
+class GatedRecurrent(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = GatedGraphConv(16, num_layers=3)
+        self.lin = nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index):
+        return self.lin(self.conv(x, edge_index).relu())
+
+
+@needs("edge_attr")
+class ResGated(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = ResGatedGraphConv(in_channels, 16, edge_dim=5)
+        self.norm = BatchNorm(16)
+        self.conv2 = ResGatedGraphConv(16, out_channels, edge_dim=5)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.norm(self.conv1(x, edge_index, edge_attr)).relu()
+        return self.conv2(x, edge_index, edge_attr)
+
+
+DEGREES = torch.tensor([1, 3, 8, 9, 12, 9, 6, 3, 2])
+
+
+@needs()
+class PrincipalAggregation(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        aggregators = ["mean", "min", "max", "std"]
+        scalers = ["identity", "amplification", "attenuation"]
+        self.encoder = nn.Linear(in_channels, 8)
+        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
+        for _ in range(2):
+            self.convs.append(
+                PNAConv(
+                    8, 8, aggregators, scalers, deg=DEGREES, towers=2, pre_layers=1, post_layers=1
+                )
+            )
+            self.norms.append(BatchNorm(8))
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, out_channels))
+
+    def forward(self, x, edge_index):
+        x = self.encoder(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x, edge_index)))
+        return self.mlp(x)
+
+
+@needs()
+class EdgeConvolution(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = EdgeConv(nn.Sequential(nn.Linear(2 * in_channels, 16), nn.ReLU()), aggr="max")
+        self.conv2 = EdgeConv(
+            nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, out_channels))
+        )
+
+    def forward(self, x, edge_index):
+        return self.conv2(self.conv1(x, edge_index), edge_index)
+
+
+@needs(refused="batch norm of edges")
+class EdgeConvolutionWithNorm(nn.Module):
+    """Batch norm over the rows of edges."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = EdgeConv(mlp(2 * in_channels, 16, 16), aggr="max")
+        self.lin = nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index):
+        return self.lin(self.conv1(x, edge_index))
+
+
+@needs()
+class Clustered(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList(
+            [ClusterGCNConv(in_channels, 16, diag_lambda=0.1), ClusterGCNConv(16, out_channels)]
+        )
+
+    def forward(self, x, edge_index):
+        x = F.relu(self.convs[0](x, edge_index))
+        return F.log_softmax(self.convs[1](F.dropout(x, 0.5, self.training), edge_index), dim=-1)
+
+
+@needs()
+class Efficient(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = EGConv(in_channels, 16, ["symnorm", "max", "std"], num_heads=4, num_bases=2)
+        self.norm = nn.BatchNorm1d(16)
+        self.conv2 = EGConv(16, out_channels, num_heads=2, num_bases=2)
+
+    def forward(self, x, edge_index):
+        x = x_ = self.norm(self.conv1(x, edge_index)).relu()
+        return self.conv2(x + x_, edge_index)
+
+
+@needs(refused="compares a number of vertices")
+class SuperGAT(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = SuperGATConv(in_channels, 8, heads=4, dropout=0.6, attention_type="MX")
+        self.conv2 = SuperGATConv(32, out_channels, concat=False, is_undirected=True)
+
+    def forward(self, x, edge_index):
+        return self.conv2(F.elu(self.conv1(x, edge_index)), edge_index)
+
+
+@needs("edge_attr")
+class DeeperGCN(nn.Module):
+    """The example's: softmax aggregation with a learned temperature, res+ blocks."""
+
+    def __init__(self, in_channels, out_channels, hidden_channels=8, num_layers=3):
+        super().__init__()
+        self.node_encoder = nn.Linear(in_channels, hidden_channels)
+        self.edge_encoder = nn.Linear(5, hidden_channels)
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            conv = GENConv(
+                hidden_channels,
+                hidden_channels,
+                aggr="softmax",
+                t=1.0,
+                learn_t=True,
+                num_layers=2,
+                norm="layer",
+            )
+            norm = nn.LayerNorm(hidden_channels, elementwise_affine=True)
+            self.layers.append(
+                DeepGCNLayer(conv, norm, nn.ReLU(inplace=True), block="res+", dropout=0.1)
+            )
+        self.lin = nn.Linear(hidden_channels, out_channels)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.node_encoder(x)
+        edge_attr = self.edge_encoder(edge_attr)
+        x = self.layers[0].conv(x, edge_index, edge_attr)
+        for layer in self.layers[1:]:
+            x = layer(x, edge_index, edge_attr)
+        x = self.layers[0].act(self.layers[0].norm(x))
+        x = F.dropout(x, p=0.1, training=self.training)
+        return self.lin(x)
+
+
+@needs()
+class General(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            GENConv(in_channels, 8, aggr="powermean", msg_norm=True, learn_msg_scale=True),
+            GeneralConv(8, out_channels, attention=True, l2_normalize=True),
+        )
+
+
+@needs("edge_weight")
+class LocalExtremum(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.conv2 = LEConv(in_channels, 16), LEConv(16, out_channels)
+
+    def forward(self, x, edge_index, edge_weight):
+        return self.conv2(self.conv1(x, edge_index, edge_weight).relu(), edge_index, edge_weight)
+
+
+@needs("edge_weight")
+class WeisfeilerLeman(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = GraphConv(in_channels, 16, aggr="max")
+        self.conv2 = GraphConv(16, 16, aggr="mean")
+        self.lin = nn.Linear(32, out_channels)
+
+    def forward(self, x, edge_index, edge_weight):
+        x1 = F.relu(self.conv1(x, edge_index, edge_weight))
+        x1 = F.dropout(x1, p=0.2, training=self.training)
+        x2 = F.relu(self.conv2(x1, edge_index, edge_weight))
+        return self.lin(torch.cat([x1, x2], dim=-1))
+
+
+@needs()
+class FeaSt(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(FeaStConv(in_channels, 16, heads=4), FeaStConv(16, out_channels, heads=2))
+
+
+@needs("edge_type")
+class FiLM(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.convs = nn.ModuleList(
+            [FiLMConv(in_channels, 16, 2), FiLMConv(16, out_channels, 2, act=None)]
+        )
+        self.norm = BatchNorm(16)
+
+    def forward(self, x, edge_index, edge_type):
+        x = self.norm(self.convs[0](x, edge_index, edge_type))
+        x = F.dropout(x, p=0.1, training=self.training)
+        return self.convs[1](x, edge_index, edge_type)
+
+
+@needs()
+class Agnn(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin1 = nn.Linear(in_channels, 16)
+        self.prop1, self.prop2 = AGNNConv(requires_grad=False), AGNNConv(requires_grad=True)
+        self.lin2 = nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, training=self.training)
+        x = F.relu(self.lin1(x))
+        x = self.prop1(x, edge_index)
+        x = self.prop2(x, edge_index)
+        x = F.dropout(x, training=self.training)
+        return F.log_softmax(self.lin2(x), dim=1)
+
+
+@needs("edge_attr")
+class PathfinderDiscovery(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = PDNConv(in_channels, 16, edge_dim=5, hidden_channels=6)
+        self.conv2 = PDNConv(16, out_channels, edge_dim=5, hidden_channels=6, normalize=False)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.conv2(self.conv1(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
+
+
+@needs("edge_attr", refused="unsqueeze makes")
+class EdgeConditioned(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin = nn.Linear(in_channels, 6)
+        self.conv = NNConv(
+            6, 6, nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 36)), aggr="mean"
+        )
+        self.gru = nn.GRU(6, 6)
+        self.out = nn.Linear(6, out_channels)
+
+    def forward(self, x, edge_index, edge_attr):
+        out = F.relu(self.lin(x))
+        h = out.unsqueeze(0)
+        for _ in range(2):
+            m = F.relu(self.conv(out, edge_index, edge_attr))
+            out, h = self.gru(m.unsqueeze(0), h)
+            out = out.squeeze(0)
+        return self.out(out)
+
+
+@needs("edge_attr")
+class Crystal(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.conv2 = (
+            CGConv(in_channels, dim=5),
+            CGConv(in_channels, dim=5, batch_norm=True),
+        )
+        self.lin = nn.Linear(in_channels, out_channels)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.lin(self.conv2(self.conv1(x, edge_index, edge_attr), edge_index, edge_attr))
+
+
+@needs("pseudo")
+class MoNet(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = GMMConv(in_channels, 8, dim=2, kernel_size=3)
+        self.conv2 = GMMConv(8, out_channels, dim=2, kernel_size=3, separate_gaussians=True)
+
+    def forward(self, x, edge_index, pseudo):
+        return self.conv2(F.elu(self.conv1(x, edge_index, pseudo)), edge_index, pseudo)
+
+
+@needs("edge_type")
+class EntityRGCN(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = RGCNConv(in_channels, 16, num_relations=2, num_bases=3)
+        self.conv2 = RGCNConv(16, out_channels, 2)
+
+    def forward(self, x, edge_index, edge_type):
+        x = F.relu(self.conv1(x, edge_index, edge_type))
+        return F.log_softmax(self.conv2(x, edge_index, edge_type), dim=1)
+
+
+@needs("edge_type")
+class FastEntityRGCN(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = FastRGCNConv(in_channels, 16, 2, num_bases=2)
+        self.conv2 = FastRGCNConv(16, out_channels, 2, aggr="add")
+
+    def forward(self, x, edge_index, edge_type):
+        return self.conv2(self.conv1(x, edge_index, edge_type).relu(), edge_index, edge_type)
+
+
+@needs("edge_type")
+class RelationalGAT(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = RGATConv(in_channels, 8, num_relations=2, heads=2)
+        self.conv2 = RGATConv(16, out_channels, num_relations=2, mod="additive")
+
+    def forward(self, x, edge_index, edge_type):
+        return self.conv2(self.conv1(x, edge_index, edge_type).relu(), edge_index, edge_type)
+
+
+@needs("pos")
+class PointNet(nn.Module):
+    """Positions of vertices, and their differences along edges."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = PointNetConv(nn.Linear(in_channels + 3, 16), nn.Linear(16, 16))
+        self.conv2 = PointNetConv(nn.Linear(16 + 3, out_channels))
+
+    def forward(self, x, pos, edge_index):
+        return self.conv2(self.conv1(x, pos, edge_index).relu(), pos, edge_index)
+
+
+@needs(refused="flip makes other edges")
+class Directed(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            SAGEConv(in_channels, 16, flow="source_to_target"),
+            DirGNNConv(GCNConv(16, out_channels, add_self_loops=False)),
+        )
+
+
+@needs()
+class AntiSymmetric(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(in_channels, 8), nn.Linear(8, out_channels)
+        self.conv = AntiSymmetricConv(8, num_iters=2)
+
+    def forward(self, x, edge_index):
+        return self.lin2(self.conv(self.lin1(x), edge_index))
+
+
+@needs(refused="new_empty")
+class ByDegree(TwoLayers):
+    """A weight per degree."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            MFConv(in_channels, 16, max_degree=5), MFConv(16, out_channels, max_degree=3)
+        )
+
+
+# -- frames: residuals, jumping knowledge, norms ---------------------------------------------------
+
+
+@needs()
+class ArxivGCN(nn.Module):
+    """OGB's baseline."""
+
+    def __init__(self, in_channels, hidden_channels, out_channels, num_layers=3, dropout=0.5):
+        super().__init__()
+        self.convs = torch.nn.ModuleList()
+        self.convs.append(GCNConv(in_channels, hidden_channels, cached=True))
+        self.bns = torch.nn.ModuleList()
+        self.bns.append(torch.nn.BatchNorm1d(hidden_channels))
+        for _ in range(num_layers - 2):
+            self.convs.append(GCNConv(hidden_channels, hidden_channels, cached=True))
+            self.bns.append(torch.nn.BatchNorm1d(hidden_channels))
+        self.convs.append(GCNConv(hidden_channels, out_channels, cached=True))
+        self.dropout = dropout
+
+    def forward(self, x, adj_t):
+        for i, conv in enumerate(self.convs[:-1]):
+            x = conv(x, adj_t)
+            x = self.bns[i](x)
+            x = F.relu(x)
+            x = F.dropout(x, p=self.dropout, training=self.training)
+        x = self.convs[-1](x, adj_t)
+        return x.log_softmax(dim=-1)
+
+
+@needs()
+class ResidualGCN(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.inp = nn.Linear(in_channels, 16)
+        self.convs = nn.ModuleList([GCNConv(16, 16) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(3)])
+        self.out = nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index):
+        x = self.inp(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + F.dropout(conv(norm(x).relu(), edge_index), 0.3, self.training)
+        return self.out(F.normalize(x, p=2, dim=1))
+
+
+class Jumping(nn.Module):
+    def __init__(self, in_channels, out_channels, mode, width):
+        super().__init__()
+        self.convs = nn.ModuleList([SAGEConv(in_channels, 8), SAGEConv(8, 8), SAGEConv(8, 8)])
+        self.jump = JumpingKnowledge(mode, channels=8, num_layers=3)
+        self.lin = nn.Linear(width, out_channels)
+
+    def forward(self, x, edge_index):
+        xs = []
+        for conv in self.convs:
+            x = F.dropout(conv(x, edge_index).relu(), 0.5, self.training)
+            xs += [x]
+        return self.lin(self.jump(xs))
+
+
+@needs()
+class JumpingCat(Jumping):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, "cat", 24)
+
+
+@needs()
+class JumpingMax(Jumping):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, "max", 8)
+
+
+@needs()
+class JumpingLSTM(Jumping):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, "lstm", 8)
+
+
+@needs()
+class NodeNorms(nn.Module):
+    """Layer norm of each vertex's row, and PReLU."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.conv2 = GraphConv(in_channels, 16), GraphConv(16, out_channels)
+        self.norm, self.act = LayerNorm(16, mode="node"), nn.PReLU(16)
+
+    def forward(self, x, edge_index):
+        return self.conv2(self.act(self.norm(self.conv1(x, edge_index))), edge_index)
+
+
+class Normed(nn.Module):
+    def __init__(self, in_channels, out_channels, norm):
+        super().__init__()
+        self.conv1, self.conv2 = GCNConv(in_channels, 16), GCNConv(16, out_channels)
+        self.norm = norm
+
+    def forward(self, x, edge_index):
+        return self.conv2(self.norm(self.conv1(x, edge_index)).relu(), edge_index)
+
+
+@needs()
+class ChangedMomentum(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, nn.BatchNorm1d(16, eps=1e-3, momentum=0.3))
+
+
+@needs()
+class NormWithoutWeights(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, nn.BatchNorm1d(16, affine=False))
+
+
+@needs(refused="track_running_stats=True")
+class NormOfTheBatch(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, BatchNorm(16, track_running_stats=False))
+
+
+@needs(refused="asks for the numbers in a tensor")
+class CumulativeMomentum(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, nn.BatchNorm1d(16, momentum=None))
+
+
+@needs(refused="of the rows of all")
+class WholeGraphNorm(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, GraphNorm(16))
+
+
+@needs(refused="of the rows of all")
+class GraphLayerNorm(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, LayerNorm(16))
+
+
+@needs(refused="of the rows of all")
+class PairNormed(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, PairNorm())
+
+
+@needs(refused="of the rows of all")
+class Centred(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, MeanSubtractionNorm())
+
+
+@needs(refused="all")
+class InstanceNormed(Normed):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, InstanceNorm(16))
+
+
+@needs()
+class GraphSized(Normed):
+    """Rows are divided by the square root of the number of vertices."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, GraphSizeNorm())
+
+
+@needs()
+class LinearThenNorm(nn.Module):
+    """A norm after the last convolution, and two Linears."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.conv2 = SAGEConv(in_channels, 16), SAGEConv(16, 16)
+        self.norm1, self.norm2 = BatchNorm(16), BatchNorm(16)
+        self.head = nn.Sequential(
+            nn.Linear(16, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, out_channels)
+        )
+
+    def forward(self, x, edge_index):
+        x = F.leaky_relu(self.norm1(self.conv1(x, edge_index)), 0.1)
+        x = F.silu(self.norm2(self.conv2(x, edge_index)))
+        return self.head(x)
+
+
+# -- ready-made ------------------------------------------------------------------------------------
+
+
+@needs()
+def ReadyGCN(in_channels, out_channels):
+    return GCN(in_channels, 16, 3, out_channels, dropout=0.5, norm="batch")
+
+
+@needs("edge_weight")
+def ReadyWeightedGCN(in_channels, out_channels):
+    return GCN(in_channels, 16, 2, out_channels, dropout=0.2, act="elu")
+
+
+@needs(refused="of the rows of all")
+def ReadySAGE(in_channels, out_channels):
+    return GraphSAGE(in_channels, 16, 2, out_channels, jk="last", norm="layer_norm", aggr="max")
+
+
+@needs()
+def ReadyGIN(in_channels, out_channels):
+    return GIN(in_channels, 16, 2, out_channels, dropout=0.2, jk="cat")
+
+
+@needs("edge_attr")
+def ReadyGAT(in_channels, out_channels):
+    return GAT(
+        in_channels, 16, 2, out_channels, heads=4, v2=True, edge_dim=5, dropout=0.1, jk="lstm"
+    )
+
+
+@needs()
+def ReadyPNA(in_channels, out_channels):
+    return PNA(
+        in_channels,
+        8,
+        2,
+        out_channels,
+        aggregators=["sum", "max"],
+        scalers=["linear", "attenuation"],
+        deg=DEGREES,
+    )
+
+
+@needs()
+def ReadyEdgeCNN(in_channels, out_channels):
+    return EdgeCNN(in_channels, 16, 2, out_channels, act_first=True, norm=None)
+
+
+@needs()
+def InSequence(in_channels, out_channels):
+    return Sequential(
+        "x, edge_index",
+        [
+            (nn.Dropout(p=0.5), "x -> x"),
+            (GCNConv(in_channels, 16), "x, edge_index -> x1"),
+            nn.ReLU(inplace=True),
+            (GCNConv(16, 16), "x1, edge_index -> x2"),
+            nn.ReLU(inplace=True),
+            (lambda x1, x2: [x1, x2], "x1, x2 -> xs"),
+            (JumpingKnowledge("cat", 16, num_layers=2), "xs -> x"),
+            nn.Linear(32, out_channels),
+        ],
+    )
+
+
+@needs(refused="fails on a small graph")
+class OfLINKX(nn.Module):
+    """A row of weights for each vertex: for graphs of one size alone."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.model = LINKX(60, in_channels, 8, out_channels, num_layers=1)
+
+    def forward(self, x, edge_index):
+        return self.model(x, edge_index)
+
+
+@needs()
+class EncodedByMLP(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.encoder = MLP([in_channels, 16, 16], dropout=0.2, norm=None)
+        self.conv = GraphConv(16, 16)
+        self.decoder = MLP(
+            in_channels=16, hidden_channels=8, out_channels=out_channels, num_layers=2
+        )
+
+    def forward(self, x, edge_index):
+        return self.decoder(self.conv(self.encoder(x), edge_index))
+
+
+@needs(refused="batch norm of the features")
+class NormedFeatures(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(in_channels)
+        self.conv = SAGEConv(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        return self.conv(self.norm(x), edge_index)
+
+
+# -- hand-written ----------------------------------------------------------------------------------
+
+
+class TutorialConv(MessagePassing):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(in_channels, out_channels, bias=False)
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        x = self.lin(x)
+        row, col = edge_index
+        deg = degree(col, x.size(0), dtype=x.dtype)
+        deg_inv_sqrt = deg.pow(-0.5)
+        deg_inv_sqrt[deg_inv_sqrt == float("inf")] = 0
+        norm = deg_inv_sqrt[row] * deg_inv_sqrt[col]
+        out = self.propagate(edge_index, x=x, norm=norm)
+        out = out + self.bias
+        return out
+
+    def message(self, x_j, norm):
+        return norm.view(-1, 1) * x_j
+
+
+@needs()
+class TutorialGCN(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(TutorialConv(in_channels, 16), TutorialConv(16, out_channels))
+
+
+class AttentionConv(MessagePassing):
+    def __init__(self, in_channels, out_channels, heads=2):
+        super().__init__(aggr="add", node_dim=0)
+        self.heads, self.width = heads, out_channels
+        self.lin = nn.Linear(in_channels, heads * out_channels)
+        self.att = nn.Parameter(torch.randn(1, heads, 2 * out_channels))
+
+    def forward(self, x, edge_index):
+        x = self.lin(x).view(-1, self.heads, self.width)
+        return self.propagate(edge_index, x=x).mean(dim=1)
+
+    def message(self, x_i, x_j, index, ptr, size_i):
+        alpha = (torch.cat([x_i, x_j], dim=-1) * self.att).sum(dim=-1)
+        alpha = softmax(F.leaky_relu(alpha, 0.2), index, ptr, size_i)
+        alpha = F.dropout(alpha, p=0.3, training=self.training)
+        return x_j * alpha.unsqueeze(-1)
+
+    def update(self, aggr_out):
+        return F.elu(aggr_out)
+
+
+@needs()
+class TutorialGAT(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(AttentionConv(in_channels, 16), AttentionConv(16, out_channels))
+
+
+class GatedMessages(MessagePassing):
+    """Two propagations in one convolution, of which the second is edge-updated."""
+
+    def __init__(self, width):
+        super().__init__(aggr="mean")
+        self.gate = nn.Linear(2 * width, 1)
+
+    def forward(self, x, edge_index):
+        gates = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=x, gates=gates)
+
+    def edge_update(self, x_i, x_j):
+        return torch.sigmoid(self.gate(torch.cat([x_i, x_i - x_j], dim=1)))
+
+    def message(self, x_j, gates):
+        return gates * x_j
+
+
+@needs()
+class GatesOfEdges(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
+        self.conv = GatedMessages(16)
+
+    def forward(self, x, edge_index):
+        x = self.lin1(x).tanh()
+        x = x + self.conv(x, edge_index)
+        return self.lin2(self.conv(x, edge_index))
+
+
+@needs()
+class ScatterInForward(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.own, self.others = nn.Linear(in_channels, 16), nn.Linear(in_channels, 16)
+        self.out = nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index):
+        src, dst = edge_index[0], edge_index[1]
+        messages = self.others(x)[src]
+        summed = torch.zeros(x.size(0), 16, dtype=x.dtype, device=x.device)
+        summed.index_add_(0, dst, messages)
+        count = torch.zeros(x.size(0), dtype=x.dtype).scatter_add_(
+            0, dst, torch.ones_like(dst, dtype=x.dtype)
+        )
+        h = torch.relu(self.own(x) + summed / count.clamp(min=1).unsqueeze(-1))
+        return self.out(h + scatter(h[src], dst, dim=0, dim_size=h.shape[0], reduce="mean"))
+
+
+@needs(refused="flip makes other edges")
+class SparseProduct(nn.Module):
+    """A sparse matrix made in forward, and multiplied."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(in_channels, 16) * 0.3)
+        self.w2 = nn.Parameter(torch.randn(16, out_channels) * 0.3)
+
+    def forward(self, x, edge_index):
+        n = x.size(0)
+        ones = torch.ones(edge_index.size(1), dtype=x.dtype)
+        adj = torch.sparse_coo_tensor(edge_index.flip(0), ones, (n, n))
+        x = torch.sparse.mm(adj, x @ self.w1).relu()
+        return torch.sparse.mm(adj, x @ self.w2)
+
+
+@needs()
+class SharedLayer(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
+        self.conv = SAGEConv(16, 16)
+
+    def forward(self, x, edge_index):
+        x = self.inp(x)
+        for _ in range(3):
+            x = F.dropout(self.conv(x, edge_index).relu(), 0.3, self.training)
+        return self.out(x)
+
+
+@needs()
+class TiedWeights(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
+        self.conv1, self.conv2 = GCNConv(16, 16), GCNConv(16, 16)
+        self.conv2.lin.weight = self.conv1.lin.weight
+
+    def forward(self, x, edge_index):
+        x = self.conv1(self.inp(x), edge_index).relu()
+        return self.out(self.conv2(x, edge_index))
+
+
+@needs()
+class Frozen(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.conv2 = GCNConv(in_channels, 16), GCNConv(16, out_channels)
+        for parameter in self.conv1.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, x, edge_index):
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+
+@needs()
+class WithBuffers(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.register_buffer("mean", torch.linspace(-1, 1, in_channels))
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+        self.conv1, self.conv2 = SAGEConv(in_channels, 16), SAGEConv(16, out_channels)
+
+    def forward(self, x, edge_index):
+        x = (x - self.mean) * self.scale
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+
+@needs()
+class WeightNormed(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.inp = nn.utils.parametrizations.weight_norm(nn.Linear(in_channels, 16))
+        self.conv = GraphConv(16, 16)
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(16, out_channels), dim=None)
+
+    def forward(self, x, edge_index):
+        return self.out(self.conv(self.inp(x).relu(), edge_index))
+
+
+@needs()
+class MixtureOfHops(nn.Module):
+    """GPR-GNN: learned weights of hops."""
+
+    def __init__(self, in_channels, out_channels, K=3):
+        super().__init__()
+        self.lin = nn.Linear(in_channels, out_channels)
+        self.gamma = nn.Parameter(0.1 * (0.9 ** torch.arange(K + 1)))
+        self.prop = SimpleConv(aggr="mean", combine_root="self_loop")
+
+    def forward(self, x, edge_index):
+        x = F.dropout(self.lin(x), 0.5, self.training)
+        out = self.gamma[0] * x
+        for k in range(1, len(self.gamma)):
+            x = self.prop(x, edge_index)
+            out = out + self.gamma[k] * x
+        return out
+
+
+@needs()
+class H2GCN(nn.Module):
+    """Own rows, those of one hop and those of two, side by side and never mixed."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.embed, self.out = nn.Linear(in_channels, 8), nn.Linear(8 * 7, out_channels)
+        self.conv = GCNConv(8, 8, add_self_loops=False, bias=False)
+        nn.init.eye_(self.conv.lin.weight)
+        self.conv.lin.weight.requires_grad_(False)
+
+    def hop(self, x, edge_index):
+        return torch.cat([scatter(x[edge_index[0]], edge_index[1], 0, x.size(0)), x], dim=1)
+
+    def forward(self, x, edge_index):
+        edge_index, _ = remove_self_loops(edge_index)
+        h0 = self.embed(x).relu()
+        h1 = self.hop(h0, edge_index)
+        h2 = self.hop(h1, edge_index)
+        return self.out(F.dropout(torch.cat([h0, h1, h2], dim=1), 0.5, self.training))
+
+
+@needs()
+class Correlated(nn.Module):
+    """Message norm, and a learned temperature of the logits."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin, self.conv = nn.Linear(in_channels, 8), SimpleConv(aggr="mean")
+        self.norm = MessageNorm(learn_scale=True)
+        self.out, self.temperature = nn.Linear(8, out_channels), nn.Parameter(torch.ones(1))
+
+    def forward(self, x, edge_index):
+        x = self.lin(x)
+        x = x + self.norm(x, self.conv(x, edge_index))
+        return self.out(x) / self.temperature
+
+
+@needs()
+class Checked(nn.Module):
+    """Checks of what it is given, as careful people write them."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.in_channels = in_channels
+        self.conv = SAGEConv(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        assert x.dim() == 2 and x.size(-1) == self.in_channels
+        assert edge_index.dtype == torch.long and edge_index.size(0) == 2
+        if x.size(0) == 0:
+            return x
+        return self.conv(x, edge_index)
+
+
+@needs()
+class GatedByItself(nn.Module):
+    """A gate between a vertex's own row and its neighbours', and concatenation of x at the end."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = GCNConv(in_channels, in_channels)
+        self.gate = nn.Linear(2 * in_channels, in_channels)
+        self.out = nn.Linear(2 * in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index).tanh()
+        z = torch.sigmoid(self.gate(torch.cat([x, h], dim=-1)))
+        h = torch.lerp(h, x, z)
+        h = torch.where(h > 0, h, 0.01 * h)
+        return self.out(torch.cat([x, h], dim=-1))
+
+
+@needs()
+class ManyHeads(nn.Module):
+    """Multi-head attention over a vertex's own two rows: einsum, softmax, chunk."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.conv2 = GCNConv(in_channels, 8), SAGEConv(in_channels, 8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, out_channels)
+
+    def forward(self, x, edge_index):
+        h = torch.stack([self.conv1(x, edge_index), self.conv2(x, edge_index)], dim=1)
+        q, k, v = self.qkv(h).chunk(3, dim=-1)
+        att = torch.softmax(torch.einsum("nid,njd->nij", q, k) / 8**0.5, dim=-1)
+        return self.out((att @ v).mean(dim=1))
+
+
+@needs(refused="in place")
+class ReadsBothWays(nn.Module):
+    """Edges are made undirected in forward, which they are."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = GraphConv(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, to_undirected(edge_index, num_nodes=x.size(0)))
+
+
+# -- what must be refused --------------------------------------------------------------------------
+
+
+@needs("batch", refused="asks for the numbers in a tensor")
+class GraphClassifier(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.lin = GCNConv(in_channels, 16), nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        x = global_mean_pool(x, batch)
+        return self.lin(x)
+
+
+@needs(refused="of the rows of all")
+class GraphReadout(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.lin = GCNConv(in_channels, 16), nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index).relu()
+        return self.lin(global_mean_pool(x, None))
+
+
+@needs(refused="random")
+class DropsEdges(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = GCNConv(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        edge_index, _ = dropout_edge(edge_index, p=0.2, training=self.training)
+        return self.conv(x, edge_index)
+
+
+@needs(refused="x_dict")
+class Typed(nn.Module):
+    """Dictionaries by type of vertex."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = SAGEConv(in_channels, out_channels)
+
+    def forward(self, x_dict, edge_index_dict):
+        return {key: self.conv(x, edge_index_dict[key]) for key, x in x_dict.items()}
+
+
+@needs(refused="h_0")
+class Recurrent(nn.Module):
+    """A step in time, with the state of the step before."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.gru = GCNConv(in_channels, 16), nn.GRUCell(16, 16)
+        self.lin = nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index, h_0):
+        h = self.gru(self.conv(x, edge_index), h_0)
+        return self.lin(h), h
+
+
+@needs(refused="several values")
+class TwoOutputs(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = SAGEConv(in_channels, 16)
+        self.lin = nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index)
+        return self.lin(h), h
+
+
+@needs(refused="no convolution")
+class NoGraph(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.mlp = MLP([in_channels, 16, out_channels], norm=None)
+
+    def forward(self, x, edge_index):
+        return self.mlp(x)
+
+
+@needs(refused="row of logits for each")
+class LinkPredictor(nn.Module):
+    """Logits of edges."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = SAGEConv(in_channels, 16)
+
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index)
+        return (h[edge_index[0]] * h[edge_index[1]]).sum(dim=-1)
