@@ -146,7 +146,7 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
 @contextmanager
 def _one_product() -> Iterator[None]:
     """RGCNConv of PyG asks how many edges each type has, to choose between two equal products."""
-    backend = sys.modules.get("torch_geometric.backend")
+    backend: Any = sys.modules.get("torch_geometric.backend")
     if backend is None:
         yield
         return
