@@ -245,7 +245,7 @@ def assert_trains_as_torch(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in TRAINED else (pytest.mark.nightly,)) for n in NAMES],
