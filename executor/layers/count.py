@@ -231,6 +231,8 @@ def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gat
         return _Gathered(edges._nnz(), table.shape[1], len(table), len(args[0]))
     if name in ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_"):
         values = next(a for a in args[::-1] if isinstance(a, Tensor))
+        if values.ndim == 0:
+            return None
         return _Gathered(len(values), _width(values), len(values), len(made[0]))
     return None
 
@@ -400,7 +402,7 @@ def _note(
             if read.grad is not None:
                 gathered.backward(read.grad)  # type: ignore[no-untyped-call]
             read.grad = None
-            if prepared is not x and prepared.requires_grad:
+            if prepared is not x and prepared.requires_grad and leaf.grad is not None:
                 prepared.backward(leaf.grad)  # type: ignore[no-untyped-call]
     finally:
         if is_collecting:

@@ -53,7 +53,7 @@ def converted(
 
     own_widths: as of `read`. proves: False where it was proved before."""
     try:
-        chain = follow(module)
+        chain = follow(copy.deepcopy(module))  # a forward may keep what it is given
         reads, writes = widths(chain)
         features = reads if own_widths[0] else graph.features
         classes = writes if own_widths[1] else graph.classes

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gnnplan.executor.modules.evaluate import Place, restricted
-from gnnplan.executor.modules.record import Node, Recorded, Ref, Unfit, is_edge_set
+from gnnplan.executor.modules.record import Node, Recorded, Ref, Sum, Unfit, is_edge_set
 
 FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
 PREPARE, GATHER, UPDATE = 0, 1, 2
@@ -161,7 +161,11 @@ class _Cutter:
         return self._has_rows(node) and all(v.is_floating_point() for v in _tensors(node.value))
 
     def _row_by_row(self, node: Node) -> None:
-        fields = {read: self._input(read) for read in node.reads if self.kind[read] == STRUCTURE}
+        rows = [read for read in node.reads if self.kind[read] == ROWS]
+        level = max(self.level[read] for read in rows)
+        fields = {
+            read: self._field(read, level) for read in node.reads if self.kind[read] == STRUCTURE
+        }
         if fields:
 
             def other(argument: Any) -> Any:
@@ -169,9 +173,7 @@ class _Cutter:
                 return Ref(fields[argument.node]) if is_field else argument
 
             node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
-        rows = [read for read in node.reads if self.kind[read] == ROWS]
-        self.kind[node] = ROWS
-        self.level[node] = max(self.level[read] for read in rows)
+        self.kind[node], self.level[node] = ROWS, level
         after = any(r in self.normed and self.level[r] == self.level[node] for r in rows)
         if is_batch_norm(node):
             if after:
@@ -185,14 +187,21 @@ class _Cutter:
         if not is_batch_norm(node):
             self._must_be_row_by_row(node)
 
-    def _input(self, node: Node) -> Node:
-        """A field of vertices that the whole graph tells, as an input of layer 1."""
-        if node not in self.fields:
+    def _field(self, node: Node, level: int) -> Node:
+        """Structure of numbers per vertex, as rows.
+
+        Layer `level` gathers them of its block. Rows of level 0 have them beside the features, from
+        the whole graph."""
+        if level:
+            field = Node(node.index, _same, (Ref(node),), line=node.line)
+        elif node in self.fields:
+            return self.fields[node]
+        else:
             field = Node(node.index, None, name=f"vertex structure {node.index}", line=node.line)
-            field.value = node.value
-            self.kind[field], self.level[field] = ROWS, 0
             self.fields[node] = field
-        return self.fields[node]
+        field.value = node.value
+        self.kind[field], self.level[field] = ROWS, level
+        return field
 
     def _must_be_row_by_row(self, node: Node) -> None:
         if not self._has_rows(node):
@@ -296,6 +305,7 @@ class _Cutter:
                 self.classify(node)
             except Unfit as unfit:
                 raise Unfit(f"{node.place}{unfit}") from None
+        self._sum_up()
         kind, level, output = self.kind, self.level, self.recorded.output
         if kind[output] != ROWS or output.value.ndim != 2:
             raise Unfit(
@@ -323,6 +333,50 @@ class _Cutter:
                 elif kind[read] == STRUCTURE:
                     piece._structure.append(read)
         return self._laid_out(pieces, needs, made)
+
+    def _sum_up(self) -> None:
+        """Have sums over edges made by our kernel, which makes no row per edge."""
+        for node in self.live:
+            if node.what in ("scatter_add", "index_add") and self.kind[node] == ROWS:
+                found = self._sum(node)
+                if found:
+                    weight = [] if found.weight is None else [Ref(found.weight)]
+                    node.call, node.changes, node.kwargs = found, None, {}
+                    node.args = (Ref(found.rows), Ref(found.edges), *weight)
+        self.live = _live(self.recorded.output)
+
+    def _sum(self, node: Node) -> Sum | None:
+        """What a call adds up in zeros [N, H], if that are rows [N, H] of the edges' sources."""
+        if len(node.args) != 4 or node.args[1] != 0:
+            return None
+        into, _, readers, messages = (
+            arg.node if isinstance(arg, Ref) else arg for arg in node.args
+        )
+        if not all(isinstance(each, Node) for each in (into, readers, messages)):
+            return None
+        edges, read, weight = self.set_of(messages), messages, None
+        if messages.what in ("mul", "multiply") and len(messages.args) == 2:
+            some = [each for each in messages.reads if self.kind[each] == STRUCTURE]
+            others = [each for each in messages.reads if self.kind[each] == INNER]
+            if (
+                len(some) != 1
+                or len(others) != 1
+                or some[0].value.shape != (len(messages.value), 1)
+            ):
+                return None
+            weight, read = some[0], others[0]
+        if edges is None or read.what not in ("index_select", "getitem") or into.value.any():
+            return None
+        rows = [each for each in read.reads if self.kind[each] == ROWS]
+        places = [each for each in read.reads if self.kind[each] == STRUCTURE]
+        if len(rows) != 1 or len(places) != 1 or rows[0].value.ndim != 2 or read.value.ndim != 2:
+            return None
+        source, reader = edges.value
+        if not torch.equal(places[0].value, source) or len(read.value) != len(source):
+            return None
+        if not (readers.value.reshape(len(reader), -1) == reader[:, None]).all():
+            return None
+        return Sum(rows[0], edges, weight)
 
     def _made(self) -> dict[Node, int]:
         """The piece that makes each value of rows: 3 (l - 1) + PREPARE, GATHER or UPDATE."""
@@ -409,6 +463,10 @@ class _Cutter:
         )
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def is_batch_norm(node: Node) -> bool:
     """Whether it normalises by moments of all rows."""
     return node.call is F.batch_norm
@@ -436,5 +494,5 @@ def differing(expected: Tensor, found: Tensor) -> int | None:
         return 0
     close = CLOSE.get(expected.dtype, 0.0)
     rows = ~torch.isclose(expected, found, rtol=close, atol=close, equal_nan=True)
-    wrong = (rows.flatten(1).any(1) if rows.ndim > 1 else rows).nonzero()
+    wrong = (rows.flatten(1).any(1) if rows.ndim > 1 else rows.reshape(-1)).nonzero()
     return int(wrong[0]) if len(wrong) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, Slice, is_edge_set
+from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, Slice, Sum, is_edge_set
 
+AddUp = Callable[[Sum, Mapping[Node, Any]], Tensor]
 CPU = torch.device("cpu")
 Values = dict[Node, Any]
 Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
@@ -28,14 +29,23 @@ class Place:
     draw: Draw
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
+    aggregate: AddUp | None = None
 
     def run(self, nodes: Iterable[Node], values: Values) -> None:
         """Add to `values` those of nodes, in their order."""
+        given = {_storage(value) for value in values.values() if isinstance(value, Tensor)}
         for node in nodes:
-            values[node] = self.call(node, values)
+            values[node] = self.call(node, values, given)
 
-    def call(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        """The value of one call, of those that it reads."""
+    def call(
+        self, node: Node, values: Mapping[Node, Any], given_: Collection[int] | None = None
+    ) -> Any:
+        """The value of one call, of those that it reads.
+
+        given_: storages that it may not change; None: any."""
+        if isinstance(node.call, Sum):
+            assert self.aggregate is not None
+            return self.aggregate(node.call, values)
 
         def given(argument: Any) -> Any:
             if isinstance(argument, Ref):
@@ -47,17 +57,17 @@ class Place:
                     return self.vertices
                 value = values[argument.node]
                 return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
-            if isinstance(argument, Slice):
-                return slice(*map(given, (argument.start, argument.stop, argument.step)))
             if isinstance(argument, torch.device):
                 return self.device
+            if isinstance(argument, Slice):
+                return slice(*map(given, argument))
             return argument
 
         arguments = node.args, dict(node.kwargs)
-        args, kwargs = tree_map(given, arguments)
+        args, kwargs = tree_map(given, arguments, is_leaf=lambda each: isinstance(each, Slice))
         if p := node.drops:
             return self.draw(node, args[0] if args else kwargs["input"], p)
-        if node.changes is not None:
+        if node.changes is not None and (given_ is None or _storage(args[0]) in given_):
             # what is changed in place may be what another piece, or another test, was given
             args = (args[0].clone(), *args[1:])
         function: Any = node.call
@@ -66,6 +76,10 @@ class Place:
         with torch.set_grad_enabled(node.learns and torch.is_grad_enabled()):
             result = function(*args, **kwargs)
         return args[0] if result is None else result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def restricted(value: Any, rows: Tensor) -> Any:

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.kernels import Block, FeatureRows, dropout
+from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
 from gnnplan.executor.modules.cut import Piece, Program, is_batch_norm, width_of
-from gnnplan.executor.modules.evaluate import Place, Values
-from gnnplan.executor.modules.record import Node, Opaque, tensors_of
+from gnnplan.executor.modules.evaluate import AddUp, Place, Values
+from gnnplan.executor.modules.record import Node, Opaque, Sum, tensors_of
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
@@ -333,7 +333,12 @@ class During:
         return self.layer.project(rows)
 
     def _run(
-        self, piece: Piece, values: Values, rows: Tensor, ids: Mapping[Node | None, Tensor]
+        self,
+        piece: Piece,
+        values: Values,
+        rows: Tensor,
+        ids: Mapping[Node | None, Tensor],
+        add_up: AddUp | None = None,
     ) -> Values:
         """The values of a piece. ids: of the vertices that its rows are of (None), and by edge set
         of edges, for dropout."""
@@ -343,9 +348,17 @@ class During:
 
         layer = self.layer
         modules = {path: getattr(layer, path.replace(".", "/")) for path in _opaque(piece)}
-        place = Place(_Tensors(layer), modules, rows.shape[0], draw, rows.dtype, rows.device)
+        of_rows = rows.shape[0], draw, rows.dtype, rows.device
+        place = Place(_Tensors(layer), modules, *of_rows, add_up)
         place.run([node for node in piece.nodes if node not in values], values)
         return values
+
+    def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
+        """Prepared rows by node; the features beside what layer 1 has made get no gradient."""
+        values = unpacked(rows, nodes)
+        if self.layer.number > 1:
+            return values
+        return {n: v.detach() if n.call is None else v for n, v in values.items()}
 
     def _set(self, node: Node) -> Node | None:
         return self.mode.program.drawn.get(node)
@@ -369,18 +382,22 @@ class During:
             _Tensors(self.layer), {}, rows.shape[0], _no_draw, self.layer.pieces.dtype, rows.device
         )
         local = structure.of_block(block, place)
-        values = {**local, **unpacked(rows, piece.given)}
+        values = {**local, **self._unpacked(rows, piece.given)}
         ids: dict[Node | None, Tensor] = {None: block.source}
         for node in piece.nodes:
             edges = self._set(node)
             if edges is not None and edges not in ids:
                 ids[edges] = pair_ids(*block.source[local[edges]])
-        return packed(self._run(piece, values, rows, ids), piece.makes, block.n_dst)
+
+        def add_up(of: Sum, values: Mapping[Node, Any]) -> Tensor:
+            return aggregate(structure.block_of(of, block), values[of.rows])
+
+        return packed(self._run(piece, values, rows, ids, add_up), piece.makes, block.n_dst)
 
     def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
         """What was gathered [R, .] and own prepared rows [R, P] -> what is handed on [R, W]."""
         piece, cut = self.cut.update, self.cut
-        values = unpacked(rows, cut.prepare.makes) | unpacked(gathered, cut.gather.makes)
+        values = self._unpacked(rows, cut.prepare.makes) | unpacked(gathered, cut.gather.makes)
         ids: dict[Node | None, Tensor] = {None: self.drop.vertices[: gathered.shape[0]]}
         return packed(self._run(piece, values, gathered, ids), piece.makes)
 

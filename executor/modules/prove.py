@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.bind import Bound, Fields, bound, uses_dgl
-from gnnplan.executor.modules.cut import cut, is_batch_norm
+from gnnplan.executor.modules.cut import cut, differing, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.pieces import Mode, Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
@@ -38,7 +38,7 @@ from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
-VERTICES = (53, 71)  # of the graph that a module is followed on, and of another to prove it on
+VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
 PARTS = 4
 EACH = 4  # rows of each whole number, if there are enough
 WITHIN = 1e-9
@@ -154,7 +154,7 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
 @contextmanager
 def _one_product() -> Iterator[None]:
     """RGCNConv of PyG asks how many edges each type has, to choose between two equal products."""
-    backend = sys.modules.get("torch_geometric.backend")
+    backend: Any = sys.modules.get("torch_geometric.backend")
     if backend is None:
         yield
         return
@@ -236,11 +236,11 @@ def _mode(
         if is_batch_norm(node) and is_training:
             _must_keep_averages(node)
     mode = Mode.of(program)
-    own = small.parts[0]
-    block, source = small.block(own)
-    readers = block.per_edge(torch.arange(block.n_dst))
-    edges = torch.stack([block.indices.long(), readers])
-    mode.structure.look(place, small.whole, source, edges, block.n_dst)
+    for own in small.parts:
+        block, source = small.block(own)
+        readers = block.per_edge(torch.arange(block.n_dst))
+        edges = torch.stack([block.indices.long(), readers])
+        mode.structure.look(place, small.whole, source, edges, block.n_dst)
     return mode
 
 
@@ -261,25 +261,30 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     for mode, is_training in ((pieces.training, True), (pieces.evaluation, False)):
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(pieces.binding, small, torch.float64)
-        with Shared(mode, small.whole, Drop(0.0, 7)):
-            expected = _guarded(module, small, partial(pieces.binding.call, own, values))
-        if isinstance(expected, (tuple, list)):
-            expected = expected[0]
+        run = partial(_output, own, pieces.binding, values, mode, small.whole)
+        expected = _guarded(module, small, run)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
-        (expected.flatten() * weights).sum().backward()
+        _guarded(module, small, (expected.flatten() * weights).sum().backward)
+        buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
+        with torch.no_grad():
+            if differing(expected.detach(), _guarded(module, small, run)) is not None:
+                raise Unfit(
+                    "its second call on a graph makes other rows than its first: it keeps numbers"
+                    " between calls, or changes what it is given; let forward change neither"
+                )
         again = copy.copy(pieces)
         again.module = copy.deepcopy(module).to(torch.float64)
         try:
             found = in_parts(again, small, values, is_training)
+            (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             words = (str(error).strip().splitlines() or [""])[0]
             raise Unfit(
-                f"its calls of torch fail on parts of a graph ({words:.150}): a number of"
-                " vertices or edges is among them; write sizes, as x.size(0)"
+                f"its calls of torch fail on parts of a graph ({words:.150}): a number of vertices"
+                " or edges is among them; write sizes, as x.size(0)"
             ) from error
-        (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         _must_equal(expected, found, "output", is_training)
         theirs = dict(own.named_parameters())
         for name, parameter in again.module.named_parameters():
@@ -293,10 +298,19 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
                 f"gradient of {name}",
                 is_training,
             )
-        buffers = dict(own.named_buffers())
         for name, buffer in again.module.named_buffers():
             if buffer.is_floating_point():
                 _must_equal(buffers[name], buffer, f"buffer {name}", is_training)
+
+
+def _output(
+    module: nn.Module, binding: Bound, values: Mapping[str, Any], mode: Mode, whole: Whole
+) -> Tensor:
+    """What the module itself makes of a graph, with dropout as its pieces draw it."""
+    with Shared(mode, whole, Drop(0.0, 7), tensors_of(module)):
+        output = binding.call(module, values)
+    made: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return made
 
 
 def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -> None:
@@ -365,8 +379,12 @@ def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor
 class Shared(TorchFunctionMode):
     """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
 
-    def __init__(self, mode: Mode, whole: Whole, drop: Drop) -> None:
+    def __init__(
+        self, mode: Mode, whole: Whole, drop: Drop, tensors: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """tensors: of the module, by name, if it computes with some of edges alone."""
         super().__init__()
+        self.tensors = tensors or {}
         self.mode, self.whole, self.drop = mode, whole, drop
         self.nodes = [node for node in mode.program.recorded.nodes if node.drops]
 
@@ -383,6 +401,8 @@ class Shared(TorchFunctionMode):
         ids = torch.arange(len(rows))
         edges = self.mode.program.drawn.get(node)
         if edges is not None:
-            ids = pair_ids(*self.mode.structure.values_on(self.whole)[edges])
+            place = Place(self.tensors, {}, self.whole.vertices, lambda _, x, __: x, rows.dtype)
+            values = self.mode.structure.values_on(self.whole, place)
+            ids = pair_ids(*values[edges])
         out = drawn(rows, self.mode.numbers[node], ids, self.drop, p)
         return rows.copy_(out) if in_place else out

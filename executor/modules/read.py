@@ -422,15 +422,19 @@ def pieces_of(workload: Workload) -> Pieces:
 
 
 def with_structure(problem: Problem) -> Problem:
-    """The problem whose graph has what its module computes of the whole graph for each vertex."""
+    """The problem whose graph has what its module computes of the whole graph for each vertex, and
+    self-loops if convolutions of DGL need them."""
     module, graph = problem.workload.module, problem.graph
-    if (
-        graph is None
-        or module is None
-        or not any(n.startswith("structure") for n, _ in module.inputs)
-    ):
+    if graph is None or module is None or not module.cut:
         return problem
     pieces = pieces_of(problem.workload)
+    if pieces.loops:
+        whole = replace(graph.whole, loops=True)
+        graph = replace(graph)
+        vars(graph)["whole"] = whole
+        problem = replace(problem, graph=graph)
+    if not any(name.startswith("structure") for name, _ in module.inputs):
+        return problem
     values: dict[str, Any] = {}
     start = 0
     for name, width in module.inputs:
@@ -452,9 +456,11 @@ def state_of(weights: Mapping[str, Tensor], workload: Workload) -> dict[str, Ten
     found = read_again(workload)
     if isinstance(found, Parameters):
         return found.trained(weights)
-    state = {name: value.contiguous() for name, value in found.module.state_dict().items()}
+    named = found.module.state_dict(keep_vars=True)
+    state = {name: value.detach().clone() for name, value in named.items()}
     for name, value in weights.items():
         own = name.split(".", 2)[2].replace("/", ".")
-        if own in state:
-            state[own] = value.contiguous()
+        for other in named:
+            if own in named and named[other] is named[own]:  # tied weights have several names
+                state[other] = value.clone(memory_format=torch.contiguous_format)
     return state

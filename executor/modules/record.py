@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ import gnnplan
 
 OURS = str(Path(gnnplan.__file__).resolve().parent)
 DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
+# calls that make a tensor of one number, with the type of another
+MADE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 MOST_CALLS = 100_000
 # questions about a tensor whose answer is of its kind, and of no numbers in it
 ASKS = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "grad_fn")
@@ -52,8 +54,8 @@ class Unfit(Exception):
 class Count(int):
     """A number of vertices or edges, as a size says it.
 
-    of: the node whose edges they are; None: it is the number of vertices. Sums and products of it
-    are plain numbers."""
+    of: the edge set whose edges they are; None: it is the number of vertices. Sums and products of
+    it are plain numbers."""
 
     of: Node | None
 
@@ -99,7 +101,7 @@ class Node:
     """A call, or something that forward is given (`name`)."""
 
     index: int
-    call: Callable[..., Any] | Opaque | None
+    call: Callable[..., Any] | Opaque | Sum | None
     args: tuple[Any, ...] = ()  # with Ref for values, Named for parameters, Size for counts
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
@@ -118,17 +120,14 @@ class Node:
     @property
     def what(self) -> str:
         """The name of what it calls."""
-        if isinstance(self.call, Opaque):
-            return self.call.kind
+        if isinstance(self.call, (Opaque, Sum)):
+            return getattr(self.call, "kind", "sum")
         return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
 
     @property
     def leaves(self) -> list[Any]:
         """Everything that it is given."""
-        found: list[Any] = []
-        for leaf in tree_flatten((self.args, dict(self.kwargs)))[0]:
-            found += (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, Slice) else [leaf]
-        return found
+        return list(tree_flatten((self.args, dict(self.kwargs)))[0])
 
     @property
     def reads(self) -> list[Node]:
@@ -160,6 +159,15 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A sum over edges of rows that they read, each times its weight, if there is one."""
+
+    rows: Node
+    edges: Node
+    weight: Node | None
+
+
+@dataclass(frozen=True)
 class Opaque:
     """A module that is called as a whole."""
 
@@ -181,8 +189,7 @@ class Size:
     node: Node | None
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A slice, whose ends may be sizes."""
 
     start: Any
@@ -260,7 +267,7 @@ class _Recorder(TorchFunctionMode):
         self.versions: dict[int, int] = {}
         self.alive: list[Any] = []  # so that ids stay
         self.names = {id(t): name for name, t in tensors_of(module).items()}
-        self.edges: set[int] = set()  # numbers of edges of any set
+        self.edges: dict[int, Node] = {}  # by their number: the last edge set of so many
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.within: list[str] = [""]
         self.is_within_opaque = False
@@ -289,6 +296,8 @@ class _Recorder(TorchFunctionMode):
                 f"forward asks for the numbers in a tensor ({name.strip('_')}), to branch or to"
                 " compute outside torch; write it with torch's functions, as torch.where"
             )
+        if name in MADE and (len(args) > 1 or name.endswith("_like")):
+            return self._filled(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
         before = torch.get_rng_state() if func not in DROPOUTS else None
         if func in DROPOUTS:
@@ -308,6 +317,25 @@ class _Recorder(TorchFunctionMode):
             )
         return self._result(node, args, kwargs, result)
 
+    def _filled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A tensor of one number, of whose example nothing but its type matters."""
+        result = func(*args, **kwargs)
+        shape: Any = result.shape
+        if name.endswith("_like"):
+            shape = self._shape(args[0])
+        else:
+            shape = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            shape = [shape] if isinstance(shape, int) else shape
+        number = 0
+        if name in ("new_full", "full_like"):
+            number = kwargs.get("fill_value", args[-1])
+            shape = args[1] if name == "new_full" else shape
+        elif "ones" in name:
+            number = 1
+        made = {"dtype": result.dtype, "device": result.device}
+        node = self._node(torch.full, (tuple(shape), number), made)
+        return self._result(node, (), {}, result)
+
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         result = func(*args)
         if isinstance(result, torch.Size):
@@ -325,7 +353,7 @@ class _Recorder(TorchFunctionMode):
             if sizes[axis] == self.vertices:
                 sizes[axis] = Count(sizes[axis], None)
             elif sizes[axis] in self.edges:
-                sizes[axis] = Count(sizes[axis], node)
+                sizes[axis] = Count(sizes[axis], self.edges[sizes[axis]])
         return Shape(sizes)
 
     def _size(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -417,7 +445,7 @@ class _Recorder(TorchFunctionMode):
         self.versions[id(tensor)] = tensor._version
         self.alive.append(tensor)
         if is_edge_set(node.value):
-            self.edges.add(tensor.shape[1])
+            self.edges[tensor.shape[1]] = node
 
     def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """A module's call, as a whole if torch did not see all of it before."""

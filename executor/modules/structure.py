@@ -19,7 +19,7 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import Program, differing
 from gnnplan.executor.modules.evaluate import Place, Values
-from gnnplan.executor.modules.record import Node, Unfit, is_edge_set
+from gnnplan.executor.modules.record import Node, Sum, Unfit, is_edge_set
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -67,6 +67,7 @@ class Structure:
         default_factory=WeakKeyDictionary
     )
     blocks: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
+    sums: WeakKeyDictionary[Block, dict[Sum, Block]] = field(default_factory=WeakKeyDictionary)
 
     @staticmethod
     def of(program: Program) -> Structure:
@@ -109,14 +110,15 @@ class Structure:
                 values[node] = fields[node.name.removeprefix("edge ")]
         return values
 
-    def values_on(self, whole: Whole, place: Place | None = None) -> Values:
+    def values_on(self, whole: Whole, place: Place) -> Values:
         """Values on the whole graph."""
-        place = place or Place({}, {}, whole.vertices, _no_draw)
         fields = {n: _typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
         values = self.given(whole, edge_index_of(whole), fields)
         somewhere = replace(place, vertices=whole.vertices, device=torch.device("cpu"))
         with torch.no_grad():
-            somewhere.run([node for node in self.nodes if node.call is not None], values)
+            for node in self.nodes:
+                if node.call is not None:
+                    values[node] = somewhere.call(node, values)
         return values
 
     def fields_of(self, whole: Whole) -> list[str]:
@@ -161,6 +163,20 @@ class Structure:
             }
         return self.blocks[block]
 
+    def block_of(self, of: Sum, block: Block) -> Block:
+        """The edges of a sum, of all sources of a block, once; `of_block` knows this already."""
+        known = self.sums.setdefault(block, {})
+        if of not in known:
+            values = self.blocks[block]
+            source, reader = (ends.cpu() for ends in values[of.edges])
+            order = reader.argsort(stable=True)
+            counts = torch.bincount(reader, minlength=block.n_src)
+            indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            weight = None if of.weight is None else values[of.weight].cpu()[order, 0]
+            made = Block(indptr.numpy(), source[order].numpy(), block.n_src, weight)
+            known[of] = made.to(values[of.edges].device)
+        return known[of]
+
     def _run(
         self, values: Values, place: Place, source: Tensor, tables: Mapping[Node | str, Any]
     ) -> None:
@@ -201,6 +217,16 @@ class Structure:
         for node in self.nodes:
             if node.call is None:
                 continue
+            if node in self.whole:
+                of = self.whole[node]
+                values[node] = (
+                    Table(of.value, node.value, n).at(source[values[of]])
+                    if of is not None
+                    else node.value[source]
+                    if self._is_of_vertices(node)
+                    else node.value
+                )
+                continue
             try:
                 with torch.no_grad():
                     values[node] = here.call(node, values)
@@ -214,7 +240,7 @@ class Structure:
                 continue
             if not isinstance(node.value, Tensor) or node.value.layout != torch.strided:
                 continue
-            self._compare(node, values, source, sets, n)
+            self._compare(node, values, source, sets, own)
 
     def _must_be_the_same(
         self, node: Node, source: Tensor, edges: Tensor, own: int, n: int
@@ -236,27 +262,32 @@ class Structure:
             )
 
     def _compare(
-        self, node: Node, values: Values, source: Tensor, sets: list[Node], n: int
+        self, node: Node, values: Values, source: Tensor, sets: list[Node], own: int
     ) -> None:
+        """What a part's own vertices, and the edges into them, have must be as in the whole."""
         expected: Tensor
-        value = node.value
+        mine: Any = ...
+        value, n = node.value, self.program.recorded.vertices
         if value.ndim and value.shape[0] == n:
-            expected, of = value[source], None
+            expected, of, mine = value[source], None, slice(0, own)
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
             of = found[-1]
             expected = Table(of.value, value, n).at(source[values[of]])
+            mine = values[of][1] < own
         elif not {n, *self.counts} & set(value.shape):
             expected, of = value, None  # one for all, as a largest weight
         else:
             return
-        found_ = values[node]
+        whole, found_ = expected, values[node]
+        if expected.shape == found_.shape:
+            expected, found_ = expected[mine], found_[mine]
         if expected.shape == found_.shape and found_.dtype == torch.int64 and found_.numel():
             is_id = bool(found_.min() >= 0) and bool(found_.max() < len(source))
             if is_id and torch.equal(source[found_], expected):
                 return  # ids, of which a part has its own
         if expected.shape != found_.shape or differing(expected, found_) is not None:
             self.whole[node] = of
-            values[node] = expected
+            values[node] = whole
 
 
 def _typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -288,7 +319,3 @@ def dgl_graph(
         graph.in_degrees = lambda *_, **__: ins[source]
         graph.out_degrees = lambda *_, **__: outs[source]
     return graph
-
-
-def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:
-    raise AssertionError("structure drops nothing")

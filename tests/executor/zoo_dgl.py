@@ -204,7 +204,7 @@ class UserGATLayer(nn.Module):
             return g.ndata.pop("h")
 
 
-@needs()
+@needs(refused="not linear in rows")
 class UserGAT(nn.Module):
     def __init__(self, in_dim, out_dim):
         super().__init__()
