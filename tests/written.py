@@ -36,6 +36,7 @@ def drawn() -> dict[str, np.ndarray]:
 
 GRAPH = drawn()
 EDGES = np.stack([GRAPH["src"], GRAPH["dst"]])
+FIELDS = {"edge_weight": np.full(90, 0.5)}  # of tables that have a column more
 
 
 def quiet(name: str) -> ModuleType:
@@ -242,7 +243,7 @@ def csv_gz(folder: Path) -> Path:
 
 def parquet(folder: Path) -> Path:
     arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
-    columns = {"weight": np.ones(90), "dst": GRAPH["dst"], "src": GRAPH["src"]}
+    columns = {"weight": FIELDS["edge_weight"], "dst": GRAPH["dst"], "src": GRAPH["src"]}
     writer.write_table(arrow.table(columns), folder / "edges.parquet", row_group_size=40)
     return folder / "edges.parquet"
 

@@ -326,7 +326,7 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
     """Raise Unmeasured if the layer's output is not [R, H_out] and made by its parameters."""
     rows, sources, edges = SIZES[0]
     block = block_of(layer, rows, sources, edges, dtype)
-    out = layer(block, torch.randn(sources, h_in, dtype=dtype))
+    out = layer(block, layer.possible(torch.randn(sources, h_in, dtype=dtype)))
     if out.shape != (rows, h_out):
         raise Unmeasured(
             f"a layer of {h_in} -> {h_out} numbers makes {list(out.shape)} of {rows} rows, and"
@@ -343,7 +343,7 @@ def must_sum_columns(layer: Layer, h_in: int, h_out: int, relu: bool, dtype: tor
     """Raise Unmeasured if P3's calls give another output than the layer does."""
     rows, sources, edges = SIZES[0]
     block = block_of(layer, rows, sources, edges, dtype)
-    x = torch.randn(sources, h_in, dtype=dtype)
+    x = layer.possible(torch.randn(sources, h_in, dtype=dtype))
     parts = cast(ColumnLayer, layer)
     with torch.no_grad():
         summed = parts.transform(parts.gather(block, parts.scatter(block, x, keep)), x[:rows])
@@ -366,7 +366,7 @@ def _note(
     """The layer on one block, forward and backward."""
     rows, sources, edges = sizes
     block = block_of(layer, rows, sources, edges, dtype)
-    x = torch.randn(sources, h_in, dtype=dtype)
+    x = layer.possible(torch.randn(sources, h_in, dtype=dtype))
     step: Layer = layer
     moments: tuple[Tensor, ...] = ()
     if block.source is not None:

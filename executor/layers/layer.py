@@ -97,6 +97,10 @@ class Layer(nn.Module):
         dropped: FeatureRows = drop(x)
         return dropped
 
+    def possible(self, x: Tensor) -> Tensor:
+        """Of any numbers [S, H_in] such that the layer may be given."""
+        return x
+
     def project(self, rows: FeatureRows) -> Tensor:
         """Row-wise, prepared [S, H_in] -> [S, width]; called only if projects_first."""
         raise NotImplementedError

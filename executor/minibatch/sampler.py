@@ -124,6 +124,7 @@ class Sampler(Dataset[Sampled]):
         device: torch.device | None = None,
     ) -> None:
         self.graph, self.workload, self.member = batches.graph, batches.workload, batches.member
+        self.whole = batches.graph.whole
         self.steps, self.groups, self.split = batches.steps, batches.groups, batches.split
         self.me, self.edges, self.timeout_s, self.lists = me, edges, timeout_s, lists
         self.group = self.groups[me]
@@ -200,6 +201,8 @@ class Sampler(Dataset[Sampled]):
         if not splits and not asks:
             self._note(made, Label("draw", step), began)
         self._lay(made, step, drawn[::-1])
+        for part in made.share.parts:
+            part.block.whole = None  # the rank has it, so that it does not cross with every batch
         return made
 
     def _items_of(self, epoch: int, number: int) -> tuple[Ids, Ids]:
@@ -483,6 +486,8 @@ class Arriving:
         else:
             with rank.span(Label("wait", step), "compute"):
                 made = self._await(self.ahead)
+        for part in made.share.parts:
+            part.block.whole = None if part.block.source is None else self.sampler.whole
         if rank.recording:
             for op, nbytes in made.sent.items():
                 rank.sent[op] = rank.sent.get(op, 0) + nbytes

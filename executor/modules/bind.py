@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from gnnplan.executor.modules.record import Unfit
@@ -23,7 +24,8 @@ GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
 DATA = ("data", "batch", "graph")
 
 
-Fields = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (sizes of a row, type of numpy)
+# name -> sizes of a row, type of numpy, and of whole numbers how many there are, from 0 on
+Fields = Mapping[str, tuple[tuple[int, ...], str, int]]
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,15 @@ class GraphFields:
     def of(problem: Problem) -> GraphFields:
         stats, graph = problem.stats, problem.graph
         fields = graph.vertex_fields if graph else {}, graph.edge_fields if graph else {}
-        vertex, edge = ({n: (v.shape[1:], v.dtype.str) for n, v in some.items()} for some in fields)
+        vertex, edge = ({n: shape_of(v) for n, v in some.items()} for some in fields)
         classes, facts = max(stats.classes, 1), (stats.directed, stats.multilabel)
         return GraphFields(stats.features, classes, *facts, vertex, edge)
+
+
+def shape_of(field: np.ndarray) -> tuple[tuple[int, ...], str, int]:
+    """What a module may know of a field."""
+    whole = field.dtype.kind in "iu"
+    return field.shape[1:], field.dtype.str, 1 + max(int(field.max(initial=0)), 0) if whole else 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,10 @@ def convolutions_of(module: nn.Module) -> int:
 
 def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Bound:
     """What forward is given of a graph with such fields of vertices and edges. Raises Unfit."""
-    fields = {name: f"vertex {name}" for name in vertex} | {name: f"edge {name}" for name in edge}
+    # DGL keeps edges' feat, x and h apart from vertices', which these names mean everywhere else
+    fields = {name: f"edge {name}" for name in edge if name not in FEATURES}
+    fields = {f"edge_{n}": f"edge {n}" for n in edge if not n.startswith("edge_")} | fields
+    fields |= {name: f"vertex {name}" for name in vertex}
     has_dgl, takes, attributes = uses_dgl(module), {}, {}
     for parameter, is_needed in _parameters(module):
         if parameter in fields:
@@ -115,7 +126,7 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
         elif parameter in FEATURES and (is_needed or not takes):
             takes[parameter] = "vertex x"
         elif is_needed:
-            names = ", ".join(["x", "edge_index", *(n for n in fields if n != "x")])
+            names = ", ".join(["x", "edge_index", *(n for n in (*vertex, *edge) if n != "x")])
             raise Unfit(
                 f"forward asks for {parameter}, and the graph has {names}"
                 f"{suggest(parameter, fields)}; name the parameter as the graph does, or give it"

@@ -20,6 +20,7 @@ from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
 from gnnplan.executor.modules.make import in_file, make
 from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
+from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -52,7 +53,7 @@ def with_user_model(
     workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
     if more:
         workload = checked(Workload, workload.model_dump() | dict(more), "--", [*more])
-    return replace(problem, workload=workload), []
+    return replace(problem, workload=workload), unread_by(str(model), problem.graph)
 
 
 def names_layer(model: Source, seed: int) -> bool:

@@ -23,6 +23,9 @@ from gnnplan.executor.modules.record import Node, Opaque, Sum, tensors_of
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
+# edges after which fields begin anew where layers are counted: of each kind there are as many in
+# every size of layers/count.py
+PERIOD = 64
 DRAWS = 1 << 16  # before the numbers of a module's dropouts, in a hash where layers have theirs
 BATCH_NORM = (
     "input",
@@ -249,11 +252,18 @@ class PieceLayer(Layer):
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
         inputs = self.pieces.training.program.recorded.inputs
         fields = {
-            name[5:]: np.resize(node.value.numpy(), (len(indices), *node.value.shape[1:]))
+            name[5:]: np.resize(node.value.numpy()[:PERIOD], (len(indices), *node.value.shape[1:]))
             for name, node in inputs.items()
             if name.startswith("edge ")
         }
         return Whole(indptr, indices, fields, self.pieces.loops)
+
+    def possible(self, x: Tensor) -> Tensor:
+        """Whole numbers may be ids, of which there is a 0."""
+        given = self.pieces.training.program.layers[self.number - 1].prepare.given
+        values = unpacked(x, given)
+        whole = [node for node, value in values.items() if not value.is_floating_point()]
+        return packed(values | {node: torch.zeros_like(values[node]) for node in whole}, given)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor by its name in the module."""

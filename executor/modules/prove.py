@@ -40,6 +40,7 @@ from gnnplan.planner.graph.graph import Whole
 T = TypeVar("T")
 VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
 PARTS = 4
+EACH = 4  # rows of each whole number, if there are enough
 WITHIN = 1e-9
 
 
@@ -100,9 +101,15 @@ def block_of(whole: Whole, own: Tensor) -> tuple[Block, Tensor]:
     return block, block.source
 
 
-def _drawn(draw: np.random.Generator, rows: int, sizes: tuple[int, ...], kind: str) -> np.ndarray:
+def _drawn(
+    draw: np.random.Generator, rows: int, sizes: tuple[int, ...], kind: str, kinds: int
+) -> np.ndarray:
     if np.dtype(kind).kind in "iu":
-        return draw.integers(0, 2, (rows, *sizes)).astype(kind)
+        numbers = draw.integers(0, kinds, (rows, *sizes))
+        if EACH * kinds <= rows and np.bincount(numbers.ravel(), minlength=kinds).min() < EACH:
+            # a module may take edges of one kind, and none has no size
+            numbers = np.resize(draw.permutation(rows) % kinds, (*sizes, rows)).T
+        return numbers.reshape(rows, *sizes).astype(kind)
     if np.dtype(kind).kind == "b":
         return draw.random((rows, *sizes)) < 0.5
     return draw.random((rows, *sizes)) + 0.25

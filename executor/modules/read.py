@@ -41,6 +41,7 @@ from gnnplan.executor.modules.prove import (
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
+from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
@@ -354,8 +355,8 @@ def _fields_of(module: Module) -> dict[str, Any]:
     """Fields that a plan's module reads, with the shapes that the plan saw."""
     return {
         "directed": module.directed,
-        "vertex": {name: (tuple(sizes), kind) for name, sizes, kind in module.vertex_fields},
-        "edge": {name: (tuple(sizes), kind) for name, sizes, kind in module.edge_fields},
+        "vertex": {name: (tuple(sizes), *of) for name, sizes, *of in module.vertex_fields},
+        "edge": {name: (tuple(sizes), *of) for name, sizes, *of in module.edge_fields},
     }
 
 
@@ -405,12 +406,10 @@ def unread(user: UserModule, graph: Graph | None) -> list[str]:
     """A note on fields of the graph that the module does not read."""
     if graph is None:
         return []
-    read_by = user.pieces.reads if user.pieces else {"vertex x"}
-    names = [n for n in graph.vertex_fields if f"vertex {n}" not in read_by]
-    names += [n for n in graph.edge_fields if f"edge {n}" not in read_by]
-    if not names:
-        return []
-    return [f"{user.description.name} does not read {', '.join(names)} of {graph.stats.name}"]
+    reads = user.pieces.reads if user.pieces else set()
+    if "g" in reads:  # DGL's graph has the edges' fields
+        reads |= {f"edge {name}" for name in graph.edge_fields}
+    return unread_by(user.description.name, graph, reads)
 
 
 def pieces_of(workload: Workload) -> Pieces:

@@ -112,8 +112,7 @@ class Structure:
 
     def values_on(self, whole: Whole, place: Place) -> Values:
         """Values on the whole graph."""
-        fields = {name: torch.from_numpy(np.asarray(v)) for name, v in whole.fields.items()}
-        fields = {n: v.to(place.dtype) if v.is_floating_point() else v for n, v in fields.items()}
+        fields = {n: _typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
         values = self.given(whole, edge_index_of(whole), fields)
         somewhere = replace(place, vertices=whole.vertices, device=torch.device("cpu"))
         with torch.no_grad():
@@ -140,8 +139,7 @@ class Structure:
                     kept.setdefault(node, values[node])
             edges = edge_index_of(whole)
             for name in self.fields_of(whole):
-                value = torch.from_numpy(np.asarray(whole.fields[name]))
-                value = value.to(place.dtype) if value.is_floating_point() else value
+                value = _typed(whole.fields[name], place.dtype)
                 kept[name] = Table(edges, value, whole.vertices)
             self.tables[whole] = kept
         return self.tables[whole]
@@ -290,6 +288,12 @@ class Structure:
         if expected.shape != found_.shape or differing(expected, found_) is not None:
             self.whole[node] = of
             values[node] = whole
+
+
+def _typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """A copy, for the graph's own never changes."""
+    value = torch.from_numpy(np.array(field))
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _moved(value: Any, device: torch.device) -> Any:

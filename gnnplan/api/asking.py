@@ -15,6 +15,7 @@ from typing import Any
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
+from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
@@ -95,8 +96,8 @@ def ask(
     source = source_of(
         name, task=task, **{what: str(file) for what, file in files.items() if file is not None}
     )
-    made: list[str] = []
     problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed, said)
+    made = [] if module else unread_by(asked.model, problem.graph)
     if module:
         from gnnplan.executor.modules.own import with_user_model
 

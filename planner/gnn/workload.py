@@ -142,9 +142,10 @@ class Module(Spec):
     # of a cut module: fields of vertices that layer 1 is given side by side, and their widths
     inputs: tuple[tuple[str, int], ...] = ()
     directed: bool = False
-    # of a cut module: other fields that it is given, with the sizes of a row and numpy's type
-    vertex_fields: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-    edge_fields: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    # of a cut module: other fields that it is given, the sizes of a row, numpy's type, and how many
+    # whole numbers there are
+    vertex_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
+    edge_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     ends: bool = False  # of a cut module: batch norm after the last layer, and what follows it
 
 

@@ -4,6 +4,7 @@ Every array is checked by its header before anything is allocated. Pickles are n
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zipfile
@@ -16,6 +17,16 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from gnnplan.planner.graph.fields import (
+    EDGE,
+    NAME,
+    NUMBERS,
+    VERTEX,
+    along,
+    fields_in,
+    kind_of,
+    must_agree,
+)
 from gnnplan.planner.graph.graph import (
     LARGEST_WHOLE,
     MOST_CLASSES,
@@ -60,9 +71,11 @@ LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 cha
 
 
 def read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
-    """Read the known arrays (ARRAYS) of a file or a folder, and list the names of all others.
+    """Read the arrays of a file or a folder, and list the names of those that are not known.
 
-    The features x of a folder are mapped, not read. Raises SpecError."""
+    Known are ARRAYS, and fields, which get the names of fields.py: an array with a row for each
+    vertex or edge is one. Features and fields of vertices in a folder are mapped. Raises
+    SpecError."""
     folder = os.path.isdir(path)
     remedy = (
         "write each of its arrays with numpy.save"
@@ -88,38 +101,101 @@ def read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
 
 
 def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
-    arrays, others, nbytes = {}, [], 0
     with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            name = info.filename.removesuffix(".npy")
-            if name not in ARRAYS:
-                others.append(name)
-                continue
-            if name in arrays:
-                raise SpecError(f"{path}: {name}: is there twice; keep one")
+        nbytes = 0
+
+        def read(info: zipfile.ZipInfo, name: str) -> Array:
+            nonlocal nbytes
             must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
             with archive.open(info) as stream:
                 nbytes += check_header(path, name, stream, info.file_size)
             must_fit(path, "what it holds", nbytes)
             with archive.open(info) as stream:
-                arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
-    return arrays, others
+                return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
+
+        arrays: dict[str, Array] = {}
+        others: dict[str, zipfile.ZipInfo] = {}
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if not _is_known(name):
+                others[name] = info
+                continue
+            if name in arrays:
+                raise SpecError(f"{path}: {name}: is there twice; keep one")
+            arrays[name] = read(info, name)
+        headers = {}
+        for name, info in others.items():
+            with contextlib.suppress(Exception), archive.open(info) as stream:
+                headers[name] = read_header(path, name, stream)
+        for name, of in _fields_among(path, arrays, headers).items():
+            arrays[of + name] = read(others.pop(name), name)
+    return arrays, [*others]
 
 
 def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
-    arrays, others, nbytes = {}, [], 0
-    for file in sorted(Path(path).iterdir()):
-        if file.suffix != ".npy" or file.stem not in ARRAYS:
-            others.append(file.name)
-            continue
-        mapped = file.stem == "x"
+    nbytes = 0
+
+    def read(file: Path, is_mapped: bool) -> Array:
+        nonlocal nbytes
         must_be_file(file)
+        is_x = file.stem == "x"
         with file.open("rb") as stream:
-            size = check_header(path, file.stem, stream, file.stat().st_size, mapped)
-        nbytes += 0 if mapped else size
+            stored = file.stat().st_size
+            size = check_header(path, file.stem, stream, stored, is_x, not is_mapped)
+        nbytes += 0 if is_mapped else size
         must_fit(path, "what it holds", nbytes)
-        arrays[file.stem] = np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
-    return arrays, others
+        is_mapped = is_mapped and (is_x or size > 0)
+        return np.asanyarray(np.load(file, "r" if is_mapped else None, allow_pickle=False))
+
+    arrays, others = {}, dict[str, Path]()
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix == ".npy" and _is_known(file.stem):
+            arrays[file.stem] = read(file, file.stem == "x" or file.stem.startswith(VERTEX))
+        else:
+            others[file.name] = file
+    headers = {}
+    for file in others.values():
+        if file.suffix == ".npy":
+            with contextlib.suppress(Exception), file.open("rb") as stream:
+                headers[file.stem] = read_header(path, file.stem, stream)
+    for name, of in _fields_among(path, arrays, headers).items():
+        arrays[of + name] = read(others.pop(f"{name}.npy"), of == VERTEX)
+    return arrays, [*others]
+
+
+def _is_known(name: str) -> bool:
+    """Whether an array of this name is read, however many rows it has."""
+    prefix = next((prefix for prefix in (VERTEX, EDGE) if name.startswith(prefix)), None)
+    return name in ARRAYS or (prefix and NAME.fullmatch(name.removeprefix(prefix))) is not None
+
+
+def _fields_among(
+    path: str, arrays: Mapping[str, Array], headers: Mapping[str, tuple[Any, ...]]
+) -> dict[str, str]:
+    """Which other arrays are fields, and whether of vertices or edges. Raises SpecError."""
+    shapes = {
+        name: shape
+        for name, (shape, _, dtype, _) in headers.items()
+        if shape and all(shape[1:]) and dtype.kind in NUMBERS
+        if NAME.fullmatch(name) and name != "edge_index"
+    }
+    if not shapes or not {"src", "dst"} <= arrays.keys():
+        return {}
+    src, dst = _edge_list(path, arrays, [])
+    vertices, _ = _count(path, arrays, meta_of(path, arrays), src, dst)
+    found = {}
+    for name, (rows, *_) in shapes.items():
+        of = kind_of(path, name, rows, vertices, len(src))
+        if of == VERTEX and rows == len(src):
+            raise SpecError(
+                f"{path}: {name}: has {rows:,} rows, and there are as many vertices as edges; name"
+                f" it {VERTEX}{name} or {EDGE}{name}"
+            )
+        if of and of + name in arrays:
+            raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
+        if of:
+            found[name] = of
+    return found
 
 
 def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0) -> None:
@@ -239,6 +315,9 @@ def must_be_a_graph(
     _check_ids(path, src, dst, vertices, counted)
     if "x" in arrays or "x_indptr" in arrays:
         own_features(path, arrays, vertices)
+    _, on_edges = fields_in(path, arrays, vertices, len(src))
+    if on_edges:
+        must_agree(path, on_edges, src, dst, vertices)
     if {"y", *MASKS} & arrays.keys():  # of as many vertices
         found = read_labels(path, arrays, vertices, meta, numbers)
         _masks(path, arrays, found.labelled, found.classes, np.random.default_rng(0), [], 0)
@@ -269,6 +348,7 @@ def build(
                 f"no edge has vertex 0: ids begin with {first:,}; if they count from 1, subtract 1"
             )
     _check_ids(path, src, dst, vertices, counted)
+    vertex_fields, on_edges = fields_in(path, arrays, vertices, len(src))
     stand_in_width = 0 if "x" in arrays or "x_indptr" in arrays else made_up.width
     must_fit(
         source,
@@ -277,11 +357,16 @@ def build(
             if stand_in_width
             else f"{vertices:,} vertices"
         ),
-        vertices * (20.0 + 8 * stand_in_width) + 60.0 * len(src),
+        vertices * (20.0 + 8 * stand_in_width)
+        + (120.0 if on_edges else 60.0) * len(src)
+        + sum(2.0 * field.nbytes for field in on_edges.values()),
     )
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
-    notes += changes if len(indices) else (*changes, "the graph has no edges")
-    del src, dst, arrays["src"], arrays["dst"]  # they take as much memory as the graph
+    edge_fields, moved = along(path, on_edges, (src, dst), (indptr, indices), directed)
+    notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
+    for name in ("src", "dst", *(EDGE + name for name in on_edges)):
+        del arrays[name]  # they take as much memory as the graph
+    del src, dst, on_edges
 
     rng = np.random.default_rng(made_up.seed)
     x: Features
@@ -330,7 +415,18 @@ def build(
         notes=tuple(notes),
         directed=directed,
     )
-    return finish(stats, indptr, indices, x, y, train, val, test)
+    return finish(
+        stats,
+        indptr,
+        indices,
+        x,
+        y,
+        train,
+        val,
+        test,
+        vertex_fields=vertex_fields,
+        edge_fields=edge_fields,
+    )
 
 
 def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tuple[Array, Array]:
@@ -421,7 +517,7 @@ def _count(
     path: str, arrays: Mapping[str, Array], meta: Mapping[str, Any], src: Array, dst: Array
 ) -> tuple[int, str]:
     """The number of vertices, and the names of the arrays that say so ('' if only edges do)."""
-    by_vertex = ("x", "y", *MASKS)
+    by_vertex = ("x", "y", *MASKS, *(name for name in arrays if name.startswith(VERTEX)))
     counts = {
         name: arrays[name].shape[0] for name in by_vertex if name in arrays and arrays[name].ndim
     }

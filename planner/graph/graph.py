@@ -34,6 +34,7 @@ MOST_FEATURES = 1_000_000
 SPARSE = 0.1  # features with at most this share of nonzero numbers are kept sparse
 AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
 LARGEST_WHOLE = 1 << 53  # float64 holds all whole numbers up to it
+LARGEST_HELD = {"float64": LARGEST_WHOLE, "bfloat16": 1 << 8}  # and rows of a type
 COMPARED = 4096  # rows, at the start and all over, in which float32 is compared with float64
 MERGED = 0.01  # share of different numbers that float32 may make equal, as it does among millions
 
@@ -157,11 +158,12 @@ class Graph:
 
 
 def with_inputs(
-    graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]]
+    graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]], dtype: str
 ) -> tuple[Graph | None, GraphStats]:
     """The graph whose features are these fields of its vertices, side by side.
 
-    A field that is none of the graph's is zeros, until a rank computes it."""
+    A field that is none of the graph's is zeros, until a rank computes it. dtype: of the workload's
+    rows. Raises SpecError for whole numbers that such rows do not hold."""
     width = sum(columns for _, columns in inputs)
     if [name for name, _ in inputs] == ["x"] or stats.packed:
         return graph, stats
@@ -169,11 +171,19 @@ def with_inputs(
     if graph is None:
         return None, stats
     parts, own = [], graph.features()
+    kind = np.dtype(np.float64) if dtype == "float64" else own.dtype
+    most = LARGEST_HELD.get(dtype, 1 << 24)
     for name, columns in inputs:
         field = own if name == "x" else graph.vertex_fields.get(name)
         if field is None:
-            field = np.zeros((stats.vertices, columns), own.dtype)
-        parts.append(np.asarray(field, own.dtype).reshape(stats.vertices, columns))
+            field = np.zeros((stats.vertices, columns), kind)
+        if field.dtype.kind == "i" and (found := int(np.abs(field).max(initial=0))) > most:
+            raise SpecError(
+                f"{stats.source}: {name}: rows in {dtype} hold whole numbers up to {most:,}, found"
+                f" {found:,}; number them anew (numpy.unique(..., return_inverse=True))"
+                + ("" if dtype == "float64" else ", or use --dtype float64")
+            )
+        parts.append(np.asarray(field, kind).reshape(stats.vertices, columns))
     return dataclasses.replace(graph, x=np.concatenate(parts, 1), stats=stats), stats
 
 
@@ -230,17 +240,22 @@ def finish(
     x: Features,
     y: Array,
     *masks: Array,
+    vertex_fields: Mapping[str, Array] | None = None,
+    edge_fields: Mapping[str, Array] | None = None,
 ) -> Graph:
     """Make the graph: hash its content, keep features sparse if and only if most numbers are zero,
     freeze its arrays.
 
-    masks: training, validation, test. Raises SpecError for features that are not finite, if they
-    are mapped."""
+    masks: training, validation, test. edge_fields: in the order of `indices`. Raises SpecError for
+    features that are not finite, if they are mapped."""
     structure, others = (indptr, indices), (y, *masks)
+    vertex_fields, edge_fields = vertex_fields or {}, edge_fields or {}
+    fields = {f"vertex {name}": array for name, array in vertex_fields.items()}
+    fields |= {f"edge {name}": array for name, array in edge_fields.items()}
     if isinstance(x, np.memmap):
-        digest, nonzeros = _digest_of_mapped(stats, x, structure, others)
+        digest, nonzeros = _digest_of_mapped(stats, x, structure, others, fields)
     else:
-        digest = _hash(stats.directed, (*structure, *_feature_arrays(x), *others))
+        digest = _hash(stats.directed, (*structure, *_feature_arrays(x), *others), fields)
         nonzeros = int(np.count_nonzero(x)) if isinstance(x, np.ndarray) else int(x.nnz)
     sparse = 0 < nonzeros <= SPARSE * stats.vertices * stats.features
     if sparse and isinstance(x, np.memmap):
@@ -255,14 +270,25 @@ def finish(
     elif not sparse and not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
-    frozen: tuple[Array, ...] = (*structure, *_feature_arrays(x), *others)
+    frozen: tuple[Array, ...] = (*structure, *_feature_arrays(x), *others, *fields.values())
     for array in frozen:
         array.flags.writeable = False  # so that the hash stays true
     stats = dataclasses.replace(
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(np.diff(indptr))
     )
     train, val, test = masks
-    return Graph(stats, indptr, indices, x, y, train, val, test)
+    return Graph(
+        stats,
+        indptr,
+        indices,
+        x,
+        y,
+        train,
+        val,
+        test,
+        vertex_fields=vertex_fields,
+        edge_fields=edge_fields,
+    )
 
 
 def _feature_arrays(x: Features) -> tuple[Array, ...]:
@@ -275,16 +301,17 @@ def spread_of(degrees: NDArray[np.int64]) -> float:
     return float(np.log(positive).std()) if positive.size else 0.0
 
 
-def _hash(directed: bool, arrays: Iterable[Array]) -> str:
+def _hash(directed: bool, arrays: Iterable[Array], fields: Mapping[str, Array]) -> str:
     digest = blake2b(f"{directed}".encode(), digest_size=16)
-    for array in arrays:
-        digest.update(f"{array.dtype.str}{array.shape}".encode())
-        for piece in _pieces(array):
+    named = [*(("", array) for array in arrays), *sorted(fields.items(), key=lambda each: each[0])]
+    for name, array in named:
+        digest.update(f"{name}{array.dtype.str}{array.shape}".encode())
+        for piece in some_rows(array):
             digest.update(np.ascontiguousarray(piece).data)
     return digest.hexdigest()
 
 
-def _pieces(array: Array) -> Iterator[Array]:
+def some_rows(array: Array) -> Iterator[Array]:
     """The array, some rows at a time.
 
     A mapped file is read instead, so that pages used once do not stay in the process's memory."""
@@ -301,7 +328,11 @@ def _pieces(array: Array) -> Iterator[Array]:
 
 
 def _digest_of_mapped(
-    stats: GraphStats, x: np.memmap, structure: tuple[Array, ...], others: tuple[Array, ...]
+    stats: GraphStats,
+    x: np.memmap,
+    structure: tuple[Array, ...],
+    others: tuple[Array, ...],
+    fields: Mapping[str, Array],
 ) -> tuple[str, int]:
     """The hash of a graph with mapped features, and the number of nonzeros in them.
 
@@ -311,7 +342,7 @@ def _digest_of_mapped(
     file = os.stat(x.filename)
     key = (
         f"{x.filename} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns}"
-        f" {_hash(stats.directed, (*structure, *others))}"
+        f" {_hash(stats.directed, (*structure, *others), fields)}"
     )
     path = cache_dir() / "features" / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.txt"
     with contextlib.suppress(OSError, ValueError):  # absent or damaged: read the features again
@@ -319,10 +350,10 @@ def _digest_of_mapped(
         if len(digest) == 32:
             return digest, int(nonzeros)
     first = count = 0
-    for piece in _pieces(x):
+    for piece in some_rows(x):
         must_be_finite(stats.source, "x", piece, first)
         first, count = first + len(piece), count + int(np.count_nonzero(piece))
-    digest = _hash(stats.directed, (*structure, x, *others))
+    digest = _hash(stats.directed, (*structure, x, *others), fields)
     with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
         write_atomically(path, f"{digest} {count}\n", parents=True)
     return digest, count

@@ -120,13 +120,19 @@ def hold_out(graph: Graph) -> Graph:
     held_out: list[NDArray[Any]] = [
         np.stack([source[fate == part], destination[fate == part]]) for part in (0, 1)
     ]
-    for array in (indptr, indices, *held_out):
+    edge_fields = {name: field[kept] for name, field in graph.edge_fields.items()}
+    for array in (indptr, indices, *held_out, *edge_fields.values()):
         array.flags.writeable = False
     digest = blake2b(f"{stats.hash} without held-out edges".encode(), digest_size=16)
     fewer = _with_fewer_edges(stats, indices.size)
     stats = dataclasses.replace(fewer, hash=digest.hexdigest(), spread=spread_of(lengths))
     return dataclasses.replace(
-        graph, stats=stats, indptr=indptr, indices=indices, held_out=tuple(held_out)
+        graph,
+        stats=stats,
+        indptr=indptr,
+        indices=indices,
+        held_out=tuple(held_out),
+        edge_fields=edge_fields,
     )
 
 

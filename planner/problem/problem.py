@@ -106,7 +106,8 @@ class Problem:
             object.__setattr__(self, "graph", self.graph.in_float32())
         module = self.workload.module
         if module is not None and module.inputs:
-            graph, stats = with_inputs(self.graph, self.stats, module.inputs)
+            dtype = self.workload.dtype
+            graph, stats = with_inputs(self.graph, self.stats, module.inputs, dtype)
             object.__setattr__(self, "graph", graph)
             object.__setattr__(self, "stats", stats)
         if self.workload.task == "link":

@@ -150,15 +150,17 @@ class Result:
 
 
 def with_fields(graph: Any, file: str) -> Any:
-    """The graph with the fields in a file of a Case."""
+    """The graph with the fields in a file of a Case, if it has one."""
     import numpy as np
 
+    if not file:
+        return graph
+
     fields: dict[str, dict[str, Any]] = {"vertex": {}, "edge": {}}
-    if file:
-        with np.load(file) as arrays:
-            for name in arrays.files:
-                kind, _, own = name.partition(" ")
-                fields[kind][own] = arrays[name]
+    with np.load(file) as arrays:
+        for name in arrays.files:
+            kind, _, own = name.partition(" ")
+            fields[kind][own] = arrays[name]
     return replace(graph, vertex_fields=fields["vertex"], edge_fields=fields["edge"])
 
 

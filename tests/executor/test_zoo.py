@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.modules.bind import shape_of
 from gnnplan.executor.modules.prove import Shared, Small, prove
 from gnnplan.executor.modules.read import GraphFields, UserModule, read, with_module
 from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
@@ -128,12 +129,12 @@ def fields_of(name: str, graph: Graph, folder: Path) -> str:
     """A file of numbers for the fields that a module needs; '': it needs none."""
     vertex, edge = shapes_of(name)
     draw, stats = np.random.default_rng(11), graph.stats
-    arrays = {f"vertex {n}": (stats.vertices, *sizes) for n, (sizes, _) in vertex.items()}
-    arrays |= {f"edge {n}": (stats.edges, *sizes) for n, (sizes, _) in edge.items()}
+    arrays = {f"vertex {n}": (stats.vertices, *sizes) for n, (sizes, *_) in vertex.items()}
+    arrays |= {f"edge {n}": (stats.edges, *sizes) for n, (sizes, *_) in edge.items()}
     if not arrays:
         return ""
-    kinds = {f"vertex {n}": kind for n, (_, kind) in vertex.items()}
-    kinds |= {f"edge {n}": kind for n, (_, kind) in edge.items()}
+    kinds = {f"vertex {n}": kind for n, (_, kind, _) in vertex.items()}
+    kinds |= {f"edge {n}": kind for n, (_, kind, _) in edge.items()}
     values = {
         n: draw.integers(0, 2, size) if "i" in kinds[n] else draw.random(size) + 0.25
         for n, size in arrays.items()
@@ -148,7 +149,7 @@ def of_file(name: str, graph: Graph, workload: Workload) -> UserModule:
     file = HERE / f"{keeper.__name__}.py"
     stats = graph.stats
     shapes = [
-        {n: (v.shape[1:], v.dtype.str) for n, v in some.items()}
+        {n: shape_of(v) for n, v in some.items()}
         for some in (graph.vertex_fields, graph.edge_fields)
     ]
     return read(

@@ -86,12 +86,12 @@ from torch_geometric.utils import (
 )
 
 EDGE = {
-    "edge_attr": ((5,), "<f8"),
-    "edge_weight": ((), "<f8"),
-    "edge_type": ((), "<i8"),
-    "pseudo": ((2,), "<f8"),
+    "edge_attr": ((5,), "<f8", 0),
+    "edge_weight": ((), "<f8", 0),
+    "edge_type": ((), "<i8", 2),
+    "pseudo": ((2,), "<f8", 0),
 }
-VERTEX = {"pos": ((3,), "<f8"), "batch": ((), "<i8")}
+VERTEX = {"pos": ((3,), "<f8", 0), "batch": ((), "<i8", 2)}
 FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a module
 REFUSALS: dict[str, str] = {}  # words of them
 

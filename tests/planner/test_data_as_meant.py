@@ -1,7 +1,6 @@
 """Data is read as it is meant, and alike in every format: masks, ids, labels, features, edges."""
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from gnnplan.planner.graph.formats import (
     from_object,
     mapped,
     of_object,
-    pyg,
     text,
 )
 from gnnplan.planner.graph.graph import Graph
@@ -478,25 +476,12 @@ def test_ids_that_begin_with_one_are_said(tmp_path: Path):
     assert said not in load(str(tmp_path / "e.npy")).stats.notes
 
 
-def test_weights_of_an_adjacency_are_said_to_be_ignored():
-    torch = quiet("torch")
-    ends, note = torch.tensor([[0, 1, 2], [1, 2, 0]]), "ignored: adj_t's numbers, for layers weigh"
-    for weights, said in (([0.1, 5.0, 2.0], True), ([1.0, 1.0, 1.0], False)):
-        with torch.sparse.check_sparse_tensor_invariants():
-            coo = torch.sparse_coo_tensor(ends, torch.tensor(weights), (3, 3)).coalesce()
-        with warnings.catch_warnings(action="ignore"):  # torch's, of its beta
-            matrices = (coo, coo.to_sparse_csr(), coo.to_sparse_csc())
-        for matrix in matrices:
-            notes = pyg.of_mapping({"adj_t": matrix}, "it").notes
-            assert any(n.startswith(note) for n in notes) == said
-
-
 def test_what_is_said_of_an_object_is_said_of_its_plan(own_cache: Path):
-    """It is written to a folder, which knows nothing of edge weights."""
+    """It is written to a folder, which knows nothing of what no folder holds."""
     graph = nx.path_graph(6)
-    nx.set_edge_attributes(graph, 2.0, "weight")
+    nx.set_edge_attributes(graph, "road", "kind")
     plan = gnnplan.plan(graph, strategy="graph_parallel", ranks=2)
-    assert of_object(graph).notes
+    assert of_object(graph).notes == ["ignored: kind"]
     assert set(of_object(graph).notes) <= set(plan.document["graph"]["notes"])
 
 

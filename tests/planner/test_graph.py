@@ -275,13 +275,13 @@ def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(
 ):
     path = save_folder()
     first = load(path)
-    looked, pieces = [], module._pieces
+    looked, pieces = [], module.some_rows
 
     def watched(array):
         looked.append(isinstance(array, np.memmap))
         return pieces(array)
 
-    monkeypatch.setattr(module, "_pieces", watched)
+    monkeypatch.setattr(module, "some_rows", watched)
     assert load(path).stats == first.stats and not any(looked)
     # another graph on the same features
     assert load(path, directed=True).stats.hash != first.stats.hash and any(looked)

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.formats.mapped import of_own, write
 from gnnplan.planner.graph.formats.parts import (
     Parts,
-    edge_data_note,
     library,
     reading,
+    take_fields,
     take_vertex_data,
 )
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
@@ -28,7 +29,7 @@ PER_BYTE = 8  # [B] of memory per byte of the file
 
 
 def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
-    """A homogeneous graph, with features, labels and masks of its ndata."""
+    """A homogeneous graph, with features, labels and masks of its ndata; all else are fields."""
     if not graph.is_homogeneous or len(graph.canonical_etypes) != 1:
         raise SpecError(
             f"{path}: has {len(graph.ntypes)} kinds of vertices and {len(graph.canonical_etypes)}"
@@ -36,8 +37,11 @@ def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
         )
     src, dst = (ids.cpu().numpy() for ids in graph.edges(order="eid"))
     parts = Parts(path, [(src, dst)], int(graph.num_nodes()))
-    parts.notes += edge_data_note(name for name in graph.edata if name != "_ID")  # DGL's own
-    take_vertex_data(parts, dict(graph.ndata))
+    on_vertices, on_edges = take_vertex_data(parts, dict(graph.ndata)), dict(graph.edata)
+    for data in (on_vertices, on_edges):
+        data.pop("_ID", None)  # DGL's own, in a part of a graph
+    take_fields(parts, on_vertices, lambda name, rows: VERTEX)
+    take_fields(parts, on_edges, lambda name, rows: EDGE)
     return parts
 
 
@@ -60,6 +64,7 @@ def read(path: str) -> Parts:
         parts = of_own(str(out), path)
     if parts.x is not None:
         parts.x = np.asarray(parts.x)  # mapped still, but its file has no name any more
+    parts.vertex_fields = {name: np.asarray(field) for name, field in parts.vertex_fields.items()}
     parts.notes += [line.removeprefix("note: ") for line in done.stdout.splitlines() if line]
     return parts
 

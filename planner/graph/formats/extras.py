@@ -15,12 +15,14 @@ from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.parts import (
     Matrix,
     Parts,
+    column_names,
     edge_pieces,
     gathered,
     mapped_array,
     masks_or_ids,
     reading,
     tensor_array,
+    vertices_of,
 )
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.sparse import load_matrix
@@ -76,14 +78,11 @@ def add(parts: Parts, extras: Extras) -> None:
 
 def _vertices(parts: Parts) -> int:
     """How many vertices there are; edges are read for it where nothing else says so."""
-    if parts.vertices is not None:
-        return parts.vertices
-    if parts.y is not None:
-        return len(parts.y)
-    if (shape := getattr(parts.x, "shape", None)) is not None:  # an array, or sparse
-        return int(shape[0])
-    src, dst = gathered(parts.path, "its edges", edge_pieces(parts), np.int32)
-    parts.edges = [(src, dst)]
+    if (said := vertices_of(parts)) is not None:
+        return said
+    columns = len(column_names(parts))
+    parts.edges = [tuple(gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns))]
+    src, dst, *_ = parts.edges[0]
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
 
 

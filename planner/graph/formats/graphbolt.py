@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.parts import (
     FEATURES,
     Parts,
+    add_edge_field,
     endpoints,
+    ignored,
     labels_of,
     mapped_array,
     masks_of,
@@ -90,16 +93,20 @@ class _Metadata:
 
 
 def read(path: str) -> Parts:
-    """Edges, the node features named feat (or the only ones), and the first task's sets."""
+    """Edges, the node features named feat (or the only ones), and the first task's sets.
+
+    All other features, of nodes and of edges, are fields."""
     meta = _Metadata(path)
     nodes = meta.only(("graph", "nodes"))
     vertices = must_be_count(path, "graph.nodes.num", meta.get((*nodes, "num"), int))
     parts = Parts(path, _edges(meta), vertices)
     meta.only(("graph", "edges"))
     places: dict[str, Where] = {}
+    on_edges: dict[str, Where] = {}
     for i, about in enumerate(meta.get(("feature_data",), list, [])):
-        if isinstance(about, dict) and about.get("domain") == "node":
-            places[str(about.get("name"))] = ("feature_data", i)
+        if isinstance(about, dict):
+            found = {"node": places, "edge": on_edges}.get(str(about.get("domain")), {})
+            found[str(about.get("name"))] = ("feature_data", i)
     name = next((name for name in FEATURES if name in places), None)
     if name is None and len(places) == 1:
         (name,) = places
@@ -110,8 +117,14 @@ def read(path: str) -> Parts:
                 f"{path}: {name}: has {len(parts.x):,} rows, but graph.nodes.num is {vertices:,};"
                 " give a row per vertex"
             )
-    if others := sorted(set(places) - {name}):
-        parts.notes.append("ignored features: " + ascii(", ".join(others[:8]))[1:-1])
+    left = {other: place for other, place in places.items() if other != name}
+    fields = {other for other in (*left, *on_edges) if NAME.fullmatch(other)}
+    parts.notes += ignored({*left, *on_edges} - fields)
+    for other in sorted(fields):
+        if other in left:
+            parts.vertex_fields[other] = meta.array(left[other])
+        if other in on_edges:
+            add_edge_field(parts, other, meta.array(on_edges[other]))
     if tasks := meta.get(("tasks",), list, []):
         if len(tasks) > 1:
             parts.notes.append(f"of {len(tasks)} tasks the first is taken")

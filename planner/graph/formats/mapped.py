@@ -20,14 +20,18 @@ from gnnplan.planner.graph.arrays import (
     read_arrays,
     shown,
 )
+from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.formats.parts import (
     Parts,
+    column_names,
     edge_pieces,
     feature_pieces,
     small_arrays,
 )
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.vocabulary.errors import SpecError
+
+ENDS = "src", "dst"
 
 
 class _Rows:
@@ -42,18 +46,18 @@ class _Rows:
         self.begin = self.stream.tell()
 
     def append(self, rows: Array) -> None:
-        if rows.dtype == np.float64 and self.dtype != rows.dtype:
-            self._widen()
+        if (both := np.result_type(self.dtype, rows.dtype)) != self.dtype:
+            self._widen(both)
         self.row_shape = rows.shape[1:]
         self.rows += len(rows)
         np.ascontiguousarray(rows, self.dtype).tofile(self.stream)
 
-    def _widen(self) -> None:
-        """Go on in float64, with the rows before."""
+    def _widen(self, dtype: np.dtype[Any]) -> None:
+        """Go on in a type that holds more, with the rows before."""
         self.close()
         before = np.load(self.path, mmap_mode="r" if self.rows else None, allow_pickle=False)
         self.path.unlink()
-        self.__init__(self.path, np.float64)  # type: ignore[misc]
+        self.__init__(self.path, dtype)  # type: ignore[misc]
         step = max(1, AT_ONCE // 8 // max(1, before[:1].size))
         for start in range(0, len(before), step):
             self.append(before[start : start + step])
@@ -115,16 +119,19 @@ def must_be_new(folder: Path) -> None:
 
 
 def _write(parts: Parts, folder: Path) -> None:
-    src, dst = (_Rows(folder / f"{name}.npy", np.int32) for name in ("src", "dst"))
-    with contextlib.closing(src), contextlib.closing(dst):
-        for sources, targets in edge_pieces(parts):
-            src.append(sources)
-            dst.append(targets)
+    names = column_names(parts)
+    files = [_Rows(folder / f"{name}.npy", np.int32 if name in ENDS else bool) for name in names]
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            stack.callback(file.close)
+        for piece in edge_pieces(parts):
+            for file, column in zip(files, piece, strict=True):
+                file.append(column)
     if parts.x is not None and not sp.issparse(parts.x):
         x = _Rows(folder / "x.npy", np.float32)
         with contextlib.closing(x):
-            for piece in feature_pieces(parts.x_path or parts.path, parts.x):
-                x.append(piece)
+            for rows in feature_pieces(parts.x_path or parts.path, parts.x):
+                x.append(rows)
     for name, array in small_arrays(parts).items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
 
@@ -136,13 +143,16 @@ def of_own(folder: str, path: str | None = None) -> Parts:
     # whether y are classes is told when they are written
     vertices, _ = must_be_a_graph(path, arrays, others, numbers=True)
     meta = meta_of(path, arrays)
+    on_edges = [name for name in arrays if name.startswith(EDGE)]
     return Parts(
         path,
-        [(arrays["src"], arrays["dst"])],
+        [tuple(arrays[name] for name in (*ENDS, *on_edges))],
         meta.get("vertices"),
         meta.get("classes"),
         own_features(path, arrays, vertices) if {"x", "x_indptr"} & arrays.keys() else None,
         arrays.get("y"),
         {name: arrays[name] for name in MASKS if name in arrays},
         [f"ignored arrays: {shown(others, 8)}"] if others else [],
+        {n.removeprefix(VERTEX): arrays[n] for n in arrays if n.startswith(VERTEX)},
+        tuple(name.removeprefix(EDGE) for name in on_edges),
     )

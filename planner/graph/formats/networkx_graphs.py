@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gnnplan.planner.graph.arrays import MASKS, as_mask
+from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.parts import (
     FEATURES,
     LABELS,
     Parts,
-    edge_data_note,
+    add_edge_field,
+    ignored,
+    is_numbers,
     library,
     reading,
     tensor_array,
@@ -22,6 +26,7 @@ from gnnplan.planner.graph.graph import Array, must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ENTITY = b"<!ENTITY"
+TAKEN = (*FEATURES, *LABELS, *MASKS)
 PER_BYTE = 10  # [B] of Python objects per byte of GraphML, at least
 
 
@@ -42,8 +47,9 @@ def read_graphml(path: str) -> Parts:
 
 
 def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
-    """A graph's edges, both ways if it is undirected, and the usual attributes of its nodes.
+    """A graph's edges, both ways if it is undirected, and attributes of nodes and edges.
 
+    Numbers that all nodes, or all edges, have are fields; weight is edge_weight.
     Nodes that are whole numbers 0 to N-1, or such texts, keep them; others are numbered in their
     order."""
     nodes = list(graph.nodes)
@@ -62,9 +68,12 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
     src, dst = edges[:, 0], edges[:, 1]
     if not graph.is_directed():
         src, dst = np.concatenate([src, dst]), np.concatenate([dst, src])
-    first: Mapping[str, Any] = next(iter(graph.edges(data=True)), ({},))[-1]
-    notes += edge_data_note(name for name in first if name == "weight")
     parts = Parts(path, [(src, dst)], len(nodes), notes=notes)
+    on_edges = [of for *_, of in graph.edges(data=True)]
+    fields, left = _columns(on_edges, ())
+    for name, column in fields.items():
+        both = column if graph.is_directed() else np.concatenate([column, column])
+        add_edge_field(parts, "edge_weight" if name == "weight" else name, both)
     attributes = {node: data for node, data in graph.nodes(data=True)}
 
     def values(names: tuple[str, ...], missing: object = None) -> tuple[str, Array] | None:
@@ -95,4 +104,22 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
     for name in MASKS:
         if found := values((name,)):
             parts.masks[name] = as_mask(path, name, found[1], notes)
+    in_order = sorted(attributes, key=number.__getitem__)
+    parts.vertex_fields, others = _columns([attributes[node] for node in in_order], TAKEN)
+    notes += ignored([*left, *others])
     return parts
+
+
+def _columns(
+    rows: Sequence[Mapping[str, Any]], taken: Collection[str]
+) -> tuple[dict[str, Array], list[str]]:
+    """Attributes that are numbers in all rows, but those taken; and the names of all others."""
+    found: dict[str, Array] = {}
+    names = dict.fromkeys(name for row in rows for name in row if name not in taken)
+    for name in names:
+        if NAME.fullmatch(str(name)) and all(name in row for row in rows):
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
+                column = np.asarray([row[name] for row in rows])
+                if is_numbers(column) and all(column.shape):
+                    found[str(name)] = column
+    return found, [str(name) for name in names if str(name) not in found]

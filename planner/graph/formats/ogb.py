@@ -12,13 +12,14 @@ import numpy as np
 from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
 from gnnplan.planner.graph.formats.parts import (
     Parts,
+    add_edge_field,
     masks_of,
     must_be_count,
     reading,
     tensor_array,
 )
 from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.text import column, matrix, tables, whole_matrix
+from gnnplan.planner.graph.formats.text import column, matrix, narrow, tables, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
@@ -43,7 +44,9 @@ def raw_of(path: str) -> Path | None:
 
 
 def read(path: str) -> Parts:
-    """Edges, features, labels and the official split."""
+    """Edges, features, labels and the official split; whatever else it has of them are fields.
+
+    edge_feat is edge_attr, as OGB's loader of PyG names it."""
     raw = raw_of(path)
     assert raw is not None
     parts = _binary(raw, path) if (raw / "data.npz").is_file() else _text(raw, path)
@@ -132,7 +135,21 @@ def _text(raw: Path, path: str) -> Parts:
         parts.x = matrix(str(raw / "node-feat.csv.gz"), np.float32)
     if os.path.lexists(raw / "node-label.csv.gz"):
         parts.y = whole_matrix(str(raw / "node-label.csv.gz"))
+    if os.path.lexists(raw / "edge-feat.csv.gz"):
+        add_edge_field(parts, "edge_attr", _narrowed(str(raw / "edge-feat.csv.gz")))
+    for file in sorted(raw.glob("*_*.csv.gz")):
+        name = file.name.removesuffix(".csv.gz")
+        if name.startswith("node_"):
+            parts.vertex_fields[name] = np.concatenate([*_narrowed(str(file))])
+        elif name.startswith("edge_"):
+            add_edge_field(parts, name, _narrowed(str(file)))
     return parts
+
+
+def _narrowed(path: str) -> Iterator[Array]:
+    """Rows of a table as OGB's loader gives them: integers, else float32."""
+    for piece in map(narrow, matrix(path)):
+        yield piece if piece.dtype == np.int64 else piece.astype(np.float32)
 
 
 # -- binary ----------------------------------------------------------------------------------------
@@ -161,7 +178,28 @@ def _binary(raw: Path, path: str) -> Parts:
     labels = str(raw / "node-label.npz")
     if os.path.lexists(labels):
         parts.y = _member(labels, "node_label")
+    for name in _names(data):
+        if name.startswith("node_") and name != "node_feat":
+            parts.vertex_fields[name] = _member(data, name)
+        elif name.startswith("edge_") and name != "edge_index":
+            add_edge_field(
+                parts, "edge_attr" if name == "edge_feat" else name, _edge_rows(data, name)
+            )
     return parts
+
+
+def _edge_rows(path: str, name: str) -> Iterator[Array]:
+    """An array with a row for each edge, some rows at a time."""
+    shape, _ = _shape(path, name)
+    width = int(np.prod(shape[1:], dtype=object))
+    if not shape or not width:
+        raise SpecError(
+            f"{path}: {name}: must have a row of numbers for each edge, has shape {list(shape)};"
+            " repeat the download"
+        )
+    step = max(1, AT_ONCE // 8 // width) * width
+    for piece in _rows(path, name, 0, shape[0] * width, step):
+        yield piece.reshape(-1, *shape[1:])
 
 
 def _names(path: str) -> list[str]:

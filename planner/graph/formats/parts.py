@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -18,6 +18,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnplan.planner.graph.arrays import MASKS, as_mask, check_header, class_ids
+from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import (
     AT_ONCE,
     MOST_CLASSES,
@@ -50,13 +51,15 @@ class Parts:
     """What a source holds: N vertices, E edges, F features, C classes."""
 
     path: str  # the name that messages give
-    edges: Iterable[tuple[Array, Array]]  # src and dst, some at a time
+    edges: Iterable[tuple[Array, ...]]  # src, dst and each of `edge_fields`, some at a time
     vertices: int | None = None  # None: nothing says how many but the other parts
     classes: int | None = None
     x: Matrix | None = None  # [N, F]
     y: Array | None = None  # [N], [N, 1] or [N, C]; NaN or -1: no label
     masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
     notes: list[str] = field(default_factory=list)
+    vertex_fields: dict[str, Array] = field(default_factory=dict)  # [N, ..]
+    edge_fields: tuple[str, ...] = ()  # names
     numbers: bool = False  # y are numbers to predict, whatever they look like
     x_path: str = ""  # the name that messages give x, if it is of another file
 
@@ -110,12 +113,6 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
             f"{f'; save {name}.T' if turn else '; row 0 are sources, row 1 destinations'}"
         )
     return edge_index[0], edge_index[1]
-
-
-def edge_data_note(names: Iterable[str]) -> list[str]:
-    """What is said of numbers that a file has of its edges."""
-    shown = ascii(", ".join(names))[1:-1][: 3 * MOST_SHOWN]
-    return [f"ignored: {shown}, for layers weigh edges themselves"] if shown else []
 
 
 def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Array]:
@@ -262,8 +259,14 @@ def first_of(names: Iterable[str], found: Mapping[str, Any]) -> str | None:
     return next((name for name in names if found.get(name) is not None), None)
 
 
-def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> None:
-    """Features, labels and masks of a library's graph by their usual names; others are noted."""
+def ignored(names: Iterable[Any]) -> list[str]:
+    """A note on what a file holds and nobody reads."""
+    shown = ", ".join(sorted(str(name) for name in names)[:8])
+    return ["ignored: " + ascii(shown)[1:-1][: 3 * MOST_SHOWN]] if shown else []
+
+
+def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Take features, labels and masks of a library's graph by their usual names: what is left."""
     taken = set()
     if name := first_of(FEATURES, data):
         taken.add(name)
@@ -275,17 +278,90 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> None:
         taken.add(name)
         mask = tensor_array(parts.path, name, data[name])
         parts.masks[name] = as_mask(parts.path, name, mask, parts.notes)
-    if others := sorted(str(name) for name in data if name not in taken and data[name] is not None):
-        parts.notes.append("ignored: " + ascii(", ".join(others[:8]))[1:-1][: 3 * MOST_SHOWN])
+    return {name: data[name] for name in data if name not in taken and data[name] is not None}
+
+
+def vertices_of(parts: Parts) -> int | None:
+    """How many vertices the parts say that there are, without a look at edges."""
+    if parts.vertices is not None:
+        return parts.vertices
+    rows = (parts.y, parts.x, *parts.masks.values(), *parts.vertex_fields.values())
+    shapes: Any = (getattr(each, "shape", ()) for each in rows)  # an array, or sparse
+    return next((int(shape[0]) for shape in shapes if shape), None)
+
+
+def take_fields(
+    parts: Parts, data: Mapping[str, Any], of: Callable[[str, int], str | None]
+) -> None:
+    """Take fields of vertices and edges of a library's graph; what is none is noted.
+
+    of: VERTEX or EDGE, by a field's name and its rows."""
+    left = []
+    for name, value in data.items():
+        shape: Any = getattr(value, "shape", ())
+        kind = of(str(name), int(shape[0])) if len(shape) else None
+        if kind is None or not all(shape) or not NAME.fullmatch(str(name)) or not is_numbers(value):
+            left.append(name)
+            continue
+        array = tensor_array(parts.path, str(name), value)
+        if kind == VERTEX:
+            parts.vertex_fields[str(name)] = array
+        else:
+            add_edge_field(parts, str(name), array)
+    parts.notes += ignored(left)
+
+
+def is_numbers(value: Any) -> bool:
+    """Whether it is a dense tensor, or an array, of real numbers or booleans."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in NUMBERS
+    return str(getattr(value, "layout", "")) == "torch.strided" and not value.is_complex()
+
+
+def add_edge_field(parts: Parts, name: str, rows: Array | Iterable[Array]) -> None:
+    """Add a field of edges, as an array or some rows at a time, in the order of the edges."""
+    beside = _beside(parts.path, name, parts.edges, rows)
+    whole = isinstance(parts.edges, list) and isinstance(rows, np.ndarray)
+    parts.edges = [*beside] if whole else beside
+    parts.edge_fields = (*parts.edge_fields, name)
+
+
+def _beside(
+    path: str, name: str, edges: Iterable[tuple[Array, ...]], rows: Array | Iterable[Array]
+) -> Iterator[tuple[Array, ...]]:
+    """Pieces of edges with as many rows of a field. Raises SpecError for more or fewer."""
+    pieces, more = iter(edges), iter([rows] if isinstance(rows, np.ndarray) else rows)
+    edge_count = row_count = 0
+    rest: Array = np.empty(0)
+    for piece in pieces:
+        edge_count += len(piece[0])
+        while len(piece[0]):
+            count = min(len(rest), len(piece[0]))
+            if count:
+                yield (*(array[:count] for array in piece), rest[:count])
+                piece, rest = tuple(array[count:] for array in piece), rest[count:]
+            elif (found := next(more, None)) is not None:
+                row_count, rest = row_count + len(found), found
+            else:
+                edge_count += sum(len(piece[0]) for piece in pieces)
+                break
+    row_count += sum(map(len, more))
+    if row_count != edge_count:
+        raise SpecError(
+            f"{path}: {name}: has {row_count:,} rows, and there are {edge_count:,} edges; give a"
+            " row for each edge, in their order"
+        )
 
 
 # -- pieces ----------------------------------------------------------------------------------------
 
 
-def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
-    """src and dst as int32, some at a time. Raises SpecError for ids beyond the vertices."""
+def edge_pieces(parts: Parts) -> Iterator[tuple[Array, ...]]:
+    """src and dst as int32, and fields, some at a time.
+
+    Raises SpecError for ids beyond the vertices."""
     vertices, first = parts.vertices or MOST_VERTICES, 0
-    for src, dst in pieces_of(parts.path, "its edges", parts.edges):
+    for src, dst, *fields in pieces_of(parts.path, "its edges", parts.edges):
         if len(src) != len(dst):
             raise SpecError(
                 f"{parts.path}: src, dst: must have the same length, have {len(src):,} and"
@@ -295,7 +371,8 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, Array]]:
             piece = slice(start, start + AT_ONCE // 8)
             for name, ids in (("src", src[piece]), ("dst", dst[piece])):
                 must_be_ids(parts.path, name, ids, vertices, first + start)
-            yield src[piece].astype(np.int32), dst[piece].astype(np.int32)
+            ends = src[piece].astype(np.int32), dst[piece].astype(np.int32)
+            yield (*ends, *(field[piece] for field in fields))
         first += len(src)
 
 
@@ -328,9 +405,10 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
 
 
 def collect(parts: Parts) -> dict[str, Array]:
-    """The parts in memory, under the names of arrays.ARRAYS."""
-    src, dst = gathered(parts.path, "its edges", edge_pieces(parts), np.int32)
-    arrays = {"src": src, "dst": dst, **small_arrays(parts)}
+    """The parts in memory, under the names that arrays.read_arrays gives."""
+    names = column_names(parts)
+    columns = gathered(parts.path, "its edges", edge_pieces(parts), np.int32, len(names))
+    arrays = {**dict(zip(names, columns, strict=True)), **small_arrays(parts)}
     if parts.x is not None and not sp.issparse(parts.x):
         x = parts.x if isinstance(parts.x, np.memmap) else None
         if x is not None and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
@@ -341,9 +419,15 @@ def collect(parts: Parts) -> dict[str, Array]:
     return arrays
 
 
+def column_names(parts: Parts) -> list[str]:
+    """Names of the arrays that a piece of edges has rows of."""
+    return ["src", "dst", *(EDGE + name for name in parts.edge_fields)]
+
+
 def small_arrays(parts: Parts) -> dict[str, Array]:
-    """All arrays but the edges and dense features."""
+    """All arrays but those of edges and dense features."""
     arrays: dict[str, Array] = dict(parts.masks)
+    arrays |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
     if parts.y is not None:
         # NaN stays, for -1 may be a number to predict
         known = parts.y.dtype.kind != "f" or not np.isnan(parts.y).any()

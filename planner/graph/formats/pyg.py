@@ -11,15 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from gnnplan.planner.graph.arrays import must_not_swell
+from gnnplan.planner.graph.fields import VERTEX, kind_of
 from gnnplan.planner.graph.formats.parts import (
     Parts,
-    edge_data_note,
+    add_edge_field,
     endpoints,
     library,
     must_be_count,
     reading,
+    take_fields,
     take_vertex_data,
     tensor_array,
+    vertices_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
@@ -31,8 +34,8 @@ PYG = (
     "torch_geometric.data.storage.GlobalStorage",
     "torch_geometric.data.storage.BaseStorage",
 )
-# of Data, no vertices' data
-OTHERS = ("edge_index", "edge_attr", "edge_weight", "adj_t", "num_nodes", "edge_type")
+OTHERS = ("edge_index", "adj_t", "num_nodes")  # of Data, no data of vertices or edges
+BY_VERTEX = ("pos", "batch")  # say how many vertices there are, as features do
 
 
 class _Record:
@@ -134,7 +137,7 @@ def of_data(data: Any, path: str = "a PyG Data") -> Parts:
 
 def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
     """A Data's dictionary."""
-    edge_index, weighs = data.get("edge_index"), False
+    edge_index, numbers = data.get("edge_index"), None
     if "_global_store" in data:
         raise of_several_kinds(path, "a HeteroData's dictionary")
     if edge_index is None:
@@ -149,13 +152,30 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
             raise SpecError(f"{path}: adj_t: cannot be read; save edge_index instead")
         turned = turned.to_sparse_coo().coalesce()
         edge_index = turned.indices().flip(0)  # rows are destinations
-        weighs = bool((turned.values() != turned.values()[:1]).any())
+        numbers = tensor_array(path, "adj_t's numbers", turned.values())
     parts = of_edge_index(edge_index, path)
     if data.get("num_nodes") is not None:
         parts.vertices = must_be_count(path, "num_nodes", data["num_nodes"])
-    weights = [name for name in ("edge_attr", "edge_weight") if data.get(name) is not None]
-    parts.notes += edge_data_note(weights + ["adj_t's numbers"] * weighs)
-    take_vertex_data(parts, {name: value for name, value in data.items() if name not in OTHERS})
+    src, dst, *_ = next(iter(parts.edges))
+    if numbers is not None and data.get("edge_weight") is None and (numbers != 1).any():
+        add_edge_field(parts, "edge_weight", numbers)
+    left = take_vertex_data(parts, {n: value for n, value in data.items() if n not in OTHERS})
+    shapes: Any = (getattr(left[name], "shape", ()) for name in BY_VERTEX if name in left)
+    said = [vertices_of(parts), *(int(shape[0]) for shape in shapes if len(shape))]
+    vertices = next((count for count in said if count is not None), None)
+    if vertices is None:
+        vertices = max((int(ids.max()) + 1 for ids in (src, dst) if ids.size), default=0)
+
+    def kind(name: str, rows: int) -> str | None:
+        found = kind_of(path, name, rows, vertices, len(src))
+        if found == VERTEX and rows == len(src):
+            parts.notes.append(
+                f"{name} is taken as of vertices, which are as many as edges; fields of edges have"
+                " edge in their names"
+            )
+        return found
+
+    take_fields(parts, left, kind)
     return parts
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import zipfile
 from typing import Any
 
+import numpy as np
 import scipy.sparse as sp
 
 from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
-from gnnplan.planner.graph.formats.parts import Parts, edge_data_note, must_be_count, reading
+from gnnplan.planner.graph.formats.parts import Parts, add_edge_field, must_be_count, reading
 from gnnplan.planner.graph.graph import must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
@@ -46,7 +47,9 @@ def read(path: str) -> Parts:
 
 
 def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
-    """The edges of a square matrix; what is stored is an edge, zeros too."""
+    """The edges of a square matrix; what is stored is an edge, zeros too.
+
+    Its numbers are the field edge_weight, unless all are 1."""
     if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
         raise SpecError(
             f"{path}: a graph's matrix is square, this one is of shape {matrix.shape}; give [N, N]"
@@ -56,6 +59,7 @@ def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
         if matrix.format in ("csr", "csc", "bsr"):
             matrix.check_format(full_check=True)  # scipy trusts pointers blindly
         matrix = matrix.tocoo()
-    weighs = matrix.nnz > 0 and bool((matrix.data != matrix.data[0]).any())
-    notes = edge_data_note(["the entries' numbers"] * weighs)
-    return Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]), notes=notes)
+    parts = Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]))
+    if (matrix.data != 1).any():
+        add_edge_field(parts, "edge_weight", np.asarray(matrix.data))
+    return parts

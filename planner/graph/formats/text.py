@@ -8,21 +8,23 @@ import gzip
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 
 from gnnplan.planner.graph.arrays import must_not_swell
+from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.parts import Parts, masks_of, must_be_count, must_be_ids, reading
-from gnnplan.planner.graph.graph import MOST_VERTICES, Array, must_fit
+from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
 BLOCK = 1 << 24  # [B]
 SOURCES = ("src", "source", "from", "src_id", "source_id", "from_id", "u", "head")
 TARGETS = ("dst", "target", "to", "dst_id", "target_id", "to_id", "v", "tail", "destination")
+WEIGHTS = ("weight", "weights", "w", "edge_weight")
 NUMBERS = ("", "index", "unnamed: 0")  # names of a column that pandas adds: numbers of rows
 IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
 COMMENTS = ("#", "%")
@@ -121,6 +123,7 @@ def tables(
             at = number + lines.index(wrong)
             rule = (
                 "source and target must be whole numbers that count vertices from 0"
+                + (", fields of edges numbers" if len(columns) > 2 else "")
                 if columns
                 else "must be numbers, as many as in the other lines"
             )
@@ -254,6 +257,14 @@ def whole_matrix(path: str, vertices: int = 0) -> Array:
     return rows
 
 
+def narrow(numbers: Array) -> Array:
+    """Numbers of a text as integers, where they are whole."""
+    if not (np.abs(numbers) < LARGEST_WHOLE).all():
+        return numbers
+    whole = numbers.astype(np.int64)
+    return whole if (whole == numbers).all() else numbers
+
+
 # -- edge lists ------------------------------------------------------------------------------------
 
 
@@ -303,15 +314,53 @@ def columns_of(names: list[str]) -> tuple[int, int]:
     return (first, second) if first < second else (0, 1)
 
 
+def field_columns(names: Sequence[str], ends: tuple[int, int]) -> dict[str, int]:
+    """Columns of fields of edges, by the fields' names: those that have a name."""
+    found: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name):
+            found.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
+    return found
+
+
+def taken_note(columns: int, names: Sequence[str], ends: tuple[int, int], fields: int) -> list[str]:
+    """What is said of a table with more columns than are taken."""
+    if columns == 2 + fields:
+        return []
+    taken = [names[i] for i in ends] if names else ["the first", "the second"]
+    shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
+    others = f", and {fields} as fields" if fields else ""
+    remedy = "" if names else "; columns that a first line names are fields of edges"
+    return [f"of {columns} columns {shown} are taken{others}{remedy}"]
+
+
+def edge_tables(
+    path: str,
+    delimiter: str | None,
+    columns: Sequence[int],
+    skip: int = 0,
+    comment: str = "#",
+) -> Iterator[tuple[Array, ...]]:
+    """Columns of source, target and fields of edges, some rows at a time."""
+    if len(columns) == 2:
+        for table in tables(path, np.int64, delimiter, tuple(columns), skip, comment):
+            yield table[:, 0], table[:, 1]
+        return
+    kinds = np.dtype([(str(i), np.int64 if i < 2 else np.float64) for i in range(len(columns))])
+    for table in tables(path, kinds, delimiter, tuple(columns), skip, comment):
+        yield tuple(table[str(i)].ravel() for i in range(len(columns)))
+
+
 def edge_list(path: str) -> Parts:
-    """An edge per line; a first line may name the columns, others than two are left out."""
+    """An edge per line; columns that a line names, beside both ends, are fields of edges."""
     head = head_of(path, 2)
     columns = columns_of(head.names) if head.named else (0, 1)
-    notes = []
-    if head.columns > 2:
-        taken = [head.names[i] for i in columns] if head.named else ["the first", "the second"]
-        names = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
-        notes.append(f"of {head.columns} columns {names} are taken")
+    lines = (start_of(path) or "").splitlines()[head.before :]
+    row = next((line for line in lines if line.strip() and not line.startswith(COMMENTS)), "")
+    numbers = [_is_number(text) for text in _fields(row, head.delimiter)]
+    named = field_columns(head.names, columns).items()
+    fields = {name: i for name, i in named if i < len(numbers) and numbers[i]}
+    notes = taken_note(head.columns, head.names, columns, len(fields)) if head.columns > 2 else []
     konect = KONECT.match(head.first)
     if konect and konect[1] == "bip":
         raise SpecError(
@@ -321,15 +370,28 @@ def edge_list(path: str) -> Parts:
     if konect:
         notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
     first = 1 if konect else 0
-    rows = tables(path, np.int64, head.delimiter, columns, head.before, head.comment)
-    return Parts(path, ((rows[:, 0] - first, rows[:, 1] - first) for rows in rows), notes=notes)
+    wanted = [*columns, *fields.values()]
+    rows = edge_tables(path, head.delimiter, wanted, head.before, head.comment)
+
+    def edges() -> Iterator[tuple[Array, ...]]:
+        for src, dst, *others in rows:
+            pairs = zip(fields, others, strict=True)
+            yield (
+                src - first,
+                dst - first,
+                *(column if name == "edge_weight" else narrow(column) for name, column in pairs),
+            )
+
+    return Parts(path, edges(), notes=notes, edge_fields=tuple(fields))
 
 
 # -- MatrixMarket ----------------------------------------------------------------------------------
 
 
 def matrix_market(path: str) -> Parts:
-    """A square matrix in coordinates: entry i, j is the edge i -> j."""
+    """A square matrix in coordinates: entry i, j is the edge i -> j.
+
+    Its numbers are the field edge_weight, unless all are 1."""
     # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
     head, sizes, words = 0, "", (start_of(path) or "").partition("\n")[0].lower().split()
     for number, lines in lines_of(path):
@@ -355,20 +417,25 @@ def matrix_market(path: str) -> Parts:
             f"{path}: a graph's matrix is square, this one is {rows:,} x {columns:,}; write N x N"
         )
     vertices = must_be_count(path, "rows", rows)
+    weighs = words[3] in ("real", "integer") and any(
+        (table != 1).any() for table in tables(path, np.float64, None, (2, 2), head, "%")
+    )
+    notes = ["ignored: complex numbers of its entries"] if words[3] == "complex" else []
 
-    def edges() -> Iterator[tuple[Array, Array]]:
+    def edges() -> Iterator[tuple[Array, ...]]:
         count = 0
-        for table in tables(path, np.int64, None, (0, 1), head, "%"):
-            src, dst = table[:, 0] - 1, table[:, 1] - 1  # ids count from 1
+        for src, dst, *weights in edge_tables(path, None, range(2 + weighs), head, "%"):
+            src, dst = src - 1, dst - 1  # ids count from 1
             count += len(src)
-            yield src, dst
+            yield src, dst, *weights
             if symmetry != "general":  # one triangle is written
-                apart = src != dst
-                yield dst[apart], src[apart]
+                apart, sign = src != dst, -1 if symmetry == "skew-symmetric" else 1
+                yield dst[apart], src[apart], *(sign * weight[apart] for weight in weights)
         if count != entries:
             raise SpecError(
                 f"{path}: its header says {entries:,} entries, but {count:,} are there; the file is"
                 " cut off or damaged"
             )
 
-    return Parts(path, edges(), vertices)
+    names = ("edge_weight",) if weighs else ()
+    return Parts(path, edges(), vertices, notes=notes, edge_fields=names)

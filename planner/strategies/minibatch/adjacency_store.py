@@ -173,11 +173,12 @@ def worth_keeping(graph: Graph, workload: Workload, hot: str, groups: int) -> Id
 
 def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
     """The graph with the lists of these vertices [N] only; all other lists are empty."""
-    degree = np.where(keep, graph.degree, 0)
+    degree, kept = np.where(keep, graph.degree, 0), np.repeat(keep, graph.degree)
     return replace(
         graph,
         indptr=np.concatenate([[0], np.cumsum(degree)]),
-        indices=graph.indices[np.repeat(keep, graph.degree)],
+        indices=graph.indices[kept],
+        edge_fields={name: field[kept] for name, field in graph.edge_fields.items()},
     )
 
 

@@ -1,0 +1,177 @@
+"""Fields: numbers of vertices [N, ..] and of edges [E, ..] beside features and labels, by name.
+
+Among arrays that are read, `vertex.pos` is the field pos of vertices, `edge.edge_weight` the field
+edge_weight of edges. A user's module reads them by the names of its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.graph.graph import Array, Graph, some_rows
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN
+
+VERTEX, EDGE = "vertex.", "edge."
+OF_EDGES = ("edge_weight", "edge_attr", "edge_type")  # what PyG gives edges by these names
+NAME = re.compile(r"\w[\w .-]{0,79}", re.ASCII)  # of a field: part of a file's name too
+NUMBERS = "biuf"  # kinds of numpy
+
+
+def kind_of(path: str, name: str, rows: int, vertices: int, edges: int) -> str | None:
+    """VERTEX or EDGE, by a field's name and its rows; None: it is no field. Raises SpecError."""
+    if name in OF_EDGES and rows != edges:
+        raise SpecError(
+            f"{path}: {name}: has {rows:,} rows, and there are {edges:,} edges; give a row for each"
+            " edge, in their order"
+        )
+    if rows == edges and (rows != vertices or "edge" in name):
+        return EDGE
+    return VERTEX if rows == vertices else None
+
+
+def fields_in(
+    path: str, arrays: Mapping[str, Array], vertices: int, edges: int
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
+    found: list[dict[str, Array]] = []
+    for prefix, rows, of in ((VERTEX, vertices, "vertices"), (EDGE, edges, "edges")):
+        names = sorted(name for name in arrays if name.startswith(prefix))
+        found.append(
+            {n.removeprefix(prefix): _checked(path, n, arrays[n], rows, of) for n in names}
+        )
+    return found[0], found[1]
+
+
+def _checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
+    """A field as it is kept: torch knows its type."""
+    if array.ndim == 0 or len(array) != rows:
+        raise SpecError(
+            f"{path}: {name}: has shape {list(array.shape)}, and there are {rows:,} {of}; give a"
+            f" row for each of the {of}, in their order"
+        )
+    if array.dtype.kind not in NUMBERS:
+        raise SpecError(
+            f"{path}: {name}: must hold numbers or booleans, has dtype {array.dtype}; write numbers"
+            " (numpy.unique(..., return_inverse=True) numbers texts)"
+        )
+    if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise SpecError(
+            f"{path}: {name}: whole numbers must be below 2^63, found {int(array.max())}; write"
+            " smaller ones"
+        )
+    first = 0
+    for piece in some_rows(array) if array.dtype.kind == "f" else ():
+        if not (finite := np.isfinite(piece)).all():
+            index = np.argwhere(~finite)[0]
+            found = piece[tuple(index)]
+            index[0] += first
+            raise SpecError(
+                f"{path}: {name}{index.tolist()}: must be finite, found {found}"
+                f" ({int((~finite).sum()):,} such numbers); clean it with numpy.nan_to_num"
+            )
+        first += len(piece)
+    kind = np.dtype(
+        np.int64
+        if array.dtype.kind == "u" and array.dtype.itemsize > 1
+        else np.float64
+        if array.dtype.itemsize > 8
+        else array.dtype.newbyteorder("=")
+    )
+    if kind == array.dtype and array.flags.c_contiguous:
+        return array
+    return np.ascontiguousarray(array, kind)
+
+
+def must_agree(
+    path: str, fields: Mapping[str, Array], src: Array, dst: Array, vertices: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Keys of the edges without self-loops, sorted, each once, and the places that they are given
+    at. Raises SpecError for an edge that is given again with other numbers."""
+    given = np.flatnonzero(src != dst)
+    keys = dst[given].astype(np.int64) * vertices + src[given].astype(np.int64)
+    order = np.argsort(keys, kind="stable")
+    keys, given = keys[order], given[order]
+    again = np.flatnonzero(keys[1:] == keys[:-1]) + 1
+    for name, field in fields.items():
+        one, other = given[again - 1], given[again]
+        if (bad := _differ(field[one], field[other])).any():
+            one, other = one[bad], other[bad]
+            raise SpecError(
+                f"{path}: {name}: an edge has one row, and {int(bad.sum()):,} edges are given again"
+                f" with another, first {int(src[one[0]])} -> {int(dst[one[0]])} with"
+                f" {_shown(field[one[0]])} and {_shown(field[other[0]])}; merge them"
+                f" (torch_geometric.utils.coalesce, dgl.to_simple), or leave {name} out"
+            )
+    once = np.append(True, keys[1:] != keys[:-1])[: len(keys)]
+    return keys[once], given[once]
+
+
+def along(
+    path: str,
+    fields: Mapping[str, Array],
+    ends: tuple[Array, Array],
+    rows: tuple[NDArray[np.int64], NDArray[np.int32]],
+    directed: bool,
+) -> tuple[dict[str, Array], list[str]]:
+    """Fields of an edge list in the order of the CSR that was made of it, and notes.
+
+    An edge that is given one way has its numbers both ways, if the graph is undirected. One that is
+    given both ways keeps those of each. Raises SpecError as `must_agree`."""
+    if not fields:
+        return {}, []
+    (src, dst), (indptr, indices) = ends, rows
+    vertices, names, notes = len(indptr) - 1, ", ".join(fields), []
+    keys, given = must_agree(path, fields, src, dst, vertices)
+    if loops := int(np.count_nonzero(src == dst)):
+        notes.append(f"dropped {names} of {loops:,} self-loops with them")
+    if not len(indices):
+        return {name: field[:0] for name, field in fields.items()}, notes
+    readers = np.repeat(np.arange(vertices), np.diff(indptr))
+    here, there = (
+        _places(keys, a * vertices + b) for a, b in ((readers, indices), (indices, readers))
+    )
+    one_way = here < 0
+    if count := int(one_way.sum()):
+        notes.append(f"{count:,} edges that are given one way have their {names} both ways")
+    both = ~one_way & (there >= 0) & (readers < indices)
+    chosen = given[np.where(one_way, there, here)]
+    found = {name: np.ascontiguousarray(field[chosen]) for name, field in fields.items()}
+    unlike = {n: _differ(found[n][both], field[given[there[both]]]) for n, field in fields.items()}
+    if named := [name for name, rows in unlike.items() if rows.any() and not directed]:
+        count = int(np.logical_or.reduce([unlike[name] for name in named]).sum())
+        notes.append(
+            f"{', '.join(named)}: {count:,} edges that are given both ways have other rows each"
+            " way, and keep them"
+        )
+    return found, notes
+
+
+def _places(keys: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each is among the keys; -1: nowhere."""
+    places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where(keys[places] == wanted, places, -1)
+
+
+def _differ(a: Array, b: Array) -> NDArray[np.bool_]:
+    """Rows in which two fields differ."""
+    return np.asarray((a != b).any(tuple(range(1, a.ndim))))
+
+
+def _shown(row: Any) -> str:
+    return str(np.asarray(row).tolist())[:MOST_SHOWN]
+
+
+def unread_by(model: str, graph: Graph | None, reads: Collection[str] = ()) -> list[str]:
+    """A note on a graph's fields that a model does not read.
+
+    reads: as 'vertex pos', 'edge edge_weight'."""
+    if graph is None:
+        return []
+    names = [n for n in graph.vertex_fields if f"vertex {n}" not in reads]
+    names += [n for n in graph.edge_fields if f"edge {n}" not in reads]
+    return [f"{model} does not read {', '.join(names)} of {graph.stats.name}"] if names else []

@@ -1,0 +1,218 @@
+"""Modules that read fields of vertices and edges, from the file of a PyG Data to trained weights.
+
+Two ranks train as the module itself does in one process on the Data, in float64."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Case, Ranks
+from torch.nn import functional as F
+from written import quiet
+
+import gnnplan
+from gnnplan.api.asking import ask
+from gnnplan.executor.minibatch.sampler import Arriving, Sampler
+from gnnplan.executor.modules.bind import bound
+from gnnplan.executor.modules.read import with_user_module
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.vocabulary.errors import SpecError
+
+N, EPOCHS, LR = 40, 4, 0.05
+MODEL = """
+import torch
+from torch import nn
+from torch_geometric.nn import GCNConv, GINEConv, RGCNConv
+
+class Weighted(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GCNConv(in_channels + 2, 8), GCNConv(8, out_channels)
+    def forward(self, x, edge_index, edge_weight, pos):
+        h = self.a(torch.cat([x, pos], 1), edge_index, edge_weight).relu()
+        return self.b(h, edge_index, edge_weight)
+
+class Related(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = RGCNConv(in_channels, 8, 3), RGCNConv(8, out_channels, 3)
+    def forward(self, x, edge_index, edge_type):
+        return self.b(self.a(x, edge_index, edge_type).relu(), edge_index, edge_type)
+
+class Described(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a = GINEConv(nn.Linear(in_channels, 8), edge_dim=3)
+        self.b = GINEConv(nn.Linear(8, out_channels), edge_dim=3)
+    def forward(self, data):
+        h = self.a(data.x, data.edge_index, data.edge_attr).relu()
+        return self.b(h, data.edge_index, data.edge_attr)
+
+class Kinds(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.of, self.a = nn.Embedding(6, 4), GCNConv(in_channels + 4, out_channels)
+    def forward(self, x, edge_index, kind):
+        return self.a(torch.cat([x, self.of(kind)], 1), edge_index)
+
+class Far(Kinds):
+    def forward(self, x, edge_index, kind):
+        return super().forward(x, edge_index, kind % 6)
+"""
+FULL = {"mode": "mini", "fanout": "full", "batch": 14}  # all training vertices
+
+
+def data_of() -> Any:
+    """Edges both ways, in random order; every direction has rows of its own."""
+    quiet("torch_geometric")
+    draw = np.random.default_rng(3)
+    pairs = np.unique(draw.integers(0, N, (90, 2)), axis=0)
+    pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+    edges = draw.permutation(np.concatenate([pairs, pairs[:, ::-1]]))
+    part, count = draw.permutation(N) % 3, len(edges)
+    arrays = {
+        "x": draw.standard_normal((N, 5)),
+        "y": draw.permutation(N) % 4,
+        "pos": draw.standard_normal((N, 2)),
+        "kind": draw.integers(0, 6, N),
+        "edge_index": edges.T.copy(),
+        "edge_weight": draw.random(count) + 0.5,
+        "edge_attr": draw.standard_normal((count, 3)),
+        "edge_type": draw.integers(0, 3, count),
+        **{f"{name}_mask": part == i for i, name in enumerate(("train", "val", "test"))},
+    }
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return importlib.import_module("torch_geometric.data").Data(**tensors)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fields")
+    torch.save(data_of(), path / "data.pt")
+    (path / "model.py").write_text(MODEL)
+    return path
+
+
+def case_of(folder: Path, name: str, strategy: str, **more: Any) -> Case:
+    workload = {"dtype": "float64", "lr": LR, **more}
+    asked = Case(strategy, str(folder / "data.pt"), workload, epochs=EPOCHS)
+    problem, _ = with_user_module(asked.problem(2), f"{folder / 'model.py'}:{name}")
+    return Case(strategy, asked.graph, problem.workload.model_dump(), epochs=EPOCHS)
+
+
+def by_itself(folder: Path, name: str) -> list[float]:
+    """Losses of the module in one process, which has the Data as PyG does."""
+    torch.manual_seed(0)
+    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
+    assert spec and spec.loader
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    module, data = getattr(own, name)(5, 4).double(), data_of()
+    given = {
+        "Weighted": (data.x, data.edge_index, data.edge_weight, data.pos),
+        "Related": (data.x, data.edge_index, data.edge_type),
+        "Described": (data,),
+        "Kinds": (data.x, data.edge_index, data.kind),
+    }[name]
+    optimizer, losses = torch.optim.Adam(module.parameters(), lr=LR), []
+    for _ in range(EPOCHS):
+        loss = F.cross_entropy(module(*given)[data.train_mask], data.y[data.train_mask])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["Weighted", "Related", "Described", "Kinds"])
+def test_two_ranks_train_as_the_module_on_its_data(
+    name: str, folder: Path, run_ranks: Ranks
+) -> None:
+    """Of all edges at once, and of batches that reach the ranks from another process."""
+    cases = [
+        case_of(folder, name, "graph_parallel"),
+        case_of(folder, name, "data_parallel(prefetch=2)", **FULL),
+    ]
+    expected = by_itself(folder, name)
+    for result in run_ranks(2, cases):
+        assert result.losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_batch_does_not_carry_the_whole_graph(folder: Path) -> None:
+    case = case_of(folder, "Weighted", "data_parallel", **FULL)
+    problem = case.problem(2)
+    batches = case.settled(problem).batches(problem)
+    sampler = Sampler(batches, 0, ["one"] * 2)
+    assert all(part.block.whole is None for part in sampler[0].share.parts)
+    weights = problem.graph.edge_fields["edge_weight"].tobytes()
+    assert weights not in pickle.dumps(sampler[0])
+    share = Arriving(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0)
+    assert all(part.block.whole is problem.graph.whole for part in share.parts)
+
+
+# -- what is said, and refused ---------------------------------------------------------------------
+
+
+def test_what_is_not_read_is_said_once(folder: Path) -> None:
+    data = str(folder / "data.pt")
+    unread = {
+        "gcn": "gcn does not read kind, pos, edge_attr, edge_type, edge_weight of data",
+        f"{folder / 'model.py'}:Weighted": "Weighted does not read kind, edge_attr, edge_type of data",
+    }
+    for model, note in unread.items():
+        question = ask(data, "local", None, {"model": model})
+        assert [said for said in question.notes if "does not read" in said] == [note]
+
+
+def test_a_field_that_the_graph_lacks_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL.replace("pos", "position"))
+    with pytest.raises(SpecError, match=r"asks for position, and the graph has x, edge_index, k"):
+        gnnplan.plan(str(folder / "data.pt"), model=f"{tmp_path / 'model.py'}:Weighted", ranks=2)
+
+
+def test_an_id_beyond_an_embedding_is_refused_before_training(folder: Path, tmp_path: Path) -> None:
+    data = data_of()
+    data.kind[7] = 6
+    torch.save(data, tmp_path / "data.pt")
+    with pytest.raises(SpecError, match="IndexError: index out of range"):
+        model = f"{folder / 'model.py'}:Kinds"
+        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "highest", "most"),
+    [("float32", 2**24 + 1, "16,777,216"), ("float64", 2**53 + 1, "9,007,199,254,740,992")],
+)
+def test_whole_numbers_that_rows_do_not_hold_are_refused(
+    folder: Path, tmp_path: Path, dtype: str, highest: int, most: str
+) -> None:
+    """In float32 16,777,217 is 16,777,216."""
+    data = data_of()
+    data.kind[7] = highest
+    torch.save(data, tmp_path / "data.pt")
+    with pytest.raises(SpecError) as refused:
+        model = f"{folder / 'model.py'}:Far"
+        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, dtype=dtype)
+    assert f"kind: rows in {dtype} hold whole numbers up to {most}, found" in str(refused.value)
+
+
+def test_a_parameter_may_name_a_field_of_dgl() -> None:
+    """Edges' weight is given as edge_weight, and edges' feat is not taken for vertices'."""
+
+    class Module(torch.nn.Module):
+        def forward(self, feat: Any, edge_index: Any, edge_weight: Any, edge_feat: Any) -> None: ...
+
+    found = bound(Module(), ["x"], ["weight", "feat"])
+    assert dict(found.takes) == {
+        "feat": "vertex x",
+        "edge_index": "edge_index",
+        "edge_weight": "edge weight",
+        "edge_feat": "edge feat",
+    }
