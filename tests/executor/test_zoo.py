@@ -97,8 +97,8 @@ def verdict(name: str, directed: bool) -> str:
 @pytest.mark.parametrize(
     ("directed", "names"),
     [
-        pytest.param(False, NAMES[::2], id="every second"),
-        pytest.param(False, NAMES[1::2], id="the others", marks=pytest.mark.nightly),
+        pytest.param(False, NAMES[::3], id="every third"),
+        pytest.param(False, NAMES, id="all", marks=pytest.mark.nightly),
         pytest.param(True, NAMES, id="edges one way", marks=pytest.mark.nightly),
     ],
 )
@@ -119,7 +119,7 @@ def test_every_module_is_carried_or_refused_as_it_should_be(
             wrong[name] = f"{found} (expected: {words})"
     print(dict(counts))
     assert not wrong
-    assert counts["carried"] > 40 and len(NAMES) > 100
+    assert counts["carried"] > len(names) / 2 and len(NAMES) > 100
 
 
 # -- training --------------------------------------------------------------------------------------
