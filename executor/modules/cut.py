@@ -45,13 +45,7 @@ class Piece:
     nodes: list[Node] = field(default_factory=list)
     given: list[Node] = field(default_factory=list)
     makes: list[Node] = field(default_factory=list)
-
-    @property
-    def structure(self) -> list[Node]:
-        """What it reads besides: edges and their fields. Filled by `cut`."""
-        return self._structure
-
-    _structure: list[Node] = field(default_factory=list)
+    structure: list[Node] = field(default_factory=list)  # what it reads of edges alone
 
 
 @dataclass
@@ -331,7 +325,7 @@ class _Cutter:
                 if kind[read] == ROWS and (read.call is None or made[read] != at):
                     needs[read].add(at)
                 elif kind[read] == STRUCTURE:
-                    piece._structure.append(read)
+                    piece.structure.append(read)
         return self._laid_out(pieces, needs, made)
 
     def _sum_up(self) -> None:

@@ -73,7 +73,7 @@ class Structure:
     def of(program: Program) -> Structure:
         wanted: set[Node] = set(program.fields)
         for cut in program.layers:
-            wanted |= set(cut.gather._structure)
+            wanted |= set(cut.gather.structure)
         todo = list(wanted)
         while todo:
             node = todo.pop()

@@ -1,0 +1,138 @@
+"""Modules that people have brought, and what became of them before they were run as written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gnnplan.cli import app
+from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.read import UserModule, read
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.vocabulary.errors import SpecError
+
+GRAPH = "synthetic:community?vertices=60&edges=240&features=6&classes=3"
+pytest.importorskip("torch_geometric", exc_type=ImportError)
+HEAD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch_geometric.nn import GCN2Conv, SAGEConv
+
+class Net(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = SAGEConv(in_channels, 8), SAGEConv(8, 8)
+        self.c, self.norm = SAGEConv(8, out_channels), nn.BatchNorm1d(8)
+        self.first, self.last = nn.Linear(in_channels, 8), nn.Linear(8, out_channels)
+        self.deep = nn.ModuleList(GCN2Conv(8, ALPHA, THETA, n) for n in (1, 2))
+    def forward(self, GIVEN):
+        BODY
+"""
+
+
+def written(folder: Path, body: str, given: str = "x, edge_index", **numbers: float) -> str:
+    numbers = {"ALPHA": 0.1, "THETA": 0.5} | numbers
+    source = HEAD.replace("BODY", body.replace("\n", "\n        ")).replace("GIVEN", given)
+    for name, value in numbers.items():
+        source = source.replace(name, str(value))
+    (folder / "model.py").write_text(source)
+    return f"{folder / 'model.py'}:Net"
+
+
+def asked(folder: Path, body: str, *words: str, **more: float) -> UserModule:
+    """The module; with `words`, what it is given beside x and edge_index."""
+    given = GraphFields(6, 3, vertex={word: ((3,), "<f4", 2) for word in words})
+    return read(
+        written(folder, body, "data" if words else "x, edge_index", **more), Workload(), given
+    )
+
+
+def test_a_sum_with_a_number_is_a_sum(tmp_path: Path) -> None:
+    """It ended in an IndexError, and a sum with alpha was taken for one without."""
+    body = "return self.c(self.a(x, edge_index).relu() + 1, edge_index)"
+    assert asked(tmp_path, body).pieces
+    body = (
+        "h = self.a(x, edge_index).relu()\n"
+        "return self.c(torch.add(h, self.b(h, edge_index), alpha=0.5).relu(), edge_index)"
+    )
+    assert asked(tmp_path, body).pieces
+
+
+def test_log_softmax_over_vertices_is_none_over_classes(tmp_path: Path) -> None:
+    """It was trained as if dim were 1."""
+    body = "return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim={})"
+    assert not asked(tmp_path, body.format(1)).pieces
+    with pytest.raises(SpecError, match=r"line 15: log_softmax gives vertex \d+ another row"):
+        asked(tmp_path, body.format(0))
+
+
+def test_a_field_is_read_by_its_name(tmp_path: Path) -> None:
+    """`data.pos` was trained as `data.x`, and a second edge set as the first."""
+    body = "a = SAGEConv(3, 8)\nreturn self.c(self.b(F.pad(data.pos, (0, 5)), data.edge_index), data.{})"
+    user = asked(tmp_path, body.replace("a = SAGEConv(3, 8)\n", "").format("edge_index"), "pos")
+    assert user.pieces and user.pieces.inputs == (("pos", 3),)
+    with pytest.raises(SpecError, match="edge_index_2hop"):
+        asked(tmp_path, body.replace("a = SAGEConv(3, 8)\n", "").format("edge_index_2hop"), "pos")
+
+
+@pytest.mark.parametrize("numbers", [{"THETA": 0.0}, {"ALPHA": 1.5}], ids=str)
+def test_numbers_that_our_layers_lack_are_the_modules_own(
+    tmp_path: Path, numbers: dict[str, float]
+) -> None:
+    """They ended in a traceback of the workload's rules."""
+    body = (
+        "h = h0 = self.first(x).relu()\n"
+        "for conv in self.deep:\n    h = conv(h, h0, edge_index).relu()\n"
+        "return self.last(h)"
+    )
+    assert not asked(tmp_path, body).pieces
+    user = asked(tmp_path, body, **numbers)
+    assert user.pieces and user.fields["layers"] == 2
+
+
+def test_a_dropout_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    body = "return self.c(F.dropout(self.a(x, edge_index), 1.0, self.training), edge_index)"
+    with pytest.raises(SpecError, match=r"line 15: dropout of p=1 leaves nothing; use p < 1"):
+        asked(tmp_path, body)
+
+
+TWO = "return self.c(self.norm(self.a(x, edge_index)).relu(), edge_index)"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mode", "mini", "--batch", "8", "--fanout", "2,2"], ""),
+        (["--mode", "mini", "--batch", "8", "--fanout", "2,2,2"], "3 numbers, layers: 2"),
+        (["--dtype", "bfloat16"], "rows are bfloat16 in gcn, sage"),
+        (["--layers", "3"], "decides layers"),
+    ],
+    ids=str,
+)
+def test_a_rule_that_a_module_breaks_is_told_in_a_line(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    """A fanout of the module's own length was refused with the default's, and other rules ended in
+    a traceback."""
+    model = written(tmp_path, TWO)
+    command = ["plan", "--graph", GRAPH, "--model", model, "--ranks", "2", "--json", *options]
+    command += ["--set", "gpus_per_server=2"]
+    done = CliRunner().invoke(app, command)
+    if words:
+        assert isinstance(done.exception, SpecError) and words in str(done.exception)
+    else:
+        assert json.loads(done.stdout)["workload"]["fanout"] == [2, 2], done.exception
+
+
+def test_what_a_file_prints_is_not_in_the_document(tmp_path: Path) -> None:
+    model = written(tmp_path, f"print('forward')\n{TWO}")
+    file = tmp_path / "model.py"
+    file.write_text(f"print('loading my model')\n{file.read_text()}")
+    command = ["plan", "--graph", GRAPH, "--model", model, "--ranks", "2", "--json"]
+    done = CliRunner().invoke(app, [*command, "--set", "gpus_per_server=2"])
+    assert json.loads(done.stdout)["workload"]["module"]["cut"] in (True, False)
+    assert "loading my model" in done.stderr and "forward" in done.stderr
