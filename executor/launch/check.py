@@ -161,6 +161,7 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
         verdicts[number] = _verdict(task, out / str(number), start, alone[mode])
     stats = loaded.stats
     return {
+        "module": _told(workload),
         "graph": {
             "vertices": stats.vertices,
             "edges": stats.edges,
@@ -172,6 +173,15 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
         "within": WITHIN,
         "strategies": [asdict(verdicts[number]) for number in sorted(verdicts)],
     }
+
+
+def _told(workload: Workload) -> str:
+    """What is trained of a user's module, as was proved; '' of a kind of ours."""
+    if workload.is_cut:
+        return f"forward, cut in {workload.layers} layers, computes what the module does"
+    if workload.is_converted:
+        return f"our {workload.model} layers compute what the module does"
+    return ""
 
 
 def _asked(question: Mapping[str, Any]) -> tuple[Workload, int, int]:

@@ -200,6 +200,11 @@ class _Cutter:
     def _must_be_row_by_row(self, node: Node) -> None:
         if not self._has_rows(node):
             shapes = [list(v.shape) for v in _tensors(node.value)]
+            if shapes and self.n in shapes[0]:
+                raise Unfit(
+                    f"{node.what} makes {shapes[0]} of {self.n} vertices; keep vertices in the"
+                    " first dimension"
+                )
             raise Unfit(
                 f"{node.what} makes {shapes[0] if shapes else 'no rows'} of the rows of all"
                 f" {self.n} vertices, as a graph's readout or a norm of all rows does; a row here"

@@ -25,7 +25,6 @@ from gnnplan.planner.graph.fields import (
     along,
     fields_in,
     kind_of,
-    must_agree,
 )
 from gnnplan.planner.graph.graph import (
     LARGEST_WHOLE,
@@ -315,9 +314,7 @@ def must_be_a_graph(
     _check_ids(path, src, dst, vertices, counted)
     if "x" in arrays or "x_indptr" in arrays:
         own_features(path, arrays, vertices)
-    _, on_edges = fields_in(path, arrays, vertices, len(src))
-    if on_edges:
-        must_agree(path, on_edges, src, dst, vertices)
+    fields_in(path, arrays, vertices, len(src))
     if {"y", *MASKS} & arrays.keys():  # of as many vertices
         found = read_labels(path, arrays, vertices, meta, numbers)
         _masks(path, arrays, found.labelled, found.classes, np.random.default_rng(0), [], 0)
@@ -362,7 +359,7 @@ def build(
         + sum(2.0 * field.nbytes for field in on_edges.values()),
     )
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
-    edge_fields, moved = along(path, on_edges, (src, dst), (indptr, indices), directed)
+    edge_fields, moved = along(on_edges, (src, dst), (indptr, indices), directed)
     notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
     for name in ("src", "dst", *(EDGE + name for name in on_edges)):
         del arrays[name]  # they take as much memory as the graph

@@ -87,32 +87,31 @@ def _checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
     return np.ascontiguousarray(array, kind)
 
 
-def must_agree(
-    path: str, fields: Mapping[str, Array], src: Array, dst: Array, vertices: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _once(
+    fields: Mapping[str, Array], src: Array, dst: Array, vertices: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, str]]:
     """Keys of the edges without self-loops, sorted, each once, and the places that they are given
-    at. Raises SpecError for an edge that is given again with other numbers."""
+    at; and by name the fields of which an edge is given again with other numbers, with a note."""
     given = np.flatnonzero(src != dst)
     keys = dst[given].astype(np.int64) * vertices + src[given].astype(np.int64)
     order = np.argsort(keys, kind="stable")
     keys, given = keys[order], given[order]
-    again = np.flatnonzero(keys[1:] == keys[:-1]) + 1
+    again, unlike = np.flatnonzero(keys[1:] == keys[:-1]) + 1, {}
     for name, field in fields.items():
         one, other = given[again - 1], given[again]
         if (bad := _differ(field[one], field[other])).any():
             one, other = one[bad], other[bad]
-            raise SpecError(
-                f"{path}: {name}: an edge has one row, and {int(bad.sum()):,} edges are given again"
-                f" with another, first {int(src[one[0]])} -> {int(dst[one[0]])} with"
-                f" {_shown(field[one[0]])} and {_shown(field[other[0]])}; merge them"
-                f" (torch_geometric.utils.coalesce, dgl.to_simple), or leave {name} out"
+            unlike[name] = (
+                f"left {name} out: an edge has one row, and {int(bad.sum()):,} edges are given"
+                f" again with another, first {int(src[one[0]])} -> {int(dst[one[0]])} with"
+                f" {_shown(field[one[0]])} and {_shown(field[other[0]])}; merge them to have it"
+                " (torch_geometric.utils.coalesce, dgl.to_simple)"
             )
     once = np.append(True, keys[1:] != keys[:-1])[: len(keys)]
-    return keys[once], given[once]
+    return keys[once], given[once], unlike
 
 
 def along(
-    path: str,
     fields: Mapping[str, Array],
     ends: tuple[Array, Array],
     rows: tuple[NDArray[np.int64], NDArray[np.int32]],
@@ -121,12 +120,17 @@ def along(
     """Fields of an edge list in the order of the CSR that was made of it, and notes.
 
     An edge that is given one way has its numbers both ways, if the graph is undirected. One that is
-    given both ways keeps those of each. Raises SpecError as `must_agree`."""
+    given both ways keeps those of each. A field is left out if an edge is given twice with
+    different numbers."""
     if not fields:
         return {}, []
     (src, dst), (indptr, indices) = ends, rows
-    vertices, names, notes = len(indptr) - 1, ", ".join(fields), []
-    keys, given = must_agree(path, fields, src, dst, vertices)
+    vertices = len(indptr) - 1
+    keys, given, apart = _once(fields, src, dst, vertices)
+    fields = {name: field for name, field in fields.items() if name not in apart}
+    names, notes = ", ".join(fields), [*apart.values()]
+    if not fields:
+        return {}, notes
     if loops := int(np.count_nonzero(src == dst)):
         notes.append(f"dropped {names} of {loops:,} self-loops with them")
     if not len(indices):
