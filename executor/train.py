@@ -188,7 +188,8 @@ class _Training:
         sent_before, seconds = sum(rank.sent.values()), 0.0
         # they stay where they are computed until the epoch is over
         loss = torch.zeros((), dtype=torch.float64)
-        counts, tested = no_counts(self.problem, rank.device, training=True), None
+        counts: Tensor | int = 0
+        tested = None
         for step in range(epoch * self.steps, (epoch + 1) * self.steps):
             started = now()
             if self._replays(step):
@@ -223,7 +224,7 @@ class _Training:
             rank.activity.begin("phase", f"the evaluation of epoch {epoch + 1}")
             rank.recording = False
             found = worker.counts(worker.evaluate(step))
-            tested = no_counts(self.problem, rank.device) + found
+            tested = self._counted(found)
             rank.recording = True
         self.record.resident_bytes.append(resident())
         if checkpoints and is_kept:
@@ -233,7 +234,8 @@ class _Training:
             checkpoints.wait()
         rank.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
         sent = sum(rank.sent.values()) - sent_before
-        row, most_spans = _row(rank, self.problem, epoch, loss, counts, tested, seconds, sent)
+        trained = self._counted(counts, training=True)
+        row, most_spans = _row(rank, self.problem, epoch, loss, trained, tested, seconds, sent)
         # all ranks keep the spans of the same epochs, as many as the fullest trace holds
         fit = MOST_SPANS * (epoch + 1 - self.before) // max(most_spans, 1)
         rank.traced = min(rank.traced, (self.before + max(fit, 1)) * self.steps)
@@ -244,6 +246,12 @@ class _Training:
             self.best.see(epoch + 1, row[f"val_{self.problem.metric}"], worker.trained())
         if is_kept:
             self._keep(epoch)
+
+    def _counted(self, counts: Tensor | int, training: bool = False) -> Tensor:
+        """The counts of a rank, which may have had no row to count."""
+        if isinstance(counts, Tensor):
+            return counts
+        return no_counts(self.problem, self.rank.device, training)
 
     def _replays(self, step: int) -> bool:
         """Whether the step is launched as one; those that are recorded are not."""

@@ -207,7 +207,8 @@ class Worker(base.Worker):
         alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
         workload = self.problem.workload
         draws = workload.task == "link" or isinstance(self.features, SparseRows)
-        return alone and not (draws or workload.varies_lr) and triton_kernels() is not None
+        differs = draws or workload.varies_lr or workload.is_cut
+        return alone and not differs and triton_kernels() is not None
 
     def _numbers_to_smooth(self) -> int:
         """Size of the buffer in which the comm lane receives what is then smoothed.

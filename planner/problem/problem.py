@@ -228,10 +228,11 @@ class Problem:
 
         Steps that fill more of a GPU's memory are not. Their kernels take longer than launches, so
         the host is ahead. Nor are those of a learning rate that changes: its number is a kernel's
-        argument, which a replay repeats.
+        argument, which a replay repeats. A user's module may do what no graph repeats.
         """
         alone = self.cluster.device.kind == "cuda" and self.ranks == 1
-        return alone and self.workload.mode == "full" and not self.workload.varies_lr
+        differs = self.workload.varies_lr or self.workload.is_cut
+        return alone and self.workload.mode == "full" and not differs
 
     @property
     def servers(self) -> tuple[int, ...]:
