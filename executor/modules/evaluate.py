@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,11 @@ class Place:
     device: torch.device = CPU
     aggregate: AddUp | None = None
 
-    def run(self, nodes: Iterable[Node], values: Values) -> None:
+    def run(self, nodes: Sequence[Node], values: Values) -> None:
         """Add to `values` those of nodes, in their order."""
-        given = {_storage(value) for value in values.values() if isinstance(value, Tensor)}
+        given: set[int] = set()
+        if any(node.changes for node in nodes):
+            given = {_storage(value) for value in values.values() if isinstance(value, Tensor)}
         for node in nodes:
             values[node] = self.call(node, values, given)
 
@@ -61,10 +63,13 @@ class Place:
                 return self.device
             if isinstance(argument, Slice):
                 return slice(*map(given, argument))
+            if isinstance(argument, (tuple, list)):
+                return type(argument)(map(given, argument))
             return argument
 
-        arguments = node.args, dict(node.kwargs)
-        args, kwargs = tree_map(given, arguments, is_leaf=lambda each: isinstance(each, Slice))
+        # torch's own walk of arguments takes as long as many a call
+        args = tuple(map(given, node.args))
+        kwargs = {name: given(argument) for name, argument in node.kwargs.items()}
         if p := node.drops:
             return self.draw(node, args[0] if args else kwargs["input"], p)
         if node.changes is not None and (given_ is None or _storage(args[0]) in given_):
@@ -73,8 +78,11 @@ class Place:
         function: Any = node.call
         if isinstance(node.call, Opaque):
             function = self.modules[node.call.path]
-        with torch.set_grad_enabled(node.learns and torch.is_grad_enabled()):
+        if node.learns:
             result = function(*args, **kwargs)
+        else:
+            with torch.no_grad():
+                result = function(*args, **kwargs)
         return args[0] if result is None else result
 
 

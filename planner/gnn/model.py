@@ -1045,7 +1045,7 @@ def _normalised(layers: Sequence[Layer], workload: Workload) -> Sequence[Layer]:
 
 def _as_in_module(layers: Sequence[Layer], module: Module | None) -> tuple[Layer, ...]:
     """The layers with a user's module's own norms, heads, dropout and biases."""
-    if module is None:
+    if module is None or module.cut:  # whose layers are counted with all that they do
         return tuple(layers)
     out = []
     for layer, own in zip(layers, module.layers, strict=True):
