@@ -111,7 +111,8 @@ def _execute(file: Path) -> ModuleType:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries that it imports
-            spec.loader.exec_module(code)
+            # not Python's cache, which takes a file of the same second and size for the same
+            exec(compile(file.read_bytes(), str(file), "exec"), vars(code))
     finally:
         sys.path.remove(str(file.parent))
     return code

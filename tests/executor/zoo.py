@@ -1042,7 +1042,7 @@ class Centred(Normed):
         super().__init__(in_channels, out_channels, MeanSubtractionNorm())
 
 
-@needs(refused="all")
+@needs(refused="keep vertices in the first dimension")
 class InstanceNormed(Normed):
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels, InstanceNorm(16))
