@@ -640,7 +640,7 @@ class Efficient(nn.Module):
         return self.conv2(x + x_, edge_index)
 
 
-@needs(refused="compares a number of vertices")
+@needs(refused="line ")
 class SuperGAT(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
