@@ -46,6 +46,17 @@ class Piece:
     given: list[Node] = field(default_factory=list)
     makes: list[Node] = field(default_factory=list)
     structure: list[Node] = field(default_factory=list)  # what it reads of edges alone
+    # by call: values that nobody needs after it
+    frees: dict[Node, list[Node]] = field(default_factory=dict)
+
+    def find_frees(self) -> None:
+        last: dict[Node, Node] = {}
+        for node in self.nodes:
+            last |= dict.fromkeys([node, *node.reads], node)
+        passing = {*self.nodes, *self.given} - {*self.makes}
+        for read, node in last.items():
+            if read in passing:
+                self.frees.setdefault(node, []).append(read)
 
 
 @dataclass
@@ -449,6 +460,8 @@ class _Cutter:
         ends = pieces[3 * layers] if has_end else None
         if ends:
             ends.given, ends.makes = inputs, [output]
+        for piece in pieces:
+            piece.find_frees()
         drawn = {}
         for node in self.live:
             if node.drops and self.kind[node] == INNER:

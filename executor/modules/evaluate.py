@@ -31,13 +31,17 @@ class Place:
     device: torch.device = CPU
     aggregate: AddUp | None = None
 
-    def run(self, nodes: Sequence[Node], values: Values) -> None:
-        """Add to `values` those of nodes, in their order."""
+    def run(
+        self, nodes: Sequence[Node], values: Values, frees: Mapping[Node, Sequence[Node]]
+    ) -> None:
+        """Add to `values` those of nodes, in their order; frees: after which ones go."""
         given: set[int] = set()
         if any(node.changes for node in nodes):
             given = {_storage(value) for value in values.values() if isinstance(value, Tensor)}
         for node in nodes:
             values[node] = self.call(node, values, given)
+            for freed in frees.get(node, ()):
+                values.pop(freed, None)
 
     def call(
         self, node: Node, values: Mapping[Node, Any], given_: Collection[int] | None = None

@@ -350,7 +350,7 @@ class During:
         modules = {path: getattr(layer, path.replace(".", "/")) for path in _opaque(piece)}
         of_rows = rows.shape[0], draw, rows.dtype, rows.device
         place = Place(_Tensors(layer), modules, *of_rows, add_up)
-        place.run([node for node in piece.nodes if node not in values], values)
+        place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return values
 
     def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
