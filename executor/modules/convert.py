@@ -23,7 +23,7 @@ from gnnplan.executor.modules.convolutions import NoChain
 from gnnplan.executor.modules.describe import described, places, widths
 from gnnplan.executor.modules.follow import follow
 from gnnplan.executor.modules.parameters import Parameters, Places
-from gnnplan.executor.modules.prove import Small, needs_loops
+from gnnplan.executor.modules.prove import Small, given_of, moments_of, needs_loops
 from gnnplan.executor.modules.record import DROPOUTS, dropout_of
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Module, Workload
@@ -84,10 +84,8 @@ def _prove(module: nn.Module, found: Converted, graph: GraphFields) -> None:
     theirs = copy.deepcopy(module).to(torch.float64)
     has_loops = needs_loops(module)
     small = Small(VERTICES, found.features, {}, {}, graph.directed, has_loops)
-    values: dict[str, Any] = small.values(torch.float64)
     binding = bound(module, ["x"], [])
-    if "g" in binding.inputs:
-        values["g"] = small.graph_of_dgl(values)
+    values = given_of(binding, small, torch.float64)
     for is_training in (True, False):
         theirs.train(is_training)
         for each in (theirs, net):
@@ -177,10 +175,7 @@ def _of_net(net: Any, model: Any, small: Small, workload: Workload, is_training:
 
     def moments(layer: int, rows: Tensor) -> Tensor | None:
         norm = net.batch_norm(layer)
-        if norm is None or not is_training:
-            return None
-        norm.moments(norm.sums(rows.detach()), len(rows))
-        return torch.stack([rows.mean(0), rows.var(0, unbiased=False)])
+        return moments_of(norm, rows) if norm is not None and is_training else None
 
     for number in range(1, net.total + 1):
         layer = net.layer(number)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound, Fields, bound, uses_dgl
 from gnnplan.executor.modules.cut import cut, differing, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
@@ -337,7 +338,7 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
     for layer in layers:
         moments = None
         if layer.norm is not None and is_training:
-            moments = _with_gradient(layer, rows)
+            moments = moments_of(layer.norm, rows)
         made = []
         for block, source in blocks:
             drop = Drop(0.0, 7, 0, layer.number, source, training=is_training)
@@ -345,15 +346,14 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
         rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
     if mode.program.ends is not None:
         tail = Tail(layers[-1])
-        moments = _with_gradient(tail, rows) if is_training else None
+        moments = moments_of(tail.norm, rows) if is_training else None
         drop = Drop(0.0, 7, 0, len(layers) + 1, torch.arange(small.vertices), training=is_training)
         rows = tail(rows, drop, moments)
     return rows
 
 
-def _with_gradient(layer: Any, rows: Tensor) -> Tensor:
+def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
     """Moments of rows [2, W], with their graph; running averages move on."""
-    norm = layer.norm
     norm.moments(norm.sums(rows.detach()), len(rows))
     return torch.stack([rows.mean(0), rows.var(0, unbiased=False)])
 

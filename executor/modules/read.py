@@ -429,9 +429,7 @@ def with_structure(problem: Problem) -> Problem:
         return problem
     pieces = pieces_of(problem.workload)
     if pieces.loops:
-        whole = replace(graph.whole, loops=True)
-        graph = replace(graph)
-        vars(graph)["whole"] = whole
+        graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
     if not any(name.startswith("structure") for name, _ in module.inputs):
         return problem

@@ -117,11 +117,12 @@ class Graph:
     # other numbers, by name: of vertices [N, ..], and of edges [E, ..] in the order of `indices`
     vertex_fields: Mapping[str, Array] = field(default_factory=dict)
     edge_fields: Mapping[str, Array] = field(default_factory=dict)
+    loops: bool = False  # a module of DGL is given a self-loop per vertex beside these edges
 
     @cached_property
     def whole(self) -> Whole:
         """Its edges and their fields."""
-        return Whole(self.indptr, self.indices, self.edge_fields)
+        return Whole(self.indptr, self.indices, self.edge_fields, self.loops)
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.floating[Any]]:
         """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
