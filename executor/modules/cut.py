@@ -45,7 +45,6 @@ class Piece:
     nodes: list[Node] = field(default_factory=list)
     given: list[Node] = field(default_factory=list)
     makes: list[Node] = field(default_factory=list)
-    structure: list[Node] = field(default_factory=list)  # what it reads of edges alone
     # by call: values that nobody needs after it
     frees: dict[Node, list[Node]] = field(default_factory=dict)
 
@@ -340,8 +339,6 @@ class _Cutter:
             for read in {read for node in piece.nodes for read in node.reads}:
                 if kind[read] == ROWS and (read.call is None or made[read] != at):
                     needs[read].add(at)
-                elif kind[read] == STRUCTURE:
-                    piece.structure.append(read)
         return self._laid_out(pieces, needs, made)
 
     def _sum_up(self) -> None:

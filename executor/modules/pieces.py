@@ -20,7 +20,7 @@ from gnnplan.executor.modules.bind import Bound
 from gnnplan.executor.modules.cut import Piece, Program, is_batch_norm, width_of
 from gnnplan.executor.modules.evaluate import AddUp, Place, Values
 from gnnplan.executor.modules.record import Node, Opaque, Sum, tensors_of
-from gnnplan.executor.modules.structure import Structure
+from gnnplan.executor.modules.structure import Local, Structure
 from gnnplan.planner.graph.graph import Whole
 
 # edges after which fields begin anew where layers are counted: of each kind there are as many in
@@ -61,12 +61,11 @@ class Mode:
     """A module in training or in evaluation."""
 
     program: Program
-    structure: Structure
     numbers: dict[Node, int]
 
     @staticmethod
     def of(program: Program) -> Mode:
-        return Mode(program, Structure.of(program), numbered(program))
+        return Mode(program, numbered(program))
 
 
 @dataclass(eq=False)
@@ -76,6 +75,7 @@ class Pieces:
     module: nn.Module
     training: Mode
     evaluation: Mode
+    structure: Structure
     dtype: torch.dtype
     loops: bool  # the module's graph has self-loops, as DGL's
     binding: Bound
@@ -86,6 +86,15 @@ class Pieces:
 
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
+
+    def place(self, vertices: int) -> Place:
+        """Where structure is computed: with the module's tensors, on the host."""
+        tensors, modules = tensors_of(self.module), dict(self.module.named_modules())
+        return Place(tensors, modules, vertices, _no_draw, self.dtype)
+
+    def local(self, block: Block) -> Local:
+        """What layers read of a block's edges."""
+        return self.structure.of_block(block, self.place(block.n_src))
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
@@ -235,8 +244,6 @@ class PieceLayer(Layer):
                     named |= set(node.named)
                     if isinstance(node.call, Opaque):
                         self.add_module(node.call.path.replace(".", "/"), modules[node.call.path])
-            for node in mode.structure.nodes:
-                named |= set(node.named)
         for name in sorted(named):
             own = name.replace(".", "/")
             if isinstance(found[name], nn.Parameter) and found[name].requires_grad:
@@ -376,21 +383,18 @@ class During:
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Rows [S, read] -> what is made of them along edges [R, .]."""
-        piece, structure = self.cut.gather, self.mode.structure
+        pieces, piece = self.layer.pieces, self.cut.gather
         assert block.source is not None
-        place = Place(
-            _Tensors(self.layer), {}, rows.shape[0], _no_draw, self.layer.pieces.dtype, rows.device
-        )
-        local = structure.of_block(block, place)
-        values = {**local, **self._unpacked(rows, piece.given)}
+        local = pieces.local(block)
+        values = {**local.values, **self._unpacked(rows, piece.given)}
         ids: dict[Node | None, Tensor] = {None: block.source}
         for node in piece.nodes:
             edges = self._set(node)
             if edges is not None and edges not in ids:
-                ids[edges] = pair_ids(*block.source[local[edges]])
+                ids[edges] = pair_ids(*block.source[local.values[edges]])
 
         def add_up(of: Sum, values: Mapping[Node, Any]) -> Tensor:
-            return aggregate(structure.block_of(of, block), values[of.rows])
+            return aggregate(pieces.structure.edges_of(of, local), values[of.rows])
 
         return packed(self._run(piece, values, rows, ids, add_up), piece.makes, block.n_dst)
 

@@ -35,7 +35,7 @@ from gnnplan.executor.modules.record import (
     record,
     tensors_of,
 )
-from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
+from gnnplan.executor.modules.structure import Structure, dgl_graph, edge_index_of
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
@@ -199,7 +199,14 @@ def followed(
                 f"{node.place}dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
-    return Pieces(module, training, evaluation, dtype, small.whole.loops, binding), small
+    structure = Structure((training.program, evaluation.program))
+    pieces = Pieces(module, training, evaluation, structure, dtype, small.whole.loops, binding)
+    for own in small.parts:
+        block, source = small.block(own)
+        readers = block.per_edge(torch.arange(block.n_dst))
+        edges = torch.stack([block.indices.long(), readers])
+        structure.look(pieces.place(small.vertices), small.whole, source, edges, block.n_dst)
+    return pieces, small
 
 
 def needs_loops(module: nn.Module) -> bool:
@@ -236,13 +243,7 @@ def _mode(
     for node in program.live:
         if is_batch_norm(node) and is_training:
             _must_keep_averages(node)
-    mode = Mode.of(program)
-    for own in small.parts:
-        block, source = small.block(own)
-        readers = block.per_edge(torch.arange(block.n_dst))
-        edges = torch.stack([block.indices.long(), readers])
-        mode.structure.look(place, small.whole, source, edges, block.n_dst)
-    return mode
+    return Mode.of(program)
 
 
 def _must_keep_averages(node: Node) -> None:
@@ -262,7 +263,7 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     for mode, is_training in ((pieces.training, True), (pieces.evaluation, False)):
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(pieces.binding, small, torch.float64)
-        run = partial(_output, own, pieces.binding, values, mode, small.whole)
+        run = partial(_output, own, pieces, values, mode, small.whole)
         expected = _guarded(module, small, run)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
@@ -305,11 +306,11 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
 
 
 def _output(
-    module: nn.Module, binding: Bound, values: Mapping[str, Any], mode: Mode, whole: Whole
+    module: nn.Module, pieces: Pieces, values: Mapping[str, Any], mode: Mode, whole: Whole
 ) -> Tensor:
     """What the module itself makes of a graph, with dropout as its pieces draw it."""
-    with Shared(mode, whole, Drop(0.0, 7), tensors_of(module)):
-        output = binding.call(module, values)
+    with Shared(pieces, mode, whole, Drop(0.0, 7)):
+        output = pieces.binding.call(module, values)
     made: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return made
 
@@ -360,32 +361,24 @@ def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
 
 def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor:
     """What layer 1 is given of all vertices [N, W]."""
-    program, structure = pieces.training.program, pieces.training.structure
-    place = Place(tensors_of(pieces.module), {}, whole.vertices, lambda _, rows, __: rows)
-    place.dtype = next(
-        v.dtype for v in values.values() if torch.is_tensor(v) and v.is_floating_point()
-    )
+    program, structure, place = pieces.training.program, pieces.structure, pieces.place(0)
     of_field = {field: node for node, field in program.fields.items()}
     parts = []
     for node in program.inputs:
         if node in of_field:
-            value = structure.on_whole(whole, place)[of_field[node]]
+            value = structure.on_whole(whole, place)[structure.first[of_field[node]]]
         else:
             value = values[node.name]
-        parts.append(value.reshape(value.shape[0], -1).to(place.dtype))
+        parts.append(value.reshape(value.shape[0], -1).to(pieces.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class Shared(TorchFunctionMode):
     """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
 
-    def __init__(
-        self, mode: Mode, whole: Whole, drop: Drop, tensors: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """tensors: of the module, by name, if it computes with some of edges alone."""
+    def __init__(self, pieces: Pieces, mode: Mode, whole: Whole, drop: Drop) -> None:
         super().__init__()
-        self.tensors = tensors or {}
-        self.mode, self.whole, self.drop = mode, whole, drop
+        self.pieces, self.mode, self.whole, self.drop = pieces, mode, whole, drop
         self.nodes = [node for node in mode.program.recorded.nodes if node.drops]
 
     def __torch_function__(
@@ -401,8 +394,8 @@ class Shared(TorchFunctionMode):
         ids = torch.arange(len(rows))
         edges = self.mode.program.drawn.get(node)
         if edges is not None:
-            place = Place(self.tensors, {}, self.whole.vertices, lambda _, x, __: x, rows.dtype)
-            values = self.mode.structure.values_on(self.whole, place)
-            ids = pair_ids(*values[edges])
+            structure, place = self.pieces.structure, self.pieces.place(0)
+            first = structure.first[edges]
+            ids = pair_ids(*structure.values_on(self.whole, place, [first])[first])
         out = drawn(rows, self.mode.numbers[node], ids, self.drop, p)
         return rows.copy_(out) if in_place else out

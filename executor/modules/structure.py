@@ -3,11 +3,12 @@
 A part knows the edges into its vertices. Most of what a module makes of edges, a part makes as the
 whole graph does: a list of sources, a field times two, self-loops. Some it cannot, as a source's
 degree. That is computed once on the whole graph, and the part looks it up: by vertex, or by the
-pair of vertices that an edge links."""
+pair of vertices that an edge links. Equal calls, of several layers and of both modes, are made
+once, and no value stays that no layer reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.cut import Program, differing
+from gnnplan.executor.modules.cut import STRUCTURE, Program, differing
 from gnnplan.executor.modules.evaluate import Place, Values
-from gnnplan.executor.modules.record import Node, Sum, Unfit, is_edge_set
+from gnnplan.executor.modules.record import Node, Ref, Size, Sum, Unfit, is_edge_set
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -53,40 +54,99 @@ class Table:
         return self.values[places]
 
 
+@dataclass(frozen=True)
+class Local:
+    """The structure of a block: what layers read of it, and the edges of their sums."""
+
+    values: Values
+    sums: Mapping[tuple[Node, Node | None], Block]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors [B]."""
+        of_blocks = [v for block in self.sums.values() for v in vars(block).values()]
+        found = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*self.values.values(), *of_blocks)
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        }
+        return sum(found.values())
+
+
 @dataclass(eq=False)
 class Structure:
-    """The structure of a program.
+    """The structure of a module's programs, which were recorded on the same graph.
 
-    nodes: in their order. whole: those that only the whole graph tells, with the edge set that
-    they are of; None: they are of vertices, or one for all."""
+    first: of each call, the first that is equal. nodes: these first ones, each after those that it
+    reads. whole: those of them that only the whole graph tells, with the edge set that they are of;
+    None: they are of vertices, or one for all."""
 
-    program: Program
-    nodes: list[Node]
+    programs: tuple[Program, ...]
+    first: dict[Node, Node] = field(default_factory=dict)
+    equal: dict[Node, list[Node]] = field(default_factory=dict)  # to each first one
     whole: dict[Node, Node | None] = field(default_factory=dict)
     tables: WeakKeyDictionary[Whole, Mapping[Node | str, Any]] = field(
         default_factory=WeakKeyDictionary
     )
-    blocks: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
-    sums: WeakKeyDictionary[Block, dict[Sum, Block]] = field(default_factory=WeakKeyDictionary)
+    blocks: WeakKeyDictionary[Block, Local] = field(default_factory=WeakKeyDictionary)
 
-    @staticmethod
-    def of(program: Program) -> Structure:
-        wanted: set[Node] = set(program.fields)
-        for cut in program.layers:
-            wanted |= set(cut.gather.structure)
-        todo = list(wanted)
-        while todo:
-            node = todo.pop()
-            for read in [*node.reads, *node.sizes]:
-                if read not in wanted:
-                    wanted.add(read)
-                    todo.append(read)
-        return Structure(program, sorted(wanted, key=lambda node: node.index))
+    def __post_init__(self) -> None:
+        by_call: dict[Hashable, Node] = {}
+        for program in self.programs:
+            for node in _read_by(program):
+                first = by_call.setdefault(self._key(node), node)
+                self.first[node] = first
+                self.equal.setdefault(first, []).append(node)
+        self.read: set[Node] = set()  # of a block, by calls of layers
+        self.sums: set[tuple[Node, Node | None]] = set()
+        for program in self.programs:
+            self.read |= {self.first[edges] for edges in program.drawn.values()}
+            for cut in program.layers:
+                for node in cut.gather.nodes:
+                    if isinstance(node.call, Sum):
+                        self.sums.add(self._sum(node.call))
+                    else:
+                        given = [*node.reads, *node.sizes]
+                        self.read |= {self.first[r] for r in given if r in self.first}
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.equal)
+
+    @property
+    def small(self) -> Any:
+        """What was recorded."""
+        return self.programs[0].recorded
 
     @property
     def counts(self) -> set[int]:
         """Numbers of edges of its sets."""
         return {node.value.shape[1] for node in self.nodes if is_edge_set(node.value)}
+
+    def _key(self, node: Node) -> Hashable:
+        """Equal for calls of the same with the same."""
+
+        def plain(argument: Any) -> Hashable:
+            if isinstance(argument, (Ref, Size)):
+                return type(argument), argument.node and self.first[argument.node]
+            if isinstance(argument, (tuple, list)):
+                return type(argument), *map(plain, argument)
+            return type(argument), argument  # 1 equals 1.0 and True
+
+        if node.call is None:
+            return node.name
+        kwargs = [(name, plain(node.kwargs[name])) for name in sorted(node.kwargs)]
+        key = node.call, plain(node.args), *kwargs
+        try:
+            hash(key)
+        except TypeError:
+            return node
+        return key
+
+    def _sum(self, of: Sum) -> tuple[Node, Node | None]:
+        return self.first[of.edges], of.weight and self.first[of.weight]
+
+    # -- values ----------------------------------------------------------------------------------
 
     def given(
         self,
@@ -103,22 +163,56 @@ class Structure:
             if node.call is not None:
                 continue
             if node.name == "edge_index":
-                values[node] = edges
+                made: Any = edges
             elif node.name == "g":
-                values[node] = dgl_graph(whole, edges, fields, source)
+                made = dgl_graph(whole, edges, fields, source)
             else:
-                values[node] = fields[node.name.removeprefix("edge ")]
+                made = fields[node.name.removeprefix("edge ")]
+            self._put(values, node, made)
         return values
 
-    def values_on(self, whole: Whole, place: Place) -> Values:
+    def _put(self, values: Values, node: Node, value: Any) -> None:
+        values.update(dict.fromkeys(self.equal[node], value))
+
+    def _run(
+        self,
+        values: Values,
+        wanted: Collection[Node],
+        reads: Callable[[Node], list[Node]],
+        value: Callable[[Node], Any],
+    ) -> None:
+        """Have the values of `wanted` and of no others; a call's go after the last that reads
+        them."""
+        needed, todo = set(wanted), list(wanted)
+        while todo:
+            new = set(reads(todo.pop())) - needed
+            needed |= new
+            todo += new
+        order = [node for node in self.nodes if node in needed]
+        last: dict[Node, Node] = {}
+        for node in order:
+            last |= dict.fromkeys([node, *reads(node)], node)
+        kept = {each for node in {*last} | {*wanted} for each in self.equal[node]}
+        for node in [node for node in values if node not in kept]:
+            del values[node]
+        for node in order:
+            if node.call is not None:
+                self._put(values, node, value(node))
+            for gone in {node, *reads(node)} - {*wanted}:
+                if last[gone] is node:
+                    for each in self.equal[gone]:
+                        del values[each]
+
+    def _reads(self, node: Node) -> list[Node]:
+        return [self.first[read] for read in (*node.reads, *node.sizes)]
+
+    def values_on(self, whole: Whole, place: Place, wanted: Collection[Node]) -> Values:
         """Values on the whole graph."""
         fields = {n: _typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
         values = self.given(whole, edge_index_of(whole), fields)
-        somewhere = replace(place, vertices=whole.vertices, device=torch.device("cpu"))
+        somewhere = replace(place, vertices=whole.vertices)
         with torch.no_grad():
-            for node in self.nodes:
-                if node.call is not None:
-                    values[node] = somewhere.call(node, values)
+            self._run(values, wanted, self._reads, lambda node: somewhere.call(node, values))
         return values
 
     def fields_of(self, whole: Whole) -> list[str]:
@@ -130,71 +224,91 @@ class Structure:
         """Tables of what only the whole graph tells, and fields of its vertices."""
         if whole not in self.tables:
             kept: dict[Node | str, Any] = {}
-            if self.whole or self.program.fields:
-                values = self.values_on(whole, place)
+            of_rows = {self.first[node] for program in self.programs for node in program.fields}
+            sets = {of for of in self.whole.values() if of is not None}
+            if wanted := {*self.whole, *of_rows}:
+                values = self.values_on(whole, place, wanted | sets)
+                kept |= {node: values[node] for node in wanted}
                 for node, of in self.whole.items():
-                    value = values[node]
-                    kept[node] = value if of is None else Table(values[of], value, whole.vertices)
-                for node in self.program.fields:
-                    kept.setdefault(node, values[node])
-            edges = edge_index_of(whole)
-            for name in self.fields_of(whole):
-                value = _typed(whole.fields[name], place.dtype)
-                kept[name] = Table(edges, value, whole.vertices)
+                    if of is not None:
+                        kept[node] = Table(values[of], values[node], whole.vertices)
+            if names := self.fields_of(whole):
+                edges = edge_index_of(whole)
+                for name in names:
+                    value = _typed(whole.fields[name], place.dtype)
+                    kept[name] = Table(edges, value, whole.vertices)
             self.tables[whole] = kept
         return self.tables[whole]
 
-    def of_block(self, block: Block, place: Place) -> Values:
-        """Values on a block, once."""
+    def of_block(self, block: Block, place: Place) -> Local:
+        """What layers read on a block, which is found once."""
         if block not in self.blocks:
             assert block.whole is not None and block.source is not None
             tables = self.on_whole(block.whole, place)
-            source = block.source.cpu()
-            readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
-            edges = torch.stack([block.indices.long(), readers]).cpu()
-            names = self.fields_of(block.whole)
-            fields = {name: tables[name].at(source[edges]) for name in names}
-            here = replace(place, vertices=block.n_src, device=torch.device("cpu"))
-            values = self.given(block.whole, edges, fields, source)
+            source, device = block.source.cpu(), block.indptr.device
+            here = replace(place, vertices=block.n_src)
             with torch.no_grad():
-                self._run(values, here, source, tables)
-            self.blocks[block] = {
-                node: _moved(value, place.device) for node, value in values.items()
-            }
+                values = self._given_of_block(block, source, tables)
+                wanted = self.read | {node for both in self.sums for node in both if node}
+                self._run(
+                    values,
+                    wanted,
+                    self._looks_up,
+                    lambda node: self._value(node, values, here, source, tables),
+                )
+                sums = {
+                    (edges, weight): _block(values[edges], weight and values[weight], block.n_src)
+                    for edges, weight in self.sums
+                }
+            read = {each for node in self.read for each in self.equal[node]}
+            self.blocks[block] = Local(
+                {node: _moved(value, device) for node, value in values.items() if node in read},
+                {both: of.to(device) for both, of in sums.items()},
+            )
         return self.blocks[block]
 
-    def block_of(self, of: Sum, block: Block) -> Block:
-        """The edges of a sum, of all sources of a block, once; `of_block` knows this already."""
-        known = self.sums.setdefault(block, {})
-        if of not in known:
-            values = self.blocks[block]
-            source, reader = (ends.cpu() for ends in values[of.edges])
-            order = reader.argsort(stable=True)
-            counts = torch.bincount(reader, minlength=block.n_src)
-            indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            weight = None if of.weight is None else values[of.weight].cpu()[order, 0]
-            made = Block(indptr.numpy(), source[order].numpy(), block.n_src, weight)
-            known[of] = made.to(values[of.edges].device)
-        return known[of]
+    def _given_of_block(
+        self, block: Block, source: Tensor, tables: Mapping[Node | str, Any]
+    ) -> Values:
+        assert block.whole is not None
+        readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
+        edges = torch.stack([block.indices.long(), readers]).cpu()
+        names = self.fields_of(block.whole)
+        fields = {name: tables[name].at(source[edges]) for name in names}
+        return self.given(block.whole, edges, fields, source)
 
-    def _run(
-        self, values: Values, place: Place, source: Tensor, tables: Mapping[Node | str, Any]
-    ) -> None:
-        for node in self.nodes:
-            if node.call is None:
-                continue
-            if node not in self.whole:
-                values[node] = place.call(node, values)
-                continue
-            of, table = self.whole[node], tables[node]
-            if of is not None:
-                values[node] = table.at(source[values[of]])
-            else:
-                values[node] = table[source] if self._is_of_vertices(node) else table
+    def _looks_up(self, node: Node) -> list[Node]:
+        """What a value reads on a block."""
+        if node not in self.whole:
+            return self._reads(node)
+        of = self.whole[node]
+        return [] if of is None else [of]
+
+    def _value(
+        self,
+        node: Node,
+        values: Values,
+        place: Place,
+        source: Tensor,
+        tables: Mapping[Node | str, Any],
+    ) -> Any:
+        if node not in self.whole:
+            return place.call(node, values)
+        return self._looked_up(node, tables[node], values, source)
+
+    def _looked_up(self, node: Node, table: Any, values: Values, source: Tensor) -> Any:
+        of = self.whole[node]
+        if of is not None:
+            return table.at(source[values[of]])
+        return table[source] if self._is_of_vertices(node) else table
+
+    def edges_of(self, of: Sum, local: Local) -> Block:
+        """The edges of a sum, of all sources of a block."""
+        return local.sums[self._sum(of)]
 
     def _is_of_vertices(self, node: Node) -> bool:
         value = node.value
-        return bool(value.ndim) and value.shape[0] == self.program.recorded.vertices
+        return bool(value.ndim) and value.shape[0] == self.small.vertices
 
     # -- what only the whole graph tells -----------------------------------------------------------
 
@@ -206,7 +320,7 @@ class Structure:
         first. Raises Unfit."""
         n = whole.vertices
         every = edge_index_of(whole)
-        inputs = self.program.recorded.inputs
+        inputs = self.small.inputs
         fields = {
             name: Table(every, inputs[f"edge {name}"].value, n).at(source[edges])
             for name in self.fields_of(whole)
@@ -219,17 +333,12 @@ class Structure:
                 continue
             if node in self.whole:
                 of = self.whole[node]
-                values[node] = (
-                    Table(of.value, node.value, n).at(source[values[of]])
-                    if of is not None
-                    else node.value[source]
-                    if self._is_of_vertices(node)
-                    else node.value
-                )
+                table = node.value if of is None else Table(of.value, node.value, n)
+                self._put(values, node, self._looked_up(node, table, values, source))
                 continue
             try:
                 with torch.no_grad():
-                    values[node] = here.call(node, values)
+                    self._put(values, node, here.call(node, values))
             except Unfit:
                 raise
             except Exception as error:
@@ -267,7 +376,7 @@ class Structure:
         """What a part's own vertices, and the edges into them, have must be as in the whole."""
         expected: Tensor
         mine: Any = ...
-        value, n = node.value, self.program.recorded.vertices
+        value, n = node.value, self.small.vertices
         if value.ndim and value.shape[0] == n:
             expected, of, mine = value[source], None, slice(0, own)
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
@@ -287,7 +396,36 @@ class Structure:
                 return  # ids, of which a part has its own
         if expected.shape != found_.shape or differing(expected, found_) is not None:
             self.whole[node] = of
-            values[node] = whole
+            self._put(values, node, whole)
+
+
+def _read_by(program: Program) -> list[Node]:
+    """All that a program's layers make of edges alone, in the order of forward."""
+    wanted = {*program.fields, *program.drawn.values()}
+    for cut in program.layers:
+        for node in cut.gather.nodes:
+            if isinstance(node.call, Sum):
+                wanted |= {node.call.edges} | ({node.call.weight} if node.call.weight else set())
+            wanted |= {
+                read for read in (*node.reads, *node.sizes) if program.kind[read] == STRUCTURE
+            }
+    todo = list(wanted)
+    while todo:
+        node = todo.pop()
+        new = {*node.reads, *node.sizes} - wanted
+        wanted |= new
+        todo += new
+    return sorted(wanted, key=lambda node: node.index)
+
+
+def _block(edges: Tensor, weight: Tensor | None, vertices: int) -> Block:
+    """Edges [2, E] with weights [E, 1], of all vertices."""
+    source, reader = edges
+    order = reader.argsort(stable=True)
+    indptr = torch.zeros(vertices + 1, dtype=torch.int32)
+    indptr[1:] = torch.bincount(reader, minlength=vertices).cumsum(0)
+    of_edges = None if weight is None else weight[order, 0]
+    return Block(indptr.numpy(), source[order].int().numpy(), vertices, of_edges)
 
 
 def _typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:

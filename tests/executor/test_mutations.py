@@ -259,7 +259,7 @@ def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed:
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             values = given_of(pieces.binding, small, torch.float64)
             if kind == "itself":
-                with Shared(mode, small.whole, Drop(0.0, 7)):
+                with Shared(pieces, mode, small.whole, Drop(0.0, 7)):
                     out = pieces.binding.call(module, values)
             else:
                 out = in_parts(pieces, small, values, is_training)

@@ -177,7 +177,7 @@ def by_torch(
     train, y = torch.from_numpy(np.array(graph.train)), torch.from_numpy(np.array(graph.y))
     losses = []
     for epoch in range(epochs):
-        with Shared(pieces.training, whole, Drop(0.0, workload.seed, epoch)):
+        with Shared(pieces, pieces.training, whole, Drop(0.0, workload.seed, epoch)):
             out = pieces.binding.call(module.train(), on)
         loss = F.cross_entropy(out[train], y[train])
         optimizer.zero_grad()
