@@ -30,6 +30,7 @@ from gnnplan.planner.gnn.counted import (
     CountedWork,
     Event,
     Linear,
+    Structure,
 )
 from gnnplan.planner.gnn.model import VECTOR
 
@@ -105,8 +106,10 @@ class Work:
 class Noted:
     """All that was noted of a layer on one block."""
 
+    structure: Work = field(default_factory=Work)
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
+    structure_bytes: int = 0  # that stay
     events: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # by part
     keeps_inputs: bool = False
 
@@ -122,7 +125,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
         self.part = part
-        self.work = self.noted.backward if part.endswith("backward") else self.noted.forward
+        way = "backward" if part.endswith("backward") else "forward"
+        self.work = getattr(self.noted, "structure" if part == "structure" else way)
         self.noted.events.setdefault(part, [])
         with self:
             yield
@@ -295,6 +299,16 @@ def count(
             for size, by in zip(factors, born, strict=True)
         )
 
+    def structure() -> Structure:
+        most = factors_of(
+            [
+                [float(max(np.cumsum([0, *(size for size, _ in note.events["structure"])])))]
+                for note in noted
+            ]
+        )
+        kept = fit(lambda note: [float(note.structure_bytes)], "what it makes of edges")
+        return Structure(kept=kept[0], most=most[0], work=work("structure"))
+
     def products() -> tuple[CountedProduct, ...]:
         of = [note.forward.products for note in noted]
         rows = _fit([[float(product[0]) for product in some] for some in of], "products")
@@ -319,6 +333,7 @@ def count(
         backward=work("backward"),
         forward_events=events("gather", "update"),
         backward_events=events("update backward", "gather backward"),
+        structure=structure(),
     )
 
 
@@ -371,8 +386,6 @@ def _note(
     moments: tuple[Tensor, ...] = ()
     if block.source is not None:
         step = layer.during(Drop(vertices=block.source))
-        with torch.no_grad():  # what a block knows of the whole graph is found once
-            step.gather(block, layer.gathers(layer.prepare(x, keep)))
     if isinstance(getattr(layer, "norm", None), BatchNorm):
         moments = (torch.stack([torch.zeros(h_in), torch.ones(h_in)]).to(dtype),)
     noted = Noted()
@@ -386,6 +399,8 @@ def _note(
         return tensor
 
     try:
+        with notes.during("structure"):
+            noted.structure_bytes = layer.open(block)
         with notes.during("gather"):
             prepared = step.prepare(x.requires_grad_(varies), keep, *moments)
             leaf = prepared.detach().requires_grad_(prepared.requires_grad)

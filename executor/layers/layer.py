@@ -134,6 +134,10 @@ class Layer(nn.Module):
         """A graph of these edges, with some numbers for the fields that the layer reads."""
         return Whole(indptr, indices)
 
+    def open(self, block: Block) -> int:
+        """Make what the layer reads of a block's edges alone; bytes that stay."""
+        return 0
+
     def during(self, drop: Drop) -> Layer:
         """The layer in one step. A user's module, which drops anywhere, draws as `drop` says."""
         return self

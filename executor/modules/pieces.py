@@ -263,7 +263,9 @@ class PieceLayer(Layer):
             for name, node in inputs.items()
             if name.startswith("edge ")
         }
-        return Whole(indptr, indices, fields, self.pieces.loops)
+        whole = Whole(indptr, indices, fields, self.pieces.loops)
+        self.pieces.structure.on_whole(whole, self.pieces.place(0))
+        return whole
 
     def possible(self, x: Tensor) -> Tensor:
         """Whole numbers may be ids, of which there is a 0."""
@@ -278,6 +280,9 @@ class PieceLayer(Layer):
         return found
 
     # -- calls of a strategy -----------------------------------------------------------------------
+
+    def open(self, block: Block) -> int:
+        return self.pieces.local(block).nbytes
 
     def during(self, drop: Drop) -> During:  # type: ignore[override]
         return During(self, drop)

@@ -431,6 +431,7 @@ def with_structure(problem: Problem) -> Problem:
     if pieces.loops:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
+    tables = pieces.structure.on_whole(graph.whole, pieces.place(0))
     if not any(name.startswith("structure") for name, _ in module.inputs):
         return problem
     values: dict[str, Any] = {}
@@ -439,7 +440,9 @@ def with_structure(problem: Problem) -> Problem:
         values[f"vertex {name}"] = torch.from_numpy(graph.x[:, start : start + width].copy())
         start += width
     x = inputs_of(pieces, values, graph.whole).numpy()
-    return replace(problem, graph=replace(graph, x=np.ascontiguousarray(x)))
+    graph = replace(graph, x=np.ascontiguousarray(x))
+    pieces.structure.tables[graph.whole] = tables
+    return replace(problem, graph=graph)
 
 
 def fill(net: nn.Module, workload: Workload) -> None:

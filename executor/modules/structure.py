@@ -257,7 +257,9 @@ class Structure:
                     lambda node: self._value(node, values, here, source, tables),
                 )
                 sums = {
-                    (edges, weight): _block(values[edges], weight and values[weight], block.n_src)
+                    (edges, weight): _block(
+                        values[edges], None if weight is None else values[weight], block.n_src
+                    )
                     for edges, weight in self.sums
                 }
             read = {each for node in self.read for each in self.equal[node]}

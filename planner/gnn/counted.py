@@ -18,6 +18,7 @@ from gnnplan.planner.vocabulary.schedule import Compute, Gather
 from gnnplan.planner.vocabulary.spec import Spec
 
 Linear = tuple[float, float, float, float]  # per row, per source, per edge, and besides
+NOTHING: Linear = (0.0, 0.0, 0.0, 0.0)
 
 
 def amount(linear: Linear, rows: Number, sources: Number, edges: Number) -> Number:
@@ -42,14 +43,14 @@ class CountedGather(Spec):
 class CountedWork(Spec):
     """Work of one pass of a layer (Compute)."""
 
-    flops: Linear  # but for weights' gradients
-    gemm_bytes: Linear
-    elementwise_bytes: Linear
-    exponentials: Linear
-    tensor_bytes: Linear  # of the largest tensor
+    flops: Linear = NOTHING  # but for weights' gradients
+    gemm_bytes: Linear = NOTHING
+    elementwise_bytes: Linear = NOTHING
+    exponentials: Linear = NOTHING
+    tensor_bytes: Linear = NOTHING  # of the largest tensor
     gathers: tuple[CountedGather, ...] = ()
-    launches: int = Field(ge=0)
-    weight_gradient_flops: Linear = (0.0, 0.0, 0.0, 0.0)
+    launches: int = Field(0, ge=0)
+    weight_gradient_flops: Linear = NOTHING
 
     def on(self, rows: Number, sources: Number, edges: Number, itemsize: int) -> Compute:
         """The work on a block."""
@@ -86,6 +87,14 @@ class Event(Spec):
     of_gather: bool  # made before the layer's `update`, or by the backward pass of what is before
 
 
+class Structure(Spec):
+    """What a user's module makes of a block's edges, once."""
+
+    kept: Linear = NOTHING  # [B]
+    most: Linear = NOTHING  # [B] while it is made
+    work: CountedWork = CountedWork()
+
+
 class Counted(Spec):
     """A layer of the user's own: what it says of itself, and what was counted."""
 
@@ -104,6 +113,7 @@ class Counted(Spec):
     # output's gradient and the sums of the weights' gradients are not.
     forward_events: tuple[Event, ...]
     backward_events: tuple[Event, ...]
+    structure: Structure = Structure()
 
 
 def between(part: Counted, whole: Counted, at: float, share: float) -> Counted:

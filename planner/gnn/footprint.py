@@ -218,6 +218,7 @@ class LayerPasses:
         spec, itemsize = model.layers[layer - 1], model.itemsize
         self.spec, self.itemsize, self.apart, self.local = spec, itemsize, apart, local
         self.weight_itemsize, self.in_place = model.weight_itemsize, model.in_place
+        self.redrawn = model.redrawn
         self.on_gpu, self.bag = model.on_gpu, BAG * (not model.on_gpu)
         # [B] of a rounded number while it is added up, in the type of weights; 0: rows are not
         # rounded
@@ -739,6 +740,8 @@ class Counted(LayerPasses):
 
     def compute(self, tape: Tape) -> None:
         assert self.spec.counted is not None
+        if self.redrawn:
+            tape.touch(opening(self.spec, self.rows, self.sources, self.edges))
         self._play(tape, self.spec.counted.forward_events)
 
     def compute_backward(self, tape: Tape) -> None:
@@ -849,7 +852,13 @@ def block(
     weights; sources are kept by id."""
     edges = edges + rows if spec.self_edges else edges
     weights = 2 * model.itemsize * weighs_edges(kind, spec)
-    return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources
+    structure = amount(spec.counted.structure.kept, rows, sources, edges) if spec.counted else 0.0
+    return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
+
+
+def opening(spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
+    """The most memory while a user's module makes what it reads of a block's edges [B]."""
+    return amount(spec.counted.structure.most, rows, sources, edges) if spec.counted else 0.0
 
 
 def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Number]:

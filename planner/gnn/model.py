@@ -422,6 +422,8 @@ class Model:
         forward = spec.counted.forward.on(*block, self.itemsize) + Compute(
             launches=self.prepare_launches(spec)[0], hash_ops=hashed
         )
+        if self.redrawn:
+            forward = forward + spec.counted.structure.work.on(*block, self.itemsize)
         backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
             elementwise_bytes=self.masked * hashed * self.itemsize
         )

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from gnnplan.planner.gnn import few_bits
-from gnnplan.planner.gnn.footprint import block, footprint
+from gnnplan.planner.gnn.footprint import block, footprint, opening
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -178,7 +178,10 @@ def _during_setup(
         if op.sent is not None
     ]
     held = _read(problem, layout)
-    most = np.asarray(held + np.max([np.zeros(problem.ranks), *passing], axis=0))
+    for layer, spec in enumerate(problem.model.layers, 1):
+        f = layout.facts(layer)
+        passing.append(np.zeros(problem.ranks) + opening(spec, f.rows, f.sources, f.edges))
+    most = np.asarray(held + np.max(passing, axis=0))
     if problem.model.aggregate_cached(1):
         most = np.asarray(np.maximum(most, held + _constant(problem, layout)))
     return most
