@@ -53,27 +53,9 @@ class Place:
             assert self.aggregate is not None
             return self.aggregate(node.call, values)
 
-        def given(argument: Any) -> Any:
-            if isinstance(argument, Ref):
-                return values[argument.node]
-            if isinstance(argument, Named):
-                return self.tensors[argument.name]
-            if isinstance(argument, Size):
-                if argument.node is None:
-                    return self.vertices
-                value = values[argument.node]
-                return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
-            if isinstance(argument, torch.device):
-                return self.device
-            if isinstance(argument, Slice):
-                return slice(*map(given, argument))
-            if isinstance(argument, (tuple, list)):
-                return type(argument)(map(given, argument))
-            return argument
-
         # torch's own walk of arguments takes as long as many a call
-        args = tuple(map(given, node.args))
-        kwargs = {name: given(argument) for name, argument in node.kwargs.items()}
+        args = tuple(self._given(argument, values) for argument in node.args)
+        kwargs = {name: self._given(given, values) for name, given in node.kwargs.items()}
         if p := node.drops:
             return self.draw(node, args[0] if args else kwargs["input"], p)
         if node.changes is not None and (given_ is None or _storage(args[0]) in given_):
@@ -88,6 +70,25 @@ class Place:
             with torch.no_grad():
                 result = function(*args, **kwargs)
         return args[0] if result is None else result
+
+    def _given(self, argument: Any, values: Mapping[Node, Any]) -> Any:
+        # not a function in `call`: one that calls itself would hold all values in a cycle
+        if isinstance(argument, Ref):
+            return values[argument.node]
+        if isinstance(argument, Named):
+            return self.tensors[argument.name]
+        if isinstance(argument, Size):
+            if argument.node is None:
+                return self.vertices
+            value = values[argument.node]
+            return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
+        if isinstance(argument, torch.device):
+            return self.device
+        if isinstance(argument, Slice):
+            return slice(*(self._given(each, values) for each in argument))
+        if isinstance(argument, (tuple, list)):
+            return type(argument)(self._given(each, values) for each in argument)
+        return argument
 
 
 def _storage(tensor: Tensor) -> int:

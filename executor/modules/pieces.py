@@ -399,7 +399,7 @@ class During:
                 ids[edges] = pair_ids(*block.source[local.values[edges]])
 
         def add_up(of: Sum, values: Mapping[Node, Any]) -> Tensor:
-            return aggregate(pieces.structure.edges_of(of, local), values[of.rows])
+            return aggregate(pieces.structure.edges_of(of, block, local), values[of.rows])
 
         return packed(self._run(piece, values, rows, ids, add_up), piece.makes, block.n_dst)
 

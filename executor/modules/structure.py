@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -54,20 +54,29 @@ class Table:
         return self.values[places]
 
 
+class Edges(NamedTuple):
+    """Edges and weights of a sum. of_sources: into all of a block's sources, for the gathering goes
+    on with their sums; else into its destinations."""
+
+    edges: Node
+    weight: Node | None
+    of_sources: bool
+
+
 @dataclass(frozen=True)
 class Local:
     """The structure of a block: what layers read of it, and the edges of their sums."""
 
     values: Values
-    sums: Mapping[tuple[Node, Node | None], Block]
+    sums: Mapping[Edges, Block]
 
     @property
     def nbytes(self) -> int:
         """Memory of its tensors [B]."""
-        of_blocks = [v for block in self.sums.values() for v in vars(block).values()]
+        of_sums = [value for block in self.sums.values() for value in vars(block).values()]
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in (*self.values.values(), *of_blocks)
+            for tensor in (*self.values.values(), *of_sums)
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided
         }
         return sum(found.values())
@@ -98,15 +107,17 @@ class Structure:
                 self.first[node] = first
                 self.equal.setdefault(first, []).append(node)
         self.read: set[Node] = set()  # of a block, by calls of layers
-        self.sums: set[tuple[Node, Node | None]] = set()
+        self.sums: dict[Sum, Edges] = {}
         for program in self.programs:
             self.read |= {self.first[edges] for edges in program.drawn.values()}
             for cut in program.layers:
                 for node in cut.gather.nodes:
-                    if isinstance(node.call, Sum):
-                        self.sums.add(self._sum(node.call))
+                    given = [*node.reads, *node.sizes]
+                    if isinstance(of := node.call, Sum):
+                        goes_on = any(node in other.reads for other in cut.gather.nodes)
+                        weight = None if of.weight is None else self.first[of.weight]
+                        self.sums[of] = Edges(self.first[of.edges], weight, goes_on)
                     else:
-                        given = [*node.reads, *node.sizes]
                         self.read |= {self.first[r] for r in given if r in self.first}
 
     @property
@@ -142,9 +153,6 @@ class Structure:
         except TypeError:
             return node
         return key
-
-    def _sum(self, of: Sum) -> tuple[Node, Node | None]:
-        return self.first[of.edges], of.weight and self.first[of.weight]
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -249,23 +257,19 @@ class Structure:
             here = replace(place, vertices=block.n_src)
             with torch.no_grad():
                 values = self._given_of_block(block, source, tables)
-                wanted = self.read | {node for both in self.sums for node in both if node}
+                own = {of for of in self.sums.values() if not self._is_the_block(of)}
+                of_sums = {node for of in own for node in (of.edges, of.weight) if node is not None}
                 self._run(
                     values,
-                    wanted,
+                    self.read | of_sums,
                     self._looks_up,
                     lambda node: self._value(node, values, here, source, tables),
                 )
-                sums = {
-                    (edges, weight): _block(
-                        values[edges], None if weight is None else values[weight], block.n_src
-                    )
-                    for edges, weight in self.sums
-                }
+                sums = {of: _block(of, values, block) for of in own}
             read = {each for node in self.read for each in self.equal[node]}
             self.blocks[block] = Local(
                 {node: _moved(value, device) for node, value in values.items() if node in read},
-                {both: of.to(device) for both, of in sums.items()},
+                {of: edges.to(device) for of, edges in sums.items()},
             )
         return self.blocks[block]
 
@@ -304,9 +308,13 @@ class Structure:
             return table.at(source[values[of]])
         return table[source] if self._is_of_vertices(node) else table
 
-    def edges_of(self, of: Sum, local: Local) -> Block:
-        """The edges of a sum, of all sources of a block."""
-        return local.sums[self._sum(of)]
+    def edges_of(self, of: Sum, block: Block, local: Local) -> Block:
+        """The edges of a sum on a block."""
+        edges = self.sums[of]
+        return block if self._is_the_block(edges) else local.sums[edges]
+
+    def _is_the_block(self, of: Edges) -> bool:
+        return of.edges.name == "edge_index" and of.weight is None and not of.of_sources
 
     def _is_of_vertices(self, node: Node) -> bool:
         value = node.value
@@ -420,14 +428,16 @@ def _read_by(program: Program) -> list[Node]:
     return sorted(wanted, key=lambda node: node.index)
 
 
-def _block(edges: Tensor, weight: Tensor | None, vertices: int) -> Block:
-    """Edges [2, E] with weights [E, 1], of all vertices."""
-    source, reader = edges
+def _block(of: Edges, values: Values, block: Block) -> Block:
+    """The edges [2, E] of a sum, with their weights [E, 1]."""
+    source, reader = values[of.edges]
+    rows = block.n_src if of.of_sources else block.n_dst
     order = reader.argsort(stable=True)
-    indptr = torch.zeros(vertices + 1, dtype=torch.int32)
-    indptr[1:] = torch.bincount(reader, minlength=vertices).cumsum(0)
-    of_edges = None if weight is None else weight[order, 0]
-    return Block(indptr.numpy(), source[order].int().numpy(), vertices, of_edges)
+    indptr = torch.zeros(rows + 1, dtype=torch.int32)
+    indptr[1:] = torch.bincount(reader, minlength=block.n_src)[:rows].cumsum(0)
+    order = order[: indptr[-1]]
+    weight = None if of.weight is None else values[of.weight][order, 0]
+    return Block(indptr.numpy(), source[order].int().numpy(), block.n_src, weight)
 
 
 def _typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
