@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -110,7 +111,9 @@ class Noted:
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     structure_bytes: int = 0  # that stay
-    events: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # by part
+    events: dict[str, list[tuple[int, str]]] = field(  # by part
+        default_factory=lambda: defaultdict(list)
+    )
     keeps_inputs: bool = False
 
 
@@ -127,7 +130,6 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.part = part
         way = "backward" if part.endswith("backward") else "forward"
         self.work = getattr(self.noted, "structure" if part == "structure" else way)
-        self.noted.events.setdefault(part, [])
         with self:
             yield
 
@@ -382,12 +384,9 @@ def _note(
     rows, sources, edges = sizes
     block = block_of(layer, rows, sources, edges, dtype)
     x = layer.possible(torch.randn(sources, h_in, dtype=dtype))
-    step: Layer = layer
-    moments: tuple[Tensor, ...] = ()
-    if block.source is not None:
-        step = layer.during(Drop(vertices=block.source))
+    moments: Tensor | None = None
     if isinstance(getattr(layer, "norm", None), BatchNorm):
-        moments = (torch.stack([torch.zeros(h_in), torch.ones(h_in)]).to(dtype),)
+        moments = torch.stack([torch.zeros(h_in), torch.ones(h_in)]).to(dtype)
     noted = Noted()
     notes = Notes(noted)
     is_collecting = gc.isenabled()
@@ -399,31 +398,37 @@ def _note(
         return tensor
 
     try:
-        with notes.during("structure"):
-            noted.structure_bytes = layer.open(block)
-        with notes.during("gather"):
-            prepared = step.prepare(x.requires_grad_(varies), keep, *moments)
-            leaf = prepared.detach().requires_grad_(prepared.requires_grad)
-        with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("gather"):
-            gathered = step.gather(block, layer.gathers(leaf))
-            read = gathered.detach().requires_grad_(gathered.requires_grad)
-        with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("update"):
-            out = step.update(read, leaf[:rows], x[:rows], None, relu)
+        if layer.reads_whole:
+            with notes.during("structure"):
+                noted.structure_bytes = layer.open(block)
+            leaf = x.requires_grad_(varies)
+            drop = Drop(vertices=torch.arange(sources))
+            with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("update"):
+                out = layer(block, leaf, drop, moments=moments)
+        else:
+            with notes.during("gather"):
+                prepared = layer.prepare(x.requires_grad_(varies), keep)
+                leaf = prepared.detach().requires_grad_(prepared.requires_grad)
+            with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("gather"):
+                gathered = layer.gather(block, layer.gathers(leaf))
+                read = gathered.detach().requires_grad_(gathered.requires_grad)
+            with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("update"):
+                out = layer.update(read, leaf[:rows], x[:rows], None, relu)
         gradient = torch.ones_like(out)
         with notes.during("update backward"):
             if out.requires_grad:
-                out.backward(gradient)  # type: ignore[no-untyped-call]
-        with notes.during("gather backward"):
-            if read.grad is not None:
-                gathered.backward(read.grad)  # type: ignore[no-untyped-call]
-            read.grad = None
-            if prepared is not x and prepared.requires_grad and leaf.grad is not None:
-                prepared.backward(leaf.grad)  # type: ignore[no-untyped-call]
+                out.backward(gradient)
+        if not layer.reads_whole:
+            with notes.during("gather backward"):
+                if read.grad is not None:
+                    gathered.backward(read.grad)  # type: ignore[no-untyped-call]
+                read.grad = None
+                if prepared is not x and prepared.requires_grad and leaf.grad is not None:
+                    prepared.backward(leaf.grad)  # type: ignore[no-untyped-call]
     finally:
         if is_collecting:
             gc.enable()
     notes.part = "after"
-    noted.events["after"] = []
     return noted
 
 

@@ -405,7 +405,31 @@ class _Cutter:
                 made[node] = 3 * level[node] + PREPARE
             else:
                 made[node] = 3 * (level[node] - 1) + UPDATE
+        self._delay(made)
         return made
+
+    def _delay(self, made: dict[Node, int]) -> None:
+        """Have rows that only a later update reads made there, of rows that are there anyway.
+
+        They are neither exchanged then nor made for others' rows."""
+        at = made | {
+            n: 3 * (self.level[n] - 1) + GATHER for n in self.live if self.kind[n] == INNER
+        }
+        readers: dict[Node, list[Node]] = {}
+        for node in self.live:
+            for read in node.reads:
+                readers.setdefault(read, []).append(node)
+        for node in reversed(self.live):
+            if node not in readers or made.get(node, GATHER) % 3 == GATHER or is_batch_norm(node):
+                continue
+            first = min(at[reader] for reader in readers[node])
+            stay = [
+                any(at[reader] >= first - 1 for reader in readers[read] if reader is not node)
+                for read in node.reads
+                if self.kind[read] == ROWS
+            ]
+            if first > made[node] and first % 3 == UPDATE and all(stay):
+                made[node] = at[node] = first
 
     def _is_through(self, node: Node) -> bool:
         """Whether a call reads edges, or what is made of them."""

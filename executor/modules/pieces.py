@@ -115,9 +115,9 @@ class Pieces:
         return sum(map(width_of, rows))
 
 
-def packed(values: Values, nodes: Sequence[Node], rows: int | None = None) -> Tensor:
+def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
     """Rows [n, W] of some nodes' values, side by side."""
-    parts = [values[node] if rows is None else values[node][:rows] for node in nodes]
+    parts = [values[node] for node in nodes]
     flat = [part.reshape(part.shape[0], -1) for part in parts]
     kind = flat[0].dtype if flat[0].is_floating_point() else torch.get_default_dtype()
     flat = [part if part.is_floating_point() else part.to(kind) for part in flat]
@@ -311,10 +311,14 @@ class PieceLayer(Layer):
         relu: bool = False,
         moments: Tensor | None = None,
     ) -> Tensor:
+        assert isinstance(x, Tensor)
         during = self.during(drop)
-        rows = during.prepare(x, drop, moments)
-        gathered = during.gather(block, rows[:, : self.read])
-        return during.update(gathered, block.own_rows(rows), x, x0, relu)
+        prepared = during.prepared(x, moments)
+        read = {node: prepared[node] for node in during.cut.gather.given}
+        gathered = during.gathered(block, read)
+        own = {node: block.own_rows(rows) for node, rows in prepared.items()}
+        del prepared, read
+        return during.updated(own | gathered)
 
 
 @dataclass(eq=False)
@@ -352,7 +356,7 @@ class During:
         ids: Mapping[Node | None, Tensor],
         add_up: AddUp | None = None,
     ) -> Values:
-        """The values of a piece. ids: of the vertices that its rows are of (None), and by edge set
+        """What a piece makes. ids: of the vertices that its rows are of (None), and by edge set
         of edges, for dropout."""
 
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
@@ -363,7 +367,7 @@ class During:
         of_rows = rows.shape[0], draw, rows.dtype, rows.device
         place = Place(_Tensors(layer), modules, *of_rows, add_up)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
-        return values
+        return {node: values[node] for node in piece.makes}
 
     def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
         """Prepared rows by node; the features beside what layer 1 has made get no gradient."""
@@ -378,20 +382,31 @@ class During:
     def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
         piece = self.cut.prepare
-        if not piece.nodes:
-            return x
-        values = unpacked(x, piece.given)
-        if self.layer.norm is not None:
-            values |= self.layer.norm.normed(piece, values, moments)
-        ids: dict[Node | None, Tensor] = {None: self.drop.vertices}
-        return packed(self._run(piece, values, x, ids), piece.makes)
+        return packed(self.prepared(x, moments), piece.makes) if piece.nodes else x
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Rows [S, read] -> what is made of them along edges [R, .]."""
+        piece = self.cut.gather
+        return packed(self.gathered(block, self._unpacked(rows, piece.given)), piece.makes)
+
+    def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
+        """What was gathered [R, .] and own prepared rows [R, P] -> what is handed on [R, W]."""
+        own = self._unpacked(rows, self.cut.prepare.makes)
+        return self.updated(own | unpacked(gathered, self.cut.gather.makes))
+
+    def prepared(self, x: Tensor, moments: Tensor | None) -> Values:
+        """Rows [S, W] that the layer is given -> what its other pieces read."""
+        piece = self.cut.prepare
+        values = unpacked(x, piece.given)
+        if self.layer.norm is not None:
+            values |= self.layer.norm.normed(piece, values, moments)
+        return self._run(piece, values, x, {None: self.drop.vertices})
+
+    def gathered(self, block: Block, values: Values) -> Values:
+        """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
         pieces, piece = self.layer.pieces, self.cut.gather
         assert block.source is not None
         local = pieces.local(block)
-        values = {**local.values, **self._unpacked(rows, piece.given)}
         ids: dict[Node | None, Tensor] = {None: block.source}
         for node in piece.nodes:
             edges = self._set(node)
@@ -401,14 +416,16 @@ class During:
         def add_up(of: Sum, values: Mapping[Node, Any]) -> Tensor:
             return aggregate(pieces.structure.edges_of(of, block, local), values[of.rows])
 
-        return packed(self._run(piece, values, rows, ids, add_up), piece.makes, block.n_dst)
+        like = next(iter(values.values()), block.source)
+        made = self._run(piece, {**local.values, **values}, like, ids, add_up)
+        return {node: block.own_rows(rows) for node, rows in made.items()}
 
-    def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
-        """What was gathered [R, .] and own prepared rows [R, P] -> what is handed on [R, W]."""
-        piece, cut = self.cut.update, self.cut
-        values = self._unpacked(rows, cut.prepare.makes) | unpacked(gathered, cut.gather.makes)
-        ids: dict[Node | None, Tensor] = {None: self.drop.vertices[: gathered.shape[0]]}
-        return packed(self._run(piece, values, gathered, ids), piece.makes)
+    def updated(self, values: Values) -> Tensor:
+        """Own prepared rows [R, ..] and what was gathered [R, ..] -> what is handed on [R, W]."""
+        piece = self.cut.update
+        rows = next(iter(values.values()))
+        ids: dict[Node | None, Tensor] = {None: self.drop.vertices[: rows.shape[0]]}
+        return packed(self._run(piece, values, rows, ids), piece.makes)
 
 
 class Tail(nn.Module):
