@@ -320,6 +320,11 @@ class Structure:
         value = node.value
         return bool(value.ndim) and value.shape[0] == self.small.vertices
 
+    def _has_numbers(self, node: Node) -> bool:
+        """Whether it is numbers of vertices, and not their ids."""
+        is_tensor = isinstance(node.value, Tensor) and node.value.is_floating_point()
+        return is_tensor and self._is_of_vertices(node)
+
     # -- what only the whole graph tells -----------------------------------------------------------
 
     def look(self, place: Place, whole: Whole, source: Tensor, edges: Tensor, own: int) -> None:
@@ -359,7 +364,7 @@ class Structure:
                 continue
             if not isinstance(node.value, Tensor) or node.value.layout != torch.strided:
                 continue
-            self._compare(node, values, source, sets, own)
+            self._compare(node, values, source, sets, own, here)
 
     def _must_be_the_same(
         self, node: Node, source: Tensor, edges: Tensor, own: int, n: int
@@ -381,7 +386,13 @@ class Structure:
             )
 
     def _compare(
-        self, node: Node, values: Values, source: Tensor, sets: list[Node], own: int
+        self,
+        node: Node,
+        values: Values,
+        source: Tensor,
+        sets: list[Node],
+        own: int,
+        here: Place,
     ) -> None:
         """What a part's own vertices, and the edges into them, have must be as in the whole."""
         expected: Tensor
@@ -404,9 +415,17 @@ class Structure:
             is_id = bool(found_.min() >= 0) and bool(found_.max() < len(source))
             if is_id and torch.equal(source[found_], expected):
                 return  # ids, of which a part has its own
-        if expected.shape != found_.shape or differing(expected, found_) is not None:
-            self.whole[node] = of
-            self._put(values, node, whole)
+        if expected.shape == found_.shape and differing(expected, found_) is None:
+            return
+        for read in self._reads(node):  # of neighbours, as their degrees, a part knows less
+            if of is not None and read not in self.whole and self._has_numbers(read):
+                self.whole[read] = None
+                self._put(values, read, read.value[source])
+                self._put(values, node, here.call(node, values))
+                self._compare(node, values, source, sets, own, here)
+                return
+        self.whole[node] = of
+        self._put(values, node, whole)
 
 
 def _read_by(program: Program) -> list[Node]:

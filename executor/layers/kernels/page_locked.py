@@ -18,17 +18,24 @@ T = TypeVar("T")
 ALIGNED = 16  # [B] where a tensor begins
 
 
-def mapped(things: T, function: Callable[[Tensor], Tensor]) -> T:
-    """Objects in dicts, lists and tuples, copied with what a function makes of their tensors."""
+def mapped(
+    things: T, function: Callable[[Tensor], Tensor], copies: dict[int, Any] | None = None
+) -> T:
+    """Objects in dicts, lists and tuples, copied with what a function makes of their tensors.
+
+    What is among them twice is copied once: `copies` has it by its id."""
+    copies = {} if copies is None else copies
     made: Any = things
     if isinstance(things, Tensor):
         made = function(things)
     elif isinstance(things, dict):
-        made = {name: mapped(each, function) for name, each in things.items()}
+        made = {name: mapped(each, function, copies) for name, each in things.items()}
     elif isinstance(things, list | tuple):
-        made = type(things)(mapped(each, function) for each in things)
+        made = type(things)(mapped(each, function, copies) for each in things)
+    elif id(things) in copies:
+        made = copies[id(things)]
     else:
-        made = copy.copy(things)
+        made = copies[id(things)] = copy.copy(things)
         for name, value in vars(things).items():
             if isinstance(value, Tensor):
                 setattr(made, name, function(value))
