@@ -51,6 +51,7 @@ EXPONENTIALS = (
     "gelu",
     "elu",
 )
+ARITHMETIC = ("mul", "add", "sub", "div", "pow")
 # operations that do not read their first argument
 UNREAD = (
     "copy_",
@@ -140,14 +141,18 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if _is_dense(leaf)]
         made = [leaf for leaf in tree_leaves(out) if _is_dense(leaf)]
         storages = {tensor.untyped_storage() for tensor in read}
+        name = func.overloadpacket.__name__.split(".")[-1]
+        casts = _casts(read, made[0]) if name.rstrip("_") in ARITHMETIC else []
+        events = self.noted.events[self.part]
+        events += [(size, self.part) for size in casts]
         for tensor in made:
             storage = tensor.untyped_storage()
             if storage not in storages and storage not in self.known:
                 self._comes(storage)
+        events += [(-size, self.part) for size in casts]
         is_view = made and not func._schema.is_mutable
         is_view = is_view and all(t.untyped_storage() in storages for t in made)
         if not is_view:
-            name = func.overloadpacket.__name__.split(".")[-1]
             unread = (kwargs or {}).get("out", args[0] if name in UNREAD else None)
             self._does(name, args, [tensor for tensor in read if tensor is not unread], made)
         return out
@@ -187,6 +192,11 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work.elementwise_bytes += sum(sizes)
             if name in EXPONENTIALS:
                 work.exponentials += sum(tensor.numel() for tensor in made)
+
+
+def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:
+    """Bytes of operands of another type, of which CPUs make a copy for as long as they compute."""
+    return [t.numel() * made.itemsize for t in read if t.ndim and t.dtype != made.dtype]
 
 
 def flops_of(works: Sequence[Work]) -> list[tuple[float, float]]:
