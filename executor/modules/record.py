@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,6 +148,26 @@ class Node:
     def named(self) -> list[str]:
         """Parameters and buffers that it is given, and those of an Opaque's module."""
         return [leaf.name for leaf in self.leaves if isinstance(leaf, Named)]
+
+    def key(self, first: Mapping[Node, Node]) -> Hashable:
+        """Equal for calls of the same with the same; first: of a value, the first equal one."""
+
+        def plain(argument: Any) -> Hashable:
+            if isinstance(argument, (Ref, Size)):
+                return type(argument), argument.node and first[argument.node]
+            if isinstance(argument, (tuple, list)):
+                return type(argument), *map(plain, argument)
+            return type(argument), argument  # 1 equals 1.0 and True
+
+        if self.call is None:
+            return self.name
+        kwargs = [(name, plain(self.kwargs[name])) for name in sorted(self.kwargs)]
+        key = self.call, self.learns, plain(self.args), *kwargs
+        try:
+            hash(key)
+        except TypeError:
+            return self
+        return key
 
     @property
     def drops(self) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import STRUCTURE, Program, differing
 from gnnplan.executor.modules.evaluate import Place, Values
-from gnnplan.executor.modules.record import Node, Ref, Size, Sum, Unfit, is_edge_set
+from gnnplan.executor.modules.record import Node, Sum, Unfit, is_edge_set
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -103,7 +103,7 @@ class Structure:
         by_call: dict[Hashable, Node] = {}
         for program in self.programs:
             for node in _read_by(program):
-                first = by_call.setdefault(self._key(node), node)
+                first = by_call.setdefault(node.key(self.first), node)
                 self.first[node] = first
                 self.equal.setdefault(first, []).append(node)
         self.read: set[Node] = set()  # of a block, by calls of layers
@@ -133,26 +133,6 @@ class Structure:
     def counts(self) -> set[int]:
         """Numbers of edges of its sets."""
         return {node.value.shape[1] for node in self.nodes if is_edge_set(node.value)}
-
-    def _key(self, node: Node) -> Hashable:
-        """Equal for calls of the same with the same."""
-
-        def plain(argument: Any) -> Hashable:
-            if isinstance(argument, (Ref, Size)):
-                return type(argument), argument.node and self.first[argument.node]
-            if isinstance(argument, (tuple, list)):
-                return type(argument), *map(plain, argument)
-            return type(argument), argument  # 1 equals 1.0 and True
-
-        if node.call is None:
-            return node.name
-        kwargs = [(name, plain(node.kwargs[name])) for name in sorted(node.kwargs)]
-        key = node.call, plain(node.args), *kwargs
-        try:
-            hash(key)
-        except TypeError:
-            return node
-        return key
 
     # -- values ----------------------------------------------------------------------------------
 
