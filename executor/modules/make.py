@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from gnnplan.executor.modules import limits
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
@@ -51,7 +52,11 @@ ARGUMENTS = {
 
 def in_file(file: Path, name: str) -> object:
     """What a name in a file stands for. Raises SpecError."""
-    with _blamed(file, f"{file} cannot be executed"), redirect_stdout(sys.stderr):
+    with (
+        _blamed(file, f"{file} cannot be executed"),
+        limits.seconds(limits.MAKING_SECONDS, "the file"),
+        redirect_stdout(sys.stderr),
+    ):
         code = _execute(file)
     found = getattr(code, name, None)
     if found is None:
@@ -92,7 +97,11 @@ def make(
         else dict(given)
     )
     shown = f"{name}({', '.join(map(str, arguments.values()))})"
-    with _blamed(file, f"{shown} cannot be made"), redirect_stdout(sys.stderr):
+    with (
+        _blamed(file, f"{shown} cannot be made"),
+        limits.seconds(limits.MAKING_SECONDS, shown),
+        redirect_stdout(sys.stderr),
+    ):
         made = found(**arguments)
     if not isinstance(made, nn.Module):
         raise SpecError(

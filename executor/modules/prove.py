@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.modules import limits
 from gnnplan.executor.modules.bind import Bound, Fields, bound, uses_dgl
 from gnnplan.executor.modules.cut import cut, differing, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
@@ -139,12 +140,19 @@ def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -
 
 def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     """What the user's code makes, or Unfit with its line."""
+    held = sum(p.numel() * 8 for p in module.parameters())
     try:
-        with _one_product():
+        with (
+            _one_product(),
+            limits.seconds(
+                limits.FORWARD_SECONDS, f"forward on a graph of {small.vertices} vertices"
+            ),
+            limits.memory(limits.FORWARD_BYTES + 4 * held),
+        ):
             return run()
-    except Unfit:
-        raise
-    except Exception as error:
+    except Unfit as unfit:
+        raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
+    except (Exception, SystemExit) as error:
         words = (str(error).strip().splitlines() or [""])[0]
         raise Unfit(
             f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
