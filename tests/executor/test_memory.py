@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from counting import counted
 from jumping import jumping
 from libraries import multiply
 from pairwise import covered
 from ranks import Case, ForkServer, Ranks
-from torch.profiler import ProfilerActivity, profile
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
@@ -36,22 +36,6 @@ from gnnplan.planner.strategies.program import memory as program_memory
 
 T = TypeVar("T")
 glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
-
-
-def counted(work: Callable[[], T]) -> tuple[T, int, int]:
-    """What it gives; bytes that are left of what it allocated, and the most that there were, as
-    torch's own profiler has them."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
-        result = work()
-    events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    held = np.cumsum(
-        [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    )
-    return result, int(held[-1]), int(held.max())
 
 
 # -- the measure -----------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""What torch itself counts of its allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from torch.profiler import ProfilerActivity, profile
+
+T = TypeVar("T")
+
+
+def counted(work: Callable[[], T]) -> tuple[T, int, int]:
+    """What it gives; bytes that are left of what it allocated, and the most that there were, as
+    torch's own profiler has them."""
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
+        result = work()
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    held = np.cumsum(
+        [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    )
+    return result, int(held[-1]), int(held.max())
