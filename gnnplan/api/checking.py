@@ -77,12 +77,18 @@ def check(
 ) -> Check:
     """Compare every strategy's gradients for a model with one process's, on a small graph.
 
-    model: a kind of ours ('gcn'), 'model.py:MyGNN', or a live torch.nn.Module, its class or a
-    function that makes one. features, classes: of the graph; default: the model's own where it has
-    some, else 12 and 4. fields: of the Workload, where the model asks for them (hidden=16).
+    One step in float64 on two ranks of this machine.
 
-    One step in float64 on two ranks of this machine. Raises SpecError where the model is not
-    understood, and LostRank.
+    Args:
+        model: A kind of ours ('gcn'), 'model.py:MyGNN', or a live torch.nn.Module, its class or a
+            function that makes one.
+        features: Columns of its graph.  [default: the model's own, or 12]
+        classes: Classes of its graph.  [default: the model's own, or 4]
+        fields: Of the Workload, where the model asks for them (hidden=16).
+
+    Raises:
+        SpecError: The model is not understood.
+        LostRank: The process that does the work was lost.
 
     >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
     """

@@ -64,34 +64,46 @@ def plan(
 ) -> Plan:
     """Rank the strategies that fit, and recommend one with its rank placement and the reasons.
 
-    - graph: a file or folder of any format that docs/how-to/bring-your-graph.md names, the name of
-      a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx Graph, a
-      SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache, where ranks read
-      them.
-    - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
-    - workload: a YAML file, a preset, a mapping of fields, or a Workload
-    - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-      negatives, dtype, seed, epochs, optimizer, lr, schedule, patience, class_weights, metric and
-      so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or its class, whose
-      parameters training starts from. dtype='auto' leaves float32 or bfloat16 to the plan
-    - exact: only exact strategies: they compute the gradient of one process. With dtype='auto'
-      rows are float32
-    - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the
-      device's power), per epoch
-    - target_accuracy: compare until this validation accuracy instead, as 0.93. Epochs to it are
-      those of runs, given as evidence; strategies that no run tells of are rejected
-    - evidence: folders of runs, or folders that hold such
-    - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
-    - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
-    - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
-    - features, labels, split: what the graph's file lacks, as on the command line
-    - task: what is learned: 'node' (labels), 'link' (edges), 'regression' (numbers), or 'none', on
-      stand-ins for labels
-    - depths: among the reasons (`Plan.explain`) say at which other numbers of layers another family
-      wins, as --explain does; that takes as long as several plans
-    - notify: is told what is being done (`gnnplan.progress`)
+    Args:
+        graph: A file or folder of any format that docs/how-to/bring-your-graph.md names, the name
+            of a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx
+            Graph, a SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache,
+            where ranks read them.
+        cluster: A preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
+        workload: A YAML file, a preset, a mapping of fields, or a Workload.
+        exact: Only strategies that compute the gradient of one process.
+        objective: What the best has least of: time, cost (needs a price) or energy (needs the
+            device's power), per epoch.
+        target_accuracy: Compare until this validation accuracy instead of per epoch, as 0.93; how
+            many epochs that takes is read from `evidence`. Strategies that no run tells of are
+            rejected.
+        evidence: Folders of runs, or folders that hold such.
+        strategy: Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.
+        ranks: Use this many ranks, equally many per server.  [default: all, or fewer GPUs where
+            that is faster]
+        overrides: Fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}.
+        partitioner: metis (edge cut), metis-volume (halo rows), hash or random.
+        directed: Keep the edges' direction; otherwise graphs are made undirected.
+        features: Features that the graph's file lacks: a .npy, sparse .npz, .pt or text of
+            [vertices, features]; or the width of stand-ins.
+        labels: Labels that the file lacks: a .npy, .pt or text.
+        split: The split that the file lacks: a folder, .npz or .pt with train, val and test (masks
+            or ids), or a .json of ids.
+        task: What is learned: node (labels of vertices), link (which vertices an edge links; with
+            `mode` mini, a batch is of edges), regression (numbers of vertices: as `loss` says too,
+            and labels with fractions), or none: the graph has no labels, and is planned, simulated
+            and run on stand-ins.  [default: node]
+        depths: Among the reasons (`Plan.explain`) say at which other numbers of layers another
+            family wins, as --explain does; that takes as long as several plans.
+        notify: Is told what is being done (`gnnplan.progress`).
+        fields: Of the workload, as gnnplan.Workload has them: layers=3, fanout=[15, 10]. model is
+            'gcn', 'model.py:MyGNN', or a live torch.nn.Module or its class, whose parameters
+            training starts from. dtype='auto' leaves float32 or bfloat16 to the plan; with `exact`
+            rows are float32.
 
-    Raises SpecError where the input is wrong, Infeasible where nothing fits.
+    Raises:
+        SpecError: The input is wrong.
+        Infeasible: Nothing fits.
 
     >>> import gnnplan
     >>> found = gnnplan.plan("flickr", "dgx_a100", model="gcn", hidden=16, layers=2, exact=True)
@@ -103,7 +115,6 @@ def plan(
         graph,
         cluster,
         workload,
-        fields,
         features=features,
         labels=labels,
         split=split,
@@ -114,6 +125,7 @@ def plan(
         directed=directed,
         may_choose_dtype=True,
         notify=notify,
+        **fields,
     )
     return answer(question, exact, strategy, ranks is None, notify, asked, depths)
 
@@ -317,11 +329,23 @@ class Plan(View):
     ) -> Simulation:
         """Play the schedule in virtual time, perhaps on another cluster or with noise.
 
-        steps: epochs; the last ones are the steady state. overrides: as of `plan`. jitter: standard
-        deviation of lognormal factors on computations. stragglers: {3: 2.0}, rank 3 computes twice
-        as long. repetitions: how often to play with noise. flows: each message has a fair share of
-        its links of its own. trace: a folder for a Kineto trace per rank. Raises SpecError,
-        Infeasible."""
+        Args:
+            steps: Epochs to play (a full graph: a step each); the last ones are the steady state.
+            overrides: Fields of cluster or workload, as of `plan`.
+            jitter: Lognormal factors on every computation: their standard deviation, mean 1.
+            stragglers: {3: 2.0}: rank 3 computes twice as long.
+            repetitions: How often to play with `jitter` or stragglers.
+            seed: Of `jitter`.
+            flows: Each message of an exchange has its own max-min fair share of the links, rather
+                than all of them one (slower to play).
+            trace: Write a Chrome/Kineto trace per rank here (open it with Perfetto); with `jitter`
+                or stragglers of the first disturbed repetition.
+            notify: Is told what is being done.
+
+        Raises:
+            SpecError: An argument is wrong.
+            Infeasible: The strategy's family fits on no such cluster.
+        """
         from gnnplan.api.simulation import Playing, Simulation
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
@@ -376,13 +400,27 @@ class Plan(View):
     ) -> Run:
         """Train for real on ranks of this machine: NCCL on GPUs, Gloo elsewhere.
 
-        out: a new folder for all that it leaves; default: one in runs/. epochs: default: the
-        workload's. eval_every, checkpoint_every: epochs. timeout_s: that a rank waits for its
-        peers. restarts: of all ranks, when one is lost. emulate: '400Mbit/s' plays the plan's
-        servers on this machine with NICs of that rate (needs root). staleness_errors: measure how
-        stale rows are. gradient_errors: also how far gradients of weights are from exact ones, in a
-        second pass per epoch (graph_parallel, pipegcn). tensorboard: a folder for every epoch's
-        scalars. Raises SpecError, and LostRank when no restart is left."""
+        Args:
+            out: Folder for all it leaves; must not hold a run.  [default: a new one in runs/]
+            epochs: Epochs.  [default: the plan's]
+            eval_every: Evaluate every so many epochs, and at the end; 0: at the end.
+            timeout_s: Seconds a rank waits for its peers before it gives up.
+            checkpoint_every: Epochs between checkpoints; 0: none; two are kept.
+            restarts: Start all ranks anew from the last checkpoint when one is lost, so many times
+                at most.
+            emulate: The plan's servers as network namespaces of this Linux machine, with NICs of
+                this rate between them: 400Mbit/s, or unshaped. Needs root.
+            staleness_errors: Measure how far stale rows and gradients are from the true ones, per
+                layer and epoch, into rank*.json.
+            gradient_errors: Measure also how far the weights' gradients are from exact ones, by a
+                second pass per epoch, and PipeGCN's bound of it (graph_parallel and pipegcn).
+            tensorboard: Write loss, accuracies, seconds, bytes and memory of every epoch for
+                TensorBoard here.
+
+        Raises:
+            SpecError: An option is wrong, or the plan cannot be run here.
+            LostRank: A rank was lost, and no restart is left.
+        """
         options = {
             "epochs": epochs,
             "eval_every": eval_every,

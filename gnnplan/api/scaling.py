@@ -84,7 +84,6 @@ def scale(
         graph,
         cluster,
         workload,
-        fields,
         features=features,
         labels=labels,
         split=split,
@@ -93,6 +92,7 @@ def scale(
         partitioner=partitioner,
         directed=directed,
         notify=notify,
+        **fields,
     )
     return scale_of(question, gpus, asked, exact, strategy, notify)
 

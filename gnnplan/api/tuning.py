@@ -53,11 +53,22 @@ def tune(
 
     Least comes first: time of an epoch, or the plan's objective, made of measured epochs.
 
-    What is run and what it may cost is said on standard error before the first run. out: a new
-    folder for the runs; default: one in runs/. share: the most that it may cost, of the seconds
-    that so many `epochs` (default: the workload's) are predicted to take. emulate: as of
-    `Plan.run`. The plan's document says under 'tuned' what was measured; where training is too
-    short to be worth it, why not. Raises SpecError, LostRank.
+    What is run and what it may cost is said on standard error before the first run. The plan's
+    document says under 'tuned' what was measured; where training is too short to be worth it, why
+    not.
+
+    Args:
+        plan: What to tune.
+        out: Folder for the folders of its runs.  [default: a new one, runs/tune-N]
+        share: Most that it may cost: a share of the seconds that training takes.
+        epochs: Epochs of that training.  [default: the plan's]
+        emulate: The plan's servers as network namespaces of this Linux machine, with NICs of this
+            rate between them: 400Mbit/s, or unshaped. Needs root.
+        notify: Is told what is being done.
+
+    Raises:
+        SpecError: An argument is wrong, or the plan cannot be run here.
+        LostRank: A rank was lost.
     """
     from gnnplan.executor.launch import launcher as launch
     from gnnplan.executor.launch.tune import asked

@@ -52,10 +52,16 @@ def validate(
 ) -> Validation | Validations:
     """Compare what was predicted, simulated and measured.
 
-    runs: a finished run or its folder; or several: errors by operation, how right the ranking of
-    strategies was, and which constants to doubt. cluster: predict with this cluster's constants
-    instead of the plans'. refit: fit the constants to some of the runs, score them on the others,
-    and write the cluster file here. notify is told what is being done. Raises SpecError.
+    Args:
+        runs: A finished run or its folder; or several: errors by operation, how right the ranking
+            of strategies was, and which constants to doubt.
+        cluster: Predict with this cluster file's constants, not the plans'.
+        refit: Fit the cluster's constants to some of the runs, score them on the others, and write
+            the cluster file.
+        notify: Is told what is being done.
+
+    Raises:
+        SpecError: A folder holds no finished run, or an argument is wrong.
     """
     if isinstance(runs, str | os.PathLike):
         if refit:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import MODEL_HELP, Json, app, print_json, show
+from gnnplan.cli.common import Json, print_json, show, verb
+from gnnplan.cli.options import of_function, of_model
 
 
-@app.command()
+@verb(
+    of_model,
+    of_function(
+        "checking.check", features={"min": 2, "max": 10_000}, classes={"min": 2, "max": 1000}
+    ),
+)
 def check(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    features: Annotated[
-        int | None,
-        typer.Option(
-            min=2, max=10_000, help="Columns of its graph.  [default: the model's own, or 12]"
-        ),
-    ] = None,
-    classes: Annotated[
-        int | None,
-        typer.Option(
-            min=2, max=1000, help="Classes of its graph.  [default: the model's own, or 4]"
-        ),
-    ] = None,
     hidden: Annotated[
         int | None, typer.Option(help="Hidden width, where the model asks for one.")
     ] = None,
@@ -31,6 +24,7 @@ def check(
         int | None, typer.Option(help="GNN layers, where the model asks for a number.")
     ] = None,
     as_json: Json = False,
+    **question: Any,
 ) -> None:
     """Compare each strategy's gradients with one process's.
 
@@ -40,7 +34,7 @@ def check(
     """
     from gnnplan.api.checking import check as compare
 
-    found = compare(model, features=features, classes=classes, hidden=hidden, layers=layers)
+    found = compare(**question, hidden=hidden, layers=layers)
     if as_json:
         print_json({**found.document, "differs": found.differs})
     else:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import Features, Json, Labels, Split, app, print_json
+from gnnplan.cli.common import LACKING, Json, of_plan, print_json, verb
 from gnnplan.planner.vocabulary.progress import say
 
 
-@app.command()
+@verb(of_plan(*LACKING))
 def convert(
     source: Annotated[
         str,
@@ -22,9 +22,6 @@ def convert(
         ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="DEST", help="A folder that is not there yet.")],
-    features: Features = None,
-    labels: Labels = None,
-    split: Split = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -41,6 +38,7 @@ def convert(
         ),
     ] = False,
     as_json: Json = False,
+    **lacking: Any,
 ) -> None:
     """Turn a graph of any format into a folder of .npy arrays.
 
@@ -51,6 +49,7 @@ def convert(
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
 
+    features = lacking["features"]
     if features is not None and features.isdecimal():
         raise SpecError(
             f"--features {features} is a width of stand-in features, which are made when the graph"
@@ -62,7 +61,7 @@ def convert(
             f"--task {task!r:.100}: a folder holds the labels as they are; leave it out, or say"
             " regression, whose labels are numbers"
         )
-    extras = Extras(features, labels, split, task is not None)
+    extras = Extras(**lacking, numbers=task is not None)
     with progress() as notify:
         notify(f"reading {source} ({kind})")
         vertices, edges, notes = write(source, folder, extras, trust)

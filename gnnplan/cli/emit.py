@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json
+from gnnplan.cli.common import Json, PlanFile, print_json, verb
 from gnnplan.planner.vocabulary.progress import say
 
 FILES = ("torchrun", "slurm", "kubernetes")
 FOLDERS = ("distdgl", "pyg")
 
 
-@app.command("emit")
+@verb(name="emit")
 def emit_plan(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan_file: PlanFile,
     target: Annotated[
         str,
         typer.Option(

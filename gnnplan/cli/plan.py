@@ -5,26 +5,13 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import (
-    GRAPH_HELP,
-    MODEL_HELP,
-    Directed,
-    Features,
-    Json,
-    Labels,
-    Method,
-    Set,
-    Split,
-    app,
-    print_json,
-    show,
-    with_training,
-)
+from gnnplan.cli.common import GRAPH_HELP, Json, Set, of_plan, print_json, show, verb
+from gnnplan.cli.options import of_fields
 
 if TYPE_CHECKING:
     from gnnplan.api.asking import Question
@@ -32,23 +19,9 @@ if TYPE_CHECKING:
     from gnnplan.planner.vocabulary.progress import Notify
 
 
-@app.command()
-@with_training
+@verb(of_plan(), of_fields)
 def plan(
     graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
-    features: Features = None,
-    labels: Labels = None,
-    split: Split = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="node|link|regression|none",
-            help="What is learned: node (labels of vertices), link (which vertices an edge links;"
-            " with --mode mini, a batch is of edges), regression (numbers of vertices: as --loss"
-            " says too, and labels with fractions), or none: the graph has no labels, and is"
-            " planned, simulated and run on stand-ins.  [default: node]",
-        ),
-    ] = None,
     cluster: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,63 +37,7 @@ def plan(
             " a paper trained with, such as pipegcn_reddit."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}  [default: sage]")] = None,
-    layers: Annotated[int | None, typer.Option(help="GNN layers.  [default: 3]")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width.  [default: 256]")] = None,
-    dropout: Annotated[
-        float | None, typer.Option(help="Dropout before every layer.  [default: 0]")
-    ] = None,
-    mode: Annotated[
-        str | None, typer.Option(help="full (full graph) or mini (mini-batch).  [default: full]")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(help="Mini-batch size over all ranks together.  [default: 1024]")
-    ] = None,
-    fanout: Annotated[
-        str | None,
-        typer.Option(
-            help="Neighbours per layer from the seeds outwards, as 15,10 or full. "
-            " [default: 10 each]"
-        ),
-    ] = None,
-    negatives: Annotated[
-        int | None,
-        typer.Option(help="Of --task link: vertices that an edge is told from.  [default: 1]"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of rows: float32; tf32, whose products GPUs round and make several times as fast;"
-            " float64; or bfloat16, half the bytes and memory, with weights in float32. auto"
-            " compares float32 and bfloat16, and takes bfloat16 only where it is surely faster or"
-            " alone fits.  [default: float32]"
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="With an exact strategy, the same seed trains the same on any number of ranks."
-            "  [default: 0]"
-        ),
-    ] = None,
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Only strategies that compute the gradient of one process."),
-    ] = False,
-    strategy: Annotated[
-        str | None,
-        typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out."),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            help="Use this many ranks, equally many per server.  [default: all, or fewer GPUs"
-            " where that is faster]"
-        ),
-    ] = None,
     set_: Set = None,
-    partitioner: Method = "metis",
-    directed: Directed = False,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="Write the plan here; without it none is written."),
@@ -133,21 +50,6 @@ def plan(
             " a list, 1,2,4,8. More servers than the cluster has are allowed.",
         ),
     ] = None,
-    objective: Annotated[
-        str,
-        typer.Option(
-            help="What the best has least of: time, cost (needs a price) or energy (needs the"
-            " device's power), per epoch."
-        ),
-    ] = "time",
-    target_accuracy: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Compare until this validation accuracy instead of per epoch, as 0.93; how many"
-            " epochs that takes is read from --evidence.",
-        ),
-    ] = None,
     evidence: Annotated[
         list[Path] | None,
         typer.Option(
@@ -156,7 +58,7 @@ def plan(
             " strategies with any seed and number of ranks count for all of them.",
         ),
     ] = None,
-    explain: Annotated[
+    depths: Annotated[
         bool,
         typer.Option(
             "--explain",
@@ -172,7 +74,7 @@ def plan(
         ),
     ] = None,
     as_json: Json = False,
-    **training: str | None,
+    **given: Any,
 ) -> None:
     """Rank the strategies that fit, and recommend one with reasons.
 
@@ -192,8 +94,10 @@ def plan(
     from gnnplan.planner.vocabulary.progress import progress, say
 
     clusters = list(dict.fromkeys(cluster or ["local"]))
-    sizes = _sizes(scale, clusters, output, report, explain, ranks)
-    wanted = wanted_objective(objective, target_accuracy, evidence or [])
+    exact, strategy, ranks = given.pop("exact"), given.pop("strategy"), given["ranks"]
+    sizes = _sizes(scale, clusters, output, report, depths, ranks)
+    objective, accuracy = given.pop("objective"), given.pop("target_accuracy")
+    wanted = wanted_objective(objective, accuracy, evidence or [])
     if output:
         must_be_writable(output)
     if report:
@@ -203,36 +107,16 @@ def plan(
         must_have_plotly()
     if strategy is not None:
         parse(strategy)  # a typing mistake is told before the graph is read
-    fields = {
-        "model": model,
-        "layers": layers,
-        "hidden": hidden,
-        "dropout": dropout,
-        "mode": mode,
-        "batch": batch,
-        "fanout": fanout,
-        "negatives": negatives,
-        "dtype": dtype,
-        "seed": seed,
-        **training,
-    }
 
     def question_of(cluster: str, notify: Notify) -> Question:
         return ask(
             graph,
             cluster,
             workload,
-            fields,
-            features=features,
-            labels=labels,
-            split=split,
-            task=task,
             overrides=set_ or [],
-            ranks=ranks,
-            partitioner=partitioner,
-            directed=directed,
             may_choose_dtype=not sizes,
             notify=notify,
+            **given,
         )
 
     with progress() as notify:
@@ -249,7 +133,7 @@ def plan(
         return print_json(scaled.document) if as_json else show(scaled)
     question = questions[clusters[0]]
     with progress() as notify:
-        found = answer(question, exact, strategy, ranks is None, notify, wanted, explain)
+        found = answer(question, exact, strategy, ranks is None, notify, wanted, depths)
     if output:
         found.write(output)
     if report:
@@ -258,7 +142,7 @@ def plan(
     if as_json:
         return print_json(found.document)
     show(found)
-    if explain:
+    if depths:
         show(found.explain())
     else:
         rejected = found.document["rejected"]

@@ -7,27 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import (
-    GRAPH_HELP,
-    Directed,
-    Features,
-    Json,
-    Labels,
-    Method,
-    Split,
-    Task,
-    app,
-    numbers,
-    print_json,
-    table,
-)
+from gnnplan.cli.common import GRAPH_HELP, LACKING, Json, numbers, of_plan, print_json, table, verb
 
 
-@app.command()
+@verb(of_plan(*LACKING, "partitioner", "directed"))
 def profile(
     graph: Annotated[str, typer.Argument(help=GRAPH_HELP)] = DEFAULT_GRAPH,
     parts: Annotated[str, typer.Option(help="Part counts to look at, as 2,4,8.")] = "2,4,8",
-    partitioner: Method = "metis",
     servers: Annotated[
         int | None,
         typer.Option(help="Servers that the parts are spread over; growth is then a server's."),
@@ -54,12 +40,15 @@ def profile(
         int | None,
         typer.Option(help="Hidden width of the rows that a split sends.  [default: 256]"),
     ] = None,
-    features: Features = None,
-    labels: Labels = None,
-    split: Split = None,
-    task: Task = None,
-    directed: Directed = False,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none",
+            help="none: the graph has no labels; it is planned, simulated and run on stand-ins.",
+        ),
+    ] = None,
     as_json: Json = False,
+    **reading: Any,
 ) -> None:
     """Show what partitions of a graph cost: halo rows, cut, balance.
 
@@ -89,8 +78,9 @@ def profile(
     )
     with progress() as notify:
         notify(f"profiling {graph}")
-        loaded = load(source_of(graph, features, labels, split, task), directed)
-        document = make_profile(loaded, counts, partitioner, servers=servers, hops=hops)
+        method, directed = reading.pop("partitioner"), reading.pop("directed")
+        loaded = load(source_of(graph, **reading, task=task), directed)
+        document = make_profile(loaded, counts, method, servers=servers, hops=hops)
         if batch is not None:
             document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), notify)
     if as_json:

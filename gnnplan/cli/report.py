@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json
+from gnnplan.cli.common import Json, PlanFile, print_json, verb
 
 
-@app.command()
+@verb()
 def report(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
+    plan_file: PlanFile,
     runs: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[RUN]...", help="Folders of finished runs of this plan."),

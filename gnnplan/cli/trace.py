@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from gnnplan.cli.common import app
+from gnnplan.cli.common import verb
 
 VIEWERS = ("perfetto", "hta")
 
 
-@app.command("trace")
+@verb(name="trace")
 def view_traces(
     directory: Annotated[
         Path,

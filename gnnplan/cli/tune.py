@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json, show
+from gnnplan.cli.common import Json, PlanFile, print_json, show, verb
+from gnnplan.cli.options import of_function
 
 
-@app.command()
+@verb(of_function("tuning.tune", epochs={"min": 1}, emulate={"metavar": "RATE"}))
 def tune(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    share: Annotated[
-        float,
-        typer.Option(help="Most that it may cost: a share of the seconds that training takes."),
-    ] = 0.1,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs of that training.  [default: the plan's]")
-    ] = None,
+    plan_file: PlanFile,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the folders of its runs.  [default: a new one, runs/tune-N]"),
@@ -29,15 +23,8 @@ def tune(
         Path | None,
         typer.Option("-o", "--output", help="Write the plan here.  [default: beside --out, .json]"),
     ] = None,
-    emulate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="The plan's servers as network namespaces of this Linux machine,"
-            " with NICs of this rate between them: 400Mbit/s, or unshaped. Needs root.",
-        ),
-    ] = None,
     as_json: Json = False,
+    **options: Any,
 ) -> None:
     """Run the strategies within doubt, and plan by what they took.
 
@@ -58,9 +45,7 @@ def tune(
     output.parent.mkdir(parents=True, exist_ok=True)
     must_be_writable(output)
     with progress() as notify:
-        tuned = tune_by_runs(
-            load_plan(plan_file), out, share=share, epochs=epochs, emulate=emulate, notify=notify
-        )
+        tuned = tune_by_runs(load_plan(plan_file), out, **options, notify=notify)
     tuned.write(output)
     if as_json:
         return print_json(tuned.document)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json, show, table
+from gnnplan.cli.common import Json, print_json, show, table, verb
+from gnnplan.cli.options import of_function
 
 
-@app.command()
+@verb(of_function("validation.validate", refit={"metavar": "FILE"}))
 def validate(
     directories: Annotated[
         list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of finished runs.")
@@ -24,18 +25,8 @@ def validate(
             help="With --published: predict each dataset with constants fitted to the others."
         ),
     ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(help="Predict with this cluster file's constants, not the plans'.")
-    ] = None,
-    refit: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Fit the cluster's constants to some of the runs, score them on the "
-            "others, and write the cluster file.",
-        ),
-    ] = None,
     as_json: Json = False,
+    **constants: Any,
 ) -> None:
     """Compare runs with their predictions, and say what to doubt.
 
@@ -52,16 +43,16 @@ def validate(
     if leave_one_out and published is None:
         raise SpecError("--leave-one-out goes with --published FILE.csv")
     if published is not None:
-        if cluster or refit:
+        if any(constants.values()):
             raise SpecError("--cluster and --refit go with folders of runs")
         return show_published(published, leave_one_out, as_json)
     assert directories is not None
     found: Validation | Validations
     with progress() as notify:
-        if len(directories) == 1 and not refit:
-            found = Validation.of(directories[0], cluster)
+        if len(directories) == 1 and not constants["refit"]:
+            found = Validation.of(directories[0], constants["cluster"])
         else:
-            found = Validations.of(directories, cluster, refit, notify)
+            found = Validations.of(directories, **constants, notify=notify)
     if as_json:
         print_json(found.document)
     else:

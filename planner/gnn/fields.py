@@ -42,10 +42,10 @@ class Fields(Spec):
     fanout: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] | Literal["full"] | None = None
     """Neighbours per layer from the seeds outwards, as 15,10 or full.  [default: 10 each]"""
     task: Literal["node", "link"] = "node"
-    """What is learned: node (labels of vertices) or link (which vertices an edge links; with mode
-    mini, a batch is of edges)."""
+    """What is learned: node (labels of vertices) or link (which vertices an edge links; with
+    `mode` mini, a batch is of edges)."""
     negatives: int = Field(1, ge=1, le=MOST_NEGATIVES)
-    """Of task link: vertices that an edge is told from."""
+    """Of `task` link: vertices that an edge is told from."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Of weights, dropout, batches and draws. With an exact strategy, the same seed trains the same
     on any number of ranks."""
@@ -59,15 +59,15 @@ class Fields(Spec):
     momentum: float = Field(0.0, ge=0.0, lt=1.0)
     """Of sgd."""
     warmup: int = Field(0, ge=0, le=MOST)
-    """First epochs, in which the learning rate rises to lr in equal steps."""
+    """First epochs, in which the learning rate rises to `lr` in equal steps."""
     schedule: Literal["constant", "step", "cosine"] = "constant"
-    """constant, step or cosine: how the learning rate falls after the warm-up. step: times gamma
-    every step_size epochs. cosine: along half a cosine to 0 at the end of epochs, so a run may not
-    have more."""
+    """constant, step or cosine: how the learning rate falls after `warmup`. step: times
+    `gamma` every `step_size` epochs. cosine: along half a cosine to 0 at the end of `epochs`, so a
+    run may not have more."""
     step_size: int = Field(30, ge=1, le=MOST)
-    """Epochs, of schedule step."""
+    """Epochs, of `schedule` step."""
     gamma: float = Field(0.1, gt=0.0, le=1.0)
-    """Of schedule step."""
+    """Of `schedule` step."""
     class_weights: Weights | Literal["balanced"] | None = None
     """What classes count in the loss of one label, as 1,2.5, or balanced, inversely to their
     training vertices; the mean is over what they count, as in torch's cross_entropy(weight=).
@@ -84,7 +84,7 @@ class Fields(Spec):
     """End after so many epochs without a better score of validation, looked at when an epoch is
     evaluated, with the best epoch's weights.  [default: train all epochs]"""
     epochs: int = Field(50, ge=1, le=MOST)
-    """That a run trains."""
+    """Epochs that a run trains."""
     # Weights, their gradients and the optimizer's state are float32 where rows are bfloat16.
     # Of tf32 GPUs round the factors of products to 10 bits.
     dtype: Literal["float32", "float64", "bfloat16", "tf32"] = "float32"
