@@ -58,6 +58,17 @@ def test_every_field_of_a_specification_is_explained(model: type):
     assert not [name for name in model.model_fields if f"`{name}`" not in text]
 
 
+def test_the_table_of_a_workload_is_what_its_fields_say():
+    """The command line's help says the same."""
+    rows = ["| field | meaning | default |", "|---|---|---|"]
+    for name, field in Workload.model_fields.items():
+        said, _, default = " ".join(field.description.split()).partition(" [default: ")
+        rows.append(f"| `{name}` | {said} | {default.rstrip(']') or str(field.default).lower()} |")
+    table = "\n".join(rows)
+    text = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+    assert f"\n{table}\n" in text, f"files.md should have\n{table}"
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_strategy_has_its_page(name: str):
     """A variant is on the page of its family: pipegcn_gf on pipegcn's."""
