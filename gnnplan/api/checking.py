@@ -11,8 +11,9 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.view import Table, View
+from gnnplan.api.view import View
 from gnnplan.planner.vocabulary import errors
+from gnnplan.planner.vocabulary.table import Table, column, table
 
 if TYPE_CHECKING:
     from gnnplan.executor.modules.read import Source
@@ -46,29 +47,23 @@ class Check(View):
 
     def blocks(self) -> list[str | Table]:
         found, graph = self.document, self.document["graph"]
-        rows = [
-            [
-                row["strategy"],
-                row["answer"],
-                "-" if row["gap"] is None else f"{row['gap']:.0e}",
-                row["reason"],
-            ]
-            for row in self.table
-        ]
         told = found.get("module", "")
         proof = "outputs and gradients, in training and in evaluation, on two small graphs"
         equal = sum(row["answer"] == "equal" for row in self.table)
         return [
             *([f"proved: {told} ({proof})"] if told else []),
-            Table(
+            table(
                 f"gradients of {found['model']}, beside one process's",
-                ["strategy", "gradient", "off by", "why"],
-                rows,
+                self.table,
+                column("strategy"),
+                column("gradient", "answer"),
+                column("off by", "gap", "{:.0e}".format),
+                column("why", "reason"),
             ),
             f"tried: one step on a generated graph of {graph['vertices']} vertices and"
             f" {graph['edges']} edges ({graph['features']} features, {graph['classes']} classes),"
             f" in {found['dtype']}, on {found['ranks']} CPU ranks over Gloo; equal in {equal} of"
-            f" {len(rows)}",
+            f" {len(self.table)}",
         ]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.asking import Overrides, Question, ask, several
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.view import Lines, Table, View, of
+from gnnplan.api.view import Lines, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import LEAST, TIME, Objective, Target
@@ -22,6 +22,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
@@ -514,83 +515,47 @@ def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
 
 def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str, Any]) -> Table:
     """The best answers."""
-    objective = document.get("objective", "time")
-    columns = [
-        "strategy",
-        "exact",
-        "epoch",
-        "80 % range",
-        LEAST[objective].split()[0],
-        "regret",
-        "bytes per epoch",
-        "set-up",
-        "memory/rank",
-        "bottleneck",
-    ]
-    rows = []
-    for leader in leaders:
-        predicted = leader.predicted
-        sent = predicted["bytes_by_link"].items()
-        links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in sent)
-        rows.append(
-            [
-                leader.strategy,
-                "yes" if leader.exact else "no",
-                show_time(leader.epoch_s),
-                *_outlook(leader),
-                links or "none",
-                show_bytes(predicted["setup_bytes"]),
-                show_bytes(leader.memory_bytes),
-                predicted["bottleneck"],
-            ]
-        )
-    if any(leader.gpus < cluster.ranks for leader in leaders):
-        columns.insert(1, "gpus")
-        for row, leader in zip(rows, leaders, strict=True):
-            row.insert(1, of(leader.gpus, cluster.ranks))
-    if cluster.price is not None:
-        columns.append("$/epoch")
-        for row, leader in zip(rows, leaders, strict=True):
-            row.append(show_dollars(leader.predicted["epoch_dollars"]))
-    for column, cells in counted_columns(
-        [leader.row for leader in leaders], document.get("target_accuracy")
-    ):
-        columns.append(column)
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
-    return Table("leaders", columns, rows)
+    rows = [{**leader.predicted, **leader.row} for leader in leaders]
 
+    def spread(row: Mapping[str, Any]) -> str:
+        low, high = row["epoch_low_s"], row["epoch_high_s"]
+        return "-" if low is None or high is None else show_range(low, high)
 
-def counted_columns(
-    counted: Sequence[Mapping[str, Any]], accuracy: float | None
-) -> Iterator[tuple[str, list[str]]]:
-    """Columns of what the objective counts: a title, and a cell for each row of `counted`.
+    def links(sent: Mapping[str, int]) -> str:
+        shown = (f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in sent.items())
+        return ", ".join(shown) or "none"
 
-    `accuracy`: to which it is counted; None: of an epoch.
-    """
-    per = "/epoch" if accuracy is None else f" to {accuracy:g}"
-    shown: dict[str, tuple[str, Callable[[float], str]]] = {
-        "epochs_to_accuracy": (f"epochs{per}", lambda epochs: f"{epochs:.0f}"),
-        "time_to_accuracy_s": (f"time{per}", show_time),
-        "cost": (f"${per}", show_dollars),
-        "energy_j": (f"energy{per}", show_energy),
-    }
-    for name, (title, show) in shown.items():
-        if any(name in one for one in counted) and title != "$/epoch":  # which is there anyway
-            yield title, [show(one[name]) if name in one else "-" for one in counted]
-
-
-def _outlook(answer: Answer) -> tuple[str, str, str]:
-    """Its range, its chance of being fastest, and the expected regret of choosing it."""
-    low, high = answer.epoch_low_s, answer.epoch_high_s
-    if low is None or high is None:
-        return "-", "-", "-"
-    assert answer.chance_fastest is not None and answer.expected_regret is not None
-    return (
-        show_range(low, high),
-        show_percent(answer.chance_fastest),
-        show_percent(answer.expected_regret),
+    fewer = any(leader.gpus < cluster.ranks for leader in leaders)
+    least = LEAST[document.get("objective", "time")].split()[0]
+    return table(
+        "leaders",
+        rows,
+        column("strategy"),
+        column("gpus", show=lambda gpus: of(gpus, cluster.ranks)) if fewer else None,
+        column("exact", show=yes_no),
+        column("epoch", "epoch_s", show_time),
+        ("80 % range", spread),
+        column(least, "chance_fastest", show_percent),
+        column("regret", "expected_regret", show_percent),
+        column("bytes per epoch", "bytes_by_link", links),
+        column("set-up", "setup_bytes", show_bytes),
+        column("memory/rank", "memory_bytes", show_bytes),
+        column("bottleneck"),
+        column("$/epoch", "epoch_dollars", show_dollars) if cluster.price is not None else None,
+        *counted_columns(rows, document.get("target_accuracy")),
     )
+
+
+def counted_columns(rows: Sequence[Mapping[str, Any]], accuracy: float | None) -> list[Any]:
+    """Columns of what the objective counts; accuracy: to which; None: of an epoch."""
+    per = "/epoch" if accuracy is None else f" to {accuracy:g}"
+    shown = {
+        "epochs_to_accuracy": column(f"epochs{per}", "epochs_to_accuracy", "{:.0f}".format),
+        "time_to_accuracy_s": column(f"time{per}", "time_to_accuracy_s", show_time),
+        "cost": column(f"${per}", "cost", show_dollars) if accuracy is not None else None,
+        "energy_j": column(f"energy{per}", "energy_j", show_energy),
+    }  # where there are prices, a table has dollars per epoch anyway
+    return [shown[name] for name in shown if any(name in row for row in rows)]
 
 
 def _reasons(document: Mapping[str, Any], cluster: Cluster) -> Iterable[str]:

@@ -19,7 +19,7 @@ from gnnplan.api.planning import (
     describe_training,
     wanted_objective,
 )
-from gnnplan.api.view import Table, View
+from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import TIME, Objective
@@ -30,6 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
@@ -336,57 +337,44 @@ def _place(place: tuple[str, Size]) -> dict[str, Any]:
 
 def _table(scales: Mapping[str, Scale], marks: Callable[[Scaling, Size], list[str]]) -> Table:
     """A row per size; of several clusters a row says which it is of."""
-    several = len(scales) > 1
-    first = next(iter(scales.values()))
-    sizes = [(name, one, size) for name, one in scales.items() for size in one._found.sizes]
-    numbers = [row for one in scales.values() for row in one.rows]
-    priced = any(one._problem.cluster.price is not None for one in scales.values())
-    modes = len({size.mode for _, _, size in sizes}) > 1
-    counted = list(counted_columns(numbers, first.document.get("target_accuracy")))
-    columns = [
-        *(["cluster"] if several else []),
-        f"{_unit(first._problem.cluster)}s",
-        "servers",
-        *(["on"] if modes else []),
-        "recommended",
-        "exact",
-        "epoch",
-        "80 % range",
-        "speedup",
-        "efficiency",
-        "memory/rank",
-        *(["$/epoch"] if priced else []),
-        *(title for title, _ in counted),
-        "",
+    several, first = len(scales) > 1, next(iter(scales.values()))
+    unit = _unit(first._problem.cluster)
+    rows = [
+        {
+            **numbers,
+            "cluster": name,
+            "recommended": numbers["strategy"] or _lacks(size, one._problem.cluster),
+            "marks": ", ".join(marks(one._found, size)),
+        }
+        for name, one in scales.items()
+        for size, numbers in zip(one._found.sizes, one.rows, strict=True)
     ]
-    rows = []
-    for index, ((name, one, size), row) in enumerate(zip(sizes, numbers, strict=True)):
-        cells = [name] if several else []
-        cells += [str(size.gpus), str(size.servers)]
-        cells += [MODES[size.mode]] if modes else []
-        if size.found is None:
-            cells.append(_lacks(size, one._problem.cluster))
-            rows.append([*cells, *["-"] * (len(columns) - len(cells) - 1), ""])
-            continue
-        dollars = [show_dollars(row["epoch_dollars"]) if "epoch_dollars" in row else "-"]
-        cells += [
-            row["strategy"],
-            "yes" if row["exact"] else "no",
-            show_time(row["epoch_s"]),
-            show_range(row["epoch_low_s"], row["epoch_high_s"]),
-            f"{row['speedup']:.2f}x",
-            show_percent(row["efficiency"]),
-            show_bytes(row["memory_bytes"]),
-            *(dollars if priced else []),
-            *(column[index] for _, column in counted),
-            ", ".join(marks(one._found, size)),
-        ]
-        rows.append(cells)
-    fewest = show_count(first._found.first.gpus, _unit(first._problem.cluster))
-    title = "speedup over the fewest of each cluster" if several else f"speedup over {fewest}"
-    if first.document["exact"]:
-        title += ", exact strategies only"
-    return Table(title, columns, rows)
+    priced = any(one._problem.cluster.price is not None for one in scales.values())
+    modes = len({row["mode"] for row in rows}) > 1
+    over = "the fewest of each cluster" if several else show_count(first._found.first.gpus, unit)
+    return table(
+        f"speedup over {over}{', exact strategies only' if first.document['exact'] else ''}",
+        rows,
+        column("cluster") if several else None,
+        column(f"{unit}s", "gpus"),
+        column("servers"),
+        column("on", "mode", MODES.__getitem__) if modes else None,
+        column("recommended"),
+        column("exact", show=yes_no),
+        column("epoch", "epoch_s", show_time),
+        (
+            "80 % range",
+            lambda row: (
+                show_range(row["epoch_low_s"], row["epoch_high_s"]) if row["strategy"] else "-"
+            ),
+        ),
+        column("speedup", show="{:.2f}x".format),
+        column("efficiency", show=show_percent),
+        column("memory/rank", "memory_bytes", show_bytes),
+        column("$/epoch", "epoch_dollars", show_dollars) if priced else None,
+        *counted_columns(rows, first.document.get("target_accuracy")),
+        column("", "marks"),
+    )
 
 
 def _row(found: Scaling, size: Size) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of, whole
-from gnnplan.api.view import Table, View, of
+from gnnplan.api.view import View, of
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import Candidate, placed, search, unproposed
 from gnnplan.planner.decision.sweep import Axis, axes, changes, points, rows, to_csv
@@ -26,6 +26,7 @@ from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify
 from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
 from gnnplan.simulator.flows import ByFlows
@@ -234,7 +235,7 @@ class Simulation(View):
             [
                 describe_operation(name),
                 show_time(seconds),
-                show_time(predicted_s[name]) if name in predicted_s else "-",
+                cell(predicted_s.get(name), show_time),
             ]
             for name, seconds in sorted(simulated_s.items(), key=lambda item: -item[1])
         ]
@@ -302,30 +303,28 @@ class Sweep(View):
         write_atomically(Path(path), to_csv(self.axes, self.rows))
 
     def blocks(self) -> list[str | Table]:
-        columns: list[tuple[str, str, Callable[[float], str]]] = [
-            ("predicted", "predicted_s", show_time),
-            ("simulated", "simulated_s", show_time),
-            ("P50", "p50_s", show_time),
-            ("P95", "p95_s", show_time),
-            ("bytes", "bytes_total", show_bytes),
-            ("$/epoch", "epoch_dollars", show_dollars),
-        ]
-        always = ("predicted_s", "simulated_s", "bytes_total")
-        columns = [c for c in columns if c[1] in always or any(c[1] in row for row in self.rows)]
-        columns.append((f"{self.strategy} simulated", "plan_simulated_s", show_time))
         fields = [axis.field for axis in self.axes]
-        table = Table(
+
+        def where(name: str, title: str, show: Callable[[float], str]) -> Any:
+            """A column, if a row has such a number."""
+            return column(title, name, show) if any(name in row for row in self.rows) else None
+
+        found = table(
             f"{', '.join(fields)} swept" + (", exact strategies only" if self.exact else ""),
-            [*fields, "ranks", "recommended", *(column for column, _, _ in columns)],
-            [
-                [
-                    *row["at"].values(),
-                    of(row["gpus"], row["ranks"]) if row["best"] else str(row["ranks"]),
-                    row["best"] or "nothing fits",
-                    *(show(row[key]) if key in row else "-" for _, key, show in columns),
-                ]
-                for row in self.rows
-            ],
+            self.rows,
+            *((field, lambda row, field=field: row["at"][field]) for field in fields),
+            (
+                "ranks",
+                lambda row: of(row["gpus"], row["ranks"]) if row["best"] else str(row["ranks"]),
+            ),
+            ("recommended", lambda row: row["best"] or "nothing fits"),
+            column("predicted", "predicted_s", show_time),
+            column("simulated", "simulated_s", show_time),
+            where("p50_s", "P50", show_time),
+            where("p95_s", "P95", show_time),
+            column("bytes", "bytes_total", show_bytes),
+            where("epoch_dollars", "$/epoch", show_dollars),
+            column(f"{self.strategy} simulated", "plan_simulated_s", show_time),
         )
         lines = []
         for turn in self.changes:
@@ -334,7 +333,7 @@ class Sweep(View):
                 f"the recommendation changes from {turn['from']} to {turn['to']} at"
                 f" {turn['field']}={turn['value']}{f' (with {others})' if others else ''}"
             )
-        return [table, *(lines or ["the recommendation does not change over these values"])]
+        return [found, *(lines or ["the recommendation does not change over these values"])]
 
 
 def moved(

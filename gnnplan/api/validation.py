@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from gnnplan.api.view import Table, View
+from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
 from gnnplan.planner.evidence.validate import (
@@ -20,6 +20,7 @@ from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 from gnnplan.simulator.replay import replay
 
@@ -170,9 +171,9 @@ def time_cells(row: dict[str, Any], step: dict[str, Any]) -> list[str]:
     predicted_s, error = row["predicted_s"], row["predicted_error"]
     return [
         describe_operation(row["operation"]),
-        "-" if predicted_s is None else show_time(predicted_s),
+        cell(predicted_s, show_time),
         show_time(row["measured_s"]),
-        "-" if error is None else show_error(error),
+        cell(error, show_error),
         show_percent(row["measured_s"] / step["measured_s"]),
     ]
 
@@ -296,50 +297,42 @@ class Validations(View):
 
 def _errors(result: dict[str, Any], operations: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """Errors of the step's and of the operations' seconds."""
-    sources, figures = ("predicted", "simulated"), ("mean", "p95", "max")
-    titles = [f"{source}: {figure}" for source in sources for figure in figures]
-    rows = [("step", {**result["step"], "share": 1.0}), *operations]
-    return Table(
+
+    def column(source: str, figure: str) -> tuple[str, Callable[[Any], str]]:
+        def show(row: tuple[str, dict[str, Any]]) -> str:
+            return cell(row[1][source], lambda of: show_percent(of[figure], 1))
+
+        return f"{source}: {figure}", show
+
+    return table(
         f"{show_count(result['runs'], 'run')}, errors of each operation's seconds",
-        ["operation", "of the step", *titles],
-        [
-            [
-                name,
-                show_percent(row["share"]),
-                *(cell for s in sources for cell in _error_cells(row[s])),
-            ]
-            for name, row in rows
-        ],
+        [("step", {**result["step"], "share": 1.0}), *operations],
+        ("operation", lambda row: row[0]),
+        ("of the step", lambda row: show_percent(row[1]["share"])),
+        *(
+            column(source, figure)
+            for source in ("predicted", "simulated")
+            for figure in ("mean", "p95", "max")
+        ),
     )
-
-
-def _error_cells(errors: dict[str, float] | None) -> list[str]:
-    """Mean, 95th percentile and largest error."""
-    if errors is None:
-        return ["-", "-", "-"]
-    return [show_percent(errors[figure], 1) for figure in ("mean", "p95", "max")]
 
 
 def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
     """What each question's choice was, and what it cost."""
-
-    def order(tau: float | None) -> str:
-        return "-" if tau is None else f"{tau:.2f}"
-
-    rows = [
-        [
-            one["question"],
-            str(one["strategies"]),
-            order(one["tau"]),
-            one["choice"],
-            one["fastest"],
-            show_percent(one["regret"], 1),
-        ]
-        for one in rankings
-    ]
+    shown = table(
+        "choices",
+        rankings,
+        column("question"),
+        column("strategies"),
+        column("tau", show="{:.2f}".format),
+        column("chosen", "choice"),
+        column("fastest"),
+        column("regret", show=lambda regret: show_percent(regret, 1)),
+    )
     return [
-        Table("choices", ["question", "strategies", "tau", "chosen", "fastest", "regret"], rows),
+        shown,
         f"the choice was right, or within noise, in {show_percent(together['right'])} of"
         f" {show_count(together['questions'], 'question')}; regret"
-        f" {show_percent(together['regret'], 1)} on average, tau {order(together['tau'])}",
+        f" {show_percent(together['regret'], 1)} on average, tau"
+        f" {cell(together['tau'], '{:.2f}'.format)}",
     ]

@@ -14,6 +14,7 @@ from gnnplan.cli.options import Options, Verb, of_function
 
 if TYPE_CHECKING:
     from gnnplan.api.view import View
+    from gnnplan.planner.vocabulary.table import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -100,11 +101,11 @@ def show(answer: View) -> None:
     answer.print(width=_width())
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+def show_table(shown: Table) -> None:
     """Print a table for people on standard output."""
-    from gnnplan.api.view import Table, print_table
+    from gnnplan.api.view import print_table
 
-    print_table(Table(title, columns, rows), None, _width())
+    print_table(shown, None, _width())
 
 
 def _width() -> int | None:

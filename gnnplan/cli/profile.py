@@ -7,7 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import GRAPH_HELP, LACKING, Json, numbers, of_plan, print_json, table, verb
+from gnnplan.cli.common import (
+    GRAPH_HELP,
+    LACKING,
+    Json,
+    numbers,
+    of_plan,
+    print_json,
+    show_table,
+    verb,
+)
 
 
 @verb(of_plan(*LACKING, "partitioner", "directed"))
@@ -61,6 +70,7 @@ def profile(
     from gnnplan.planner.strategies.minibatch.profile import probe
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.planner.vocabulary.table import column, table
 
     counts = numbers(parts, "--parts")
     if batch is None and (
@@ -94,23 +104,19 @@ def profile(
         print(f"  note: {note}")
     if degree := about.get("degree"):
         print("  degree: " + ", ".join(f"{k} {v:g}" for k, v in degree.items()))
-    rows = []
-    for count, facts in document["parts"].items():
-        growth = " ".join(f"{g:.2f}" for g in facts.get("growth") or [])
-        cut = f"{facts['edge_cut']:,.0f}" if facts.get("edge_cut") is not None else "-"
-        rows.append(
-            [
-                count,
-                f"{facts['halo_rows']:,.0f}",
-                cut,
-                f"{facts['balance']:.3f}" if facts.get("balance") else "-",
-                growth,
-            ]
+    show_table(
+        table(
+            "per part count",
+            [{"parts": count, **facts} for count, facts in document["parts"].items()],
+            column("parts"),
+            column("halo rows", "halo_rows", "{:,.0f}".format),
+            column("edges cut", "edge_cut", "{:,.0f}".format),
+            column("max/mean rows", "balance", "{:.3f}".format),
+            (
+                f"growth at 1..{hops} hops",
+                lambda of: " ".join(f"{growth:.2f}" for growth in of.get("growth") or []),
+            ),
         )
-    table(
-        "per part count",
-        ["parts", "halo rows", "edges cut", "max/mean rows", f"growth at 1..{hops} hops"],
-        rows,
     )
     if batch is not None:
         show_batches(document["mini"])
@@ -119,6 +125,7 @@ def profile(
 def show_batches(mini: dict[str, Any]) -> None:
     """Print the facts of mini-batches that `probe` has found."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
+    from gnnplan.planner.vocabulary.table import Table
     from gnnplan.planner.vocabulary.units import show_bytes
 
     rows, edges, ways = mini["rows"], mini["edges"], ("mean", f"p{HIGH}")
@@ -135,11 +142,8 @@ def show_batches(mini: dict[str, Any]) -> None:
         ]
         for h in range(len(rows["mean"]))
     ]
-    table(
-        title,
-        ["", "rows", f"{HIGH} % have at most", "edges into them", f"{HIGH} % have at most"],
-        lines,
-    )
+    columns = ["", "rows", f"{HIGH} % have at most", "edges into them", f"{HIGH} % have at most"]
+    show_table(Table(title, columns, lines))
     lines, cached = [], ""
     for count, of in mini["ranks"].items():
         line = [count, *(f"{of['overlap'][what]:.2f}x" for what in ("features", "edges"))]
@@ -168,4 +172,4 @@ def show_batches(mini: dict[str, Any]) -> None:
         "most/mean",
         "a pair sends",
     ]
-    table("shared by ranks", columns, lines)
+    show_table(Table("shared by ranks", columns, lines))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnnplan.cli.common import Json, print_json, show, table, verb
+from gnnplan.cli.common import Json, print_json, show, show_table, verb
 from gnnplan.cli.options import of_function
 
 
@@ -64,11 +64,13 @@ def validate(
 def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     """Predict a file of printed figures; print errors, winners, and why rows are skipped."""
     from collections import Counter
+    from functools import partial
 
     from gnnplan.planner.evidence.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.planner.evidence.papers.published import evaluate_rows
     from gnnplan.planner.evidence.papers.rows import read
     from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.planner.vocabulary.table import column, table
     from gnnplan.planner.vocabulary.units import show_percent
 
     rows = read(path)
@@ -81,17 +83,17 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
         return print_json(result)
     summary = dict(result["summary"])
     winner = summary.pop("winner")
-    table(
-        f"{len(result['rows'])} of {len(rows)} figures predicted",
-        ["metric", "rows", "mean error", "95 % have at most", "largest"],
-        [
-            [
-                metric,
-                str(of["n"]),
-                *(show_percent(of[figure], 1) for figure in ("mape", "p95", "max")),
-            ]
-            for metric, of in summary.items()
-        ],
+    percent = partial(show_percent, digits=1)
+    show_table(
+        table(
+            f"{len(result['rows'])} of {len(rows)} figures predicted",
+            [{"metric": metric, **errors} for metric, errors in summary.items()],
+            column("metric"),
+            column("rows", "n"),
+            column("mean error", "mape", percent),
+            column("95 % have at most", "p95", percent),
+            column("largest", "max", percent),
+        )
     )
     print(
         f"the faster of two strategies is named rightly in {winner['right']} of {winner['n']}"
