@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from gnnplan.cli.common import Json, print_json, show, verb
+from gnnplan.cli.common import print_json, show, verb
 from gnnplan.cli.options import of_function, of_model
 
 
 @verb(
     of_model,
-    of_function(
-        "checking.check", features={"min": 2, "max": 10_000}, classes={"min": 2, "max": 1000}
-    ),
+    of_function("checking.check"),
+    features={"min": 2, "max": 10_000, "metavar": None},
+    classes={"min": 2, "max": 1000},
 )
 def check(
-    hidden: Annotated[
-        int | None, typer.Option(help="Hidden width, where the model asks for one.")
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="GNN layers, where the model asks for a number.")
-    ] = None,
-    as_json: Json = False,
-    **question: Any,
+    *, hidden: int | None = None, layers: int | None = None, as_json: bool = False, **question: Any
 ) -> None:
     """Compare each strategy's gradients with one process's.
 
     Before training: one step on a graph of 60 vertices, in float64, on two CPU ranks of this
     machine. Says of each strategy that cannot carry the model what is missing. Exit code 1 if a
     gradient differs.
+
+    Args:
+        hidden: Hidden width, where the model asks for one.
+        layers: GNN layers, where the model asks for a number.
     """
     from gnnplan.api.checking import check as compare
 

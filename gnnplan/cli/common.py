@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gnnplan.cli.options import Options, Verb, of_function
+from gnnplan.cli.options import Source, Verb
 
 if TYPE_CHECKING:
     from gnnplan.api.view import View
@@ -29,47 +29,22 @@ app = typer.Typer(
     ),
 )
 
-GRAPH_HELP = (
-    "a .npz, a folder of .npy, a file or folder of DGL, PyG, OGB, GraphBolt, GraphSAINT, SciPy,"
-    " NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
-    " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of"
-    " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
-)
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="One JSON document on standard output and nothing else there."),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Override a field of the cluster or workload: servers=16; inter_node is the link"
-        " between servers, intra_node the one inside: inter_node.bandwidth=25GB/s.",
-    ),
-]
 LACKING = ("features", "labels", "split")  # of a graph's file
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 
 
-def of_plan(*only: str) -> Options:
-    """Options for the arguments of gnnplan.plan, or for these of them."""
-    return of_function(
-        "planning.plan",
-        only,
-        features={"metavar": "FILE|WIDTH"},
-        labels={"metavar": "FILE"},
-        split={"metavar": "PATH"},
-        task={"metavar": "node|link|regression|none"},
-        target_accuracy={"metavar": "SHARE"},
-    )
+def verb(*sources: Source, name: str | None = None, **details: Any) -> Callable[[Any], Any]:
+    """Make a function a verb; its **arguments are those of the sources that it has not itself.
 
-
-def verb(*sources: Options, name: str | None = None) -> Callable[[Any], Any]:
-    """Make a function a verb; its **arguments are options of the sources that it has not itself."""
+    Its docstring is the help, Args that of options. Arguments before * are given by their place.
+    """
 
     def made(function: Callable[..., None]) -> Callable[..., None]:
-        kind = type("Verb", (Verb,), {"function": staticmethod(function), "sources": sources})
-        app.command(name or function.__name__, cls=kind, help=function.__doc__)(lambda: None)
+        own = {"function": staticmethod(function), "sources": sources, "details": details}
+        text = inspect.getdoc(function) or ""
+        kind = type("Verb", (Verb,), own)
+        app.command(name or function.__name__, cls=kind, help=text.partition("\n\nArgs:")[0])(
+            lambda: None
+        )
         return function
 
     return made

@@ -4,51 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
 
-import typer
-
-from gnnplan.cli.common import Json, PlanFile, print_json, verb
+from gnnplan.cli.common import print_json, verb
 from gnnplan.planner.vocabulary.progress import say
 
 FILES = ("torchrun", "slurm", "kubernetes")
 FOLDERS = ("distdgl", "pyg")
 
 
-@verb(name="emit")
+@verb(name="emit", target={"flags": ("--for",), "metavar": "TARGET"}, output={"metavar": "DEST"})
 def emit_plan(
-    plan_file: PlanFile,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="TARGET",
-            help="torchrun (a bash script), slurm (an sbatch script), kubernetes (an Indexed Job);"
-            " or the graph in a part per rank: distdgl, pyg.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="DEST",
-            help="The file, or for distdgl and pyg the folder, which must not be there yet. "
-            " [default: a launch file goes to standard output]",
-        ),
-    ] = None,
-    image: Annotated[
-        str | None,
-        typer.Option(
-            help="With --for kubernetes: the container's image.  [default: gnnplan:VERSION]"
-        ),
-    ] = None,
-    as_json: Json = False,
+    plan_file: Path,
+    *,
+    target: str,
+    output: Path | None = None,
+    image: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Write launch files of a plan, or its parts for DistDGL or PyG.
 
     Launch files are for torchrun, Slurm or Kubernetes; each says at its top what it assumes. Parts
     are written by the libraries' own code, and hold features, labels and masks.
+
+    Args:
+        target: torchrun (a bash script), slurm (an sbatch script), kubernetes (an Indexed Job); or
+            the graph in a part per rank: distdgl, pyg.
+        output: The file, or for distdgl and pyg the folder, which must not be there yet.  [default:
+            a launch file goes to standard output]
+        image: With --for kubernetes: the container's image.  [default: gnnplan:VERSION]
     """
     from gnnplan.planner.decision import plan as plans
     from gnnplan.planner.vocabulary.errors import SpecError

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from gnnplan.cli.common import Json, print_json, verb
+from gnnplan.cli.common import print_json, verb
 from gnnplan.cli.options import of_function
 from gnnplan.planner.vocabulary.progress import say
 
@@ -17,36 +15,18 @@ if TYPE_CHECKING:
 
 
 @verb(
-    of_function(
-        "measuring.measure",
-        ranks={"min": 1, "max": 1024},
-        servers={"min": 1, "max": 200},
-        emulate={"metavar": "RATE"},
-        seconds={"min": 0.01, "max": 60},
-    )
+    of_function("measuring.measure"),
+    ranks={"min": 1, "max": 1024},
+    servers={"min": 1, "max": 200},
+    seconds={"min": 0.01, "max": 60},
 )
 def measure(
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="Where the cluster file goes; also kept as preset 'local'."
-        ),
-    ] = None,
-    nccl_tests: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf, "
-            "alltoall_perf, sendrecv_perf), on one server or a GPU of each."
-        ),
-    ] = None,
-    topology: Annotated[
-        Path | None, typer.Option(help="Measure nothing: read what `nvidia-smi topo -m` printed.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="The cluster file or preset that both of these are read into."),
-    ] = None,
-    as_json: Json = False,
+    *,
+    output: Path | None = None,
+    nccl_tests: list[Path] | None = None,
+    topology: Path | None = None,
+    cluster: str | None = None,
+    as_json: bool = False,
     **how: Any,
 ) -> None:
     """Measure what plans need of this machine, with all ranks active.
@@ -55,7 +35,15 @@ def measure(
 
     Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or,
     started by torchrun or srun, of real ones. Or read: gnnplan measure --cluster dgx_a100
-    --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml"""
+    --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml
+
+    Args:
+        output: Where the cluster file goes; also kept as preset 'local'.
+        nccl_tests: Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf,
+            alltoall_perf, sendrecv_perf), on one server or a GPU of each.
+        topology: Measure nothing: read what `nvidia-smi topo -m` printed.
+        cluster: The cluster file or preset that both of these are read into.
+    """
     from gnnplan.api import measuring as api
     from gnnplan.api.running import rate_of
     from gnnplan.executor.launch import launcher as launch

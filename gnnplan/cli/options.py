@@ -1,20 +1,20 @@
-"""Options of a verb, as what it calls declares them: a function of the API, a workload's fields.
+"""Options of a verb: its own arguments, and those of what it calls, a function of the API or the
+fields of a workload.
 
-A function's signature has names, types and defaults, its docstring the help; `name` in it is the
-option --name. They are read from the source, for importing the API takes a second, and --help comes
-at once."""
+A signature has names, types and defaults, the docstring's Args the help; `name` in it is the option
+--name. The API is read and not imported, which takes a second: --help comes at once."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
-from functools import cached_property
+from collections.abc import Callable, Container
+from functools import cached_property, partial
 from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -24,111 +24,147 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import number_of
 
 API = Path(__file__).parents[1] / "api"
-# of arguments that become options; a verb declares an option for another type itself
+# of the API's arguments that become options; a verb has arguments of its own for other types
 TYPES = {"int": int, "float": float, "bool": bool, "str": str, "str | Path": Path}
-Options = Callable[[], Iterable[Parameter]]
+# what typer is told of an argument wherever it stands; flags: names of its option
+SHARED: dict[str, dict[str, Any]] = {
+    "as_json": {
+        "flags": ("--json",),
+        "help": "One JSON document on standard output and nothing else there.",
+    },
+    "depths": {"flags": ("--explain",)},
+    "emulate": {"metavar": "RATE"},
+    "features": {"metavar": "FILE|WIDTH"},
+    "graph": {
+        "help": "a .npz, a folder of .npy, a file or folder of DGL, PyG, OGB, GraphBolt,"
+        " GraphSAINT, SciPy, NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
+        " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of"
+        " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
+    },
+    "labels": {"metavar": "FILE"},
+    "output": {"flags": ("-o", "--output")},
+    "plan_file": {"metavar": "PLAN", "help": "A plan.json."},
+    "set_": {
+        "flags": ("--set",),
+        "help": "Override a field of the cluster or workload: servers=16; inter_node is the link"
+        " between servers, intra_node the one inside: inter_node.bandwidth=25GB/s.",
+    },
+    "split": {"metavar": "PATH"},
+    "timeout_s": {"flags": ("--timeout",)},
+}
 
 
-def of_function(
-    place: str,
-    only: Collection[str] = (),
-    given_only: bool = False,
-    **details: dict[str, Any],
-) -> Options:
-    """Options for the arguments of 'planning.Plan.simulate' that have a default and one of TYPES.
+class Told(NamedTuple):
+    """What is known of an argument."""
 
-    only: of these. given_only: an option that is not given is None, whatever the argument's
-    default. details: what typer.Option takes besides help, by argument; `flag` renames it.
+    hint: Any
+    default: Any
+    help: str | None
+    by_place: bool = False  # it has no --name
+
+
+Source = Callable[[], dict[str, Told]]
+
+
+def helps_of(docstring: str | None) -> dict[str, str]:
+    """What Args say of each argument."""
+    said = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docstring or "", re.MULTILINE)
+    return {name: re.sub(r"\n *", " ", text) for name, text in said}
+
+
+def of_function(place: str, *only: str, given_only: bool = False) -> Source:
+    """The arguments of 'planning.Plan.simulate' that have a default and one of TYPES, or these.
+
+    given_only: one that is not given is None, whatever its default.
     """
 
-    def declared() -> Iterable[Parameter]:
+    def told() -> dict[str, Told]:
         module, *names = place.split(".")
         found: Any = ast.parse((API / f"{module}.py").read_text(encoding="utf-8"))
         for name in names:  # of overloads the last
             found = [one for one in found.body if getattr(one, "name", "") == name][-1]
-        text = ast.get_docstring(found) or ""
-        helps = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE))
-        own = found.args
+        own, helps, out = found.args, helps_of(ast.get_docstring(found)), dict[str, Told]()
         arguments = [*own.args[len(own.args) - len(own.defaults) :], *own.kwonlyargs]
         for argument, value in zip(arguments, [*own.defaults, *own.kw_defaults], strict=True):
             name = argument.arg
             kind = TYPES.get(ast.unparse(argument.annotation).removesuffix(" | None"))
             if kind is None or value is None or (only and name not in only):
                 continue
-            default, said = ast.literal_eval(value), helps[name]
+            default, text = ast.literal_eval(value), helps[name]
             if given_only:
-                said += f"  [default: {default:g}]" if default and kind is not bool else ""
+                text += f"  [default: {default:g}]" if type(default) in (int, float) else ""
                 default = None
-            yield option(name, kind, default, said, **details.get(name, {}))
+            out[name] = Told(kind if kind is bool else kind | None, default, text)
+        return out
 
-    return declared
+    return told
 
 
-def of_fields() -> Iterable[Parameter]:
-    """Options for the fields of a workload; None where one is not given."""
+def of_fields() -> dict[str, Told]:
+    """The fields of a workload, each None where it is not given."""
     from gnnplan.planner.gnn.fields import Fields
 
+    out = {}
     for name, field in Fields.model_fields.items():
         kinds = {field.annotation, *get_args(field.annotation)}
-        kind = next((kind for kind in (int, float) if kind in kinds), str)
-        said = field.description or ""
-        if "[default" not in said:
-            said += f"  [default: {field.default if kind is str else f'{field.default:g}'}]"
-        yield option(name, kind, None, said)
+        kind: Any = next((kind for kind in (int, float) if kind in kinds), str)
+        text = re.sub(r"\s*\n", " ", field.description or "")
+        if "[default" not in text:
+            text += f"  [default: {field.default if kind is str else f'{field.default:g}'}]"
+        out[name] = Told(kind | None, None, text)
+    return out
 
 
-def of_model() -> Iterable[Parameter]:
-    """An argument for a workload's model."""
-    from gnnplan.planner.gnn.fields import Fields
-
-    told = typer.Argument(help=Fields.model_fields["model"].description)
-    yield Parameter("model", Parameter.KEYWORD_ONLY, annotation=Annotated[str, told])
-
-
-def option(name: str, kind: type, default: Any, text: str, **details: Any) -> Parameter:
-    """An option of a verb."""
-    flag = details.pop("flag", f"--{name.replace('_', '-')}")
-    told = typer.Option(flag, help=re.sub(r"\s+", " ", text), **details)
-    hint: Any = kind if kind is bool else kind | None
-    return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told]
-    )
+def of_model() -> dict[str, Told]:
+    """A workload's model, by its place."""
+    text, _, _ = (of_fields()["model"].help or "").partition("  [default")
+    return {"model": Told(str, Parameter.empty, text, by_place=True)}
 
 
 class Verb(TyperCommand):
     """A verb, whose options are made when they are asked for, so that `gnnplan --help` is quick."""
 
     function: ClassVar[Callable[..., None]]
-    sources: ClassVar[tuple[Options, ...]]
+    sources: ClassVar[tuple[Source, ...]]
+    details: ClassVar[dict[str, dict[str, Any]]]  # what typer is told of an argument here
 
     @cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """All options: the function's own, then those of the sources."""
-        signature = inspect.signature(self.function, eval_str=True)
-        own = {
-            name: one.replace(kind=Parameter.KEYWORD_ONLY)
-            for name, one in signature.parameters.items()
+    def parameters(self) -> list[Parameter]:
+        """The function's own arguments, then those of the sources that it has not itself."""
+        helps = helps_of(inspect.getdoc(self.function))
+        found = {
+            name: Told(one.annotation, one.default, helps.get(name), one.kind < one.KEYWORD_ONLY)
+            for name, one in inspect.signature(self.function, eval_str=True).parameters.items()
             if one.kind is not Parameter.VAR_KEYWORD
         }
-        read = {one.name: one for source in self.sources[::-1] for one in source()}
-        for one in read.values():
-            told = one.annotation.__metadata__[0]
-            told.help = re.sub(
-                r"`(\w+)`",
-                lambda of: f"--{of[1].replace('_', '-')}" if of[1] in read | own else of[0],
-                told.help,
-            )
-        return own | {name: one for name, one in read.items() if name not in own}
+        for source in self.sources:
+            for name, told in source().items():
+                found.setdefault(name, told)
+        return [self._parameter(name, told, found) for name, told in found.items()]
+
+    def _parameter(self, name: str, told: Told, among: Container[str]) -> Parameter:
+        """An argument as typer takes it."""
+        known = {**SHARED.get(name, {}), **self.details.get(name, {})}
+        flags = known.pop("flags", (_flag(name),))
+        text = re.sub(
+            r"`(\w+)`",
+            lambda of: _flag(of[1]) if of[1] in among else of[0],
+            told.help or known.pop("help"),
+        )
+        kind: Any = typer.Argument if told.by_place else partial(typer.Option, *flags)
+        hint: Any = told.hint
+        annotation = Annotated[hint, kind(**{**known, "help": text})]
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=told.default, annotation=annotation)
 
     @cached_property
     def whole(self) -> Any:
         """The command with all of its options."""
 
         def called(**given: Any) -> None:
-            return type(self).function(**given)
+            return self.function(**given)
 
-        called.__signature__ = inspect.Signature([*self.parameters.values()])  # type: ignore[attr-defined]
-        called.__annotations__ = {name: one.annotation for name, one in self.parameters.items()}
+        called.__signature__ = inspect.Signature(self.parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in self.parameters}
         alone = typer.Typer(add_completion=False)
         alone.command(self.name)(called)
         return get_command(alone)
@@ -140,10 +176,11 @@ class Verb(TyperCommand):
         """Raises SpecError for a number that is not finite, or in other digits than 0 to 9.
 
         typer takes these; whether it takes the rest is its own to say."""
+        kinds = {one.name: get_args(one.annotation)[0] for one in self.parameters}
         numeric = {
             flag
             for one in self.whole.params
-            if {int, float}.intersection(_kinds(self.parameters[one.name].annotation))
+            if {int, float}.intersection((kinds[one.name], *get_args(kinds[one.name])))
             for flag in one.opts
         }
         for word, after in pairwise([*args, ""]):
@@ -154,6 +191,10 @@ class Verb(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         return self.whole.invoke(ctx)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _must_be_number(flag: str, text: str) -> None:
@@ -167,9 +208,3 @@ def _must_be_number(flag: str, text: str) -> None:
         raise SpecError(
             f"{flag}: must be a finite number in the digits 0 to 9, as 12 or 0.5, not {text!r:.80}"
         ) from None
-
-
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The types of an option: of Annotated[int | None, ...] int and None."""
-    kind = get_args(annotation)[0] if get_args(annotation) else annotation
-    return (kind, *get_args(kind))

@@ -5,13 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import GRAPH_HELP, Json, Set, of_plan, print_json, show, verb
-from gnnplan.cli.options import of_fields
+from gnnplan.cli.common import print_json, show, verb
+from gnnplan.cli.options import of_fields, of_function
 
 if TYPE_CHECKING:
     from gnnplan.api.asking import Question
@@ -19,61 +17,27 @@ if TYPE_CHECKING:
     from gnnplan.planner.vocabulary.progress import Notify
 
 
-@verb(of_plan(), of_fields)
+@verb(
+    of_function("planning.plan"),
+    of_fields,
+    scale={"metavar": "GPUS"},
+    evidence={"metavar": "DIR"},
+    report={"metavar": "FILE"},
+    target_accuracy={"metavar": "SHARE"},
+    task={"metavar": "node|link|regression|none"},
+)
 def plan(
-    graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A YAML file or a preset, such as dgx_a100; 'dgx_a100?price=2.20&servers=4' sets"
-            " fields; local is this machine as `gnnplan measure` found it, and generic numbers"
-            " before that. With --scale several, side by side.  [default: local]"
-        ),
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            help="A YAML file with the fields that the options below override, or a preset: what"
-            " a paper trained with, such as pipegcn_reddit."
-        ),
-    ] = None,
-    set_: Set = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Write the plan here; without it none is written."),
-    ] = None,
-    scale: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPUS",
-            help="Plan on several numbers of GPUs instead, and say which is best: 1..64 doubles, or"
-            " a list, 1,2,4,8. More servers than the cluster has are allowed.",
-        ),
-    ] = None,
-    evidence: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="The folder of a run, or one that holds such; again for more. Runs of exact"
-            " strategies with any seed and number of ranks count for all of them.",
-        ),
-    ] = None,
-    depths: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Print all reasons: what binds, why the others lost, what was rejected, and at"
-            " which other numbers of layers another family wins (takes as long as several plans).",
-        ),
-    ] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw the plan as a page too; `gnnplan report` adds what runs measured.",
-        ),
-    ] = None,
-    as_json: Json = False,
+    *,
+    graph: str = DEFAULT_GRAPH,
+    cluster: list[str] | None = None,
+    workload: str | None = None,
+    set_: list[str] | None = None,
+    output: Path | None = None,
+    scale: str | None = None,
+    evidence: list[Path] | None = None,
+    depths: bool = False,
+    report: Path | None = None,
+    as_json: bool = False,
     **given: Any,
 ) -> None:
     """Rank the strategies that fit, and recommend one with reasons.
@@ -85,6 +49,21 @@ def plan(
     Should I distribute at all? gnnplan plan --graph reddit --cluster dgx_a100 --scale 1..64 says
     what 1, 2, 4, ... GPUs of that kind would take, and from where on more of them are slower.
     --cluster 'l4_box?price=0.80' --cluster 'dgx_a100?price=2.20' compares what you may rent.
+
+    Args:
+        cluster: A YAML file or a preset, such as dgx_a100; 'dgx_a100?price=2.20&servers=4' sets
+            fields; local is this machine as `gnnplan measure` found it, and generic numbers before
+            that. With --scale several, side by side.  [default: local]
+        workload: A YAML file with the fields that the options below override, or a preset: what a
+            paper trained with, such as pipegcn_reddit.
+        output: Write the plan here; without it none is written.
+        scale: Plan on several numbers of GPUs instead, and say which is best: 1..64 doubles, or a
+            list, 1,2,4,8. More servers than the cluster has are allowed.
+        evidence: The folder of a run, or one that holds such; again for more. Runs of exact
+            strategies with any seed and number of ranks count for all of them.
+        depths: Print all reasons: what binds, why the others lost, what was rejected, and at which
+            other numbers of layers another family wins (takes as long as several plans).
+        report: Draw the plan as a page too; `gnnplan report` adds what runs measured.
     """
     from gnnplan.api.asking import ask
     from gnnplan.api.planning import answer, wanted_objective

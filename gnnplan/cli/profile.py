@@ -2,68 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import (
-    GRAPH_HELP,
     LACKING,
-    Json,
     numbers,
-    of_plan,
     print_json,
     show_table,
     verb,
 )
+from gnnplan.cli.options import of_function
 
 
-@verb(of_plan(*LACKING, "partitioner", "directed"))
+@verb(
+    of_function("planning.plan", *LACKING, "partitioner", "directed"),
+    task={"metavar": "none"},
+)
 def profile(
-    graph: Annotated[str, typer.Argument(help=GRAPH_HELP)] = DEFAULT_GRAPH,
-    parts: Annotated[str, typer.Option(help="Part counts to look at, as 2,4,8.")] = "2,4,8",
-    servers: Annotated[
-        int | None,
-        typer.Option(help="Servers that the parts are spread over; growth is then a server's."),
-    ] = None,
-    hops: Annotated[int, typer.Option(help="Hops of a part's growth to report.")] = 3,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Look at mini-batches of so many seeds too, shared by as many ranks as parts."
-        ),
-    ] = None,
-    fanout: Annotated[
-        str | None,
-        typer.Option(
-            help="Neighbours per layer from the seeds outwards, as 15,10 or full. "
-            " [default: 10 each]"
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="GNN layers of the mini-batches.  [default: as many as fanouts, or 3]"),
-    ] = None,
-    hidden: Annotated[
-        int | None,
-        typer.Option(help="Hidden width of the rows that a split sends.  [default: 256]"),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="none",
-            help="none: the graph has no labels; it is planned, simulated and run on stand-ins.",
-        ),
-    ] = None,
-    as_json: Json = False,
+    graph: str = DEFAULT_GRAPH,
+    *,
+    parts: str = "2,4,8",
+    servers: int | None = None,
+    hops: int = 3,
+    batch: int | None = None,
+    fanout: str | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    task: str | None = None,
+    as_json: bool = False,
     **reading: Any,
 ) -> None:
     """Show what partitions of a graph cost: halo rows, cut, balance.
 
     Per number of parts, with the growth of what layers reach. Facts are cached by content. With
     --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what caches
-    hit, what a split sends."""
+    hit, what a split sends.
+
+    Args:
+        parts: Part counts to look at, as 2,4,8.
+        servers: Servers that the parts are spread over; growth is then a server's.
+        hops: Hops of a part's growth to report.
+        batch: Look at mini-batches of so many seeds too, shared by as many ranks as parts.
+        fanout: Neighbours per layer from the seeds outwards, as 15,10 or full.  [default: 10 each]
+        layers: GNN layers of the mini-batches.  [default: as many as fanouts, or 3]
+        hidden: Hidden width of the rows that a split sends.  [default: 256]
+        task: none: the graph has no labels; it is planned, simulated and run on stand-ins.
+    """
     from gnnplan.planner.graph.load import load, source_of
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import read_workload

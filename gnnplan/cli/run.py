@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gnnplan.cli.common import Json, print_json, show, verb
+from gnnplan.cli.common import print_json, show, verb
 from gnnplan.cli.options import of_function
 
 if TYPE_CHECKING:
@@ -16,51 +16,22 @@ if TYPE_CHECKING:
 
 
 @verb(
-    of_function(
-        "planning.Plan.run",
-        given_only=True,
-        epochs={"min": 1},
-        eval_every={"min": 0},
-        timeout_s={"flag": "--timeout", "min": 1.0},
-        checkpoint_every={"min": 0},
-        restarts={"min": 0, "max": 1000},
-        emulate={"metavar": "RATE"},
-        tensorboard={"metavar": "DIR"},
-    )
+    of_function("planning.Plan.run", given_only=True),
+    resume={"metavar": "DIR"},
+    epochs={"min": 1},
+    eval_every={"min": 0},
+    timeout_s={"min": 1.0},
+    checkpoint_every={"min": 0},
+    restarts={"min": 0, "max": 1000},
+    tensorboard={"metavar": "DIR"},
 )
 def run(
-    plan_file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="PLAN",
-            help="A plan.json. With --resume: another plan to go on with; left out, the run's own.",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="Another candidate of the plan, as `plan` prints it; NEXT is its fastest"
-            " alternative.  [default: the plan's recommendation]"
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Go on with the run in this folder from its last checkpoint, with its "
-            "plan and options; --epochs may ask for more. With a PLAN of the same graph and"
-            " workload: on its ranks, with its strategy.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print what the plan asks for beside what is here, and start nothing; exit code 2"
-            " where the run would be refused.",
-        ),
-    ] = False,
-    as_json: Json = False,
+    plan_file: Path | None = None,
+    *,
+    strategy: str | None = None,
+    resume: Path | None = None,
+    dry_run: bool = False,
+    as_json: bool = False,
     **given: Any,
 ) -> None:
     """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when
@@ -71,7 +42,18 @@ def run(
 
     A run that was broken off: gnnplan run --resume DIR. The same run on other ranks or with another
     strategy: gnnplan run NEW.json --resume DIR; weights and the optimizer's state go on. Under
-    torchrun restarts are torchrun's (--max-restarts 3), and go on from the last checkpoint too."""
+    torchrun restarts are torchrun's (--max-restarts 3), and go on from the last checkpoint too.
+
+    Args:
+        plan_file: A plan.json. With --resume: another plan to go on with; left out, the run's own.
+        strategy: Another candidate of the plan, as `plan` prints it; NEXT is its fastest
+            alternative.  [default: the plan's recommendation]
+        resume: Go on with the run in this folder from its last checkpoint, with its plan and
+            options; --epochs may ask for more. With a PLAN of the same graph and workload: on its
+            ranks, with its strategy.
+        dry_run: Print what the plan asks for beside what is here, and start nothing; exit code 2
+            where the run would be refused.
+    """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.running import Run, asked_of, preflight, rate_of, train
     from gnnplan.executor.launch import launcher as launch

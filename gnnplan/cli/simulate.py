@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from gnnplan.cli.common import Json, PlanFile, Set, print_json, show, verb
+from gnnplan.cli.common import print_json, show, verb
 from gnnplan.cli.options import of_function
 
 
 @verb(
-    of_function(
-        "planning.Plan.simulate",
-        steps={"min": 1},
-        repetitions={"min": 1, "max": 100_000},
-        seed={"min": 0},
-    )
+    of_function("planning.Plan.simulate"),
+    csv={"metavar": "FILE"},
+    steps={"min": 1},
+    repetitions={"min": 1, "max": 100_000},
+    seed={"min": 0},
 )
 def simulate(
-    plan_file: PlanFile,
-    straggler: Annotated[
-        list[str] | None,
-        typer.Option(help="3=2.0: rank 3 computes twice as long; may be given again."),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What if: a field and its values, as servers=1,2,4,8 or device=dgx_a100,p3_p100 "
-            "(the GPU of a preset or file); several: every combination."
-        ),
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option("--csv", metavar="FILE", help="Write what --sweep finds here too."),
-    ] = None,
-    set_: Set = None,
-    as_json: Json = False,
+    plan_file: Path,
+    *,
+    straggler: list[str] | None = None,
+    sweep: list[str] | None = None,
+    csv: Path | None = None,
+    set_: list[str] | None = None,
+    as_json: bool = False,
     **playing: Any,
 ) -> None:
     """Play a plan in virtual time: what if the cluster were another?
 
     Perhaps with jitter or stragglers. --sweep varies fields, and says where the recommendation
-    changes."""
+    changes.
+
+    Args:
+        straggler: 3=2.0: rank 3 computes twice as long; may be given again.
+        sweep: What if: a field and its values, as servers=1,2,4,8 or device=dgx_a100,p3_p100 (the
+            GPU of a preset or file); several: every combination.
+        csv: Write what --sweep finds here too.
+    """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.simulation import Simulation, Sweep
     from gnnplan.planner.vocabulary.errors import SpecError

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from gnnplan.cli.common import Json, PlanFile, print_json, show, verb
+from gnnplan.cli.common import print_json, show, verb
 from gnnplan.cli.options import of_function
 
 
-@verb(of_function("tuning.tune", epochs={"min": 1}, emulate={"metavar": "RATE"}))
+@verb(of_function("tuning.tune"), epochs={"min": 1})
 def tune(
-    plan_file: PlanFile,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the folders of its runs.  [default: a new one, runs/tune-N]"),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Write the plan here.  [default: beside --out, .json]"),
-    ] = None,
-    as_json: Json = False,
+    plan_file: Path,
+    *,
+    out: Path | None = None,
+    output: Path | None = None,
+    as_json: bool = False,
     **options: Any,
 ) -> None:
     """Run the strategies within doubt, and plan by what they took.
@@ -33,7 +26,12 @@ def tune(
     recommended only if it is faster by more than the noise. The runs also correct the cluster's
     constants. Where the training is too short to be worth it, the plan stays as it is.
 
-    For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json"""
+    For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json
+
+    Args:
+        out: Folder for the folders of its runs.  [default: a new one, runs/tune-N]
+        output: Write the plan here.  [default: beside --out, .json]
+    """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.tuning import tune as tune_by_runs
     from gnnplan.executor.launch.launcher import new_folder

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from gnnplan.cli.common import Json, print_json, show, show_table, verb
+from gnnplan.cli.common import print_json, show, show_table, verb
 from gnnplan.cli.options import of_function
 
 
-@verb(of_function("validation.validate", refit={"metavar": "FILE"}))
+@verb(
+    of_function("validation.validate"),
+    directories={"metavar": "[DIR]..."},
+    leave_one_out={"flags": ("--leave-one-out/--no-leave-one-out",)},
+    refit={"metavar": "FILE"},
+)
 def validate(
-    directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of finished runs.")
-    ] = None,
-    published: Annotated[
-        Path | None, typer.Option(help="In their place: a .csv of printed figures to predict.")
-    ] = None,
-    leave_one_out: Annotated[
-        bool,
-        typer.Option(
-            help="With --published: predict each dataset with constants fitted to the others."
-        ),
-    ] = False,
-    as_json: Json = False,
+    directories: list[Path] | None = None,
+    *,
+    published: Path | None = None,
+    leave_one_out: bool = False,
+    as_json: bool = False,
     **constants: Any,
 ) -> None:
     """Compare runs with their predictions, and say what to doubt.
@@ -33,7 +30,13 @@ def validate(
     Predicted, simulated and measured seconds side by side. Exit 1 if bytes or order differ. Of
     several runs: errors by operation, how right the ranking of strategies was (Kendall's tau,
     regret) and which constants to doubt. With --published FILE.csv: the figures that others have
-    printed, beside what the model predicts of them."""
+    printed, beside what the model predicts of them.
+
+    Args:
+        directories: Folders of finished runs.
+        published: In their place: a .csv of printed figures to predict.
+        leave_one_out: With --published: predict each dataset with constants fitted to the others.
+    """
     from gnnplan.api.validation import Validation, Validations
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
