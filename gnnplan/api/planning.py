@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,14 @@ from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Lines, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.decision.objective import LEAST, TIME, Objective, Target
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, named, parse
+from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
@@ -197,54 +197,6 @@ def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
     SpecError where it is not a plan, Mismatch where another version made it.
     """
     return Plan(documents.read(path, of_any_version))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A strategy, and what is predicted of it."""
-
-    strategy: str  # as `strategy=` and --strategy take it
-    exact: bool
-    gpus: int
-    epoch_s: float  # [s]
-    memory_bytes: float  # of the fullest rank [B]
-    predicted: Mapping[str, Any]  # all that plan.json holds of it
-    # In doubt about constants and predictions; None in plans of version 0.1.
-    epoch_low_s: float | None = None  # 10th percentile [s]
-    epoch_high_s: float | None = None  # 90th percentile [s]
-    chance_fastest: float | None = None  # of all strategies that fit
-    expected_regret: float | None = None  # of choosing it: mean of epoch / fastest epoch - 1
-    # What the objective counts of it, by plan.json's names; empty for the time of an epoch.
-    counted: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Answer:
-        """The answer of an entry of plan.json."""
-        predicted, strategy = found["predicted"], dict(found["strategy"])
-        call = str(named(strategy.pop("name"), strategy))
-        seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
-        outlook = {name: found.get(name) for name in documents.OUTLOOK}
-        names = (name for names in documents.COUNTED.values() for name in names)
-        counted = {name: found[name] for name in names if name in found}
-        gpus, exact = found["gpus"], found["exact"]
-        return cls(call, exact, gpus, seconds, memory, predicted, **outlook, counted=counted)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Its numbers, as a row of a table."""
-        return {
-            "strategy": self.strategy,
-            "exact": self.exact,
-            "gpus": self.gpus,
-            **{
-                field: self.predicted[field]
-                for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
-            },
-            **{field: getattr(self, field) for field in documents.OUTLOOK},
-            **self.counted,
-            "memory_bytes": self.memory_bytes,
-            "bottleneck": self.predicted["bottleneck"],
-        }
 
 
 class Plan(View):

@@ -13,7 +13,6 @@ from typing import Any
 from gnnplan.api.asking import Overrides, Question, ask
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.planning import (
-    Answer,
     counted_columns,
     describe_question,
     describe_training,
@@ -22,6 +21,7 @@ from gnnplan.api.planning import (
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
