@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from gnnplan.cli.common import print_json, show, verb
+from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_function, of_model
 
 
@@ -32,9 +32,6 @@ def check(
     from gnnplan.api.checking import check as compare
 
     found = compare(**question, hidden=hidden, layers=layers)
-    if as_json:
-        print_json({**found.document, "differs": found.differs})
-    else:
-        show(found)
+    show(found, as_json)
     if not found.ok:
         raise typer.Exit(1)

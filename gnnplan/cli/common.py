@@ -13,7 +13,6 @@ import typer
 from gnnplan.cli.options import Source, Verb
 
 if TYPE_CHECKING:
-    from gnnplan.api.view import View
     from gnnplan.planner.vocabulary.table import Table
 
 app = typer.Typer(
@@ -71,9 +70,13 @@ def numbers(text: str, option: str) -> list[int]:
         ) from None
 
 
-def show(answer: View) -> None:
-    """Print an answer for people on standard output."""
-    answer.print(width=_width())
+def show(answer: Any, as_json: bool = False) -> bool:
+    """Print an answer on standard output, for people or its document; whether for people."""
+    if as_json:
+        print_json(answer.document)
+    else:
+        answer.print(width=_width())
+    return not as_json
 
 
 def show_table(shown: Table) -> None:

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import print_json, show, verb
+from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_fields, of_function
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def plan(
                 for name, one in questions.items()
             }
             scaled = compared(scales) if len(scales) > 1 else scales[clusters[0]]()
-        return print_json(scaled.document) if as_json else show(scaled)
+        show(scaled, as_json)
+        return
     question = questions[clusters[0]]
     with progress() as notify:
         found = answer(question, exact, strategy, ranks is None, notify, wanted, depths)
@@ -118,9 +119,8 @@ def plan(
     if report:
         with progress() as notify:
             found.report(report, notify=notify)
-    if as_json:
-        return print_json(found.document)
-    show(found)
+    if not show(found, as_json):
+        return
     if depths:
         show(found.explain())
     else:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from gnnplan.cli.common import print_json, show, verb
+from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_function
-
-if TYPE_CHECKING:
-    from gnnplan.api.running import Run
 
 
 @verb(
@@ -98,7 +95,7 @@ def run(
         options = launch.Options.of(out, given, resume is not None)
         code = launch.follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", "0") == "0":
-            show_run(Run(out), as_json)
+            show(Run(out), as_json)
         launch.leave(code)
     if given["emulate"] is not None:
         rate_of(given["emulate"])  # a typing mistake is told before the graph is read
@@ -108,17 +105,6 @@ def run(
     asked = asked_of(plan.document, plan.loaded, out, given, resume is not None)
     if dry_run:
         found = preflight(asked)
-        if as_json:
-            print_json(found.document)
-        else:
-            show(found)
+        show(found, as_json)
         raise typer.Exit(2 if found.stops else 0)
-    show_run(train(asked), as_json)
-
-
-def show_run(finished: Run, as_json: bool) -> None:
-    """Print what a finished run left behind."""
-    if as_json:
-        print_json(finished.document)
-    else:
-        show(finished)
+    show(train(asked), as_json)

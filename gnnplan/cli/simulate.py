@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gnnplan.cli.common import print_json, show, verb
+from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_function
 
 
@@ -65,8 +65,5 @@ def simulate(
             found = plan.sweep(sweep, **playing, notify=notify)
     if csv and isinstance(found, Sweep):
         found.to_csv(csv)
-    if as_json:
-        return print_json(found.document)
-    show(found)
-    if csv:
+    if show(found, as_json) and csv:
         print(f"written to {csv}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from gnnplan.cli.common import print_json, show, verb
+from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_function
 
 
@@ -45,7 +45,5 @@ def tune(
     with progress() as notify:
         tuned = tune_by_runs(load_plan(plan_file), out, **options, notify=notify)
     tuned.write(output)
-    if as_json:
-        return print_json(tuned.document)
-    show(tuned)
-    print(f"written to {output}; next: gnnplan run {quote(str(output))}")
+    if show(tuned, as_json):
+        print(f"written to {output}; next: gnnplan run {quote(str(output))}")

@@ -56,10 +56,7 @@ def validate(
             found = Validation.of(directories[0], constants["cluster"])
         else:
             found = Validations.of(directories, **constants, notify=notify)
-    if as_json:
-        print_json(found.document)
-    else:
-        show(found)
+    show(found, as_json)
     if not found.ok:
         raise typer.Exit(1)
 
