@@ -17,6 +17,7 @@ from typer.main import get_command
 
 import gnnplan
 from gnnplan.cli import app
+from gnnplan.cli.options import of_fields
 from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Fabric, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import FAMILIES, Strategy, names
@@ -60,10 +61,12 @@ def test_every_field_of_a_specification_is_explained(model: type):
 
 def test_the_table_of_a_workload_is_what_its_fields_say():
     """The command line's help says the same."""
+    said = of_fields()
+    assert {*said, "module"} == set(Workload.model_fields)
     rows = ["| field | meaning | default |", "|---|---|---|"]
-    for name, field in Workload.model_fields.items():
-        said, _, default = " ".join(field.description.split()).partition(" [default: ")
-        rows.append(f"| `{name}` | {said} | {default.rstrip(']') or str(field.default).lower()} |")
+    for name, field in said.items():
+        text, _, default = field.help.partition(" [default: ")
+        rows.append(f"| `{name}` | {text.strip()} | {default.rstrip(']')} |")
     table = "\n".join(rows)
     text = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
     assert f"\n{table}\n" in text, f"files.md should have\n{table}"

@@ -2,7 +2,7 @@
 fields of a workload.
 
 A signature has names, types and defaults, the docstring's Args the help; `name` in it is the option
---name. The API is read and not imported, which takes a second: --help comes at once."""
+--name. Files are read and not imported, which takes a second: --help comes at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from typer.main import get_command
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import number_of
 
-API = Path(__file__).parents[1] / "api"
+PACKAGE = Path(__file__).parents[1]
+API, FIELDS = PACKAGE / "api", PACKAGE / "planner" / "gnn" / "fields.py"
 # of the API's arguments that become options; a verb has arguments of its own for other types
 TYPES = {"int": int, "float": float, "bool": bool, "str": str, "str | Path": Path}
 # what typer is told of an argument wherever it stands; flags: names of its option
@@ -80,9 +81,7 @@ def of_function(place: str, *only: str, given_only: bool = False) -> Source:
 
     def told() -> dict[str, Told]:
         module, *names = place.split(".")
-        found: Any = ast.parse((API / f"{module}.py").read_text(encoding="utf-8"))
-        for name in names:  # of overloads the last
-            found = [one for one in found.body if getattr(one, "name", "") == name][-1]
+        found = _declared(API / f"{module}.py", *names)
         own, helps, out = found.args, helps_of(ast.get_docstring(found)), dict[str, Told]()
         arguments = [*own.args[len(own.args) - len(own.defaults) :], *own.kwonlyargs]
         for argument, value in zip(arguments, [*own.defaults, *own.kw_defaults], strict=True):
@@ -101,18 +100,25 @@ def of_function(place: str, *only: str, given_only: bool = False) -> Source:
 
 
 def of_fields() -> dict[str, Told]:
-    """The fields of a workload, each None where it is not given."""
-    from gnnplan.planner.gnn.fields import Fields
-
+    """The fields of a workload, each None where it is not given; the help is below the field."""
     out = {}
-    for name, field in Fields.model_fields.items():
-        kinds = {field.annotation, *get_args(field.annotation)}
-        kind: Any = next((kind for kind in (int, float) if kind in kinds), str)
-        text = re.sub(r"\s*\n", " ", field.description or "")
-        if "[default" not in text:
-            text += f"  [default: {field.default if kind is str else f'{field.default:g}'}]"
-        out[name] = Told(kind | None, None, text)
+    for field, below in pairwise(_declared(FIELDS, "Fields").body):
+        if hasattr(field, "annotation"):
+            value = field.value.args[0] if isinstance(field.value, ast.Call) else field.value
+            default, text = ast.literal_eval(value), re.sub(r"\n *", " ", below.value.value)
+            kind: Any = TYPES.get(ast.unparse(field.annotation).removesuffix(" | None"), str)
+            if default is not None:
+                text += f"  [default: {default if kind is str else f'{default:g}'}]"
+            out[field.target.id] = Told(kind | None, None, text)
     return out
+
+
+def _declared(file: Path, *names: str) -> Any:
+    """A function or a class of a file, or what is in a class; of overloads the last."""
+    found: Any = ast.parse(file.read_text(encoding="utf-8"))
+    for name in names:
+        found = [one for one in found.body if getattr(one, "name", "") == name][-1]
+    return found
 
 
 def of_model() -> dict[str, Told]:

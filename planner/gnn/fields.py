@@ -23,7 +23,7 @@ class Fields(Spec):
 
     Where the default is None, [default: ...] says what that means."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(defer_build=True)  # until it is used; of these a Workload is made
 
     model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2", "own"] = "sage"
     """gcn, sage, gcnii, gat, gatv2, gin, resgcn or sgc; or your own module of torch_geometric.nn or
