@@ -184,8 +184,19 @@ class Scale(View):
 
     def __init__(self, problem: Problem, found: Scaling, exact: bool, strategy: str | None) -> None:
         self._problem, self._found = problem, found
-        first, slower, worse = found.first, found.slower_from, found.worse_from
         assert found.best.found is not None
+        self.rows = [_row(found, size) for size in found.sizes]
+        """The numbers of every size; pandas.DataFrame takes them."""
+        self.best = found.best.gpus
+        """The number of GPUs to use, by the objective."""
+        self.fastest = found.fastest.gpus
+        """The number of GPUs that take the least time."""
+        self.cheapest = found.cheapest.gpus if found.cheapest else None
+        """The number of GPUs that cost the least; None without a price."""
+        self.slower_from = found.slower_from.gpus if found.slower_from else None
+        """From this number on all that were asked are slower than the fastest; None: no such."""
+        self.worse_from = found.worse_from.gpus if found.worse_from else None
+        """From this number on all have more of the objective than the best; None: no such."""
         self.document: dict[str, Any] = {
             "graph": documents.graph_of(problem),
             "workload": problem.workload.model_dump(mode="json"),
@@ -193,59 +204,29 @@ class Scale(View):
             "exact": exact,
             "strategy": strategy,
             **documents.objective_fields(found.best.found),
-            "rows": [_row(found, size) for size in found.sizes],
+            "rows": self.rows,
             "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
-            "best": found.best.gpus,
-            "fastest": found.fastest.gpus,
-            "cheapest": found.cheapest.gpus if found.cheapest else None,
-            "slower_from": slower.gpus if slower else None,
-            "worse_from": worse.gpus if worse else None,
+            "best": self.best,
+            "fastest": self.fastest,
+            "cheapest": self.cheapest,
+            "slower_from": self.slower_from,
+            "worse_from": self.worse_from,
             "enough": found.enough.gpus,
-            "fits_from": first.gpus,
+            "fits_from": found.first.gpus,
             "takes_over": [
                 {"gpus": gpus, "from": before, "to": after}
                 for gpus, before, after in found.takes_over
             ],
         }
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The numbers of every size; pandas.DataFrame takes them."""
-        return list(self.document["rows"])
-
-    @property
-    def best(self) -> int:
-        """The number of GPUs to use, by the objective."""
-        return self._found.best.gpus
-
-    @property
-    def fastest(self) -> int:
-        """The number of GPUs that take the least time."""
-        return self._found.fastest.gpus
-
-    @property
-    def cheapest(self) -> int | None:
-        """The number of GPUs that cost the least; None without a price."""
-        return self._found.cheapest.gpus if self._found.cheapest else None
-
-    @property
-    def slower_from(self) -> int | None:
-        """From this number on all that were asked are slower than the fastest; None: no such."""
-        return self._found.slower_from.gpus if self._found.slower_from else None
-
-    @property
-    def worse_from(self) -> int | None:
-        """From this number on all have more of the objective than the best; None: no such."""
-        return self._found.worse_from.gpus if self._found.worse_from else None
-
     def blocks(self) -> list[str | Table]:
-        problem = self._problem
-        cluster = problem.cluster
-        whole = "full graph" if problem.workload.mode == "full" else "workload"
+        found, workload = self._found, self._problem.workload
+        whole = "full graph" if workload.mode == "full" else "workload"
+        marked = {"best": found.best, "fastest": found.fastest, "cheapest": found.cheapest}
         return [
-            describe_question(self.document["graph"], problem.workload, cluster),
-            _table({"": self}, _marks),
-            *_sentences(self._found, cluster, self.document["strategy"] or f"the {whole}"),
+            describe_question(self.document["graph"], workload, self._problem.cluster),
+            _table({"": self}, {mark: ("", size) for mark, size in marked.items() if size}),
+            *_sentences(found, self._problem.cluster, self.document["strategy"] or f"the {whole}"),
         ]
 
 
@@ -254,24 +235,18 @@ class Offers(View):
 
     def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, Infeasible]) -> None:
         self.scales, self._refused = dict(scales), dict(refused)
+        marked = self._marked
+        self.best = marked["best"][0], marked["best"][1].gpus
+        """The cluster and the number of its GPUs to use, by the objective."""
+        self.rows = [
+            {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
+        ]
+        """The numbers of every size of every cluster; pandas.DataFrame takes them."""
         self.document: dict[str, Any] = {
             "offers": [{"cluster": name, **one.document} for name, one in scales.items()],
             "refused": [{"cluster": name, "reason": str(why)} for name, why in refused.items()],
-            **{mark: _place(place) for mark, place in self._marked.items()},
+            **{mark: {"cluster": name, "gpus": size.gpus} for mark, (name, size) in marked.items()},
         }
-
-    @property
-    def best(self) -> tuple[str, int]:
-        """The cluster and the number of its GPUs to use, by the objective."""
-        name, size = self._marked["best"]
-        return name, size.gpus
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The numbers of every size of every cluster; pandas.DataFrame takes them."""
-        return [
-            {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
-        ]
 
     @property
     def _marked(self) -> dict[str, tuple[str, Size]]:
@@ -294,23 +269,18 @@ class Offers(View):
         return marked
 
     def blocks(self) -> list[str | Table]:
-        shown = _short(self.scales)
-        marks: dict[int, list[str]] = {}  # of a size: of what it is the most
-        for mark, (_, size) in self._marked.items():
-            marks.setdefault(id(size), []).append(mark)
+        shown, marked = _short(self.scales), self._marked
         first = next(iter(self.scales.values()))
         lines: list[str | Table] = [
             describe_training(first.document["graph"], first._problem.workload),
-            _table(
-                {shown[name]: one for name, one in self.scales.items()},
-                lambda _, size: marks.get(id(size), []),
-            ),
+            _table(self.scales, marked),
         ]
-        told = {id(size): (shown[name], size) for name, size in self._marked.values()}
-        for name, size in told.values():
+        sizes = {(name, size.gpus): size for name, size in marked.values()}
+        for place, marks in _by_place(marked).items():
+            size = sizes[place]
             price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
             lines.append(
-                f"{', '.join(marks[id(size)])}: {name},"
+                f"{', '.join(marks)}: {shown[place[0]]},"
                 f" {show_count(size.gpus, _unit(size.best.problem.cluster))} with"
                 f" {size.best.strategy}: {show_time(size.time_s)}{price}"
                 f" {first._found.objective.span}"
@@ -330,21 +300,25 @@ def _short(names: Collection[str]) -> dict[str, str]:
     return {n: head if [*heads.values()].count(head) == 1 else n for n, head in heads.items()}
 
 
-def _place(place: tuple[str, Size]) -> dict[str, Any]:
-    name, size = place
-    return {"cluster": name, "gpus": size.gpus}
+def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], list[str]]:
+    """Of what the sizes of clusters are the most, by cluster and number of GPUs."""
+    places: dict[tuple[str, int], list[str]] = {}
+    for mark, (name, size) in marked.items():
+        places.setdefault((name, size.gpus), []).append(mark)
+    return places
 
 
-def _table(scales: Mapping[str, Scale], marks: Callable[[Scaling, Size], list[str]]) -> Table:
+def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) -> Table:
     """A row per size; of several clusters a row says which it is of."""
     several, first = len(scales) > 1, next(iter(scales.values()))
+    shown, marks = _short(scales), _by_place(marked)
     unit = _unit(first._problem.cluster)
     rows = [
         {
             **numbers,
-            "cluster": name,
+            "cluster": shown[name],
             "recommended": numbers["strategy"] or _lacks(size, one._problem.cluster),
-            "marks": ", ".join(marks(one._found, size)),
+            "marks": ", ".join(marks.get((name, size.gpus), [])),
         }
         for name, one in scales.items()
         for size, numbers in zip(one._found.sizes, one.rows, strict=True)
@@ -413,13 +387,6 @@ def _lacks(size: Size, cluster: Cluster) -> str:
         why = str(size.error).splitlines()[0][:80]
         return why if isinstance(size.error, SpecError) else f"nothing fits: {why}"
     return f"nothing fits: needs {show_bytes(size.needs_bytes)} a rank, has {show_bytes(room)}"
-
-
-def _marks(found: Scaling, size: Size) -> list[str]:
-    """Of what the size is the most."""
-    marks = {"fastest": found.fastest, "cheapest": found.cheapest}
-    words = [mark for mark, marked in marks.items() if marked is size]
-    return ["best", *words] if found.best is size else words
 
 
 def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
