@@ -303,7 +303,7 @@ class Plan(View):
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
         exact, folder = documents.is_exact(self.document), None if trace is None else Path(trace)
-        return Simulation.of(
+        return Simulation(
             self.problem, self.strategy, exact, playing, overrides, flows, folder, notify
         )
 
@@ -333,7 +333,7 @@ class Plan(View):
             )
         exact = documents.is_exact(self.document)
         objective = Objective(self.document.get("objective", "time"))
-        return Sweep.of(
+        return Sweep(
             self.problem, self.strategy, exact, fields, playing, overrides, notify, objective
         )
 

@@ -90,7 +90,7 @@ class Run(View):
         """
         from gnnplan.api.validation import Validation
 
-        return Validation.of(self.out)
+        return Validation(self.out)
 
     def blocks(self) -> list[str]:
         result = self.document

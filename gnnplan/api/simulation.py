@@ -11,7 +11,7 @@ from gnnplan.api.asking import Overrides, settings_of, whole
 from gnnplan.api.view import View, of
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import Candidate, placed, search, unproposed
-from gnnplan.planner.decision.sweep import Axis, axes, changes, points, rows, to_csv
+from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.evidence.validate import (
     by_epoch,
@@ -123,13 +123,8 @@ class Playing:
 class Simulation(View):
     """A plan that was played: `epoch_s`, and by operation what was simulated and predicted."""
 
-    def __init__(self, document: dict[str, Any], title: str, steps: int, batches: int) -> None:
-        self.document = document
-        self._title, self._steps, self._batches = title, steps, batches
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         base: Problem,
         strategy: Strategy,
         exact: bool,
@@ -138,8 +133,7 @@ class Simulation(View):
         flows: bool,
         trace: Path | None,
         notify: Notify,
-    ) -> Simulation:
-        """As `Plan.simulate` says."""
+    ) -> None:
         steps, noise, repetitions = playing.steps, playing.noise, playing.repetitions
         problem, strategy = moved(base, strategy, settings_of(overrides), exact)
         playing.must_be_of(problem.ranks)
@@ -171,7 +165,7 @@ class Simulation(View):
             write_traces(trace, traced.spans, ranks, schedule.ranks, "simulated", "simulator")
         last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
         steady = range(min(1, steps - 1), steps)
-        document: dict[str, Any] = {
+        self.document: dict[str, Any] = {
             "strategy": {"name": strategy.name, **strategy.knobs()},
             "ranks": problem.ranks,
             "steps": schedule.steps,
@@ -192,7 +186,7 @@ class Simulation(View):
             "trace": str(trace) if trace else None,
         }
         if noise:
-            document["noise"] = {
+            self.document["noise"] = {
                 "jitter": noise.jitter,
                 "stragglers": {str(rank): times for rank, times in noise.stragglers.items()},
                 "seed": noise.seed,
@@ -200,12 +194,11 @@ class Simulation(View):
                 "epochs": len(disturbed),
                 **percentiles(disturbed),
             }
-        cluster = problem.cluster
-        title = (
+        cluster, self._steps, self._batches = problem.cluster, steps, batches
+        self._title = (
             f"{strategy} on {cluster.name} ({show_count(cluster.servers, 'server')} x"
             f" {cluster.gpus_per_server})"
         )
-        return cls(document, title, steps, batches)
 
     @property
     def epoch_s(self) -> float:
@@ -256,14 +249,7 @@ class Sweep(View):
     """What was recommended at every combination of values: `rows`, and where that `changes`."""
 
     def __init__(
-        self, swept: Sequence[Axis], strategy: str, exact: bool, found: list[dict[str, Any]]
-    ) -> None:
-        self.axes, self.strategy, self.exact, self.rows = swept, strategy, exact, found
-        self.changes = changes(swept, found)
-
-    @classmethod
-    def of(
-        cls,
+        self,
         base: Problem,
         strategy: Strategy,
         exact: bool,
@@ -272,8 +258,7 @@ class Sweep(View):
         overrides: Overrides,
         notify: Notify,
         objective: Objective,
-    ) -> Sweep:
-        """As `Plan.sweep` says."""
+    ) -> None:
         if isinstance(fields, Mapping):
             texts = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
         else:
@@ -284,13 +269,10 @@ class Sweep(View):
         )
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
-        found = rows(asked, strategy, playing, exact, notify, objective)
-        return cls(swept, strategy.name, exact, found)
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """What `gnnplan simulate --sweep --json` prints."""
-        return {
+        self.axes, self.strategy, self.exact = swept, strategy.name, exact
+        self.rows = rows(asked, strategy, playing, exact, notify, objective)
+        self.changes = changes(swept, self.rows)
+        self.document = {
             "sweep": {axis.field: axis.values for axis in self.axes},
             "strategy": self.strategy,
             "exact": self.exact,

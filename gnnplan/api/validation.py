@@ -67,24 +67,19 @@ def validate(
     if isinstance(runs, str | os.PathLike):
         if refit:
             raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
-        return Validation.of(Path(runs), cluster)
-    return Validations.of([Path(run) for run in runs], cluster, refit, notify)
+        return Validation(Path(runs), cluster)
+    return Validations([Path(run) for run in runs], cluster, refit, notify)
 
 
 class Validation(View):
     """One run beside its prediction; `ok`: bytes and order are as predicted."""
 
-    def __init__(self, strategy: str, device: str, document: dict[str, Any]) -> None:
-        self.strategy, self.device, self.document = strategy, device, document
-
-    @classmethod
-    def of(cls, folder: Path, cluster: str | None = None) -> Validation:
-        """As `validate` says."""
+    def __init__(self, folder: Path, cluster: str | None = None) -> None:
         run = replay(folder, cluster).run
         assert run.planned
-        strategy, device = run.planned.strategy, run.planned.problem.cluster.device.name
-        named = {"name": strategy.name, **strategy.knobs()}
-        return cls(run.strategy, device, {**run.comparison, "strategy": named})
+        named = {"name": run.planned.strategy.name, **run.planned.strategy.knobs()}
+        self.strategy, self.device = run.strategy, run.planned.problem.cluster.device.name
+        self.document: dict[str, Any] = {**run.comparison, "strategy": named}
 
     @property
     def ok(self) -> bool:
@@ -204,21 +199,16 @@ def _bytes_line(sizes: dict[str, Any], epochs: int) -> str:
 class Validations(View):
     """Several runs beside their predictions; `ok`: bytes and order of all are as predicted."""
 
-    def __init__(self, document: dict[str, Any], refit: Path | None = None) -> None:
-        self.document, self.refit = document, refit
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         folders: Sequence[Path],
         cluster: str | None = None,
         refit: str | Path | None = None,
         notify: Notify = silent,
-    ) -> Validations:
-        """As `validate` says."""
-        fitted_file = Path(refit) if refit else None
-        if fitted_file:
-            must_be_writable(fitted_file)
+    ) -> None:
+        self.refit = Path(refit) if refit else None
+        if self.refit:
+            must_be_writable(self.refit)
             if len(folders) < 2:
                 raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
         if not folders:
@@ -230,12 +220,11 @@ class Validations(View):
         for folder in folders:
             notify("comparing runs", str(folder))
             runs.append(replay(folder, cluster).run)
-        document = evidence.summarise(runs)
-        if fitted_file:
+        self.document = evidence.summarise(runs)
+        if self.refit:
             notify("refitting")
-            fitted, document["refit"] = evidence.refit_cluster(runs)
-            write_atomically(fitted_file, fitted.to_yaml())
-        return cls(document, fitted_file)
+            fitted, self.document["refit"] = evidence.refit_cluster(runs)
+            write_atomically(self.refit, fitted.to_yaml())
 
     @property
     def ok(self) -> bool:

@@ -37,7 +37,7 @@ def validate(
         published: In their place: a .csv of printed figures to predict.
         leave_one_out: With --published: predict each dataset with constants fitted to the others.
     """
-    from gnnplan.api.validation import Validation, Validations
+    from gnnplan.api.validation import validate as compare
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
 
@@ -49,13 +49,11 @@ def validate(
         if any(constants.values()):
             raise SpecError("--cluster and --refit go with folders of runs")
         return show_published(published, leave_one_out, as_json)
-    assert directories is not None
-    found: Validation | Validations
+    runs: Any = directories
+    if runs[1:] == [] and not constants["refit"]:
+        runs = runs[0]
     with progress() as notify:
-        if len(directories) == 1 and not constants["refit"]:
-            found = Validation.of(directories[0], constants["cluster"])
-        else:
-            found = Validations.of(directories, **constants, notify=notify)
+        found = compare(runs, **constants, notify=notify)
     show(found, as_json)
     if not found.ok:
         raise typer.Exit(1)
