@@ -1,7 +1,8 @@
 """The command line: a file per verb.
 
-common.py has what the verbs share. Every verb imports what it needs when it is called, so that
---help comes at once.
+A verb's signature and docstring are its arguments and their help; `options` adds those of what it
+calls. common.py has what else verbs share. Every verb imports what it needs when it is called, so
+that --help comes at once.
 """
 
 from __future__ import annotations
