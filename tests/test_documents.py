@@ -159,6 +159,13 @@ def test_commands_in_documents_have_options_that_exist():
     assert count > 50
 
 
+def test_every_argument_says_what_it_is_good_for():
+    """The help is read from docstrings, of the API too; `name` in one is the option's."""
+    for name, verb in get_command(app).commands.items():
+        for one in verb.get_params(Context(verb)):
+            assert one.help and "\n" not in one.help, f"{name} {one.opts}"
+
+
 def test_every_public_name_is_in_the_reference_of_python():
     text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^::: gnnplan\.(\w+)$", text, re.MULTILINE)) == set(gnnplan.__all__)

@@ -8,7 +8,8 @@ from shlex import quote
 from gnnplan.cli.common import print_json, verb
 from gnnplan.planner.vocabulary.progress import say
 
-FILES = ("torchrun", "slurm", "kubernetes")
+# launch files, and what starts them; and libraries, whose folders of parts are written
+FILES = {"torchrun": "bash", "slurm": "sbatch", "kubernetes": "kubectl create -f"}
 FOLDERS = ("distdgl", "pyg")
 
 
@@ -37,8 +38,8 @@ def emit_plan(
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import must_be_writable, suggest, write_atomically
 
-    if target not in FILES + FOLDERS:
-        raise SpecError(f"--for {target!r} is unknown{suggest(target, FILES + FOLDERS)}")
+    if target not in (*FILES, *FOLDERS):
+        raise SpecError(f"--for {target!r} is unknown{suggest(target, (*FILES, *FOLDERS))}")
     if image is not None and target != "kubernetes":
         raise SpecError("--image goes with --for kubernetes")
     document = plans.read(plan_file)
@@ -57,11 +58,8 @@ def emit_plan(
         return print_json(found if target in FOLDERS else {**found, "text": text})
     if note:
         say(f"note: {note}")
-    how = {"torchrun": "bash", "slurm": "sbatch", "kubernetes": "kubectl create -f"}
-    print(
-        f"written to {output}"
-        + (f"; next: {how[target]} {quote(str(output))}" if target in how else "")
-    )
+    onwards = f"; next: {FILES[target]} {quote(str(output))}" if target in FILES else ""
+    print(f"written to {output}{onwards}")
 
 
 def launch_file(plan: Path, document: dict[str, object], target: str, image: str | None) -> str:
@@ -72,7 +70,7 @@ def launch_file(plan: Path, document: dict[str, object], target: str, image: str
     launch = Launch.of(plan, document)
     if target == "kubernetes":
         return kubernetes(launch, document, image)
-    return {"torchrun": torchrun, "slurm": slurm}[target](launch)
+    return slurm(launch) if target == "slurm" else torchrun(launch)
 
 
 def write_partition(document: dict[str, object], target: str, folder: Path | None) -> str | None:
@@ -91,5 +89,5 @@ def write_partition(document: dict[str, object], target: str, folder: Path | Non
         problem = question(document)
         strategy = chosen(document).settle(problem)
         notify(f"writing {problem.ranks} parts")
-        write = {"distdgl": partitions.distdgl, "pyg": partitions.pyg}[target]
+        write = partitions.pyg if target == "pyg" else partitions.distdgl
         return write(problem, strategy, folder)

@@ -155,7 +155,7 @@ class Verb(TyperCommand):
         text = re.sub(
             r"`(\w+)`",
             lambda of: _flag(of[1]) if of[1] in among else of[0],
-            told.help or known.pop("help"),
+            told.help or known.get("help", ""),
         )
         kind: Any = typer.Argument if told.by_place else partial(typer.Option, *flags)
         hint: Any = told.hint
