@@ -125,7 +125,7 @@ def test_no_document_or_code_names_a_file_that_is_gone():
             continue
         text = document.read_text(encoding="utf-8")
         for path in re.findall(
-            r"`((?:planner|executor|simulator|tests|benchmarks|traces)/[\w/.-]+)`", text
+            r"`((?:planner|executor|simulator|tests|benchmarks|traces|examples)/[\w/.-]+)`", text
         ):
             assert (ROOT / path).exists(), f"{document.relative_to(ROOT)} names {path}"
 
