@@ -140,13 +140,17 @@ def times(result: dict[str, Any], unit: str) -> Table:
     shown = [row for row in result["operations"] if row["measured_s"] > SHOWN * step["measured_s"]]
     small = [row for row in result["operations"] if row not in shown]
     rows = [{**step, "operation": unit}, *shown, *([_added_up(small)] if small else [])]
-    columns = ["", "predicted", "measured", "prediction off", f"share of {unit}"]
-    cells = [time_cells(row, step) for row in rows]
-    simulated = [simulated_cell(row) for row in rows]
-    if any(simulated):
-        columns.append("simulated, where it differs")
-        cells = [[*row, cell] for row, cell in zip(cells, simulated, strict=True)]
-    return Table("", columns, cells)
+    differs = any(simulated_cell(row) for row in rows)
+    return table(
+        "",
+        rows,
+        column("", "operation", describe_operation),
+        column("predicted", "predicted_s", show_time),
+        column("measured", "measured_s", show_time),
+        column("prediction off", "predicted_error", show_error),
+        (f"share of {unit}", lambda row: show_percent(row["measured_s"] / step["measured_s"])),
+        ("simulated, where it differs", simulated_cell) if differs else None,
+    )
 
 
 def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -159,18 +163,6 @@ def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     error = sums["predicted_s"] / sums["measured_s"] - 1 if sums["measured_s"] else None
     return {**sums, "predicted_error": error, "operation": f"{len(rows)} small ones"}
-
-
-def time_cells(row: dict[str, Any], step: dict[str, Any]) -> list[str]:
-    """The cells of an operation's row: its times, how far they are apart, its share of the step."""
-    predicted_s, error = row["predicted_s"], row["predicted_error"]
-    return [
-        describe_operation(row["operation"]),
-        cell(predicted_s, show_time),
-        show_time(row["measured_s"]),
-        cell(error, show_error),
-        show_percent(row["measured_s"] / step["measured_s"]),
-    ]
 
 
 def simulated_cell(row: dict[str, Any]) -> str:
