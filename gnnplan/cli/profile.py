@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
@@ -110,51 +111,54 @@ def profile(
 def show_batches(mini: dict[str, Any]) -> None:
     """Print the facts of mini-batches that `probe` has found."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
-    from gnnplan.planner.vocabulary.table import Table
+    from gnnplan.planner.vocabulary.table import column, table
     from gnnplan.planner.vocabulary.units import show_bytes
 
-    rows, edges, ways = mini["rows"], mini["edges"], ("mean", f"p{HIGH}")
+    def percents(shares: Iterable[float]) -> str:
+        return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
+
+    rows, edges, high, whole = mini["rows"], mini["edges"], f"p{HIGH}", "{:,.0f}".format
     known = "estimated" if mini["estimated"] else f"{mini['probed']} of {mini['batches']} looked at"
-    title = (
-        f"mini-batches of {mini['batch']:,} seeds, {','.join(map(str, mini['fanouts']))} neighbours"
-        f" ({known})"
-    )
-    lines = [
-        [
-            f"h_{h}",
-            *(f"{rows[way][h]:,.0f}" for way in ways),
-            *(f"{edges[way][h - 1]:,.0f}" if h else "-" for way in ways),
-        ]
+    reached = [
+        {
+            "": f"h_{h}",
+            "rows": rows["mean"][h],
+            "most rows": rows[high][h],
+            **({"edges": edges["mean"][h - 1], "most edges": edges[high][h - 1]} if h else {}),
+        }
         for h in range(len(rows["mean"]))
     ]
-    columns = ["", "rows", f"{HIGH} % have at most", "edges into them", f"{HIGH} % have at most"]
-    show_table(Table(title, columns, lines))
-    lines, cached = [], ""
-    for count, of in mini["ranks"].items():
-        line = [count, *(f"{of['overlap'][what]:.2f}x" for what in ("features", "edges"))]
-        if of["hits"]:
-            cached = (
-                " of "
-                + "/".join(f"{100 * float(share):g}" for share in of["hits"]["frequency"])
-                + " %"
-            )
-            line.append(
-                " ".join(f"{100 * hit:.0f}" for hit in of["hits"]["frequency"].values()) + " %"
-            )
-        if split := of["split"]:
-            line += [
-                " ".join(f"{100 * share:.0f}" for share in split["cross_edges"]) + " %",
-                f"{max(split['balance']):.2f}",
-                show_bytes(max(map(max, split["bytes"]))),
-            ]
-        lines.append([*line, *["-"] * (7 - len(line))])
-    columns = [
-        "ranks",
-        "features read",
-        "edges",
-        f"cache{cached} hits",
-        "split: edges cross",
-        "most/mean",
-        "a pair sends",
+    show_table(
+        table(
+            f"mini-batches of {mini['batch']:,} seeds,"
+            f" {','.join(map(str, mini['fanouts']))} neighbours ({known})",
+            reached,
+            column(""),
+            column("rows", show=whole),
+            column(f"{HIGH} % have at most", "most rows", whole),
+            column("edges into them", "edges", whole),
+            column(f"{HIGH} % have at most", "most edges", whole),
+        )
+    )
+    shared = [
+        {"ranks": count, **of["overlap"], **(of["hits"] or {}), **(of["split"] or {})}
+        for count, of in mini["ranks"].items()
     ]
-    show_table(Table("shared by ranks", columns, lines))
+    cached = "/".join(f"{100 * float(share):g}" for share in shared[0].get("frequency", {}))
+    show_table(
+        table(
+            "shared by ranks",
+            shared,
+            column("ranks"),
+            column("features read", "features", "{:.2f}x".format),
+            column("edges", show="{:.2f}x".format),
+            column(
+                f"cache of {cached} % hits" if cached else "cache hits",
+                "frequency",
+                lambda hits: percents(hits.values()),
+            ),
+            column("split: edges cross", "cross_edges", percents),
+            column("most/mean", "balance", lambda balance: f"{max(balance):.2f}"),
+            column("a pair sends", "bytes", lambda sent: show_bytes(max(map(max, sent)))),
+        )
+    )
