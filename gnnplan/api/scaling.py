@@ -66,13 +66,16 @@ def scale(
 ) -> Scale:
     """Plan on each number of GPUs, and say which is best: whether to distribute at all.
 
-    - gpus: numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
-      server's GPUs are on one server; more are whole servers, of which there may be more than the
-      cluster has. All of them are used.
-    - objective: 'time', the fastest is best, 'cost', the cheapest, which needs a price, or 'energy'
+    The arguments are those of `plan`, and
 
-    The other arguments are those of `plan`. Raises SpecError where the input is wrong, Infeasible
-    where nothing fits on any number.
+    Args:
+        gpus: Numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
+            server's GPUs are on one server; more are whole servers, of which there may be more
+            than the cluster has. All of them are used.
+
+    Raises:
+        SpecError: The input is wrong.
+        Infeasible: Nothing fits on any number.
 
     >>> import gnnplan
     >>> found = gnnplan.scale("flickr", "dgx_a100", gpus=[1, 8, 16], model="gcn", exact=True)

@@ -146,6 +146,8 @@ class Verb(TyperCommand):
         for source in self.sources:
             for name, told in source().items():
                 found.setdefault(name, told)
+        if "as_json" in found:  # --json stands last
+            found["as_json"] = found.pop("as_json")
         return [self._parameter(name, told, found) for name, told in found.items()]
 
     def _parameter(self, name: str, told: Told, among: Container[str]) -> Parameter:

@@ -14,7 +14,6 @@ from gnnplan.cli.options import of_function
 def tune(
     plan_file: Path,
     *,
-    out: Path | None = None,
     output: Path | None = None,
     as_json: bool = False,
     **options: Any,
@@ -29,7 +28,6 @@ def tune(
     For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json
 
     Args:
-        out: Folder for the folders of its runs.  [default: a new one, runs/tune-N]
         output: Write the plan here.  [default: beside --out, .json]
     """
     from gnnplan.api.planning import load_plan
@@ -38,7 +36,7 @@ def tune(
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress
 
-    out = out or new_folder("tune")
+    out: Path = options.pop("out") or new_folder("tune")
     output = output or out.with_name(f"{out.name}.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     must_be_writable(output)
