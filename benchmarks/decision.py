@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commands import words
 
-from gnnplan.api.planning import Answer
+from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 PARTS = {

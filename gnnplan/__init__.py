@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gnnplan.api.checking import Check as Check
     from gnnplan.api.checking import check as check
     from gnnplan.api.measuring import measure as measure
-    from gnnplan.api.planning import Answer as Answer
     from gnnplan.api.planning import Plan as Plan
     from gnnplan.api.planning import load_plan as load_plan
     from gnnplan.api.planning import plan as plan
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from gnnplan.api.validation import Validations as Validations
     from gnnplan.api.validation import validate as validate
     from gnnplan.planner.cluster.spec import Cluster as Cluster
+    from gnnplan.planner.decision.answer import Answer as Answer
     from gnnplan.planner.gnn.workload import Workload as Workload
     from gnnplan.planner.graph.formats import convert as convert
     from gnnplan.planner.vocabulary.errors import GnnplanError as GnnplanError
@@ -54,13 +54,14 @@ __version__ = "0.2.0.dev0"
 _HOMES = {
     "api.checking": ("Check", "check"),
     "api.measuring": ("measure",),
-    "api.planning": ("Answer", "Plan", "load_plan", "plan"),
+    "api.planning": ("Plan", "load_plan", "plan"),
     "api.running": ("Preflight", "Run"),
     "api.scaling": ("Offers", "Scale", "offers", "scale"),
     "api.simulation": ("Simulation", "Sweep"),
     "api.tuning": ("Tuned", "tune"),
     "api.validation": ("Validation", "Validations", "validate"),
     "planner.cluster.spec": ("Cluster",),
+    "planner.decision.answer": ("Answer",),
     "planner.gnn.workload": ("Workload",),
     "planner.graph.formats": ("convert",),
     "planner.vocabulary.errors": (

@@ -1,6 +1,8 @@
 """`import gnnplan`: the answers are those of the command line, and they show themselves."""
 
+import inspect
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import networkx as nx
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 import gnnplan
 from gnnplan.cli import app
+from gnnplan.executor.launch.options import Options
 
 GRAPH, CLUSTER = "flickr", "p3_p100"  # by statistics: planned in no time, the same each time
 FIELDS = {"model": "sage", "layers": 2, "hidden": 8}
@@ -274,6 +277,13 @@ def test_from_an_object_in_memory_to_a_validated_run(tmp_path: Path):
 def test_arguments_of_other_types_are_refused_in_words(plan: gnnplan.Plan, wrong, words: str):
     with pytest.raises(gnnplan.SpecError, match=words):
         wrong(plan)
+
+
+def test_defaults_of_a_run_are_those_of_its_options():
+    """Its keywords say what is taken where none is given, and options.json is read with these."""
+    keywords = inspect.signature(gnnplan.Plan.run).parameters
+    own = {one.name: one.default for one in fields(Options) if one.name in keywords}
+    assert own == {name: keywords[name].default for name in own} and len(own) == 8
 
 
 def test_numbers_of_numpy_paths_and_single_names_are_taken(plan: gnnplan.Plan):

@@ -9,14 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer import Context
 from typer.main import get_command
 
 import gnnplan
 from gnnplan.cli import app
-from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Fabric, Link
+from gnnplan.planner.cluster.spec import PRESETS
+from gnnplan.planner.gnn.fields import Fields
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import FAMILIES, Strategy, names
 
@@ -51,10 +54,29 @@ def test_the_readme_is_read_in_one_sitting():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("model", [Cluster, Link, Device, Fabric, Workload])
-def test_every_field_of_a_specification_is_explained(model: type):
+@pytest.mark.parametrize("name", ["Cluster", "Link", "Fabric", "Device", "Fields"])
+def test_the_table_of_a_specification_is_what_its_fields_say(name: str):
+    """The command line's help says the same of a workload's."""
+    file = "gnn/fields.py" if name == "Fields" else "cluster/spec.py"
+    tree = ast.parse((ROOT / "planner" / file).read_text(encoding="utf-8"))
+    [found] = [one for one in tree.body if getattr(one, "name", "") == name]
+    rows = ["| field | meaning | default |", "|---|---|---|"]
+    for field, below in pairwise(found.body):
+        if isinstance(field, ast.AnnAssign):
+            text, _, default = " ".join(below.value.value.split()).partition(" [default: ")
+            value = (
+                next(iter(field.value.args), None)
+                if isinstance(field.value, ast.Call)
+                else field.value
+            )
+            if not default and value is not None:
+                number = ast.literal_eval(value)
+                default = f"{number:g}]" if type(number) in (int, float) else f"{number}]".lower()
+            rows.append(f"| `{field.target.id}` | {text} | {default[:-1] or 'required'} |")
+    table = "\n".join(rows)
     text = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
-    assert not [name for name in model.model_fields if f"`{name}`" not in text]
+    assert f"\n{table}\n" in text, f"files.md should have\n{table}"
+    assert "`module`" in text and {*Fields.model_fields, "module"} == {*Workload.model_fields}
 
 
 @pytest.mark.parametrize("name", names())
@@ -103,7 +125,7 @@ def test_no_document_or_code_names_a_file_that_is_gone():
             continue
         text = document.read_text(encoding="utf-8")
         for path in re.findall(
-            r"`((?:planner|executor|simulator|tests|benchmarks|traces)/[\w/.-]+)`", text
+            r"`((?:planner|executor|simulator|tests|benchmarks|traces|examples)/[\w/.-]+)`", text
         ):
             assert (ROOT / path).exists(), f"{document.relative_to(ROOT)} names {path}"
 
@@ -120,7 +142,10 @@ def commands(document: Path) -> Iterator[list[str]]:
 def test_commands_in_documents_have_options_that_exist():
     """An option that was renamed stayed in a how-to; the commands of tutorials run at night."""
     verbs = get_command(app).commands
-    known = {name: {o for p in verb.params for o in p.opts} for name, verb in verbs.items()}
+    known = {
+        name: {option for one in verb.get_params(Context(verb)) for option in one.opts}
+        for name, verb in verbs.items()
+    }
     count = 0
     for document in DOCUMENTS:
         if document.name == "CHANGELOG.md":
@@ -132,6 +157,13 @@ def test_commands_in_documents_have_options_that_exist():
             assert verb in known and used <= known[verb], f"{document.name}: {verb} {words}"
             count += 1
     assert count > 50
+
+
+def test_every_argument_says_what_it_is_good_for():
+    """The help is read from docstrings, of the API too; `name` in one is the option's."""
+    for name, verb in get_command(app).commands.items():
+        for one in verb.get_params(Context(verb)):
+            assert one.help and "\n" not in one.help, f"{name} {one.opts}"
 
 
 def test_every_public_name_is_in_the_reference_of_python():

@@ -51,7 +51,6 @@ def ask(
     graph: Any,
     cluster: str | Path | Mapping[str, Any] | Cluster,
     workload: str | Path | Mapping[str, Any] | Workload | None,
-    fields: Mapping[str, object],
     *,
     features: str | int | os.PathLike[str] | None = None,
     labels: str | os.PathLike[str] | None = None,
@@ -63,6 +62,7 @@ def ask(
     directed: bool = False,
     may_choose_dtype: bool = False,
     notify: Notify = silent,
+    **fields: object,
 ) -> Question:
     """The question that the arguments describe; see `gnnplan.plan` for each.
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.view import Table, View
+from gnnplan.api.view import View
 from gnnplan.planner.vocabulary import errors
+from gnnplan.planner.vocabulary.table import Table, column, table
 
 if TYPE_CHECKING:
     from gnnplan.executor.modules.read import Source
@@ -22,7 +23,8 @@ class Check(View):
     """What strategies make of a model's gradients, and on what that was tried."""
 
     def __init__(self, document: dict[str, Any]) -> None:
-        self.document = document
+        differs = [one["strategy"] for one in document["strategies"] if one["answer"] == "differs"]
+        self.document = {**document, "differs": differs}
 
     @property
     def ok(self) -> bool:
@@ -32,7 +34,7 @@ class Check(View):
     @property
     def differs(self) -> list[str]:
         """Strategies that say their gradient is exact, and it is not one process's."""
-        return [row["strategy"] for row in self.table if row["answer"] == "differs"]
+        return list(self.document["differs"])
 
     @property
     def table(self) -> list[dict[str, Any]]:
@@ -46,29 +48,23 @@ class Check(View):
 
     def blocks(self) -> list[str | Table]:
         found, graph = self.document, self.document["graph"]
-        rows = [
-            [
-                row["strategy"],
-                row["answer"],
-                "-" if row["gap"] is None else f"{row['gap']:.0e}",
-                row["reason"],
-            ]
-            for row in self.table
-        ]
         told = found.get("module", "")
         proof = "outputs and gradients, in training and in evaluation, on two small graphs"
         equal = sum(row["answer"] == "equal" for row in self.table)
         return [
             *([f"proved: {told} ({proof})"] if told else []),
-            Table(
+            table(
                 f"gradients of {found['model']}, beside one process's",
-                ["strategy", "gradient", "off by", "why"],
-                rows,
+                self.table,
+                column("strategy"),
+                column("gradient", "answer"),
+                column("off by", "gap", "{:.0e}".format),
+                column("why", "reason"),
             ),
             f"tried: one step on a generated graph of {graph['vertices']} vertices and"
             f" {graph['edges']} edges ({graph['features']} features, {graph['classes']} classes),"
             f" in {found['dtype']}, on {found['ranks']} CPU ranks over Gloo; equal in {equal} of"
-            f" {len(rows)}",
+            f" {len(self.table)}",
         ]
 
 
@@ -77,12 +73,18 @@ def check(
 ) -> Check:
     """Compare every strategy's gradients for a model with one process's, on a small graph.
 
-    model: a kind of ours ('gcn'), 'model.py:MyGNN', or a live torch.nn.Module, its class or a
-    function that makes one. features, classes: of the graph; default: the model's own where it has
-    some, else 12 and 4. fields: of the Workload, where the model asks for them (hidden=16).
+    One step in float64 on two ranks of this machine.
 
-    One step in float64 on two ranks of this machine. Raises SpecError where the model is not
-    understood, and LostRank.
+    Args:
+        model: A kind of ours ('gcn'), 'model.py:MyGNN', or a live torch.nn.Module, its class or a
+            function that makes one.
+        features: Columns of its graph.  [default: the model's own, or 12]
+        classes: Classes of its graph.  [default: the model's own, or 4]
+        fields: Of the Workload, where the model asks for them (hidden=16).
+
+    Raises:
+        SpecError: The model is not understood.
+        LostRank: The process that does the work was lost.
 
     >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
     """

@@ -24,11 +24,21 @@ def measure(
 ) -> Cluster:
     """Measure this machine with all ranks active; takes a minute or two.
 
-    ranks: per server. servers: several are emulated on this machine (needs root), with NICs of the
-    rate `emulate`, as '400Mbit/s'. seconds: spent on each of some hundred numbers. dtype:
-    'bfloat16' measures products and aggregation of such rows as well. output: a YAML
-    file for the result. One server is also kept as the preset 'local'. notify is told what is
-    measured. Raises SpecError, LostRank.
+    One server is also kept as the preset 'local'.
+
+    Args:
+        ranks: Ranks active at once, per server.
+        servers: Servers; several are emulated on this machine, which needs root.
+        emulate: The rate of an emulated server's NIC: 400Mbit/s.
+        seconds: Spent on each of some hundred numbers.
+        dtype: bfloat16: measure products and aggregation of such rows too, for `gnnplan plan
+            --dtype bfloat16`. Without AVX-512 BF16 or AMX that takes a core minutes.
+        output: A YAML file for the result.
+        notify: Is told what is measured.
+
+    Raises:
+        SpecError: An argument is wrong.
+        LostRank: A rank was lost.
     """
     from gnnplan.executor.measure.measure import measure as measured_by_ranks
 

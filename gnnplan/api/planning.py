@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.asking import Overrides, Question, ask, several
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.view import Lines, Table, View, of
+from gnnplan.api.view import Lines, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.decision.objective import LEAST, TIME, Objective, Target
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, named, parse
+from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
@@ -64,34 +65,46 @@ def plan(
 ) -> Plan:
     """Rank the strategies that fit, and recommend one with its rank placement and the reasons.
 
-    - graph: a file or folder of any format that docs/how-to/bring-your-graph.md names, the name of
-      a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx Graph, a
-      SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache, where ranks read
-      them.
-    - cluster: a preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
-    - workload: a YAML file, a preset, a mapping of fields, or a Workload
-    - fields: of the workload: layers=3, hidden=256, dropout, mode='mini', batch, fanout=[15, 10],
-      negatives, dtype, seed, epochs, optimizer, lr, schedule, patience, class_weights, metric and
-      so on, and model: 'gcn', 'model.py:MyGNN', or a live torch.nn.Module or its class, whose
-      parameters training starts from. dtype='auto' leaves float32 or bfloat16 to the plan
-    - exact: only exact strategies: they compute the gradient of one process. With dtype='auto'
-      rows are float32
-    - objective: what the best has least of: 'time', 'cost' (needs a price) or 'energy' (needs the
-      device's power), per epoch
-    - target_accuracy: compare until this validation accuracy instead, as 0.93. Epochs to it are
-      those of runs, given as evidence; strategies that no run tells of are rejected
-    - evidence: folders of runs, or folders that hold such
-    - strategy: this one, as 'gnnpipe(stages=4)'; knobs may be left out
-    - ranks: use so many, equally many per server; default: all GPUs, or fewer where it is faster
-    - overrides: fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}
-    - features, labels, split: what the graph's file lacks, as on the command line
-    - task: what is learned: 'node' (labels), 'link' (edges), 'regression' (numbers), or 'none', on
-      stand-ins for labels
-    - depths: among the reasons (`Plan.explain`) say at which other numbers of layers another family
-      wins, as --explain does; that takes as long as several plans
-    - notify: is told what is being done (`gnnplan.progress`)
+    Args:
+        graph: A file or folder of any format that docs/how-to/bring-your-graph.md names, the name
+            of a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx
+            Graph, a SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache,
+            where ranks read them.
+        cluster: A preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
+        workload: A YAML file, a preset, a mapping of fields, or a Workload.
+        exact: Only strategies that compute the gradient of one process.
+        objective: What the best has least of: time, cost (needs a price) or energy (needs the
+            device's power), per epoch.
+        target_accuracy: Compare until this validation accuracy instead of per epoch, as 0.93; how
+            many epochs that takes is read from `evidence`. Strategies that no run tells of are
+            rejected.
+        evidence: Folders of runs, or folders that hold such.
+        strategy: Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.
+        ranks: Use this many ranks, equally many per server.  [default: all, or fewer GPUs where
+            that is faster]
+        overrides: Fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}.
+        partitioner: metis (edge cut), metis-volume (halo rows), hash or random.
+        directed: Keep the edges' direction; otherwise graphs are made undirected.
+        features: Features that the graph's file lacks: a .npy, sparse .npz, .pt or text of
+            [vertices, features]; or the width of stand-ins.
+        labels: Labels that the file lacks: a .npy, .pt or text.
+        split: The split that the file lacks: a folder, .npz or .pt with train, val and test (masks
+            or ids), or a .json of ids.
+        task: What is learned: node (labels of vertices), link (which vertices an edge links; with
+            `mode` mini, a batch is of edges), regression (numbers of vertices: as `loss` says too,
+            and labels with fractions), or none: the graph has no labels, and is planned, simulated
+            and run on stand-ins.  [default: node]
+        depths: Among the reasons (`Plan.explain`) say at which other numbers of layers another
+            family wins, as --explain does; that takes as long as several plans.
+        notify: Is told what is being done (`gnnplan.progress`).
+        fields: Of the workload, as gnnplan.Workload has them: layers=3, fanout=[15, 10]. model is
+            'gcn', 'model.py:MyGNN', or a live torch.nn.Module or its class, whose parameters
+            training starts from. dtype='auto' leaves float32 or bfloat16 to the plan; with `exact`
+            rows are float32.
 
-    Raises SpecError where the input is wrong, Infeasible where nothing fits.
+    Raises:
+        SpecError: The input is wrong.
+        Infeasible: Nothing fits.
 
     >>> import gnnplan
     >>> found = gnnplan.plan("flickr", "dgx_a100", model="gcn", hidden=16, layers=2, exact=True)
@@ -103,7 +116,6 @@ def plan(
         graph,
         cluster,
         workload,
-        fields,
         features=features,
         labels=labels,
         split=split,
@@ -114,6 +126,7 @@ def plan(
         directed=directed,
         may_choose_dtype=True,
         notify=notify,
+        **fields,
     )
     return answer(question, exact, strategy, ranks is None, notify, asked, depths)
 
@@ -184,54 +197,6 @@ def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
     SpecError where it is not a plan, Mismatch where another version made it.
     """
     return Plan(documents.read(path, of_any_version))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A strategy, and what is predicted of it."""
-
-    strategy: str  # as `strategy=` and --strategy take it
-    exact: bool
-    gpus: int
-    epoch_s: float  # [s]
-    memory_bytes: float  # of the fullest rank [B]
-    predicted: Mapping[str, Any]  # all that plan.json holds of it
-    # In doubt about constants and predictions; None in plans of version 0.1.
-    epoch_low_s: float | None = None  # 10th percentile [s]
-    epoch_high_s: float | None = None  # 90th percentile [s]
-    chance_fastest: float | None = None  # of all strategies that fit
-    expected_regret: float | None = None  # of choosing it: mean of epoch / fastest epoch - 1
-    # What the objective counts of it, by plan.json's names; empty for the time of an epoch.
-    counted: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Answer:
-        """The answer of an entry of plan.json."""
-        predicted, strategy = found["predicted"], dict(found["strategy"])
-        call = str(named(strategy.pop("name"), strategy))
-        seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
-        outlook = {name: found.get(name) for name in documents.OUTLOOK}
-        names = (name for names in documents.COUNTED.values() for name in names)
-        counted = {name: found[name] for name in names if name in found}
-        gpus, exact = found["gpus"], found["exact"]
-        return cls(call, exact, gpus, seconds, memory, predicted, **outlook, counted=counted)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Its numbers, as a row of a table."""
-        return {
-            "strategy": self.strategy,
-            "exact": self.exact,
-            "gpus": self.gpus,
-            **{
-                field: self.predicted[field]
-                for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
-            },
-            **{field: getattr(self, field) for field in documents.OUTLOOK},
-            **self.counted,
-            "memory_bytes": self.memory_bytes,
-            "bottleneck": self.predicted["bottleneck"],
-        }
 
 
 class Plan(View):
@@ -317,16 +282,28 @@ class Plan(View):
     ) -> Simulation:
         """Play the schedule in virtual time, perhaps on another cluster or with noise.
 
-        steps: epochs; the last ones are the steady state. overrides: as of `plan`. jitter: standard
-        deviation of lognormal factors on computations. stragglers: {3: 2.0}, rank 3 computes twice
-        as long. repetitions: how often to play with noise. flows: each message has a fair share of
-        its links of its own. trace: a folder for a Kineto trace per rank. Raises SpecError,
-        Infeasible."""
+        Args:
+            steps: Epochs to play (a full graph: a step each); the last ones are the steady state.
+            overrides: Fields of cluster or workload, as of `plan`.
+            jitter: Lognormal factors on every computation: their standard deviation, mean 1.
+            stragglers: {3: 2.0}: rank 3 computes twice as long.
+            repetitions: How often to play with `jitter` or stragglers.
+            seed: Of `jitter`.
+            flows: Each message of an exchange has its own max-min fair share of the links, rather
+                than all of them one (slower to play).
+            trace: Write a Chrome/Kineto trace per rank here (open it with Perfetto); with `jitter`
+                or stragglers of the first disturbed repetition.
+            notify: Is told what is being done.
+
+        Raises:
+            SpecError: An argument is wrong.
+            Infeasible: The strategy's family fits on no such cluster.
+        """
         from gnnplan.api.simulation import Playing, Simulation
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
         exact, folder = documents.is_exact(self.document), None if trace is None else Path(trace)
-        return Simulation.of(
+        return Simulation(
             self.problem, self.strategy, exact, playing, overrides, flows, folder, notify
         )
 
@@ -356,7 +333,7 @@ class Plan(View):
             )
         exact = documents.is_exact(self.document)
         objective = Objective(self.document.get("objective", "time"))
-        return Sweep.of(
+        return Sweep(
             self.problem, self.strategy, exact, fields, playing, overrides, notify, objective
         )
 
@@ -376,13 +353,27 @@ class Plan(View):
     ) -> Run:
         """Train for real on ranks of this machine: NCCL on GPUs, Gloo elsewhere.
 
-        out: a new folder for all that it leaves; default: one in runs/. epochs: default: the
-        workload's. eval_every, checkpoint_every: epochs. timeout_s: that a rank waits for its
-        peers. restarts: of all ranks, when one is lost. emulate: '400Mbit/s' plays the plan's
-        servers on this machine with NICs of that rate (needs root). staleness_errors: measure how
-        stale rows are. gradient_errors: also how far gradients of weights are from exact ones, in a
-        second pass per epoch (graph_parallel, pipegcn). tensorboard: a folder for every epoch's
-        scalars. Raises SpecError, and LostRank when no restart is left."""
+        Args:
+            out: Folder for all it leaves; must not hold a run.  [default: a new one in runs/]
+            epochs: Epochs.  [default: the plan's]
+            eval_every: Evaluate every so many epochs, and at the end; 0: at the end.
+            timeout_s: Seconds a rank waits for its peers before it gives up.
+            checkpoint_every: Epochs between checkpoints; 0: none; two are kept.
+            restarts: Start all ranks anew from the last checkpoint when one is lost, so many times
+                at most.
+            emulate: The plan's servers as network namespaces of this Linux machine, with NICs of
+                this rate between them: 400Mbit/s, or unshaped. Needs root.
+            staleness_errors: Measure how far stale rows and gradients are from the true ones, per
+                layer and epoch, into rank*.json.
+            gradient_errors: Measure also how far the weights' gradients are from exact ones, by a
+                second pass per epoch, and PipeGCN's bound of it (graph_parallel and pipegcn).
+            tensorboard: Write loss, accuracies, seconds, bytes and memory of every epoch for
+                TensorBoard here.
+
+        Raises:
+            SpecError: An option is wrong, or the plan cannot be run here.
+            LostRank: A rank was lost, and no restart is left.
+        """
         options = {
             "epochs": epochs,
             "eval_every": eval_every,
@@ -476,83 +467,47 @@ def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
 
 def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str, Any]) -> Table:
     """The best answers."""
-    objective = document.get("objective", "time")
-    columns = [
-        "strategy",
-        "exact",
-        "epoch",
-        "80 % range",
-        LEAST[objective].split()[0],
-        "regret",
-        "bytes per epoch",
-        "set-up",
-        "memory/rank",
-        "bottleneck",
-    ]
-    rows = []
-    for leader in leaders:
-        predicted = leader.predicted
-        sent = predicted["bytes_by_link"].items()
-        links = ", ".join(f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in sent)
-        rows.append(
-            [
-                leader.strategy,
-                "yes" if leader.exact else "no",
-                show_time(leader.epoch_s),
-                *_outlook(leader),
-                links or "none",
-                show_bytes(predicted["setup_bytes"]),
-                show_bytes(leader.memory_bytes),
-                predicted["bottleneck"],
-            ]
-        )
-    if any(leader.gpus < cluster.ranks for leader in leaders):
-        columns.insert(1, "gpus")
-        for row, leader in zip(rows, leaders, strict=True):
-            row.insert(1, of(leader.gpus, cluster.ranks))
-    if cluster.price is not None:
-        columns.append("$/epoch")
-        for row, leader in zip(rows, leaders, strict=True):
-            row.append(show_dollars(leader.predicted["epoch_dollars"]))
-    for column, cells in counted_columns(
-        [leader.row for leader in leaders], document.get("target_accuracy")
-    ):
-        columns.append(column)
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
-    return Table("leaders", columns, rows)
+    rows = [{**leader.predicted, **leader.row} for leader in leaders]
 
+    def spread(row: Mapping[str, Any]) -> str:
+        low, high = row["epoch_low_s"], row["epoch_high_s"]
+        return "-" if low is None or high is None else show_range(low, high)
 
-def counted_columns(
-    counted: Sequence[Mapping[str, Any]], accuracy: float | None
-) -> Iterator[tuple[str, list[str]]]:
-    """Columns of what the objective counts: a title, and a cell for each row of `counted`.
+    def links(sent: Mapping[str, int]) -> str:
+        shown = (f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in sent.items())
+        return ", ".join(shown) or "none"
 
-    `accuracy`: to which it is counted; None: of an epoch.
-    """
-    per = "/epoch" if accuracy is None else f" to {accuracy:g}"
-    shown: dict[str, tuple[str, Callable[[float], str]]] = {
-        "epochs_to_accuracy": (f"epochs{per}", lambda epochs: f"{epochs:.0f}"),
-        "time_to_accuracy_s": (f"time{per}", show_time),
-        "cost": (f"${per}", show_dollars),
-        "energy_j": (f"energy{per}", show_energy),
-    }
-    for name, (title, show) in shown.items():
-        if any(name in one for one in counted) and title != "$/epoch":  # which is there anyway
-            yield title, [show(one[name]) if name in one else "-" for one in counted]
-
-
-def _outlook(answer: Answer) -> tuple[str, str, str]:
-    """Its range, its chance of being fastest, and the expected regret of choosing it."""
-    low, high = answer.epoch_low_s, answer.epoch_high_s
-    if low is None or high is None:
-        return "-", "-", "-"
-    assert answer.chance_fastest is not None and answer.expected_regret is not None
-    return (
-        show_range(low, high),
-        show_percent(answer.chance_fastest),
-        show_percent(answer.expected_regret),
+    fewer = any(leader.gpus < cluster.ranks for leader in leaders)
+    least = LEAST[document.get("objective", "time")].split()[0]
+    return table(
+        "leaders",
+        rows,
+        column("strategy"),
+        column("gpus", show=lambda gpus: of(gpus, cluster.ranks)) if fewer else None,
+        column("exact", show=yes_no),
+        column("epoch", "epoch_s", show_time),
+        ("80 % range", spread),
+        column(least, "chance_fastest", show_percent),
+        column("regret", "expected_regret", show_percent),
+        column("bytes per epoch", "bytes_by_link", links),
+        column("set-up", "setup_bytes", show_bytes),
+        column("memory/rank", "memory_bytes", show_bytes),
+        column("bottleneck"),
+        column("$/epoch", "epoch_dollars", show_dollars) if cluster.price is not None else None,
+        *counted_columns(rows, document.get("target_accuracy")),
     )
+
+
+def counted_columns(rows: Sequence[Mapping[str, Any]], accuracy: float | None) -> list[Any]:
+    """Columns of what the objective counts; accuracy: to which; None: of an epoch."""
+    per = "/epoch" if accuracy is None else f" to {accuracy:g}"
+    shown = {
+        "epochs_to_accuracy": column(f"epochs{per}", "epochs_to_accuracy", "{:.0f}".format),
+        "time_to_accuracy_s": column(f"time{per}", "time_to_accuracy_s", show_time),
+        "cost": column(f"${per}", "cost", show_dollars) if accuracy is not None else None,
+        "energy_j": column(f"energy{per}", "energy_j", show_energy),
+    }  # where there are prices, a table has dollars per epoch anyway
+    return [shown[name] for name in shown if any(name in row for row in rows)]
 
 
 def _reasons(document: Mapping[str, Any], cluster: Cluster) -> Iterable[str]:

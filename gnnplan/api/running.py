@@ -12,7 +12,7 @@ from shlex import quote
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.view import Table, View
+from gnnplan.api.view import View
 from gnnplan.planner.evidence.validate import (
     gradient_error,
     read_run,
@@ -26,6 +26,7 @@ from gnnplan.planner.graph.arrays import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import say
+from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Run(View):
         """
         from gnnplan.api.validation import Validation
 
-        return Validation.of(self.out)
+        return Validation(self.out)
 
     def blocks(self) -> list[str]:
         result = self.document

@@ -13,15 +13,15 @@ from typing import Any
 from gnnplan.api.asking import Overrides, Question, ask
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.planning import (
-    Answer,
     counted_columns,
     describe_question,
     describe_training,
     wanted_objective,
 )
-from gnnplan.api.view import Table, View
+from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
@@ -30,6 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
@@ -65,13 +66,16 @@ def scale(
 ) -> Scale:
     """Plan on each number of GPUs, and say which is best: whether to distribute at all.
 
-    - gpus: numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
-      server's GPUs are on one server; more are whole servers, of which there may be more than the
-      cluster has. All of them are used.
-    - objective: 'time', the fastest is best, 'cost', the cheapest, which needs a price, or 'energy'
+    The arguments are those of `plan`, and
 
-    The other arguments are those of `plan`. Raises SpecError where the input is wrong, Infeasible
-    where nothing fits on any number.
+    Args:
+        gpus: Numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
+            server's GPUs are on one server; more are whole servers, of which there may be more
+            than the cluster has. All of them are used.
+
+    Raises:
+        SpecError: The input is wrong.
+        Infeasible: Nothing fits on any number.
 
     >>> import gnnplan
     >>> found = gnnplan.scale("flickr", "dgx_a100", gpus=[1, 8, 16], model="gcn", exact=True)
@@ -84,7 +88,6 @@ def scale(
         graph,
         cluster,
         workload,
-        fields,
         features=features,
         labels=labels,
         split=split,
@@ -93,6 +96,7 @@ def scale(
         partitioner=partitioner,
         directed=directed,
         notify=notify,
+        **fields,
     )
     return scale_of(question, gpus, asked, exact, strategy, notify)
 
@@ -183,8 +187,19 @@ class Scale(View):
 
     def __init__(self, problem: Problem, found: Scaling, exact: bool, strategy: str | None) -> None:
         self._problem, self._found = problem, found
-        first, slower, worse = found.first, found.slower_from, found.worse_from
         assert found.best.found is not None
+        self.rows = [_row(found, size) for size in found.sizes]
+        """The numbers of every size; pandas.DataFrame takes them."""
+        self.best = found.best.gpus
+        """The number of GPUs to use, by the objective."""
+        self.fastest = found.fastest.gpus
+        """The number of GPUs that take the least time."""
+        self.cheapest = found.cheapest.gpus if found.cheapest else None
+        """The number of GPUs that cost the least; None without a price."""
+        self.slower_from = found.slower_from.gpus if found.slower_from else None
+        """From this number on all that were asked are slower than the fastest; None: no such."""
+        self.worse_from = found.worse_from.gpus if found.worse_from else None
+        """From this number on all have more of the objective than the best; None: no such."""
         self.document: dict[str, Any] = {
             "graph": documents.graph_of(problem),
             "workload": problem.workload.model_dump(mode="json"),
@@ -192,59 +207,29 @@ class Scale(View):
             "exact": exact,
             "strategy": strategy,
             **documents.objective_fields(found.best.found),
-            "rows": [_row(found, size) for size in found.sizes],
+            "rows": self.rows,
             "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
-            "best": found.best.gpus,
-            "fastest": found.fastest.gpus,
-            "cheapest": found.cheapest.gpus if found.cheapest else None,
-            "slower_from": slower.gpus if slower else None,
-            "worse_from": worse.gpus if worse else None,
+            "best": self.best,
+            "fastest": self.fastest,
+            "cheapest": self.cheapest,
+            "slower_from": self.slower_from,
+            "worse_from": self.worse_from,
             "enough": found.enough.gpus,
-            "fits_from": first.gpus,
+            "fits_from": found.first.gpus,
             "takes_over": [
                 {"gpus": gpus, "from": before, "to": after}
                 for gpus, before, after in found.takes_over
             ],
         }
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The numbers of every size; pandas.DataFrame takes them."""
-        return list(self.document["rows"])
-
-    @property
-    def best(self) -> int:
-        """The number of GPUs to use, by the objective."""
-        return self._found.best.gpus
-
-    @property
-    def fastest(self) -> int:
-        """The number of GPUs that take the least time."""
-        return self._found.fastest.gpus
-
-    @property
-    def cheapest(self) -> int | None:
-        """The number of GPUs that cost the least; None without a price."""
-        return self._found.cheapest.gpus if self._found.cheapest else None
-
-    @property
-    def slower_from(self) -> int | None:
-        """From this number on all that were asked are slower than the fastest; None: no such."""
-        return self._found.slower_from.gpus if self._found.slower_from else None
-
-    @property
-    def worse_from(self) -> int | None:
-        """From this number on all have more of the objective than the best; None: no such."""
-        return self._found.worse_from.gpus if self._found.worse_from else None
-
     def blocks(self) -> list[str | Table]:
-        problem = self._problem
-        cluster = problem.cluster
-        whole = "full graph" if problem.workload.mode == "full" else "workload"
+        found, workload = self._found, self._problem.workload
+        whole = "full graph" if workload.mode == "full" else "workload"
+        marked = {"best": found.best, "fastest": found.fastest, "cheapest": found.cheapest}
         return [
-            describe_question(self.document["graph"], problem.workload, cluster),
-            _table({"": self}, _marks),
-            *_sentences(self._found, cluster, self.document["strategy"] or f"the {whole}"),
+            describe_question(self.document["graph"], workload, self._problem.cluster),
+            _table({"": self}, {mark: ("", size) for mark, size in marked.items() if size}),
+            *_sentences(found, self._problem.cluster, self.document["strategy"] or f"the {whole}"),
         ]
 
 
@@ -253,24 +238,18 @@ class Offers(View):
 
     def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, Infeasible]) -> None:
         self.scales, self._refused = dict(scales), dict(refused)
+        marked = self._marked
+        self.best = marked["best"][0], marked["best"][1].gpus
+        """The cluster and the number of its GPUs to use, by the objective."""
+        self.rows = [
+            {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
+        ]
+        """The numbers of every size of every cluster; pandas.DataFrame takes them."""
         self.document: dict[str, Any] = {
             "offers": [{"cluster": name, **one.document} for name, one in scales.items()],
             "refused": [{"cluster": name, "reason": str(why)} for name, why in refused.items()],
-            **{mark: _place(place) for mark, place in self._marked.items()},
+            **{mark: {"cluster": name, "gpus": size.gpus} for mark, (name, size) in marked.items()},
         }
-
-    @property
-    def best(self) -> tuple[str, int]:
-        """The cluster and the number of its GPUs to use, by the objective."""
-        name, size = self._marked["best"]
-        return name, size.gpus
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The numbers of every size of every cluster; pandas.DataFrame takes them."""
-        return [
-            {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
-        ]
 
     @property
     def _marked(self) -> dict[str, tuple[str, Size]]:
@@ -293,23 +272,18 @@ class Offers(View):
         return marked
 
     def blocks(self) -> list[str | Table]:
-        shown = _short(self.scales)
-        marks: dict[int, list[str]] = {}  # of a size: of what it is the most
-        for mark, (_, size) in self._marked.items():
-            marks.setdefault(id(size), []).append(mark)
+        shown, marked = _short(self.scales), self._marked
         first = next(iter(self.scales.values()))
         lines: list[str | Table] = [
             describe_training(first.document["graph"], first._problem.workload),
-            _table(
-                {shown[name]: one for name, one in self.scales.items()},
-                lambda _, size: marks.get(id(size), []),
-            ),
+            _table(self.scales, marked),
         ]
-        told = {id(size): (shown[name], size) for name, size in self._marked.values()}
-        for name, size in told.values():
+        sizes = {(name, size.gpus): size for name, size in marked.values()}
+        for place, marks in _by_place(marked).items():
+            size = sizes[place]
             price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
             lines.append(
-                f"{', '.join(marks[id(size)])}: {name},"
+                f"{', '.join(marks)}: {shown[place[0]]},"
                 f" {show_count(size.gpus, _unit(size.best.problem.cluster))} with"
                 f" {size.best.strategy}: {show_time(size.time_s)}{price}"
                 f" {first._found.objective.span}"
@@ -329,64 +303,55 @@ def _short(names: Collection[str]) -> dict[str, str]:
     return {n: head if [*heads.values()].count(head) == 1 else n for n, head in heads.items()}
 
 
-def _place(place: tuple[str, Size]) -> dict[str, Any]:
-    name, size = place
-    return {"cluster": name, "gpus": size.gpus}
+def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], list[str]]:
+    """Of what the sizes of clusters are the most, by cluster and number of GPUs."""
+    places: dict[tuple[str, int], list[str]] = {}
+    for mark, (name, size) in marked.items():
+        places.setdefault((name, size.gpus), []).append(mark)
+    return places
 
 
-def _table(scales: Mapping[str, Scale], marks: Callable[[Scaling, Size], list[str]]) -> Table:
+def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) -> Table:
     """A row per size; of several clusters a row says which it is of."""
-    several = len(scales) > 1
-    first = next(iter(scales.values()))
-    sizes = [(name, one, size) for name, one in scales.items() for size in one._found.sizes]
-    numbers = [row for one in scales.values() for row in one.rows]
-    priced = any(one._problem.cluster.price is not None for one in scales.values())
-    modes = len({size.mode for _, _, size in sizes}) > 1
-    counted = list(counted_columns(numbers, first.document.get("target_accuracy")))
-    columns = [
-        *(["cluster"] if several else []),
-        f"{_unit(first._problem.cluster)}s",
-        "servers",
-        *(["on"] if modes else []),
-        "recommended",
-        "exact",
-        "epoch",
-        "80 % range",
-        "speedup",
-        "efficiency",
-        "memory/rank",
-        *(["$/epoch"] if priced else []),
-        *(title for title, _ in counted),
-        "",
+    several, first = len(scales) > 1, next(iter(scales.values()))
+    shown, marks = _short(scales), _by_place(marked)
+    unit = _unit(first._problem.cluster)
+    rows = [
+        {
+            **numbers,
+            "cluster": shown[name],
+            "recommended": numbers["strategy"] or _lacks(size, one._problem.cluster),
+            "marks": ", ".join(marks.get((name, size.gpus), [])),
+        }
+        for name, one in scales.items()
+        for size, numbers in zip(one._found.sizes, one.rows, strict=True)
     ]
-    rows = []
-    for index, ((name, one, size), row) in enumerate(zip(sizes, numbers, strict=True)):
-        cells = [name] if several else []
-        cells += [str(size.gpus), str(size.servers)]
-        cells += [MODES[size.mode]] if modes else []
-        if size.found is None:
-            cells.append(_lacks(size, one._problem.cluster))
-            rows.append([*cells, *["-"] * (len(columns) - len(cells) - 1), ""])
-            continue
-        dollars = [show_dollars(row["epoch_dollars"]) if "epoch_dollars" in row else "-"]
-        cells += [
-            row["strategy"],
-            "yes" if row["exact"] else "no",
-            show_time(row["epoch_s"]),
-            show_range(row["epoch_low_s"], row["epoch_high_s"]),
-            f"{row['speedup']:.2f}x",
-            show_percent(row["efficiency"]),
-            show_bytes(row["memory_bytes"]),
-            *(dollars if priced else []),
-            *(column[index] for _, column in counted),
-            ", ".join(marks(one._found, size)),
-        ]
-        rows.append(cells)
-    fewest = show_count(first._found.first.gpus, _unit(first._problem.cluster))
-    title = "speedup over the fewest of each cluster" if several else f"speedup over {fewest}"
-    if first.document["exact"]:
-        title += ", exact strategies only"
-    return Table(title, columns, rows)
+    priced = any(one._problem.cluster.price is not None for one in scales.values())
+    modes = len({row["mode"] for row in rows}) > 1
+    over = "the fewest of each cluster" if several else show_count(first._found.first.gpus, unit)
+    return table(
+        f"speedup over {over}{', exact strategies only' if first.document['exact'] else ''}",
+        rows,
+        column("cluster") if several else None,
+        column(f"{unit}s", "gpus"),
+        column("servers"),
+        column("on", "mode", MODES.__getitem__) if modes else None,
+        column("recommended"),
+        column("exact", show=yes_no),
+        column("epoch", "epoch_s", show_time),
+        (
+            "80 % range",
+            lambda row: (
+                show_range(row["epoch_low_s"], row["epoch_high_s"]) if row["strategy"] else "-"
+            ),
+        ),
+        column("speedup", show="{:.2f}x".format),
+        column("efficiency", show=show_percent),
+        column("memory/rank", "memory_bytes", show_bytes),
+        column("$/epoch", "epoch_dollars", show_dollars) if priced else None,
+        *counted_columns(rows, first.document.get("target_accuracy")),
+        column("", "marks"),
+    )
 
 
 def _row(found: Scaling, size: Size) -> dict[str, Any]:
@@ -425,13 +390,6 @@ def _lacks(size: Size, cluster: Cluster) -> str:
         why = str(size.error).splitlines()[0][:80]
         return why if isinstance(size.error, SpecError) else f"nothing fits: {why}"
     return f"nothing fits: needs {show_bytes(size.needs_bytes)} a rank, has {show_bytes(room)}"
-
-
-def _marks(found: Scaling, size: Size) -> list[str]:
-    """Of what the size is the most."""
-    marks = {"fastest": found.fastest, "cheapest": found.cheapest}
-    words = [mark for mark, marked in marks.items() if marked is size]
-    return ["best", *words] if found.best is size else words
 
 
 def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:

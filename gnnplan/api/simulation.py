@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of, whole
-from gnnplan.api.view import Table, View, of
+from gnnplan.api.view import View, of
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import Candidate, placed, search, unproposed
-from gnnplan.planner.decision.sweep import Axis, axes, changes, points, rows, to_csv
+from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.evidence.validate import (
     by_epoch,
@@ -26,6 +26,7 @@ from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify
 from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
 from gnnplan.simulator.flows import ByFlows
@@ -122,13 +123,8 @@ class Playing:
 class Simulation(View):
     """A plan that was played: `epoch_s`, and by operation what was simulated and predicted."""
 
-    def __init__(self, document: dict[str, Any], title: str, steps: int, batches: int) -> None:
-        self.document = document
-        self._title, self._steps, self._batches = title, steps, batches
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         base: Problem,
         strategy: Strategy,
         exact: bool,
@@ -137,8 +133,7 @@ class Simulation(View):
         flows: bool,
         trace: Path | None,
         notify: Notify,
-    ) -> Simulation:
-        """As `Plan.simulate` says."""
+    ) -> None:
         steps, noise, repetitions = playing.steps, playing.noise, playing.repetitions
         problem, strategy = moved(base, strategy, settings_of(overrides), exact)
         playing.must_be_of(problem.ranks)
@@ -170,7 +165,7 @@ class Simulation(View):
             write_traces(trace, traced.spans, ranks, schedule.ranks, "simulated", "simulator")
         last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
         steady = range(min(1, steps - 1), steps)
-        document: dict[str, Any] = {
+        self.document: dict[str, Any] = {
             "strategy": {"name": strategy.name, **strategy.knobs()},
             "ranks": problem.ranks,
             "steps": schedule.steps,
@@ -191,7 +186,7 @@ class Simulation(View):
             "trace": str(trace) if trace else None,
         }
         if noise:
-            document["noise"] = {
+            self.document["noise"] = {
                 "jitter": noise.jitter,
                 "stragglers": {str(rank): times for rank, times in noise.stragglers.items()},
                 "seed": noise.seed,
@@ -199,12 +194,11 @@ class Simulation(View):
                 "epochs": len(disturbed),
                 **percentiles(disturbed),
             }
-        cluster = problem.cluster
-        title = (
+        cluster, self._steps, self._batches = problem.cluster, steps, batches
+        self._title = (
             f"{strategy} on {cluster.name} ({show_count(cluster.servers, 'server')} x"
             f" {cluster.gpus_per_server})"
         )
-        return cls(document, title, steps, batches)
 
     @property
     def epoch_s(self) -> float:
@@ -234,7 +228,7 @@ class Simulation(View):
             [
                 describe_operation(name),
                 show_time(seconds),
-                show_time(predicted_s[name]) if name in predicted_s else "-",
+                cell(predicted_s.get(name), show_time),
             ]
             for name, seconds in sorted(simulated_s.items(), key=lambda item: -item[1])
         ]
@@ -255,14 +249,7 @@ class Sweep(View):
     """What was recommended at every combination of values: `rows`, and where that `changes`."""
 
     def __init__(
-        self, swept: Sequence[Axis], strategy: str, exact: bool, found: list[dict[str, Any]]
-    ) -> None:
-        self.axes, self.strategy, self.exact, self.rows = swept, strategy, exact, found
-        self.changes = changes(swept, found)
-
-    @classmethod
-    def of(
-        cls,
+        self,
         base: Problem,
         strategy: Strategy,
         exact: bool,
@@ -271,8 +258,7 @@ class Sweep(View):
         overrides: Overrides,
         notify: Notify,
         objective: Objective,
-    ) -> Sweep:
-        """As `Plan.sweep` says."""
+    ) -> None:
         if isinstance(fields, Mapping):
             texts = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
         else:
@@ -283,13 +269,10 @@ class Sweep(View):
         )
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
-        found = rows(asked, strategy, playing, exact, notify, objective)
-        return cls(swept, strategy.name, exact, found)
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """What `gnnplan simulate --sweep --json` prints."""
-        return {
+        self.axes, self.strategy, self.exact = swept, strategy.name, exact
+        self.rows = rows(asked, strategy, playing, exact, notify, objective)
+        self.changes = changes(swept, self.rows)
+        self.document = {
             "sweep": {axis.field: axis.values for axis in self.axes},
             "strategy": self.strategy,
             "exact": self.exact,
@@ -302,30 +285,28 @@ class Sweep(View):
         write_atomically(Path(path), to_csv(self.axes, self.rows))
 
     def blocks(self) -> list[str | Table]:
-        columns: list[tuple[str, str, Callable[[float], str]]] = [
-            ("predicted", "predicted_s", show_time),
-            ("simulated", "simulated_s", show_time),
-            ("P50", "p50_s", show_time),
-            ("P95", "p95_s", show_time),
-            ("bytes", "bytes_total", show_bytes),
-            ("$/epoch", "epoch_dollars", show_dollars),
-        ]
-        always = ("predicted_s", "simulated_s", "bytes_total")
-        columns = [c for c in columns if c[1] in always or any(c[1] in row for row in self.rows)]
-        columns.append((f"{self.strategy} simulated", "plan_simulated_s", show_time))
         fields = [axis.field for axis in self.axes]
-        table = Table(
+
+        def where(name: str, title: str, show: Callable[[float], str]) -> Any:
+            """A column, if a row has such a number."""
+            return column(title, name, show) if any(name in row for row in self.rows) else None
+
+        found = table(
             f"{', '.join(fields)} swept" + (", exact strategies only" if self.exact else ""),
-            [*fields, "ranks", "recommended", *(column for column, _, _ in columns)],
-            [
-                [
-                    *row["at"].values(),
-                    of(row["gpus"], row["ranks"]) if row["best"] else str(row["ranks"]),
-                    row["best"] or "nothing fits",
-                    *(show(row[key]) if key in row else "-" for _, key, show in columns),
-                ]
-                for row in self.rows
-            ],
+            self.rows,
+            *((field, lambda row, field=field: row["at"][field]) for field in fields),
+            (
+                "ranks",
+                lambda row: of(row["gpus"], row["ranks"]) if row["best"] else str(row["ranks"]),
+            ),
+            ("recommended", lambda row: row["best"] or "nothing fits"),
+            column("predicted", "predicted_s", show_time),
+            column("simulated", "simulated_s", show_time),
+            where("p50_s", "P50", show_time),
+            where("p95_s", "P95", show_time),
+            column("bytes", "bytes_total", show_bytes),
+            where("epoch_dollars", "$/epoch", show_dollars),
+            column(f"{self.strategy} simulated", "plan_simulated_s", show_time),
         )
         lines = []
         for turn in self.changes:
@@ -334,7 +315,7 @@ class Sweep(View):
                 f"the recommendation changes from {turn['from']} to {turn['to']} at"
                 f" {turn['field']}={turn['value']}{f' (with {others})' if others else ''}"
             )
-        return [table, *(lines or ["the recommendation does not change over these values"])]
+        return [found, *(lines or ["the recommendation does not change over these values"])]
 
 
 def moved(

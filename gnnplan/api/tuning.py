@@ -7,11 +7,11 @@ from typing import Any
 
 from gnnplan.api.planning import Plan
 from gnnplan.api.running import rate_of
-from gnnplan.api.view import Table
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 
@@ -53,11 +53,22 @@ def tune(
 
     Least comes first: time of an epoch, or the plan's objective, made of measured epochs.
 
-    What is run and what it may cost is said on standard error before the first run. out: a new
-    folder for the runs; default: one in runs/. share: the most that it may cost, of the seconds
-    that so many `epochs` (default: the workload's) are predicted to take. emulate: as of
-    `Plan.run`. The plan's document says under 'tuned' what was measured; where training is too
-    short to be worth it, why not. Raises SpecError, LostRank.
+    What is run and what it may cost is said on standard error before the first run. The plan's
+    document says under 'tuned' what was measured; where training is too short to be worth it, why
+    not.
+
+    Args:
+        plan: What to tune.
+        out: Folder for the folders of its runs.  [default: a new one, runs/tune-N]
+        share: Most that it may cost: a share of the seconds that training takes.
+        epochs: Epochs of that training.  [default: the plan's]
+        emulate: The plan's servers as network namespaces of this Linux machine, with NICs of this
+            rate between them: 400Mbit/s, or unshaped. Needs root.
+        notify: Is told what is being done.
+
+    Raises:
+        SpecError: An argument is wrong, or the plan cannot be run here.
+        LostRank: A rank was lost.
     """
     from gnnplan.executor.launch import launcher as launch
     from gnnplan.executor.launch.tune import asked
@@ -83,31 +94,17 @@ def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:
         doubt = "" if row["doubt"] is None else f" ± {show_percent(row['doubt'])}"
         return show_percent(row["worse"], sign=True) + doubt
 
-    return Table(
+    return table(
         "measured",
-        [
-            "strategy",
-            "exact",
-            "predicted",
-            "measured",
-            f"{objective.more} by",
-            "certain",
-            "epochs",
-            "cost",
-        ],
-        [
-            [
-                row["strategy"],
-                "yes" if row["exact"] else "no",
-                show_time(row["predicted_s"]),
-                "-" if row["measured_s"] is None else show_time(row["measured_s"]),
-                worse(row),
-                "-" if row["certain"] is None else "yes" if row["certain"] else "no",
-                f"{row['epochs']} in {row['turns']}",
-                show_time(row["cost_s"]),
-            ]
-            for row in strategies
-        ],
+        strategies,
+        column("strategy"),
+        column("exact", show=yes_no),
+        column("predicted", "predicted_s", show_time),
+        column("measured", "measured_s", show_time),
+        (f"{objective.more} by", worse),
+        column("certain", show=yes_no),
+        ("epochs", lambda row: f"{row['epochs']} in {row['turns']}"),
+        column("cost", "cost_s", show_time),
     )
 
 

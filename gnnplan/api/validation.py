@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from gnnplan.api.view import Table, View
+from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
 from gnnplan.planner.evidence.validate import (
@@ -20,6 +20,7 @@ from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 from gnnplan.simulator.replay import replay
 
@@ -52,32 +53,33 @@ def validate(
 ) -> Validation | Validations:
     """Compare what was predicted, simulated and measured.
 
-    runs: a finished run or its folder; or several: errors by operation, how right the ranking of
-    strategies was, and which constants to doubt. cluster: predict with this cluster's constants
-    instead of the plans'. refit: fit the constants to some of the runs, score them on the others,
-    and write the cluster file here. notify is told what is being done. Raises SpecError.
+    Args:
+        runs: A finished run or its folder; or several: errors by operation, how right the ranking
+            of strategies was, and which constants to doubt.
+        cluster: Predict with this cluster file's constants, not the plans'.
+        refit: Fit the cluster's constants to some of the runs, score them on the others, and write
+            the cluster file.
+        notify: Is told what is being done.
+
+    Raises:
+        SpecError: A folder holds no finished run, or an argument is wrong.
     """
     if isinstance(runs, str | os.PathLike):
         if refit:
             raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
-        return Validation.of(Path(runs), cluster)
-    return Validations.of([Path(run) for run in runs], cluster, refit, notify)
+        return Validation(Path(runs), cluster)
+    return Validations([Path(run) for run in runs], cluster, refit, notify)
 
 
 class Validation(View):
     """One run beside its prediction; `ok`: bytes and order are as predicted."""
 
-    def __init__(self, strategy: str, device: str, document: dict[str, Any]) -> None:
-        self.strategy, self.device, self.document = strategy, device, document
-
-    @classmethod
-    def of(cls, folder: Path, cluster: str | None = None) -> Validation:
-        """As `validate` says."""
+    def __init__(self, folder: Path, cluster: str | None = None) -> None:
         run = replay(folder, cluster).run
         assert run.planned
-        strategy, device = run.planned.strategy, run.planned.problem.cluster.device.name
-        named = {"name": strategy.name, **strategy.knobs()}
-        return cls(run.strategy, device, {**run.comparison, "strategy": named})
+        named = {"name": run.planned.strategy.name, **run.planned.strategy.knobs()}
+        self.strategy, self.device = run.strategy, run.planned.problem.cluster.device.name
+        self.document: dict[str, Any] = {**run.comparison, "strategy": named}
 
     @property
     def ok(self) -> bool:
@@ -138,13 +140,17 @@ def times(result: dict[str, Any], unit: str) -> Table:
     shown = [row for row in result["operations"] if row["measured_s"] > SHOWN * step["measured_s"]]
     small = [row for row in result["operations"] if row not in shown]
     rows = [{**step, "operation": unit}, *shown, *([_added_up(small)] if small else [])]
-    columns = ["", "predicted", "measured", "prediction off", f"share of {unit}"]
-    cells = [time_cells(row, step) for row in rows]
-    simulated = [simulated_cell(row) for row in rows]
-    if any(simulated):
-        columns.append("simulated, where it differs")
-        cells = [[*row, cell] for row, cell in zip(cells, simulated, strict=True)]
-    return Table("", columns, cells)
+    differs = any(simulated_cell(row) for row in rows)
+    return table(
+        "",
+        rows,
+        column("", "operation", describe_operation),
+        column("predicted", "predicted_s", show_time),
+        column("measured", "measured_s", show_time),
+        column("prediction off", "predicted_error", show_error),
+        (f"share of {unit}", lambda row: show_percent(row["measured_s"] / step["measured_s"])),
+        ("simulated, where it differs", simulated_cell) if differs else None,
+    )
 
 
 def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -157,18 +163,6 @@ def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     error = sums["predicted_s"] / sums["measured_s"] - 1 if sums["measured_s"] else None
     return {**sums, "predicted_error": error, "operation": f"{len(rows)} small ones"}
-
-
-def time_cells(row: dict[str, Any], step: dict[str, Any]) -> list[str]:
-    """The cells of an operation's row: its times, how far they are apart, its share of the step."""
-    predicted_s, error = row["predicted_s"], row["predicted_error"]
-    return [
-        describe_operation(row["operation"]),
-        "-" if predicted_s is None else show_time(predicted_s),
-        show_time(row["measured_s"]),
-        "-" if error is None else show_error(error),
-        show_percent(row["measured_s"] / step["measured_s"]),
-    ]
 
 
 def simulated_cell(row: dict[str, Any]) -> str:
@@ -197,21 +191,16 @@ def _bytes_line(sizes: dict[str, Any], epochs: int) -> str:
 class Validations(View):
     """Several runs beside their predictions; `ok`: bytes and order of all are as predicted."""
 
-    def __init__(self, document: dict[str, Any], refit: Path | None = None) -> None:
-        self.document, self.refit = document, refit
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         folders: Sequence[Path],
         cluster: str | None = None,
         refit: str | Path | None = None,
         notify: Notify = silent,
-    ) -> Validations:
-        """As `validate` says."""
-        fitted_file = Path(refit) if refit else None
-        if fitted_file:
-            must_be_writable(fitted_file)
+    ) -> None:
+        self.refit = Path(refit) if refit else None
+        if self.refit:
+            must_be_writable(self.refit)
             if len(folders) < 2:
                 raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
         if not folders:
@@ -223,12 +212,11 @@ class Validations(View):
         for folder in folders:
             notify("comparing runs", str(folder))
             runs.append(replay(folder, cluster).run)
-        document = evidence.summarise(runs)
-        if fitted_file:
+        self.document = evidence.summarise(runs)
+        if self.refit:
             notify("refitting")
-            fitted, document["refit"] = evidence.refit_cluster(runs)
-            write_atomically(fitted_file, fitted.to_yaml())
-        return cls(document, fitted_file)
+            fitted, self.document["refit"] = evidence.refit_cluster(runs)
+            write_atomically(self.refit, fitted.to_yaml())
 
     @property
     def ok(self) -> bool:
@@ -290,50 +278,42 @@ class Validations(View):
 
 def _errors(result: dict[str, Any], operations: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """Errors of the step's and of the operations' seconds."""
-    sources, figures = ("predicted", "simulated"), ("mean", "p95", "max")
-    titles = [f"{source}: {figure}" for source in sources for figure in figures]
-    rows = [("step", {**result["step"], "share": 1.0}), *operations]
-    return Table(
+
+    def column(source: str, figure: str) -> tuple[str, Callable[[Any], str]]:
+        def show(row: tuple[str, dict[str, Any]]) -> str:
+            return cell(row[1][source], lambda of: show_percent(of[figure], 1))
+
+        return f"{source}: {figure}", show
+
+    return table(
         f"{show_count(result['runs'], 'run')}, errors of each operation's seconds",
-        ["operation", "of the step", *titles],
-        [
-            [
-                name,
-                show_percent(row["share"]),
-                *(cell for s in sources for cell in _error_cells(row[s])),
-            ]
-            for name, row in rows
-        ],
+        [("step", {**result["step"], "share": 1.0}), *operations],
+        ("operation", lambda row: row[0]),
+        ("of the step", lambda row: show_percent(row[1]["share"])),
+        *(
+            column(source, figure)
+            for source in ("predicted", "simulated")
+            for figure in ("mean", "p95", "max")
+        ),
     )
-
-
-def _error_cells(errors: dict[str, float] | None) -> list[str]:
-    """Mean, 95th percentile and largest error."""
-    if errors is None:
-        return ["-", "-", "-"]
-    return [show_percent(errors[figure], 1) for figure in ("mean", "p95", "max")]
 
 
 def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
     """What each question's choice was, and what it cost."""
-
-    def order(tau: float | None) -> str:
-        return "-" if tau is None else f"{tau:.2f}"
-
-    rows = [
-        [
-            one["question"],
-            str(one["strategies"]),
-            order(one["tau"]),
-            one["choice"],
-            one["fastest"],
-            show_percent(one["regret"], 1),
-        ]
-        for one in rankings
-    ]
+    shown = table(
+        "choices",
+        rankings,
+        column("question"),
+        column("strategies"),
+        column("tau", show="{:.2f}".format),
+        column("chosen", "choice"),
+        column("fastest"),
+        column("regret", show=lambda regret: show_percent(regret, 1)),
+    )
     return [
-        Table("choices", ["question", "strategies", "tau", "chosen", "fastest", "regret"], rows),
+        shown,
         f"the choice was right, or within noise, in {show_percent(together['right'])} of"
         f" {show_count(together['questions'], 'question')}; regret"
-        f" {show_percent(together['regret'], 1)} on average, tau {order(together['tau'])}",
+        f" {show_percent(together['regret'], 1)} on average, tau"
+        f" {cell(together['tau'], '{:.2f}'.format)}",
     ]

@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from typing import IO
 
+from gnnplan.planner.vocabulary.table import Table
+
 WIDTH = 140  # columns, where no terminal says how many it has
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text; the first columns are aligned to the left, the others to the right."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1  # columns that are aligned to the left
-
-    def html(self) -> str:
-        """The table in HTML."""
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self.rows
-        )
-        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 class View(ABC):

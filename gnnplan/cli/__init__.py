@@ -1,22 +1,21 @@
 """The command line: a file per verb.
 
-common.py has what the verbs share. Every verb imports what it needs when it is called, so that
---help comes at once.
+A verb's signature and docstring are its arguments and their help; `options` adds those of what it
+calls. common.py has what else verbs share. Every verb imports what it needs when it is called, so
+that --help comes at once.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
-import inspect
 import io
 import os
 import re
 import sys
 from contextlib import suppress
 from importlib import import_module
-from itertools import pairwise
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import typer
 
@@ -41,9 +40,6 @@ for _verb in (
     import_module(f"gnnplan.cli.{_verb}")
 
 
-_NUMBERS = {int, float}
-
-
 def main() -> NoReturn:
     """Run the program; an error that a user can mend is one line and an exit code.
 
@@ -61,7 +57,6 @@ def main() -> NoReturn:
     # The collector runs after 10,000 new objects instead of 700: it took a fifth of a plan's time.
     gc.set_threshold(10_000)
     try:
-        _must_be_numbers(sys.argv[1:])
         code = app(standalone_mode=False)
     except GnnplanError as error:
         code = fail(str(error), error.exit_code)
@@ -138,48 +133,6 @@ def _refused(error: OSError) -> int:
         raise error
     where = f"{str(error.filename)[:MOST_SHOWN]}: " if error.filename else ""
     return fail(f"{where}{error.strerror}; {remedy_of(error)}", 2)
-
-
-def _must_be_numbers(words: list[str]) -> None:
-    """Raise SpecError for an option's number that is not finite or in other digits than 0 to 9.
-
-    typer takes these; whether it takes the rest is its own to say.
-    """
-    from gnnplan.planner.vocabulary.errors import SpecError
-    from gnnplan.planner.vocabulary.units import number_of
-
-    verbs = {
-        verb.callback.__name__: verb.callback for verb in app.registered_commands if verb.callback
-    }
-    if not words or words[0] not in verbs:
-        return
-    hints = inspect.get_annotations(verbs[words[0]], eval_str=True)
-    numeric = {
-        f"--{name.replace('_', '-')}"
-        for name, hint in hints.items()
-        if _NUMBERS.intersection(_kinds(hint))
-    }
-    for word, after in pairwise([*words, ""]):
-        option, equals, value = word.partition("=")
-        if option in numeric:
-            text = value if equals else after
-            try:
-                float(text)
-            except ValueError:
-                continue
-            try:
-                number_of(text, float)
-            except ValueError:
-                raise SpecError(
-                    f"{option}: must be a finite number in the digits 0 to 9, as 12 or 0.5, not"
-                    f" {text!r:.80}"
-                ) from None
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The types of an option: of Annotated[int | None, ...] int and None."""
-    kind = get_args(hint)[0] if get_args(hint) else hint
-    return (kind, *get_args(kind))
 
 
 def fail(message: str, code: int) -> int:

@@ -6,13 +6,14 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from inspect import Parameter
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from gnnplan.cli.options import Source, Verb
+
 if TYPE_CHECKING:
-    from gnnplan.api.view import View
+    from gnnplan.planner.vocabulary.table import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,123 +28,25 @@ app = typer.Typer(
     ),
 )
 
-GRAPH_HELP = (
-    "a .npz, a folder of .npy, a file or folder of DGL, PyG, OGB, GraphBolt, GraphSAINT, SciPy,"
-    " NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
-    " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of"
-    " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
-)
-MODEL_HELP = (
-    "gcn, sage, gcnii, gat, gatv2, gin, resgcn or sgc; or your own module of torch_geometric.nn or"
-    " dgl.nn convolutions, as model.py:MyGNN, or layer, as layer.py:MyLayer. That file is executed,"
-    " here and by every rank."
-)
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="One JSON document on standard output and nothing else there."),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Override a field of the cluster or workload: servers=16; inter_node is the link"
-        " between servers, intra_node the one inside: inter_node.bandwidth=25GB/s.",
-    ),
-]
-Method = Annotated[
-    str,
-    typer.Option(
-        "--partitioner", help="metis (edge cut), metis-volume (halo rows), hash or random."
-    ),
-]
-Features = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE|WIDTH",
-        help="Features that --graph's file lacks: a .npy, sparse .npz, .pt or text of [vertices,"
-        " features]; or the width of stand-ins.",
-    ),
-]
-Labels = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Labels that the file lacks: a .npy, .pt or text."),
-]
-Split = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH",
-        help="The split that the file lacks: a folder, .npz or .pt with train, val and test (masks"
-        " or ids), or a .json of ids.",
-    ),
-]
-Task = Annotated[
-    str | None,
-    typer.Option(
-        metavar="none",
-        help="none: the graph has no labels; it is planned, simulated and run on stand-ins.",
-    ),
-]
-Directed = Annotated[
-    bool,
-    typer.Option(
-        "--directed", help="Keep the edges' direction; otherwise graphs are made undirected."
-    ),
-]
+LACKING = ("features", "labels", "split")  # of a graph's file
 
 
-TRAINING = {  # fields of a workload, and their options' help
-    "epochs": ("INTEGER", "That a run trains.  [default: 50]"),
-    "optimizer": ("adam|adamw|sgd", "As torch.optim has them.  [default: adam]"),
-    "lr": ("FLOAT", "Learning rate.  [default: 0.01]"),
-    "weight_decay": ("FLOAT", "Of the optimizer.  [default: 0.01 for adamw, else 0]"),
-    "momentum": ("FLOAT", "Of sgd.  [default: 0]"),
-    "warmup": ("EPOCHS", "First epochs, in which the learning rate rises to --lr.  [default: 0]"),
-    "schedule": (
-        "constant|step|cosine",
-        "How it falls after these: times --gamma every --step-size epochs, or along half a cosine"
-        " to 0 at the end of --epochs.  [default: constant]",
-    ),
-    "step_size": ("EPOCHS", "Of --schedule step.  [default: 30]"),
-    "gamma": ("FLOAT", "Of --schedule step.  [default: 0.1]"),
-    "clip": (
-        "NORM",
-        "Shorten longer gradients of all ranks' parameters to this.  [default: never]",
-    ),
-    "patience": (
-        "EPOCHS",
-        "End after so many without a better score of validation, with the best epoch's weights. "
-        " [default: train all epochs]",
-    ),
-    "class_weights": (
-        "balanced|NUMBERS",
-        "What classes count in the loss, as 1,2.5.  [default: 1]",
-    ),
-    "loss": ("mse|mae", "Of numbers (regression).  [default: mse]"),
-    "metric": (
-        "NAME",
-        "What is measured: accuracy, f1_macro or roc_auc; with several labels per vertex f1_micro,"
-        " f1_macro or roc_auc; of numbers mae.  [default: the first of these]",
-    ),
-}
-Command = TypeVar("Command", bound=Callable[..., None])
+def verb(*sources: Source, name: str | None = None, **details: Any) -> Callable[[Any], Any]:
+    """Make a function a verb; its **arguments are those of the sources that it has not itself.
 
+    Its docstring is the help, Args that of options. Arguments before * are given by their place.
+    """
 
-def with_training(command: Command) -> Command:
-    """The command, with an option for each field of TRAINING in place of its `**training`."""
-    signature = inspect.signature(command, eval_str=True)
-    *others, training = signature.parameters.values()
-    assert training.kind is Parameter.VAR_KEYWORD
-    annotations = {
-        name: Annotated[str | None, typer.Option(metavar=metavar, help=text)]
-        for name, (metavar, text) in TRAINING.items()
-    }
-    options = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in annotations.items()
-    ]
-    command.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
-    command.__annotations__.update(annotations)
-    return command
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        own = {"function": staticmethod(function), "sources": sources, "details": details}
+        text = inspect.getdoc(function) or ""
+        kind = type("Verb", (Verb,), own)
+        app.command(name or function.__name__, cls=kind, help=text.partition("\n\nArgs:")[0])(
+            lambda: None
+        )
+        return function
+
+    return made
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -167,16 +70,20 @@ def numbers(text: str, option: str) -> list[int]:
         ) from None
 
 
-def show(answer: View) -> None:
-    """Print an answer for people on standard output."""
-    answer.print(width=_width())
+def show(answer: Any, as_json: bool = False) -> bool:
+    """Print an answer on standard output, for people or its document; whether for people."""
+    if as_json:
+        print_json(answer.document)
+    else:
+        answer.print(width=_width())
+    return not as_json
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+def show_table(shown: Table) -> None:
     """Print a table for people on standard output."""
-    from gnnplan.api.view import Table, print_table
+    from gnnplan.api.view import print_table
 
-    print_table(Table(title, columns, rows), None, _width())
+    print_table(shown, None, _width())
 
 
 def _width() -> int | None:

@@ -4,53 +4,46 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Any
 
-import typer
-
-from gnnplan.cli.common import Features, Json, Labels, Split, app, print_json
+from gnnplan.cli.common import LACKING, print_json, verb
+from gnnplan.cli.options import of_function
 from gnnplan.planner.vocabulary.progress import say
 
 
-@app.command()
+@verb(
+    of_function("planning.plan", *LACKING),
+    source={"metavar": "SRC"},
+    folder={"metavar": "DEST"},
+    task={"metavar": "regression"},
+)
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC",
-            help="A file or folder of any format that --graph takes, told by content.",
-        ),
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="DEST", help="A folder that is not there yet.")],
-    features: Features = None,
-    labels: Labels = None,
-    split: Split = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="regression",
-            help="Labels are numbers to predict; else what look like classes must be classes.",
-        ),
-    ] = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            help="Load a pickle, which runs whatever code is in it: only for files of people whom"
-            " you trust.",
-        ),
-    ] = False,
-    as_json: Json = False,
+    source: str,
+    folder: Path,
+    *,
+    task: str | None = None,
+    trust: bool = False,
+    as_json: bool = False,
+    **lacking: Any,
 ) -> None:
     """Turn a graph of any format into a folder of .npy arrays.
 
     Every rank opens it without parsing. Large files are read a piece at a time. Nothing is left
-    behind if it fails."""
+    behind if it fails.
+
+    Args:
+        source: A file or folder of any format that --graph takes, told by content.
+        folder: A folder that is not there yet.
+        task: Labels are numbers to predict; else what look like classes must be classes.
+        trust: Load a pickle, which runs whatever code is in it: only for files of people whom you
+            trust.
+    """
     from gnnplan.planner.graph.formats import Extras, recognise
     from gnnplan.planner.graph.formats import convert as write
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
 
+    features = lacking["features"]
     if features is not None and features.isdecimal():
         raise SpecError(
             f"--features {features} is a width of stand-in features, which are made when the graph"
@@ -62,7 +55,7 @@ def convert(
             f"--task {task!r:.100}: a folder holds the labels as they are; leave it out, or say"
             " regression, whose labels are numbers"
         )
-    extras = Extras(features, labels, split, task is not None)
+    extras = Extras(**lacking, numbers=task is not None)
     with progress() as notify:
         notify(f"reading {source} ({kind})")
         vertices, edges, notes = write(source, folder, extras, trust)

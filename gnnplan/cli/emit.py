@@ -4,58 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
 
-import typer
-
-from gnnplan.cli.common import Json, app, print_json
+from gnnplan.cli.common import print_json, verb
 from gnnplan.planner.vocabulary.progress import say
 
-FILES = ("torchrun", "slurm", "kubernetes")
+# launch files, and what starts them; and libraries, whose folders of parts are written
+FILES = {"torchrun": "bash", "slurm": "sbatch", "kubernetes": "kubectl create -f"}
 FOLDERS = ("distdgl", "pyg")
 
 
-@app.command("emit")
+@verb(name="emit", target={"flags": ("--for",), "metavar": "TARGET"}, output={"metavar": "DEST"})
 def emit_plan(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    target: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="TARGET",
-            help="torchrun (a bash script), slurm (an sbatch script), kubernetes (an Indexed Job);"
-            " or the graph in a part per rank: distdgl, pyg.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="DEST",
-            help="The file, or for distdgl and pyg the folder, which must not be there yet. "
-            " [default: a launch file goes to standard output]",
-        ),
-    ] = None,
-    image: Annotated[
-        str | None,
-        typer.Option(
-            help="With --for kubernetes: the container's image.  [default: gnnplan:VERSION]"
-        ),
-    ] = None,
-    as_json: Json = False,
+    plan_file: Path,
+    *,
+    target: str,
+    output: Path | None = None,
+    image: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Write launch files of a plan, or its parts for DistDGL or PyG.
 
     Launch files are for torchrun, Slurm or Kubernetes; each says at its top what it assumes. Parts
     are written by the libraries' own code, and hold features, labels and masks.
+
+    Args:
+        target: torchrun (a bash script), slurm (an sbatch script), kubernetes (an Indexed Job); or
+            the graph in a part per rank: distdgl, pyg.
+        output: The file, or for distdgl and pyg the folder, which must not be there yet.  [default:
+            a launch file goes to standard output]
+        image: With --for kubernetes: the container's image.  [default: gnnplan:VERSION]
     """
     from gnnplan.planner.decision import plan as plans
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import must_be_writable, suggest, write_atomically
 
-    if target not in FILES + FOLDERS:
-        raise SpecError(f"--for {target!r} is unknown{suggest(target, FILES + FOLDERS)}")
+    if target not in (*FILES, *FOLDERS):
+        raise SpecError(f"--for {target!r} is unknown{suggest(target, (*FILES, *FOLDERS))}")
     if image is not None and target != "kubernetes":
         raise SpecError("--image goes with --for kubernetes")
     document = plans.read(plan_file)
@@ -74,11 +58,8 @@ def emit_plan(
         return print_json(found if target in FOLDERS else {**found, "text": text})
     if note:
         say(f"note: {note}")
-    how = {"torchrun": "bash", "slurm": "sbatch", "kubernetes": "kubectl create -f"}
-    print(
-        f"written to {output}"
-        + (f"; next: {how[target]} {quote(str(output))}" if target in how else "")
-    )
+    onwards = f"; next: {FILES[target]} {quote(str(output))}" if target in FILES else ""
+    print(f"written to {output}{onwards}")
 
 
 def launch_file(plan: Path, document: dict[str, object], target: str, image: str | None) -> str:
@@ -89,7 +70,7 @@ def launch_file(plan: Path, document: dict[str, object], target: str, image: str
     launch = Launch.of(plan, document)
     if target == "kubernetes":
         return kubernetes(launch, document, image)
-    return {"torchrun": torchrun, "slurm": slurm}[target](launch)
+    return slurm(launch) if target == "slurm" else torchrun(launch)
 
 
 def write_partition(document: dict[str, object], target: str, folder: Path | None) -> str | None:
@@ -108,5 +89,5 @@ def write_partition(document: dict[str, object], target: str, folder: Path | Non
         problem = question(document)
         strategy = chosen(document).settle(problem)
         notify(f"writing {problem.ranks} parts")
-        write = {"distdgl": partitions.distdgl, "pyg": partitions.pyg}[target]
+        write = partitions.pyg if target == "pyg" else partitions.distdgl
         return write(problem, strategy, folder)

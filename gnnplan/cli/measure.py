@@ -4,59 +4,30 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from gnnplan.cli.common import Json, app, print_json
+from gnnplan.cli.common import print_json, verb
+from gnnplan.cli.options import of_function
 from gnnplan.planner.vocabulary.progress import say
 
 if TYPE_CHECKING:
     from gnnplan.planner.cluster.spec import Cluster
 
 
-@app.command()
+@verb(
+    of_function("measuring.measure"),
+    ranks={"min": 1, "max": 1024},
+    servers={"min": 1, "max": 200},
+    seconds={"min": 0.01, "max": 60},
+)
 def measure(
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="Where the cluster file goes; also kept as preset 'local'."
-        ),
-    ] = None,
-    ranks: Annotated[
-        int, typer.Option(min=1, max=1024, help="Ranks active at once, per server.")
-    ] = 2,
-    servers: Annotated[
-        int, typer.Option(min=1, max=200, help="Servers; several are emulated on this machine.")
-    ] = 1,
-    emulate: Annotated[
-        str, typer.Option(metavar="RATE", help="The rate of an emulated server's NIC: 400Mbit/s.")
-    ] = "unshaped",
-    seconds: Annotated[
-        float, typer.Option(min=0.01, max=60, help="Spent on each of some hundred numbers.")
-    ] = 0.2,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="bfloat16: measure products and aggregation of such rows too, for `gnnplan plan"
-            " --dtype bfloat16`. Without AVX-512 BF16 or AMX that takes a core minutes."
-        ),
-    ] = "float32",
-    nccl_tests: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf, "
-            "alltoall_perf, sendrecv_perf), on one server or a GPU of each."
-        ),
-    ] = None,
-    topology: Annotated[
-        Path | None, typer.Option(help="Measure nothing: read what `nvidia-smi topo -m` printed.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="The cluster file or preset that both of these are read into."),
-    ] = None,
-    as_json: Json = False,
+    *,
+    output: Path | None = None,
+    nccl_tests: list[Path] | None = None,
+    topology: Path | None = None,
+    cluster: str | None = None,
+    as_json: bool = False,
+    **how: Any,
 ) -> None:
     """Measure what plans need of this machine, with all ranks active.
 
@@ -64,7 +35,15 @@ def measure(
 
     Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or,
     started by torchrun or srun, of real ones. Or read: gnnplan measure --cluster dgx_a100
-    --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml"""
+    --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml
+
+    Args:
+        output: Where the cluster file goes; also kept as preset 'local'.
+        nccl_tests: Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf,
+            alltoall_perf, sendrecv_perf), on one server or a GPU of each.
+        topology: Measure nothing: read what `nvidia-smi topo -m` printed.
+        cluster: The cluster file or preset that both of these are read into.
+    """
     from gnnplan.api import measuring as api
     from gnnplan.api.running import rate_of
     from gnnplan.executor.launch import launcher as launch
@@ -73,7 +52,7 @@ def measure(
 
     if output:
         must_be_writable(output)
-    rate = rate_of(emulate)
+    rate, seconds, dtype = rate_of(how["emulate"]), how["seconds"], how["dtype"]
     if nccl_tests or topology or cluster:
         found = _read(cluster, nccl_tests or [], topology)
     elif launch.started_by_launcher():
@@ -83,7 +62,7 @@ def measure(
             launch.leave(0)
         found = measured
     else:
-        found = measuring.measure(ranks, say, servers, rate, seconds, dtype)
+        found = measuring.measure(how["ranks"], say, how["servers"], rate, seconds, dtype)
     here = found.servers == 1 and not cluster  # files that are read describe another machine
     api.keep(found, output, local=here)
     if as_json:

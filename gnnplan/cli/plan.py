@@ -5,26 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import (
-    GRAPH_HELP,
-    MODEL_HELP,
-    Directed,
-    Features,
-    Json,
-    Labels,
-    Method,
-    Set,
-    Split,
-    app,
-    print_json,
-    show,
-    with_training,
-)
+from gnnplan.cli.common import show, verb
+from gnnplan.cli.options import of_fields, of_function
 
 if TYPE_CHECKING:
     from gnnplan.api.asking import Question
@@ -32,147 +17,28 @@ if TYPE_CHECKING:
     from gnnplan.planner.vocabulary.progress import Notify
 
 
-@app.command()
-@with_training
+@verb(
+    of_function("planning.plan"),
+    of_fields,
+    scale={"metavar": "GPUS"},
+    evidence={"metavar": "DIR"},
+    report={"metavar": "FILE"},
+    target_accuracy={"metavar": "SHARE"},
+    task={"metavar": "node|link|regression|none"},
+)
 def plan(
-    graph: Annotated[str, typer.Option(help=GRAPH_HELP)] = DEFAULT_GRAPH,
-    features: Features = None,
-    labels: Labels = None,
-    split: Split = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="node|link|regression|none",
-            help="What is learned: node (labels of vertices), link (which vertices an edge links;"
-            " with --mode mini, a batch is of edges), regression (numbers of vertices: as --loss"
-            " says too, and labels with fractions), or none: the graph has no labels, and is"
-            " planned, simulated and run on stand-ins.  [default: node]",
-        ),
-    ] = None,
-    cluster: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A YAML file or a preset, such as dgx_a100; 'dgx_a100?price=2.20&servers=4' sets"
-            " fields; local is this machine as `gnnplan measure` found it, and generic numbers"
-            " before that. With --scale several, side by side.  [default: local]"
-        ),
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            help="A YAML file with the fields that the options below override, or a preset: what"
-            " a paper trained with, such as pipegcn_reddit."
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help=f"{MODEL_HELP}  [default: sage]")] = None,
-    layers: Annotated[int | None, typer.Option(help="GNN layers.  [default: 3]")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width.  [default: 256]")] = None,
-    dropout: Annotated[
-        float | None, typer.Option(help="Dropout before every layer.  [default: 0]")
-    ] = None,
-    mode: Annotated[
-        str | None, typer.Option(help="full (full graph) or mini (mini-batch).  [default: full]")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(help="Mini-batch size over all ranks together.  [default: 1024]")
-    ] = None,
-    fanout: Annotated[
-        str | None,
-        typer.Option(
-            help="Neighbours per layer from the seeds outwards, as 15,10 or full. "
-            " [default: 10 each]"
-        ),
-    ] = None,
-    negatives: Annotated[
-        int | None,
-        typer.Option(help="Of --task link: vertices that an edge is told from.  [default: 1]"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of rows: float32; tf32, whose products GPUs round and make several times as fast;"
-            " float64; or bfloat16, half the bytes and memory, with weights in float32. auto"
-            " compares float32 and bfloat16, and takes bfloat16 only where it is surely faster or"
-            " alone fits.  [default: float32]"
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="With an exact strategy, the same seed trains the same on any number of ranks."
-            "  [default: 0]"
-        ),
-    ] = None,
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Only strategies that compute the gradient of one process."),
-    ] = False,
-    strategy: Annotated[
-        str | None,
-        typer.Option(help="Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out."),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            help="Use this many ranks, equally many per server.  [default: all, or fewer GPUs"
-            " where that is faster]"
-        ),
-    ] = None,
-    set_: Set = None,
-    partitioner: Method = "metis",
-    directed: Directed = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Write the plan here; without it none is written."),
-    ] = None,
-    scale: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPUS",
-            help="Plan on several numbers of GPUs instead, and say which is best: 1..64 doubles, or"
-            " a list, 1,2,4,8. More servers than the cluster has are allowed.",
-        ),
-    ] = None,
-    objective: Annotated[
-        str,
-        typer.Option(
-            help="What the best has least of: time, cost (needs a price) or energy (needs the"
-            " device's power), per epoch."
-        ),
-    ] = "time",
-    target_accuracy: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Compare until this validation accuracy instead of per epoch, as 0.93; how many"
-            " epochs that takes is read from --evidence.",
-        ),
-    ] = None,
-    evidence: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="The folder of a run, or one that holds such; again for more. Runs of exact"
-            " strategies with any seed and number of ranks count for all of them.",
-        ),
-    ] = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Print all reasons: what binds, why the others lost, what was rejected, and at"
-            " which other numbers of layers another family wins (takes as long as several plans).",
-        ),
-    ] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw the plan as a page too; `gnnplan report` adds what runs measured.",
-        ),
-    ] = None,
-    as_json: Json = False,
-    **training: str | None,
+    *,
+    graph: str = DEFAULT_GRAPH,
+    cluster: list[str] | None = None,
+    workload: str | None = None,
+    set_: list[str] | None = None,
+    output: Path | None = None,
+    scale: str | None = None,
+    evidence: list[Path] | None = None,
+    depths: bool = False,
+    report: Path | None = None,
+    as_json: bool = False,
+    **given: Any,
 ) -> None:
     """Rank the strategies that fit, and recommend one with reasons.
 
@@ -183,6 +49,21 @@ def plan(
     Should I distribute at all? gnnplan plan --graph reddit --cluster dgx_a100 --scale 1..64 says
     what 1, 2, 4, ... GPUs of that kind would take, and from where on more of them are slower.
     --cluster 'l4_box?price=0.80' --cluster 'dgx_a100?price=2.20' compares what you may rent.
+
+    Args:
+        cluster: A YAML file or a preset, such as dgx_a100; 'dgx_a100?price=2.20&servers=4' sets
+            fields; local is this machine as `gnnplan measure` found it, and generic numbers before
+            that. With --scale several, side by side.  [default: local]
+        workload: A YAML file with the fields that the options below override, or a preset: what a
+            paper trained with, such as pipegcn_reddit.
+        output: Write the plan here; without it none is written.
+        scale: Plan on several numbers of GPUs instead, and say which is best: 1..64 doubles, or a
+            list, 1,2,4,8. More servers than the cluster has are allowed.
+        evidence: The folder of a run, or one that holds such; again for more. Runs of exact
+            strategies with any seed and number of ranks count for all of them.
+        depths: Print all reasons: what binds, why the others lost, what was rejected, and at which
+            other numbers of layers another family wins (takes as long as several plans).
+        report: Draw the plan as a page too; `gnnplan report` adds what runs measured.
     """
     from gnnplan.api.asking import ask
     from gnnplan.api.planning import answer, wanted_objective
@@ -192,8 +73,10 @@ def plan(
     from gnnplan.planner.vocabulary.progress import progress, say
 
     clusters = list(dict.fromkeys(cluster or ["local"]))
-    sizes = _sizes(scale, clusters, output, report, explain, ranks)
-    wanted = wanted_objective(objective, target_accuracy, evidence or [])
+    exact, strategy, ranks = given.pop("exact"), given.pop("strategy"), given["ranks"]
+    sizes = _sizes(scale, clusters, output, report, depths, ranks)
+    objective, accuracy = given.pop("objective"), given.pop("target_accuracy")
+    wanted = wanted_objective(objective, accuracy, evidence or [])
     if output:
         must_be_writable(output)
     if report:
@@ -203,36 +86,16 @@ def plan(
         must_have_plotly()
     if strategy is not None:
         parse(strategy)  # a typing mistake is told before the graph is read
-    fields = {
-        "model": model,
-        "layers": layers,
-        "hidden": hidden,
-        "dropout": dropout,
-        "mode": mode,
-        "batch": batch,
-        "fanout": fanout,
-        "negatives": negatives,
-        "dtype": dtype,
-        "seed": seed,
-        **training,
-    }
 
     def question_of(cluster: str, notify: Notify) -> Question:
         return ask(
             graph,
             cluster,
             workload,
-            fields,
-            features=features,
-            labels=labels,
-            split=split,
-            task=task,
             overrides=set_ or [],
-            ranks=ranks,
-            partitioner=partitioner,
-            directed=directed,
             may_choose_dtype=not sizes,
             notify=notify,
+            **given,
         )
 
     with progress() as notify:
@@ -246,19 +109,19 @@ def plan(
                 for name, one in questions.items()
             }
             scaled = compared(scales) if len(scales) > 1 else scales[clusters[0]]()
-        return print_json(scaled.document) if as_json else show(scaled)
+        show(scaled, as_json)
+        return
     question = questions[clusters[0]]
     with progress() as notify:
-        found = answer(question, exact, strategy, ranks is None, notify, wanted, explain)
+        found = answer(question, exact, strategy, ranks is None, notify, wanted, depths)
     if output:
         found.write(output)
     if report:
         with progress() as notify:
             found.report(report, notify=notify)
-    if as_json:
-        return print_json(found.document)
-    show(found)
-    if explain:
+    if not show(found, as_json):
+        return
+    if depths:
         show(found.explain())
     else:
         rejected = found.document["rejected"]

@@ -2,76 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from collections.abc import Iterable
+from typing import Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import (
-    GRAPH_HELP,
-    Directed,
-    Features,
-    Json,
-    Labels,
-    Method,
-    Split,
-    Task,
-    app,
+    LACKING,
     numbers,
     print_json,
-    table,
+    show_table,
+    verb,
 )
+from gnnplan.cli.options import of_function
 
 
-@app.command()
+@verb(
+    of_function("planning.plan", *LACKING, "partitioner", "directed"),
+    task={"metavar": "none"},
+)
 def profile(
-    graph: Annotated[str, typer.Argument(help=GRAPH_HELP)] = DEFAULT_GRAPH,
-    parts: Annotated[str, typer.Option(help="Part counts to look at, as 2,4,8.")] = "2,4,8",
-    partitioner: Method = "metis",
-    servers: Annotated[
-        int | None,
-        typer.Option(help="Servers that the parts are spread over; growth is then a server's."),
-    ] = None,
-    hops: Annotated[int, typer.Option(help="Hops of a part's growth to report.")] = 3,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Look at mini-batches of so many seeds too, shared by as many ranks as parts."
-        ),
-    ] = None,
-    fanout: Annotated[
-        str | None,
-        typer.Option(
-            help="Neighbours per layer from the seeds outwards, as 15,10 or full. "
-            " [default: 10 each]"
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="GNN layers of the mini-batches.  [default: as many as fanouts, or 3]"),
-    ] = None,
-    hidden: Annotated[
-        int | None,
-        typer.Option(help="Hidden width of the rows that a split sends.  [default: 256]"),
-    ] = None,
-    features: Features = None,
-    labels: Labels = None,
-    split: Split = None,
-    task: Task = None,
-    directed: Directed = False,
-    as_json: Json = False,
+    graph: str = DEFAULT_GRAPH,
+    *,
+    parts: str = "2,4,8",
+    servers: int | None = None,
+    hops: int = 3,
+    batch: int | None = None,
+    fanout: str | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    task: str | None = None,
+    as_json: bool = False,
+    **reading: Any,
 ) -> None:
     """Show what partitions of a graph cost: halo rows, cut, balance.
 
     Per number of parts, with the growth of what layers reach. Facts are cached by content. With
     --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what caches
-    hit, what a split sends."""
+    hit, what a split sends.
+
+    Args:
+        parts: Part counts to look at, as 2,4,8.
+        servers: Servers that the parts are spread over; growth is then a server's.
+        hops: Hops of a part's growth to report.
+        batch: Look at mini-batches of so many seeds too, shared by as many ranks as parts.
+        fanout: Neighbours per layer from the seeds outwards, as 15,10 or full.  [default: 10 each]
+        layers: GNN layers of the mini-batches.  [default: as many as fanouts, or 3]
+        hidden: Hidden width of the rows that a split sends.  [default: 256]
+        task: none: the graph has no labels; it is planned, simulated and run on stand-ins.
+    """
     from gnnplan.planner.graph.load import load, source_of
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import read_workload
     from gnnplan.planner.strategies.minibatch.profile import probe
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.planner.vocabulary.table import column, table
 
     counts = numbers(parts, "--parts")
     if batch is None and (
@@ -89,8 +74,9 @@ def profile(
     )
     with progress() as notify:
         notify(f"profiling {graph}")
-        loaded = load(source_of(graph, features, labels, split, task), directed)
-        document = make_profile(loaded, counts, partitioner, servers=servers, hops=hops)
+        method, directed = reading.pop("partitioner"), reading.pop("directed")
+        loaded = load(source_of(graph, **reading, task=task), directed)
+        document = make_profile(loaded, counts, method, servers=servers, hops=hops)
         if batch is not None:
             document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), notify)
     if as_json:
@@ -104,23 +90,19 @@ def profile(
         print(f"  note: {note}")
     if degree := about.get("degree"):
         print("  degree: " + ", ".join(f"{k} {v:g}" for k, v in degree.items()))
-    rows = []
-    for count, facts in document["parts"].items():
-        growth = " ".join(f"{g:.2f}" for g in facts.get("growth") or [])
-        cut = f"{facts['edge_cut']:,.0f}" if facts.get("edge_cut") is not None else "-"
-        rows.append(
-            [
-                count,
-                f"{facts['halo_rows']:,.0f}",
-                cut,
-                f"{facts['balance']:.3f}" if facts.get("balance") else "-",
-                growth,
-            ]
+    show_table(
+        table(
+            "per part count",
+            [{"parts": count, **facts} for count, facts in document["parts"].items()],
+            column("parts"),
+            column("halo rows", "halo_rows", "{:,.0f}".format),
+            column("edges cut", "edge_cut", "{:,.0f}".format),
+            column("max/mean rows", "balance", "{:.3f}".format),
+            (
+                f"growth at 1..{hops} hops",
+                lambda of: " ".join(f"{growth:.2f}" for growth in of.get("growth") or []),
+            ),
         )
-    table(
-        "per part count",
-        ["parts", "halo rows", "edges cut", "max/mean rows", f"growth at 1..{hops} hops"],
-        rows,
     )
     if batch is not None:
         show_batches(document["mini"])
@@ -129,53 +111,54 @@ def profile(
 def show_batches(mini: dict[str, Any]) -> None:
     """Print the facts of mini-batches that `probe` has found."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
+    from gnnplan.planner.vocabulary.table import column, table
     from gnnplan.planner.vocabulary.units import show_bytes
 
-    rows, edges, ways = mini["rows"], mini["edges"], ("mean", f"p{HIGH}")
+    def percents(shares: Iterable[float]) -> str:
+        return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
+
+    rows, edges, high, whole = mini["rows"], mini["edges"], f"p{HIGH}", "{:,.0f}".format
     known = "estimated" if mini["estimated"] else f"{mini['probed']} of {mini['batches']} looked at"
-    title = (
-        f"mini-batches of {mini['batch']:,} seeds, {','.join(map(str, mini['fanouts']))} neighbours"
-        f" ({known})"
-    )
-    lines = [
-        [
-            f"h_{h}",
-            *(f"{rows[way][h]:,.0f}" for way in ways),
-            *(f"{edges[way][h - 1]:,.0f}" if h else "-" for way in ways),
-        ]
+    reached = [
+        {
+            "": f"h_{h}",
+            "rows": rows["mean"][h],
+            "most rows": rows[high][h],
+            **({"edges": edges["mean"][h - 1], "most edges": edges[high][h - 1]} if h else {}),
+        }
         for h in range(len(rows["mean"]))
     ]
-    table(
-        title,
-        ["", "rows", f"{HIGH} % have at most", "edges into them", f"{HIGH} % have at most"],
-        lines,
+    show_table(
+        table(
+            f"mini-batches of {mini['batch']:,} seeds,"
+            f" {','.join(map(str, mini['fanouts']))} neighbours ({known})",
+            reached,
+            column(""),
+            column("rows", show=whole),
+            column(f"{HIGH} % have at most", "most rows", whole),
+            column("edges into them", "edges", whole),
+            column(f"{HIGH} % have at most", "most edges", whole),
+        )
     )
-    lines, cached = [], ""
-    for count, of in mini["ranks"].items():
-        line = [count, *(f"{of['overlap'][what]:.2f}x" for what in ("features", "edges"))]
-        if of["hits"]:
-            cached = (
-                " of "
-                + "/".join(f"{100 * float(share):g}" for share in of["hits"]["frequency"])
-                + " %"
-            )
-            line.append(
-                " ".join(f"{100 * hit:.0f}" for hit in of["hits"]["frequency"].values()) + " %"
-            )
-        if split := of["split"]:
-            line += [
-                " ".join(f"{100 * share:.0f}" for share in split["cross_edges"]) + " %",
-                f"{max(split['balance']):.2f}",
-                show_bytes(max(map(max, split["bytes"]))),
-            ]
-        lines.append([*line, *["-"] * (7 - len(line))])
-    columns = [
-        "ranks",
-        "features read",
-        "edges",
-        f"cache{cached} hits",
-        "split: edges cross",
-        "most/mean",
-        "a pair sends",
+    shared = [
+        {"ranks": count, **of["overlap"], **(of["hits"] or {}), **(of["split"] or {})}
+        for count, of in mini["ranks"].items()
     ]
-    table("shared by ranks", columns, lines)
+    cached = "/".join(f"{100 * float(share):g}" for share in shared[0].get("frequency", {}))
+    show_table(
+        table(
+            "shared by ranks",
+            shared,
+            column("ranks"),
+            column("features read", "features", "{:.2f}x".format),
+            column("edges", show="{:.2f}x".format),
+            column(
+                f"cache of {cached} % hits" if cached else "cache hits",
+                "frequency",
+                lambda hits: percents(hits.values()),
+            ),
+            column("split: edges cross", "cross_edges", percents),
+            column("most/mean", "balance", lambda balance: f"{max(balance):.2f}"),
+            column("a pair sends", "bytes", lambda sent: show_bytes(max(map(max, sent)))),
+        )
+    )

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from gnnplan.cli.common import Json, app, print_json
+from gnnplan.cli.common import print_json, verb
 
 
-@app.command()
+@verb(runs={"metavar": "[RUN]..."})
 def report(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Folders of finished runs of this plan."),
-    ] = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Write the page here.")] = Path(
-        "report.html"
-    ),
-    as_json: Json = False,
+    plan_file: Path,
+    runs: list[Path] | None = None,
+    *,
+    output: Path = Path("report.html"),
+    as_json: bool = False,
 ) -> None:
     """Draw a plan and its runs as one page that opens offline.
 
     What epochs are made of, who does what when, memory, traffic, and where another strategy wins;
     of runs also the errors of the prediction, losses and accuracies. Needs plotly: pip install
     'gnnplan[report]'.
+
+    Args:
+        runs: Folders of finished runs of this plan.
+        output: Write the page here.
     """
     from gnnplan.planner.vocabulary.progress import progress
     from gnnplan.report import report as write

@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from gnnplan.cli.common import app
+from gnnplan.cli.common import verb
 
 VIEWERS = ("perfetto", "hta")
 
 
-@app.command("trace")
-def view_traces(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR", help="A run's folder, or one that `gnnplan simulate --trace` wrote."
-        ),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="DEST", help="The file; for hta a new folder."),
-    ],
-    viewer: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="VIEWER",
-            help="perfetto: one file with all ranks, for https://ui.perfetto.dev; hta: a folder for"
-            " Holistic Trace Analysis.",
-        ),
-    ] = "perfetto",
-) -> None:
+@verb(
+    name="trace",
+    directory={"metavar": "DIR"},
+    output={"metavar": "DEST"},
+    viewer={"flags": ("--for",), "metavar": "VIEWER"},
+)
+def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> None:
     """Merge the traces of all ranks, or write them for HTA.
 
     HTA, Holistic Trace Analysis, reads them as GPU kernels.
 
     A run on several servers leaves its traces there; copy them into one folder first.
+
+    Args:
+        directory: A run's folder, or one that `gnnplan simulate --trace` wrote.
+        output: The file; for hta a new folder.
+        viewer: perfetto: one file with all ranks, for https://ui.perfetto.dev; hta: a folder for
+            Holistic Trace Analysis.
     """
     from gnnplan.planner.graph.formats.mapped import must_be_new
     from gnnplan.planner.vocabulary.errors import SpecError

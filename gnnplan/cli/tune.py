@@ -4,40 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Any
 
-import typer
+from gnnplan.cli.common import show, verb
+from gnnplan.cli.options import of_function
 
-from gnnplan.cli.common import Json, app, print_json, show
 
-
-@app.command()
+@verb(of_function("tuning.tune"), epochs={"min": 1})
 def tune(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")],
-    share: Annotated[
-        float,
-        typer.Option(help="Most that it may cost: a share of the seconds that training takes."),
-    ] = 0.1,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs of that training.  [default: the plan's]")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the folders of its runs.  [default: a new one, runs/tune-N]"),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Write the plan here.  [default: beside --out, .json]"),
-    ] = None,
-    emulate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="The plan's servers as network namespaces of this Linux machine,"
-            " with NICs of this rate between them: 400Mbit/s, or unshaped. Needs root.",
-        ),
-    ] = None,
-    as_json: Json = False,
+    plan_file: Path,
+    *,
+    output: Path | None = None,
+    as_json: bool = False,
+    **options: Any,
 ) -> None:
     """Run the strategies within doubt, and plan by what they took.
 
@@ -46,23 +25,23 @@ def tune(
     recommended only if it is faster by more than the noise. The runs also correct the cluster's
     constants. Where the training is too short to be worth it, the plan stays as it is.
 
-    For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json"""
+    For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json
+
+    Args:
+        output: Write the plan here.  [default: beside --out, .json]
+    """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.tuning import tune as tune_by_runs
     from gnnplan.executor.launch.launcher import new_folder
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress
 
-    out = out or new_folder("tune")
+    out: Path = options.pop("out") or new_folder("tune")
     output = output or out.with_name(f"{out.name}.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     must_be_writable(output)
     with progress() as notify:
-        tuned = tune_by_runs(
-            load_plan(plan_file), out, share=share, epochs=epochs, emulate=emulate, notify=notify
-        )
+        tuned = tune_by_runs(load_plan(plan_file), out, **options, notify=notify)
     tuned.write(output)
-    if as_json:
-        return print_json(tuned.document)
-    show(tuned)
-    print(f"written to {output}; next: gnnplan run {quote(str(output))}")
+    if show(tuned, as_json):
+        print(f"written to {output}; next: gnnplan run {quote(str(output))}")

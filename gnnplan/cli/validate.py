@@ -3,47 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
-from gnnplan.cli.common import Json, app, print_json, show, table
+from gnnplan.cli.common import print_json, show, show_table, verb
+from gnnplan.cli.options import of_function
 
 
-@app.command()
+@verb(
+    of_function("validation.validate"),
+    directories={"metavar": "[DIR]..."},
+    leave_one_out={"flags": ("--leave-one-out/--no-leave-one-out",)},
+    refit={"metavar": "FILE"},
+)
 def validate(
-    directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of finished runs.")
-    ] = None,
-    published: Annotated[
-        Path | None, typer.Option(help="In their place: a .csv of printed figures to predict.")
-    ] = None,
-    leave_one_out: Annotated[
-        bool,
-        typer.Option(
-            help="With --published: predict each dataset with constants fitted to the others."
-        ),
-    ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(help="Predict with this cluster file's constants, not the plans'.")
-    ] = None,
-    refit: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Fit the cluster's constants to some of the runs, score them on the "
-            "others, and write the cluster file.",
-        ),
-    ] = None,
-    as_json: Json = False,
+    directories: list[Path] | None = None,
+    *,
+    published: Path | None = None,
+    leave_one_out: bool = False,
+    as_json: bool = False,
+    **constants: Any,
 ) -> None:
     """Compare runs with their predictions, and say what to doubt.
 
     Predicted, simulated and measured seconds side by side. Exit 1 if bytes or order differ. Of
     several runs: errors by operation, how right the ranking of strategies was (Kendall's tau,
     regret) and which constants to doubt. With --published FILE.csv: the figures that others have
-    printed, beside what the model predicts of them."""
-    from gnnplan.api.validation import Validation, Validations
+    printed, beside what the model predicts of them.
+
+    Args:
+        directories: Folders of finished runs.
+        published: In their place: a .csv of printed figures to predict.
+        leave_one_out: With --published: predict each dataset with constants fitted to the others.
+    """
+    from gnnplan.api.validation import validate as compare
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
 
@@ -52,20 +46,15 @@ def validate(
     if leave_one_out and published is None:
         raise SpecError("--leave-one-out goes with --published FILE.csv")
     if published is not None:
-        if cluster or refit:
+        if any(constants.values()):
             raise SpecError("--cluster and --refit go with folders of runs")
         return show_published(published, leave_one_out, as_json)
-    assert directories is not None
-    found: Validation | Validations
+    runs: Any = directories
+    if runs[1:] == [] and not constants["refit"]:
+        runs = runs[0]
     with progress() as notify:
-        if len(directories) == 1 and not refit:
-            found = Validation.of(directories[0], cluster)
-        else:
-            found = Validations.of(directories, cluster, refit, notify)
-    if as_json:
-        print_json(found.document)
-    else:
-        show(found)
+        found = compare(runs, **constants, notify=notify)
+    show(found, as_json)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -73,11 +62,13 @@ def validate(
 def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     """Predict a file of printed figures; print errors, winners, and why rows are skipped."""
     from collections import Counter
+    from functools import partial
 
     from gnnplan.planner.evidence.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.planner.evidence.papers.published import evaluate_rows
     from gnnplan.planner.evidence.papers.rows import read
     from gnnplan.planner.vocabulary.progress import progress
+    from gnnplan.planner.vocabulary.table import column, table
     from gnnplan.planner.vocabulary.units import show_percent
 
     rows = read(path)
@@ -90,17 +81,17 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
         return print_json(result)
     summary = dict(result["summary"])
     winner = summary.pop("winner")
-    table(
-        f"{len(result['rows'])} of {len(rows)} figures predicted",
-        ["metric", "rows", "mean error", "95 % have at most", "largest"],
-        [
-            [
-                metric,
-                str(of["n"]),
-                *(show_percent(of[figure], 1) for figure in ("mape", "p95", "max")),
-            ]
-            for metric, of in summary.items()
-        ],
+    percent = partial(show_percent, digits=1)
+    show_table(
+        table(
+            f"{len(result['rows'])} of {len(rows)} figures predicted",
+            [{"metric": metric, **errors} for metric, errors in summary.items()],
+            column("metric"),
+            column("rows", "n"),
+            column("mean error", "mape", percent),
+            column("95 % have at most", "p95", percent),
+            column("largest", "max", percent),
+        )
     )
     print(
         f"the faster of two strategies is named rightly in {winner['right']} of {winner['n']}"

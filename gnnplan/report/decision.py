@@ -9,8 +9,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from gnnplan.planner import strategies
+from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
-from gnnplan.report.facts import FACTORS, Facts, Leader
+from gnnplan.report.facts import FACTORS, Facts
 from gnnplan.report.picture import (
     COLOURS,
     COMMUNICATION,
@@ -39,14 +40,14 @@ NOTHING = "nothing fits"
 def epochs(facts: Facts) -> Picture:
     """Strategies as stacked bars, the plan's choice on top; measured epochs beside them."""
     leaders = facts.leaders[:MOST_BARS]
-    seconds = [leader.seconds("epoch_s") for leader in leaders]
+    seconds = [leader.epoch_s for leader in leaders]
     unit, scale = unit_of(max(seconds), TIMES)
     traces: list[go.Bar | go.Scatter] = [
         go.Bar(
             name=name,
             orientation="h",
             y=list(range(len(leaders))),
-            x=[leader.seconds(part) * scale for leader in leaders],
+            x=[leader.predicted[part] * scale for leader in leaders],
             width=0.45,
             marker_color=colour,
             hovertemplate=f"{name} %{{x:.4g}} {unit}<extra></extra>",
@@ -63,18 +64,18 @@ def epochs(facts: Facts) -> Picture:
             "thickness": 2,
         }
     measured = {
-        leader.name: median(taken)
+        leader.strategy: median(taken)
         for leader in leaders
-        if (taken := [r.run.measured_s for r in facts.runs if r.run.strategy == leader.name])
+        if (taken := [r.run.measured_s for r in facts.runs if r.run.strategy == leader.strategy])
     }
-    ran = [place for place, leader in enumerate(leaders) if leader.name in measured]
+    ran = [place for place, leader in enumerate(leaders) if leader.strategy in measured]
     if ran:
         traces.append(
             go.Scatter(
                 name="measured",
                 mode="markers",
                 y=ran,
-                x=[measured[leaders[place].name] * scale for place in ran],
+                x=[measured[leaders[place].strategy] * scale for place in ran],
                 marker={"color": MEASURED, "symbol": "diamond", "size": 10},
                 hovertemplate=f"measured %{{x:.4g}} {unit}<extra></extra>",
             )
@@ -86,12 +87,12 @@ def epochs(facts: Facts) -> Picture:
     for place, leader in enumerate(leaders):
         text = _headline(leader, facts.problem.cluster.ranks)
         drawn.add_annotation(text=text, y=place, yshift=19, **at_left)
-    see = [f"{leaders[0].name} is the plan's choice: {show_time(seconds[0])} per epoch."]
+    see = [f"{leaders[0].strategy} is the plan's choice: {show_time(seconds[0])} per epoch."]
     if len(leaders) > 1:
         ahead = seconds[1] < seconds[0]  # a lossy one that is not surely faster
         gap = seconds[0] / seconds[1] if ahead else seconds[1] / seconds[0]
         far = f"{show_percent(gap - 1, 1)} {'faster by prediction' if ahead else 'slower'}"
-        see.append(f"{leaders[1].name} is {far}.")
+        see.append(f"{leaders[1].strategy} is {far}.")
     if not all(leader.exact for leader in leaders):
         see.append("A star marks lossy strategies: they change the gradient.")
     if len(ranges) == len(leaders):
@@ -101,23 +102,23 @@ def epochs(facts: Facts) -> Picture:
     columns = ["strategy", "exact", "ranks", *(name for _, name, _ in PARTS), "epoch", "measured"]
     rows = [
         [
-            leader.name,
+            leader.strategy,
             "yes" if leader.exact else "no",
             str(leader.gpus),
-            *(show_time(leader.seconds(part)) for part in ("compute_s", "comm_s", "bubble_s")),
+            *(show_time(leader.predicted[part]) for part in ("compute_s", "comm_s", "bubble_s")),
             show_time(second),
-            show_time(measured[leader.name]) if leader.name in measured else "-",
+            show_time(measured[leader.strategy]) if leader.strategy in measured else "-",
         ]
         for leader, second in zip(leaders, seconds, strict=True)
     ]
     return Picture("epochs", "What an epoch is made of", " ".join(see), drawn, columns, rows)
 
 
-def _headline(leader: Leader, ranks: int) -> str:
+def _headline(leader: Answer, ranks: int) -> str:
     """The line above a bar: name, star, epoch, knobs."""
-    name, _, knobs = leader.name.partition("(")
+    name, _, knobs = leader.strategy.partition("(")
     on = f"on {leader.gpus} of {ranks} " if leader.gpus < ranks else ""
-    head = f"{'' if leader.exact else ' *'} {show_time(leader.seconds('epoch_s'))} {on}"
+    head = f"{'' if leader.exact else ' *'} {show_time(leader.epoch_s)} {on}"
     room = max(MOST_LETTERS - len(name + head), 10)
     knobs = textwrap.shorten(knobs[:-1].replace(",", ", "), room, placeholder=" …")
     return f"<b>{name}</b>{head}<i>{knobs}</i>"

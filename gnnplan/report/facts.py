@@ -13,6 +13,7 @@ import numpy as np
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.decision.search import Candidate, evaluate, search
 from gnnplan.planner.decision.sensitivity import (
     MOST_EDGES,
@@ -23,7 +24,6 @@ from gnnplan.planner.decision.sensitivity import (
 )
 from gnnplan.planner.evidence.runs import question_of
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import named
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.schedule import Schedule
@@ -39,21 +39,6 @@ WIDTHS = (0.25, 0.5, 1, 2, 4)  # times the plan's hidden width
 
 class Absent(Exception):
     """A picture cannot be drawn of this plan; the message says why, for the page."""
-
-
-@dataclass(frozen=True)
-class Leader:
-    """A candidate of the plan, as its document has it."""
-
-    name: str
-    exact: bool
-    gpus: int
-    predicted: dict[str, Any]
-    range_s: tuple[float, float] | None  # 10th and 90th percentile of its epoch [s]
-
-    def seconds(self, part: str) -> float:
-        """Its epoch_s, compute_s, comm_s or bubble_s [s]."""
-        return float(self.predicted[part])
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,7 @@ class Facts:
         return self.candidate.strategy.steps(self.problem)
 
     @cached_property
-    def leaders(self) -> list[Leader]:
+    def leaders(self) -> list[Answer]:
         """The plan's candidates, its choice first."""
         return [_leader(one) for one in (self.document["best"], *self.document["alternatives"])]
 
@@ -185,21 +170,14 @@ def gather(
     return facts
 
 
-def _leader(answer: Any) -> Leader:
+def _leader(answer: Any) -> Answer:
     """Raises SpecError where it is not what `gnnplan plan` writes."""
     try:
-        knobs = dict(answer["strategy"])
-        predicted = answer["predicted"]
-        for field in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
-            float(predicted[field])
-        name = str(named(str(knobs.pop("name")), knobs))
-        range_s = (
-            (float(answer["epoch_low_s"]), float(answer["epoch_high_s"]))
-            if "epoch_low_s" in answer  # not in plans of version 0.1
-            else None
-        )
-        return Leader(name, bool(answer["exact"]), int(answer["gpus"]), predicted, range_s)
+        found = Answer.of(answer)
+        for field in ("compute_s", "comm_s", "bubble_s"):
+            float(found.predicted[field])
     except (KeyError, TypeError, ValueError) as error:
         raise SpecError(
             f"a candidate of the plan lacks or garbles {error}; make it again with `gnnplan plan`"
         ) from error
+    return found

@@ -19,6 +19,7 @@ from gnnplan import __version__
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts, gather
 
@@ -166,15 +167,11 @@ def _section(picture: Picture) -> str:
 
 def _table(picture: Picture) -> str:
     """The numbers of a picture, folded."""
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    rows = [row("td", cells) for cells in picture.rows[:MOST_ROWS]]
-    left_out = len(picture.rows) - len(rows)
+    shown = Table("", picture.columns, picture.rows[:MOST_ROWS])
+    left_out = len(picture.rows) - len(shown.rows)
     return (
-        f"<details><summary>Numbers: {_text(picture.title)}</summary><div class='wide'><table>"
-        f"<thead>{row('th', picture.columns)}</thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<details><summary>Numbers: {_text(picture.title)}</summary>"
+        f"<div class='wide'>{shown.html()}</div>"
         + (f"<p>{left_out:,} more rows are left out.</p>" if left_out else "")
         + "</details>"
     )

@@ -53,12 +53,15 @@ class Link(Spec):
     """
 
     bandwidth: Bandwidth
+    """As reached [B/s]."""
     latency: Latency = 10e-6
-    # Size of a message -> share of the bandwidth that it reaches. Empty: all of it at any size.
+    """[s].  [default: 10us]"""
     efficiency: dict[Size, Share] = Field(default_factory=dict)
-    # Of ranks on a CPU: core-seconds at both ends together, per byte and per message.
+    """Message size: share of the bandwidth that it reaches, log-log between sizes.  [default: 1]"""
     core_s_per_byte: Annotated[float, Field(ge=0.0, le=1e-3)] = 0.0
+    """CPU ranks: core-seconds that a byte takes, both ends together."""
     core_s_per_message: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """CPU ranks: core-seconds that a message takes, however small."""
 
     @overload
     def stretched(self, nbytes: float, messages: int = 1) -> float: ...
@@ -127,46 +130,58 @@ class Device(Spec):
     """A GPU, or a CPU core that plays one rank. Rates are those that programs reach."""
 
     name: str = "unnamed"
+    """Shown in plans."""
     kind: Literal["cpu", "cuda"] = "cuda"
-    memory: Bytes  # that a rank may fill [B]
-    gemm: Rate  # dense matrix product, fp32 [flop/s]
-    # The same of products whose sums run over rows: gradients of weights. None: as gemm.
+    """cpu or cuda."""
+    memory: Bytes
+    """That a rank may fill [B]."""
+    gemm: Rate
+    """Dense matrix product in fp32, as reached [flop/s]."""
     weight_gradient: Rate | None = None
-    # All products of rows in bfloat16, and of rows in float32 whose factors are rounded to TF32
-    # [flop/s]. None: as float32's.
+    """The same of gradients of weights, whose sums run over rows.  [default: as `gemm`]"""
     gemm_bfloat16: Rate | None = None
+    """All products of rows in bfloat16, as reached [flop/s].  [default: as `gemm`]"""
     gemm_tf32: Rate | None = None
-    memory_bandwidth: Bandwidth  # element-wise work, bytes read plus written [B/s]
-    # The same by the size of a tensor. Empty: memory_bandwidth at all sizes.
+    """All products of rows in TF32, as reached [flop/s].  [default: as `gemm`]"""
+    memory_bandwidth: Bandwidth
+    """Element-wise work, bytes read plus written [B/s]."""
     memory_rates: Rates = Field(default_factory=dict)
-    # Dropout [numbers/s]. None: limited by memory.
+    """The same by tensor size.  [default: `memory_bandwidth`]"""
     hash_rate: PerSecond | None = None
-    # Attention weights, without their sums [edges * heads/s]. None: limited by memory.
+    """Dropout [numbers/s].  [default: from memory bandwidth]"""
     edge_rate: PerSecond | None = None
-    # Aggregation [B gathered/s], by row width [numbers] and bytes of all rows that it may read.
+    """Attention without its sums [edge weights/s].  [default: from memory bandwidth]"""
     gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(
         default_factory=dict
     )
-    # Of rows in bfloat16: how many times as many bytes per second.
+    """Aggregation [B gathered/s] by row width and by bytes of the rows read from.  [default: a
+    cache model]"""
     gather_bfloat16: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    # For each row that an aggregation makes, in addition to its gathers [s].
+    """Aggregation of rows in bfloat16: how many times as many bytes per second."""
     row_latency: Latency = 0.0
-    # Writing these rows [B/s]. None: contained in the rate of gathers.
+    """Of each row that aggregation makes, in addition to its gathers [s]."""
     row_bandwidth: Bandwidth | None = None
-    # The cache that all of the device shares (L2) [B].
+    """Writing these rows [B/s].  [default: contained in the rate of gathers]"""
     cache: Annotated[float, bounded(1e4, 1e10, "a cache [B]", "B")] | None = None
-    # Rows that are in the cache [B/s]. None: 3 x memory_bandwidth.
+    """That all of the device shares (L2) [B].  [default: none]"""
     cache_bandwidth: Bandwidth | None = None
-    launch: Latency = 8e-6  # one framework operation, however small [s]
-    # Machine code that is kept for each shape of a product [B] (oneDNN), in float32 and bfloat16.
+    """Rows that are in the cache [B/s].  [default: 3 x `memory_bandwidth`]"""
+    launch: Latency = 8e-6
+    """One framework operation, however small [s].  [default: 8us]"""
     product_code: Code = 0.0
+    """Machine code that is kept for each shape of a product [B]; oneDNN keeps it, on AMD's cores
+    with AVX-512. 0: MKL multiplies, and writes products into place."""
     product_code_bfloat16: Code = 0.0
-    power: Power | None = None  # that it draws while it trains; of a CPU: a rank's share [W]
-    # Share of a transfer's seconds that computation loses while they overlap. On GPUs by default
-    # what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv).
+    """The same of rows in bfloat16, on all cores with AVX-512."""
+    power: Power | None = None
+    """That it draws while it trains [W]; of a CPU, a rank's share; `--objective energy` needs it.
+    [default: none]"""
+    # on GPUs what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv)
     overlap_tax: float = Field(
         default_factory=lambda given: 0.185 if given.get("kind") == "cuda" else 0.0, ge=0.0, le=1.0
     )
+    """Share of a transfer's seconds that computation beside it loses.  [default: 0 on CPUs; 0.185
+    on GPUs, as fitted to PipeGCN's figures]"""
 
     def multiplying(self, dtype: str) -> Device:
         """The device at the rates of products of rows in this type."""
@@ -208,9 +223,13 @@ class Fabric(Spec):
     """
 
     kind: Literal["leaf_spine", "ring"]
+    """leaf_spine or ring."""
     servers_per_leaf: int | None = Field(None, ge=1)
+    """Of leaf_spine, which needs it.  [default: none]"""
     oversubscription: float = Field(1.0, gt=0.0, le=1000.0)
-    latency: Latency = 1e-6  # of each link on the way [s]
+    """How many times as many bytes per second the NICs carry together as what lies above them."""
+    latency: Latency = 1e-6
+    """Of each link passed [s].  [default: 1us]"""
 
     @property
     def below(self) -> int:
@@ -251,49 +270,71 @@ class Cluster(Spec):
     """
 
     name: str = "unnamed"
+    """Shown in plans."""
     servers: int = Field(1, ge=1, le=100_000)
+    """How many."""
     gpus_per_server: int = Field(1, ge=1, le=MOST_GPUS)
+    """How many."""
     device: Device
-    intra_node: Link  # between GPUs of a server that share no island
-    inter_node: Link | None = None  # a NIC: one per server, or one per list of `nics`
-    host: Link | None = None  # from a server's memory to a GPU; None: as intra_node
-    # A server's memory for graph data [B]; None: enough for all. Ranks on CPUs have theirs in
-    # device.memory, and offload's may be here.
+    """One GPU, or one CPU core that plays a rank (below)."""
+    intra_node: Link
+    """Link between GPUs of a server that share no island."""
+    inter_node: Link | None = None
+    """Link between servers: one NIC per server, or one per list of `nics`.  [default: none;
+    required with several servers]"""
+    host: Link | None = None
+    """Link from a server's memory to a GPU.  [default: `intra_node`]"""
     host_memory: Bytes | None = None
+    """Memory of a server for features and adjacency lists of mini-batches, and for what `offload`
+    keeps there [B]; of CPU ranks, whose `memory` holds graph data, it is asked by `offload` alone.
+    [default: enough for all; of CPU ranks none]"""
     islands: GPUs = ()
+    """Lists of GPUs with NVLink between them.  [default: none]"""
     island: Link | None = None
+    """That link.  [default: none]"""
     switches: GPUs = ()
+    """Lists of GPUs behind a PCIe switch.  [default: none]"""
     switch: Link | None = None
+    """The uplink that they share.  [default: none]"""
     nics: GPUs = ()
+    """Lists of GPUs, each with a NIC of its own.  [default: one NIC per server]"""
     fabric: Fabric | None = None
-    # False: what GPUs send goes through their server's memory, except in islands.
+    """What lies between servers (below).  [default: one switch that never blocks]"""
     peer_access: bool = True
-    # Without peer access: a server's memory, for all its GPUs and NICs together.
+    """false: what GPUs send passes their server's memory, except inside islands."""
     bridge: Link | None = None
-    # None: with NCCL a ring or a tree, whichever is faster; with Gloo a ring.
+    """Without peer access: the server's memory, shared by all its GPUs and NICs.  [default: never
+    the bottleneck]"""
     all_reduce: Algorithm | None = None
-    # Rates of a sampler [edges/s].
+    """ring, tree or hierarchical.  [default: the faster of NCCL's ring and tree on GPUs, a ring on
+    CPUs]"""
     host_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(default_factory=dict)
-    # Who draws neighbours. A device reads lists that its memory cannot hold over the host link.
+    """Edges per second of a sampler: `draw` neighbours, `lay` blocks out.  [default: 50 M]"""
     sampler: Literal["host", "device"] = "host"
-    # What a layer of a batch takes a sampler besides its edges [s].
+    """Who draws neighbours: host or device, which reads lists that its memory cannot hold over the
+    host link."""
     host_latency: dict[HostWork, Latency] = Field(default_factory=dict)
-    # Cores that the CPU ranks of a server share. Rates are those of a rank with its own core.
+    """Seconds of a layer of a batch besides its edges, likewise.  [default: 0]"""
     cores: int | None = Field(None, ge=1, le=100_000)
-    # How many times as long ranks compute that take turns on a core, for caches are another's.
+    """CPU ranks of a server share so many cores; rates are those of a rank with its own.  [default:
+    a core each]"""
     timeslice_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0
-    # What a rank that blocked computes longer, where ranks take turns [s].
+    """CPU: times as long a core computes when ranks take turns on it, for caches are another's."""
     cold_cache_penalty: Annotated[float, bounded(0.0, 1.0, "a penalty [s]", "s")] = 0.0
-    one_machine: bool = False  # one machine plays all servers, which share its cores
-    # What was measured: 'operation.link', as 'all_reduce.intra_node', -> the link as it reaches it.
-    # The links themselves serve for all other operations.
+    """CPU [s]: a rank that blocked resumes with a cold cache, where ranks take turns."""
+    one_machine: bool = False
+    """One machine plays all servers, which share its cores."""
     collectives: dict[str, Link] = Field(default_factory=dict)
-    price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # [$/h], a GPU
-    # Field -> 'measured 2026-11-20 on ...', 'datasheet', or 'assumed'.
+    """What was measured, such as `all_reduce.inter_node`: the link as it reaches it; links
+    themselves serve for all other operations.  [default: from links]"""
+    price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    """Dollars per GPU and hour; servers are rented whole.  [default: none]"""
     provenance: dict[str, str] = Field(default_factory=dict)
-    # Constant -> how far it may be off, [low, high] times its value (10th and 90th percentile).
-    # The others have a range by their provenance (doubt.py).
+    """Field: where its number is from, as 'measured 2026-11-20 on ...', 'datasheet' or 'assumed'.
+    [default: empty]"""
     ranges: dict[str, tuple[Factor, Factor]] = Field(default_factory=dict)
+    """Constant: how far it may be off, `[low, high]` times its value (10th and 90th percentile).
+    [default: by its provenance]"""
 
     @property
     def ranks(self) -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from gnnplan.planner.gnn.counted import Counted
+from gnnplan.planner.gnn.fields import FANOUT, Fields
 from gnnplan.planner.vocabulary.spec import Spec
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: what papers trained with
 ALL = -1  # the fanout that takes every neighbour
-FANOUT = 10  # per layer, if the user gives none
-MOST = 10**12  # vertices, seeds of a batch, epochs
-MOST_NEGATIVES = 10_000  # of an edge
 TASKS = ("node", "link")
 # what tells how good a model is, by what it learns: edges, one label of a vertex, several, or
 # numbers; the first is the default
@@ -29,8 +27,6 @@ METRICS = {
 FALLING = ("mae",)  # those of which less is better
 PARTS = ("train", "val", "test")
 BALANCED = "balanced"  # what class_weights may say besides numbers
-Weights = tuple[Annotated[float, Field(ge=0.0, le=1e9)], ...]
-MOST_LAYERS = 1000  # a plan of so many takes half a minute
 ROUNDED_MODELS = ("gcn", "sage", "gcnii", "sgc", "gin")  # whose rows may be bfloat16
 AUTO = "auto"  # what --dtype may say besides types: the plan chooses one (decision/dtypes.py)
 MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by every layer
@@ -149,55 +145,12 @@ class Module(Spec):
     ends: bool = False  # of a cut module: batch norm after the last layer, and what follows it
 
 
-class Workload(Spec):
+class Workload(Fields):
     """A GNN and its training options. Options that a model does not know have no effect."""
 
-    model: Literal["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2", "own"] = "sage"
-    layers: int = Field(3, ge=1, le=MOST_LAYERS)
-    hidden: int = Field(256, ge=1, le=1_000_000)  # SGC has no hidden rows: all are classes wide
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    mode: Literal["full", "mini"] = "full"
-    batch: int = Field(1024, ge=1, le=MOST)
-    # neighbours drawn per layer, from the seeds outwards; None: FANOUT for each
-    fanout: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] | Literal["full"] | None = None
-    # what is learned: labels of vertices, or which vertices an edge links
-    task: Literal["node", "link"] = "node"
-    negatives: int = Field(1, ge=1, le=MOST_NEGATIVES)  # link: vertices that an edge is told from
-    seed: int = Field(0, ge=0, lt=2**31)
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    lr: float = Field(0.01, gt=0.0, le=100.0)
-    # times the weight: added to its gradient, or by adamw taken off the weight; None: as in torch,
-    # 0.01 for adamw and 0 for others
-    weight_decay: float | None = Field(None, ge=0.0, le=100.0)
-    momentum: float = Field(0.0, ge=0.0, lt=1.0)  # of sgd
-    warmup: int = Field(0, ge=0, le=MOST)  # first epochs, in which lr rises in equal steps
-    # how lr falls after these: by the factor gamma every step_size epochs, or along half a cosine
-    # to 0 at the end of `epochs`
-    schedule: Literal["constant", "step", "cosine"] = "constant"
-    step_size: int = Field(30, ge=1, le=MOST)
-    gamma: float = Field(0.1, gt=0.0, le=1.0)
-    # in the loss of one label: what a vertex of each class counts; balanced: all classes alike
-    class_weights: Weights | Literal["balanced"] | None = None
-    loss: Literal["mse", "mae"] | None = None  # of numbers; None: mse, and of labels cross entropy
-    # what is measured; None: the first that METRICS has for what is learned
-    metric: Literal["accuracy", "f1_micro", "f1_macro", "roc_auc", "mae", "auc"] | None = None
-    clip: float | None = Field(None, gt=0.0, le=1e9)  # the longest that a step's gradient may be
-    # epochs without a better score of validation, after which training ends and leaves the weights
-    # of the best; looked at when an epoch is evaluated. None: it does not, and leaves the last
-    patience: int | None = Field(None, ge=1, le=MOST)
-    epochs: int = Field(50, ge=1, le=MOST)
-    # of rows: features, activations, their gradients, messages. Weights, their gradients and the
-    # optimizer's state are float32 where rows are bfloat16. tf32: float32, but GPUs round the
-    # factors of products to 10 bits.
-    dtype: Literal["float32", "float64", "bfloat16", "tf32"] = "float32"
-    alpha: float = Field(0.1, ge=0.0, le=1.0)  # GCNII: strength of the initial residual
-    theta: float = Field(0.5, gt=0.0, le=1e6)  # GCNII: beta_l = log(theta / l + 1)
-    heads: int = Field(4, ge=1, le=10_000)  # GAT, GATv2: of hidden layers; the last layer has one
-    aggregation: Literal["softmax", "sum"] = "softmax"  # ResGCN+
-    # before hidden layers' activation; None: 'layer' for resgcn, else 'none'
-    norm: Literal["none", "layer", "batch"] | None = None
-    # the user's own model. The fields above say what it is, as far as they can.
     module: Module | None = None
+    """Your own model, as `plan --model file.py:MyGNN` found it; it decides `model`, `layers`,
+    `hidden`, `dropout`, `norm`, `heads`, `alpha` and `theta`."""
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -167,7 +167,7 @@ def test_what_is_not_read_is_said_once(folder: Path) -> None:
         f"{folder / 'model.py'}:Weighted": "Weighted does not read kind, edge_attr, edge_type of data",
     }
     for model, note in unread.items():
-        question = ask(data, "local", None, {"model": model})
+        question = ask(data, "local", None, model=model)
         assert [said for said in question.notes if "does not read" in said] == [note]
 
 

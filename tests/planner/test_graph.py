@@ -731,26 +731,24 @@ def test_a_loss_of_numbers_says_that_labels_are_numbers(tmp_path):
     np.savez(tmp_path / "g.npz", src=[0, 1, 2], dst=[1, 2, 3], y=y)
     path = str(tmp_path / "g.npz")
     with pytest.raises(SpecError, match="for numbers to predict, use --task regression"):
-        ask(path, "local", None, {})
+        ask(path, "local", None)
     for fields, more in (
         ({"loss": "mse"}, {}),
         ({}, {"task": "regression"}),
         ({}, {"overrides": ["loss=mae"]}),
         ({}, {"overrides": {"loss": "mse"}, "task": "regression"}),
     ):
-        problem = ask(path, "local", None, fields, **more).problem
+        problem = ask(path, "local", None, **fields, **more).problem
         assert problem.graph.y[:, 0].tolist() == y.tolist() and problem.metric == "mae"
         assert problem.model.classes == 1
     data = pytest.importorskip("torch_geometric.data")
     torch = pytest.importorskip("torch")
     edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
-    found = ask(
-        data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, {}, task="regression"
-    )
+    found = ask(data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, task="regression")
     assert found.problem.graph.y[:, 0].tolist() == y.tolist()
     with pytest.raises(
         SpecError, match=r"the Data: y.*for numbers to predict, use --task regression"
     ):
-        ask(data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, {})
+        ask(data.Data(edge_index=edges, y=torch.tensor(y)), "local", None)
     convert(path, tmp_path / "folder", Extras(numbers=True))
     assert load(f"{tmp_path / 'folder'}?task=regression").y[:, 0].tolist() == y.tolist()
