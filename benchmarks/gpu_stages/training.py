@@ -184,7 +184,7 @@ def _run(plan: gnnplan.Plan, case: Case, out: Path, on_cpu: bool, epochs: int) -
     if case.ranks > 1:
         return plan.run(out, epochs=epochs, eval_every=0, checkpoint_every=0, timeout_s=60)
     document = plan.document
-    problem, strategy = trainable(plan.problem, chosen(document))
+    problem, strategy = plan.problem, trainable(plan.problem, chosen(document))
     out.mkdir(parents=True)
     plan.write(out / "plan.json")
     Options(eval_every=0, checkpoint_every=0).write(out)

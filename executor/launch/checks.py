@@ -22,22 +22,13 @@ from gnnplan.executor.ranks.checkpoint import (
 )
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.executor.ranks.rank import from_launcher
-from gnnplan.planner.decision.plan import chosen, placement, question, read, write
+from gnnplan.planner.decision.plan import placement, question, read, write
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
-
-
-def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
-    """The document of a plan that has been checked, its problem and its strategy.
-
-    Raises SpecError, Mismatch.
-    """
-    document = read(plan)
-    return document, *trainable(question(document), chosen(document), f"{plan}: ")
 
 
 def choose(document: dict[str, Any], choice: str | None) -> tuple[dict[str, Any], Problem | None]:
@@ -54,31 +45,27 @@ def choose(document: dict[str, Any], choice: str | None) -> tuple[dict[str, Any]
     return document, problem.placed(placement(document))
 
 
-def trainable(problem: Problem, strategy: Strategy, where: str = "") -> tuple[Problem, Strategy]:
-    """The problem and the settled strategy of a plan; `where` says in errors whose they are.
+def trainable(problem: Problem, strategy: Strategy) -> Strategy:
+    """The settled strategy of a plan.
 
-    Raises SpecError where it cannot be trained.
+    Raises SpecError where it cannot be trained, or the graph is known by statistics only, or has no
+    labels.
     """
-    must_be_trainable(problem, where)
-    strategy = strategy.settle(problem)
-    strategy.check(problem)
-    return problem, strategy
-
-
-def must_be_trainable(problem: Problem, where: str = "") -> None:
-    """Raise SpecError if the graph is known by statistics only, or has no labels."""
     name = problem.stats.name
     if not isinstance(problem.graph, Graph):
         raise SpecError(
-            f"{where}the graph {name} is known by statistics only and cannot be trained;"
+            f"the graph {name} is known by statistics only and cannot be trained;"
             " plan with a graph file"
         )
     learns_labels = problem.workload.task == "node"
     if learns_labels and (problem.stats.classes == 0 or problem.stats.train_vertices == 0):
         raise SpecError(
-            f"{where}the graph {name} has no labelled training vertices; it can be"
+            f"the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"
         )
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    return strategy
 
 
 def must_be_measurable(options: Options, strategy: Strategy) -> None:

@@ -2,7 +2,7 @@
 
 Each check compares one thing and gives a row: equal enough ('ok'), different so that the run is not
 what was predicted ('differs'), or such that it cannot end well ('stops'). All of them look at this
-machine alone; ranks that torchrun or srun has started tell each other (`together.py`).
+machine alone; ranks that torchrun or srun has started tell each other (`peers.py`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Asked:
     @cached_property
     def settled(self) -> Strategy:
         """The strategy with all its knobs. Raises SpecError where it cannot be trained as asked."""
-        _, strategy = trainable(self.problem, self.strategy)
+        strategy = trainable(self.problem, self.strategy)
         must_be_measurable(self.options, strategy)
         must_have_rates(self.options, self.workload)
         return strategy

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_hex
@@ -80,38 +80,42 @@ def measure(
     check_dtype(dtype)
     notify = progress or (lambda what: None)
     memory = free_memory() / (ranks * servers)
-    if servers == 1:
+    playing: AbstractContextManager[list[lab.Server]]
+    playing = lab.lab(servers, emulated) if servers > 1 else nullcontext([])
+    with playing as played:
         store = store_of_this_machine()
-        meeting = {
-            **on_this_machine(store.port, token_hex(16)),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-        }
+        meeting = on_this_machine(store.port, token_hex(16))
+        if played:
+            meeting |= {
+                **lab.INTERFACES,
+                "MASTER_ADDR": played[0].address,
+                "MASTER_PORT": str(lab.PORT),
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+            }
 
         def start(command: list[str], **streams: Any) -> list[subprocess.Popen[str]]:
             return [
                 subprocess.Popen(
-                    command,
-                    env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    played[server].inside(*command) if played else command,
+                    env={
+                        **os.environ,
+                        **meeting,
+                        "RANK": str(server * ranks + local),
+                        "WORLD_SIZE": str(servers * ranks),
+                        "LOCAL_RANK": str(local),
+                        "GROUP_RANK": str(server),
+                        "OMP_NUM_THREADS": "1",
+                        "MKL_NUM_THREADS": "1",
+                    },
                     text=True,
                     stdin=subprocess.DEVNULL,
                     **streams,
                 )
-                for rank in range(ranks)
+                for server in range(servers)
+                for local in range(ranks)
             ]
 
         found = _run_ranks(start, seconds, dtype, notify)
-    else:
-        with lab.lab(servers, emulated) as made:
-            places = [rank // ranks for rank in range(ranks * servers)]
-            found = _run_ranks(
-                lambda command, **streams: lab.start(made, places, command, **streams),
-                seconds,
-                dtype,
-                notify,
-            )
     # asked here, a GPU would give this process a context
     memory = found["free_on_gpu"] or memory
     return cluster_of(found, servers, ranks, memory, one_machine=True)

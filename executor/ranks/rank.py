@@ -472,17 +472,23 @@ def store_of_all(timeout_s: float) -> Store:
 
 
 def open_rank(
-    timeout_s: float = 30.0,
-    problem: Problem | None = None,
-    on_cpu: bool = False,
-    store: Store | None = None,
+    timeout_s: float = 30.0, problem: Problem | None = None, on_cpu: bool = False
 ) -> Rank:
-    """This process's rank, from the environment of torchrun or Slurm; without one, rank 0 of 1.
+    """This process's rank, connected with the others; without a launcher, rank 0 of 1.
 
-    Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU.
-    The backend is NCCL if every rank has a GPU of its own. NCCL refuses two ranks on one GPU, so
-    those use Gloo, through host memory. on_cpu: use no GPU. store: `store_of_all`, where it was
-    opened before.
+    As of `place_rank`.
+    """
+    rank = place_rank(timeout_s, problem, on_cpu)
+    if rank.world > 1:
+        connect(rank, store_of_all(timeout_s))
+    return rank
+
+
+def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = False) -> Rank:
+    """This process's rank and its device, from the environment of torchrun or Slurm.
+
+    Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU. on_cpu:
+    use no GPU.
     """
     env = as_torchrun_has_it()
     number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
@@ -498,11 +504,9 @@ def open_rank(
     if found:
         torch.cuda.set_device(device)
     card = card_of(device)
-    rank = Rank(number, size, device, backend_of([card]), timeout_s=timeout_s, card=card)
-    if size > 1:
-        _connect(rank, store or store_of_all(timeout_s))
-    rank.streams = rank.backend == "nccl"
-    return rank
+    backend = backend_of([card])
+    streams = backend == "nccl"
+    return Rank(number, size, device, backend, timeout_s=timeout_s, card=card, streams=streams)
 
 
 def hosts_the_store(env: Mapping[str, str]) -> bool:
@@ -528,17 +532,19 @@ def backend_of(cards: Sequence[str]) -> str:
     return "nccl" if all(cards) and len(set(cards)) == len(cards) else "gloo"
 
 
-def _connect(rank: Rank, store: Store) -> None:
+def connect(rank: Rank, store: Store) -> None:
     """Make the process groups of all ranks: torch's default group, and one for exchanges.
 
-    Rank 0 chooses the backend: a launcher may show each rank its own GPU only, or the ranks of one
-    server share GPUs and those of another do not.
+    The backend is NCCL if every rank has a GPU of its own. NCCL refuses two ranks on one GPU, so
+    those use Gloo, through host memory. Rank 0 chooses it: a launcher may show each rank its own
+    GPU only, or the ranks of one server share GPUs and those of another do not.
     """
     store.set(f"card {rank.rank}", rank.card)
     if rank.rank == 0:
         cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
         store.set("backend", backend_of(cards))
     rank.backend = store.get("backend").decode()
+    rank.streams = rank.backend == "nccl"
     if rank.backend == "gloo":
         wait_in_turn()
     dist.init_process_group(

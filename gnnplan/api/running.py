@@ -194,7 +194,7 @@ def train(asked: Asked) -> Run:
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    launch.begin(asked.document, problem, strategy, out, asked.options, asked.emulate, last)
+    launch.begin(asked)
     for note in stand_in:
         say(f"note: {note}")
     return Run(out)
