@@ -5,7 +5,6 @@ What the plan asks of this machine is in preflight.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from gnnplan.executor.ranks.checkpoint import (
     plan_of,
 )
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
-from gnnplan.executor.ranks.rank import from_launcher
 from gnnplan.planner.decision.plan import placement, question, read, write
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -102,35 +100,6 @@ def must_have_rates(options: Options, workload: Workload) -> None:
             f"--epochs {asked:,}: the plan's {workload.schedule} schedule brings the learning rate"
             f" to 0 in {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"
         )
-
-
-def started_by_launcher() -> bool:
-    """Whether torchrun or srun has started this process as one of several ranks.
-
-    A batch script around such a launcher has not been started as a rank. Raises SpecError if the
-    launcher's environment is incomplete.
-    """
-    if not {"RANK", "WORLD_SIZE"}.intersection(os.environ) and (
-        os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
-    ):
-        return False
-    found = from_launcher()
-    rank, world = found.get("RANK", "0"), found.get("WORLD_SIZE", "1")
-    if {"RANK", "WORLD_SIZE"} <= found.keys() and int(rank) >= int(world):
-        raise SpecError(
-            f"RANK is {rank!r} and WORLD_SIZE {world!r}: not a rank of so many;"
-            " use torchrun, or unset both"
-        )
-    if absent := [
-        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not found.get(name)
-    ]:
-        given = [name for name in ("RANK", "WORLD_SIZE") if name in found]
-        raise SpecError(
-            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} set, but"
-            f" {' and '.join(absent)} not; start ranks with torchrun, or unset"
-            f" {'both' if len(given) > 1 else 'it'}"
-        )
-    return True
 
 
 def must_be_new(out: Path, begun: Mapping[str, Any] | None = None) -> None:

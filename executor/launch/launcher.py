@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from gnnplan.executor.launch.checks import started_by_launcher, write_run
+from gnnplan.executor.launch.checks import write_run
 from gnnplan.executor.launch.emulation import INTERFACES, Emulated, Server, lab
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import Asked, Row, look, must_start
-from gnnplan.executor.launch.rank_process import follow, leave
+from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.launch.scratch import scratch
 from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.meeting import loopback_only
-from gnnplan.executor.ranks.rank import SCRATCH
+from gnnplan.executor.ranks.meeting import loopback_only, started_by_launcher
+from gnnplan.executor.ranks.rank import SCRATCH, leave
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import forget_unfinished, make_folder
 

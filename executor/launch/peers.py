@@ -31,7 +31,8 @@ from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_o
 from gnnplan.executor.launch.preflight import SLACK
 from gnnplan.executor.launch.watchdog import kept
 from gnnplan.executor.ranks.checkpoint import fingerprint, onwards
-from gnnplan.executor.ranks.rank import Rank, hosts_the_store
+from gnnplan.executor.ranks.meeting import hosts_the_store
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.units import show_bytes

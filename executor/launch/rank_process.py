@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -30,19 +30,12 @@ from gnnplan.executor.launch.checks import (
 from gnnplan.executor.launch.failure import Failure, explain
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import Agreement, agree, compare, found, refusal, roll_call
-from gnnplan.executor.launch.preflight import Asked, can_meet, must_start, predicted_memory
+from gnnplan.executor.launch.preflight import Asked, must_meet, must_start
 from gnnplan.executor.launch.scalars import Scalars
 from gnnplan.executor.ranks import activity, turns
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
-from gnnplan.executor.ranks.rank import (
-    Rank,
-    as_torchrun_has_it,
-    attempt,
-    connect,
-    die_with_parent,
-    place_rank,
-    store_of_all,
-)
+from gnnplan.executor.ranks.meeting import attempt, launcher_env, store_of_all
+from gnnplan.executor.ranks.rank import Rank, connect, die_with_parent, leave, place_rank
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.gnn.workload import show_scores
 from gnnplan.planner.problem.problem import Problem
@@ -114,7 +107,7 @@ class _Process:
         """prepared: the launcher has made `out` and written the plan and the options there."""
         self.plan, self.out, self.options, self.prepared = plan, out, options, prepared
         self.choice = choice
-        self.restarted = attempt() != "0"
+        self.restarted = attempt(os.environ) != "0"
         self.resumes = options.resume or self.restarted
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.server: int | None = None  # not known before the plan has been read
@@ -140,7 +133,7 @@ class _Process:
         device = self.rank.device if self.rank else torch.device("cpu")
         if not self.predicted:
             with suppress(GnnplanError, MemoryError):
-                self.predicted = predicted_memory(read(self.plan))
+                self.predicted = Asked(read(self.plan), self.out, self.options).predicted
         code, said = explain(error, self.out, self.number, device, self.predicted)
         failure = Failure(code, said, where, self.number, self.server)
         if not failure.is_consequence:
@@ -152,13 +145,14 @@ class _Process:
         from gnnplan.executor.train import train  # the launcher's own process does not need it
 
         self.activity.begin("phase", "start")
-        env, options = as_torchrun_has_it(), self.options
+        env, options = launcher_env(), self.options
         is_alone = env.get("WORLD_SIZE", "1") == "1"
         try:
             ready = self._get_ready()
         except GnnplanError as error:
-            if not (self.prepared or is_alone) and can_meet():
-                with suppress(GnnplanError):  # it tells this one what it has told the others
+            if not (self.prepared or is_alone):
+                with suppress(GnnplanError):  # it cannot meet them, or is told what it tells them
+                    must_meet()
                     agree(store_of_all(options.timeout_s), env, refusal(self.number, error))
             raise
         problem, checkpoints = ready.problem, ready.checkpoints
@@ -232,7 +226,7 @@ class _Process:
         training = question(problem, strategy)
         checkpoints = Checkpoints(out, self.number, options.checkpoint_every, training)
         # reads all of its files, which takes longer than peers may wait if they are large
-        stored = checkpoints.found() if self.resumes else []
+        stored = checkpoints.epochs(say) if self.resumes else []
         others = handed_over(out, training) if self.resumes else {}
         return _Ready(document, problem, strategy, checkpoints, stored, others, differs)
 
@@ -268,14 +262,6 @@ class _Process:
             return True
         self.activity.begin("phase", f"waiting for its turn, epoch {epoch + 1}")
         return turns.may_train(self.out, epoch)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process now: Gloo's threads sometimes abort a regular exit."""
-    with suppress(OSError, ValueError):  # nobody reads them any more
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
 
 @contextmanager

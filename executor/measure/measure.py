@@ -33,15 +33,15 @@ from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
 from gnnplan.executor.ranks.gathered import gather_all
 from gnnplan.executor.ranks.machine import cores
-from gnnplan.executor.ranks.meeting import join, on_this_machine, store_of_this_machine
-from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.rank import (
-    as_torchrun_has_it,
-    attempt,
-    die_with_parent,
+from gnnplan.executor.ranks.meeting import (
     hosts_the_store,
-    wait_in_turn,
+    join,
+    launcher_env,
+    on_this_machine,
+    store_of_this_machine,
 )
+from gnnplan.executor.ranks.memory import free_memory
+from gnnplan.executor.ranks.rank import die_with_parent, leave, wait_in_turn
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
@@ -138,7 +138,7 @@ def measure_as_rank(
     Rank 0 returns the cluster that all have measured, the others None. Raises SpecError, LostRank.
     """
     check_dtype(dtype)
-    env = as_torchrun_has_it()
+    env = launcher_env()
     must_meet()
     memory = free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
     try:
@@ -230,20 +230,21 @@ def _attempt(
     seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool
 ) -> dict[str, Any]:
     """Measure as one rank, and return what all found."""
+    env = launcher_env()
     torch.set_num_threads(1)
     keep_allocator()
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(int(env.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
         wait_in_turn()
     free = torch.cuda.mem_get_info()[0] if cuda else 0  # before this process fills any
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    env, limit = os.environ, datetime.timedelta(seconds=STUCK)
+    limit = datetime.timedelta(seconds=STUCK)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         # a launcher's store may be that of a run afterwards
-        store=PrefixStore("measure", join(env, attempt(), limit, hosts_the_store(env))),
+        store=PrefixStore("measure", join(env, limit, hosts_the_store(env))),
         rank=int(env["RANK"]),
         world_size=int(env["WORLD_SIZE"]),
         timeout=limit,
@@ -278,5 +279,5 @@ def main() -> None:
             print(json.dumps({"found": found}), flush=True)
     except Exception as error:
         (folder / f"rank {rank}").write_text(f"{type(error).__name__}: {error}")
-        os._exit(4)
-    os._exit(0)  # Gloo's threads sometimes abort an orderly exit
+        leave(LostRank.exit_code)
+    leave(0)

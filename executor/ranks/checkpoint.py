@@ -43,7 +43,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, whole_lines
-from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_count
 
 KEPT = 2  # checkpoints of each rank
@@ -152,23 +151,16 @@ class Checkpoints:
         """Whether a checkpoint is to be written after this epoch."""
         return bool(self.every) and epoch % self.every == 0
 
-    def epochs(self) -> list[int]:
+    def epochs(self, tell: Callable[[str], None] = lambda note: None) -> list[int]:
         """Epochs of this rank's whole files of this plan.
 
-        Raises SpecError if one is of another training.
+        tell: is told which files are damaged. Raises SpecError if one is of another training.
         """
-        return self._whole(lambda damaged: None)
-
-    def found(self) -> list[int]:
-        """`epochs`, as training goes on from them: says which files are damaged."""
-        return self._whole(lambda damaged: say(f"note: {damaged} is damaged; going on without it"))
-
-    def _whole(self, tell: Callable[[Path], None]) -> list[int]:
         whole = []
         for epoch in self._stored():
             about = header(self._path(epoch))
             if about is None:
-                tell(self._path(epoch))
+                tell(f"note: {self._path(epoch)} is damaged; going on without it")
             else:
                 must_agree(self._path(epoch), about["question"], self.question)
                 if about["question"] == self.question:
@@ -252,7 +244,7 @@ class Checkpoints:
             self._writing = None
 
     def load(self, epoch: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The notes and tensors of an epoch's checkpoint, which `found` has read and checked."""
+        """The notes and tensors of an epoch's checkpoint, which `epochs` has read and checked."""
         with safe_open(self._path(epoch), framework="pt") as file:
             notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

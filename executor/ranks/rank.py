@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,9 @@ from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.device_clock import DeviceClock, HostMark, Mark, now
 from gnnplan.executor.ranks.machine import gpus
-from gnnplan.executor.ranks.meeting import join
+from gnnplan.executor.ranks.meeting import count_of, launcher_env, store_of_all
 from gnnplan.executor.ranks.memory import MemoryWatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -371,6 +370,14 @@ def die_with_parent() -> None:
         os._exit(75)
 
 
+def leave(code: int) -> NoReturn:
+    """End this process now: Gloo's threads sometimes abort a regular exit."""
+    with suppress(OSError, ValueError):  # nobody reads them any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def wait_in_turn() -> None:
     """Linux: no thread of this process preempts one that computes (SCHED_BATCH).
 
@@ -381,94 +388,6 @@ def wait_in_turn() -> None:
     """
     with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def attempt() -> str:
-    """How often the launcher has restarted its ranks.
-
-    The launcher's store outlives them, with the addresses of ranks that are gone: torch 2.13 keeps
-    one store for all attempts and no longer puts the attempt before its keys. So keys need this
-    prefix.
-    """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
-
-    >>> _first_host("gpu[07-12,20],login1"), _first_host("node3")
-    ('gpu07', 'node3')
-    """
-    head, bracket, rest = nodes.split(",")[0].partition("[")
-    return head + re.split("[-,\\]]", rest)[0] if bracket else head
-
-
-def as_torchrun_has_it() -> MutableMapping[str, str]:
-    """The environment, with torchrun's variables set from Slurm's if srun started the ranks.
-
-    Raises SpecError where a number among them is none.
-    """
-    os.environ |= from_launcher()
-    return os.environ
-
-
-def from_launcher() -> dict[str, str]:
-    """torchrun's variables, or the same from Slurm's; empty where neither has started this process.
-
-    Raises SpecError where a number among them is none.
-    """
-    env = os.environ
-    found = {name: env[name] for name in (*_COUNTS, "MASTER_ADDR", "MASTER_PORT") if name in env}
-    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:
-        names = {
-            "RANK": "SLURM_PROCID",
-            "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-            "LOCAL_RANK": "SLURM_LOCALID",
-        }
-        if absent := [name for name in names.values() if name not in env]:
-            raise SpecError(
-                f"SLURM_STEP_NUM_TASKS is set, but {' and '.join(absent)} not; start ranks with"
-                " srun, or unset it"
-            )
-        job = _count("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0"))
-        of_slurm = {
-            "GROUP_RANK": env.get("SLURM_NODEID", "0"),
-            "LOCAL_WORLD_SIZE": env.get("SLURM_NTASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]),
-            "MASTER_ADDR": _first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
-            "MASTER_PORT": str(20_000 + job % 10_000),
-        }
-        found = {**of_slurm, **found, **{name: env[slurm] for name, slurm in names.items()}}
-    for name in _COUNTS:
-        if name in found:
-            _count(name, found[name])
-    return found
-
-
-# what a launcher counts
-_COUNTS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "TORCHELASTIC_RESTART_COUNT",
-)
-
-
-def _count(name: str, text: str) -> int:
-    """The number in an environment variable. Raises SpecError."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise SpecError(
-            f"{name} is {text[:40]!r}; it is a number, as torchrun, srun or you set it: mend or"
-            " unset it"
-        )
-    return int(text)
-
-
-def store_of_all(timeout_s: float) -> Store:
-    """The store where all ranks of this attempt meet. Raises SpecError if it is another run's."""
-    env = as_torchrun_has_it()
-    return join(env, attempt(), timedelta(seconds=timeout_s), hosts_the_store(env))
 
 
 def open_rank(
@@ -490,10 +409,10 @@ def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = 
     Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU. on_cpu:
     use no GPU.
     """
-    env = as_torchrun_has_it()
+    env = launcher_env()
     number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     local = int(env.get("LOCAL_RANK", "0"))
-    torch.set_num_threads(max(1, _count("GNNPLAN_THREADS", env.get("GNNPLAN_THREADS", "1"))))
+    torch.set_num_threads(max(1, count_of("GNNPLAN_THREADS", env.get("GNNPLAN_THREADS", "1"))))
     keep_allocator()
     found = 0 if on_cpu else gpus()
     if problem is not None and problem.placement and size == problem.ranks:
@@ -507,12 +426,6 @@ def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = 
     backend = backend_of([card])
     streams = backend == "nccl"
     return Rank(number, size, device, backend, timeout_s=timeout_s, card=card, streams=streams)
-
-
-def hosts_the_store(env: Mapping[str, str]) -> bool:
-    """Whether this process offers the store: the launcher's rank 0, which has the address, unless
-    the launcher itself does."""
-    return env.get("RANK") == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def card_of(device: torch.device) -> str:
