@@ -32,7 +32,7 @@ from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import Agreement, agree, compare, found, refusal, roll_call
 from gnnplan.executor.launch.preflight import Asked, must_meet, must_start
 from gnnplan.executor.launch.scalars import Scalars
-from gnnplan.executor.ranks import activity, turns
+from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
 from gnnplan.executor.ranks.meeting import attempt, launcher_env, store_of_all
 from gnnplan.executor.ranks.rank import Rank, connect, die_with_parent, leave, place_rank
@@ -46,6 +46,8 @@ from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_time
 
 HEAD_START = 2.0  # [s] in which the launcher sees the rank that failed by itself before its peers
+TURNS = "turns"  # in the run's folder: how many epochs may be trained, or "end"
+LOOK_S = 0.02  # [s] between two looks at it
 
 
 def work(out: Path) -> int:
@@ -261,7 +263,16 @@ class _Process:
         if not self.options.turns:
             return True
         self.activity.begin("phase", f"waiting for its turn, epoch {epoch + 1}")
-        return turns.may_train(self.out, epoch)
+        return may_train(self.out, epoch)
+
+
+def may_train(out: Path, epoch: int) -> bool:
+    """Wait until this epoch, counted from 0, may be trained -> False: no more will be (turns.py)"""
+    while (turns := (out / TURNS).read_text()) != "end":
+        if epoch < int(turns):
+            return True
+        time.sleep(LOOK_S)
+    return False
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.launcher import begin
 from gnnplan.executor.launch.options import MOST, Options
 from gnnplan.executor.launch.preflight import Asked
+from gnnplan.executor.launch.rank_process import TURNS
 from gnnplan.executor.ranks.rank import die_with_parent
-from gnnplan.executor.ranks.turns import FILE
 from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
@@ -104,11 +104,11 @@ class InTurns:
                 self._process.kill()
                 self._process.wait()
         self._errors.close()
-        for name in (FILE, "errors.txt"):
+        for name in (TURNS, "errors.txt"):
             (self.folder / name).unlink(missing_ok=True)
 
     def _allow(self, turns: str) -> None:
-        write_atomically(self.folder / FILE, turns)
+        write_atomically(self.folder / TURNS, turns)
 
     def _why(self) -> str:
         """What the launcher has said last."""

@@ -14,7 +14,6 @@ Open
     machine.py      for what this machine is, and how many processes it lets a user start
     device_clock.py for when a CUDA device begins and ends a rank's work
     replay.py       for a step whose kernels are launched together
-    turns.py        for where a rank of a run that trains in turns waits
     activity.py     for the file that says which operation a rank is in
 
 It imports the planner and executor/layers."""
