@@ -20,27 +20,13 @@ from gnnplan.executor.ranks.checkpoint import (
     plan_of,
 )
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
-from gnnplan.planner.decision.plan import placement, question, read, write
+from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
-
-
-def choose(document: dict[str, Any], choice: str | None) -> tuple[dict[str, Any], Problem | None]:
-    """The plan with this candidate in the place of the best, and its problem.
-
-    None chooses nothing, and reads no graph. Raises SpecError, Mismatch.
-    """
-    if choice is None:
-        return document, None
-    from gnnplan.planner.decision import alternative
-
-    problem = question(document)
-    document = alternative.take(document, problem, choice)
-    return document, problem.placed(placement(document))
 
 
 def trainable(problem: Problem, strategy: Strategy) -> Strategy:

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -124,15 +123,14 @@ def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
             verdict = {"message": str(error), "exit_code": error.exit_code}
         store.set("verdict", json.dumps(verdict))
     verdict = json.loads(store.get("verdict"))
-    heard = store.add("heard", 1)
+    if store.add("heard", 1) == world:
+        store.set("all have heard", "")
     if "hosts" in verdict:
         return Agreement(**verdict)
-    if hosts_the_store(env):  # until all have heard
+    if hosts_the_store(env):
         _outlive_the_others()
-        end = time.monotonic() + PATIENCE
-        while heard < world and time.monotonic() < end:
-            time.sleep(0.02)
-            heard = store.add("heard", 0)
+        with suppress(RuntimeError):
+            store.wait(["all have heard"], timedelta(seconds=PATIENCE))
     raise error_of(**verdict)
 
 
@@ -224,16 +222,14 @@ def _outlive_the_others() -> None:
 
 def _answers(store: Store, failure: Failure, world: int) -> dict[int, Failure]:
     """The failures of all ranks that say one in time."""
-    answers = {failure.rank: failure}
+    keys = [str(rank) for rank in range(world)]
     store.set_timeout(timedelta(seconds=PATIENCE))
-    store.set(str(failure.rank), json.dumps(asdict(failure)))
-    end = time.monotonic() + (PATIENCE if failure.is_consequence else 0.0)
-    while len(answers) < world and time.monotonic() < end:
-        for other in range(world):
-            if other not in answers and store.check([str(other)]):
-                answers[other] = Failure(**json.loads(store.get(str(other))))
-        time.sleep(0.05)
-    return answers
+    store.set(keys[failure.rank], json.dumps(asdict(failure)))
+    if failure.is_consequence:
+        with suppress(RuntimeError):  # some say nothing
+            store.wait(keys)
+    said = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
+    return {rank: Failure(**json.loads(words)) for rank, words in said.items()}
 
 
 def _who(

@@ -21,7 +21,6 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch.checks import (
-    choose,
     must_be_new,
     must_go_on,
     taken_over,
@@ -36,7 +35,7 @@ from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
 from gnnplan.executor.ranks.meeting import attempt, launcher_env, store_of_all
 from gnnplan.executor.ranks.rank import Rank, connect, die_with_parent, leave, place_rank
-from gnnplan.planner.decision.plan import read
+from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import show_scores
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -135,7 +134,7 @@ class _Process:
         device = self.rank.device if self.rank else torch.device("cpu")
         if not self.predicted:
             with suppress(GnnplanError, MemoryError):
-                self.predicted = Asked(read(self.plan), self.out, self.options).predicted
+                self.predicted = Asked(documents.read(self.plan), self.out, self.options).predicted
         code, said = explain(error, self.out, self.number, device, self.predicted)
         failure = Failure(code, said, where, self.number, self.server)
         if not failure.is_consequence:
@@ -213,7 +212,13 @@ class _Process:
     def _get_ready(self) -> _Ready:
         """Read the plan and the graph, and what there is to go on from; look at this machine."""
         out, options = self.out, self.options
-        document, loaded = choose(read(self.plan, of_any_version=True), self.choice)
+        document, loaded = documents.read(self.plan, of_any_version=True), None
+        if self.choice is not None:
+            from gnnplan.planner.decision import alternative  # few ask for it
+
+            problem = documents.question(document)
+            document = alternative.take(document, problem, self.choice)
+            loaded = problem.placed(documents.placement(document))
         asked = Asked(document, out, options, launched=not self.prepared, loaded=loaded)
         self.predicted = asked.predicted
         differs: list[str] = []

@@ -50,7 +50,7 @@ class Watchdog:
         problem: Problem,
         limit_s: float,
         predicted: Mapping[str, float],
-        unwind: Callable[[], None] = lambda: None,
+        unwind: Callable[[], None],
     ) -> None:
         self.out, self.limit_s, self.predicted, self.unwind = out, limit_s, predicted, unwind
         self.ranks, self.servers = problem.by_gpu, problem.servers
