@@ -27,12 +27,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from gnnplan import __version__
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of
+from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import SLACK
 from gnnplan.executor.launch.watchdog import kept
-from gnnplan.executor.ranks.checkpoint import fingerprint, onwards
+from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
 from gnnplan.executor.ranks.meeting import hosts_the_store
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -41,6 +43,18 @@ MUST_AGREE = ("gnnplan", "torch", "data", "plan", "options")
 SHOWN = 4  # differing ranks that a message names
 TORCHRUN = "torchrun .. -m gnnplan run"
 Found = Mapping[str, Any]  # what a rank says before it trains; of JSON's kinds
+
+
+class Ready(NamedTuple):
+    """What a rank has before it meets the others."""
+
+    document: dict[str, Any]  # the plan
+    problem: Problem
+    strategy: Strategy
+    checkpoints: Checkpoints
+    stored: list[int]  # epochs of which it has a checkpoint
+    others: dict[int, dict[str, Any]]  # those of all ranks of another plan, and its `question`
+    differs: list[str]  # what its server has that the plan was not made for
 
 
 class Agreement(NamedTuple):
@@ -65,26 +79,15 @@ def refusal(process: int, error: GnnplanError) -> Found:
     }
 
 
-def found(
-    rank: Rank,
-    problem: Problem,
-    question: Mapping[str, Any],
-    options: Mapping[str, Any],
-    checkpoints: Sequence[int],
-    handed_over: Mapping[int, Mapping[str, Any]],
-    predicted: Mapping[str, float],
-    differs: Sequence[str],
-) -> Found:
+def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, float]) -> Found:
     """What a rank says that can train: what all must agree in, as short names, and what it has.
 
-    question: what decides about the training (ranks/checkpoint.py). Graph and version are told
-    apart from the rest, so that a message can name them. checkpoints: its own. handed_over: those
-    of another plan, of all its ranks. predicted: memory of the fullest rank by use [B]. differs:
-    what its server has that the plan was not made for.
-
-    A processor's memory was looked at before (preflight.py). A GPU's is known once ranks have it:
-    another process would fill some of it to ask.
+    Of what decides about the training, graph and version are told apart from the rest, so that a
+    message can name them. predicted: memory of the fullest rank by use [B]. A processor's memory
+    was looked at before (preflight.py). A GPU's is known once ranks have it: another process would
+    fill some of it to ask.
     """
+    problem, question = ready.problem, ready.checkpoints.question
     asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
     needs = free = 0.0
     if rank.device.type == "cuda":
@@ -99,10 +102,10 @@ def found(
         "torch": torch.__version__,
         "data": question["graph"],
         "plan": fingerprint(asked),
-        "options": json.dumps(dict(options), sort_keys=True),
-        "checkpoints": list(checkpoints),
-        "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in handed_over.items()],
-        "differs": list(differs),
+        "options": json.dumps(asdict(options), sort_keys=True),
+        "checkpoints": ready.stored,
+        "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in ready.others.items()],
+        "differs": ready.differs,
         "device": str(rank.device),
         "card": rank.card,  # a launcher may call every rank's GPU cuda:0
         "needs": needs,  # [B] that it will still fill of its GPU

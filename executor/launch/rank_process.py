@@ -13,9 +13,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -28,7 +28,15 @@ from gnnplan.executor.launch.checks import (
 )
 from gnnplan.executor.launch.failure import Failure, explain
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.peers import Agreement, agree, compare, found, refusal, roll_call
+from gnnplan.executor.launch.peers import (
+    Agreement,
+    Ready,
+    agree,
+    compare,
+    found,
+    refusal,
+    roll_call,
+)
 from gnnplan.executor.launch.preflight import Asked, must_meet, must_start
 from gnnplan.executor.launch.scalars import Scalars
 from gnnplan.executor.ranks import activity
@@ -38,7 +46,6 @@ from gnnplan.executor.ranks.rank import Rank, connect, die_with_parent, leave, p
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import show_scores
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 from gnnplan.planner.vocabulary.files import make_folder
 from gnnplan.planner.vocabulary.progress import say
@@ -85,18 +92,6 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
         message += roll_call(process.store, failure, process.servers, process.hosts, out)
     say(message)
     return LostRank.exit_code if failure.is_consequence else failure.exit_code
-
-
-class _Ready(NamedTuple):
-    """What a rank has before it meets the others."""
-
-    document: dict[str, Any]
-    problem: Problem
-    strategy: Strategy
-    checkpoints: Checkpoints
-    stored: list[int]  # epochs of which it has a checkpoint
-    others: dict[int, dict[str, Any]]  # those of all ranks of another plan, and its `question`
-    differs: list[str]  # what its server has that the plan was not made for
 
 
 class _Process:
@@ -158,16 +153,7 @@ class _Process:
             raise
         problem, checkpoints = ready.problem, ready.checkpoints
         rank = self.rank = place_rank(options.timeout_s, problem)
-        own = found(
-            rank,
-            problem,
-            checkpoints.question,
-            asdict(options),
-            ready.stored,
-            ready.others,
-            self.predicted,
-            ready.differs,
-        )
+        own = found(rank, ready, options, self.predicted)
         if is_alone:
             agreed = compare([own])
         else:
@@ -209,7 +195,7 @@ class _Process:
         rank.settle()
         rank.close()
 
-    def _get_ready(self) -> _Ready:
+    def _get_ready(self) -> Ready:
         """Read the plan and the graph, and what there is to go on from; look at this machine."""
         out, options = self.out, self.options
         document, loaded = documents.read(self.plan, of_any_version=True), None
@@ -235,7 +221,7 @@ class _Process:
         # reads all of its files, which takes longer than peers may wait if they are large
         stored = checkpoints.epochs(say) if self.resumes else []
         others = handed_over(out, training) if self.resumes else {}
-        return _Ready(document, problem, strategy, checkpoints, stored, others, differs)
+        return Ready(document, problem, strategy, checkpoints, stored, others, differs)
 
     def _take_place(self, problem: Problem) -> None:
         """Find out which rank of the plan this process is, and open its activity file."""
@@ -248,7 +234,7 @@ class _Process:
             self.activity = activity.Activity(activity.seen(self.out, self.number))
             self.activity.begin("phase", "start")
 
-    def _go_on(self, ready: _Ready, epochs: int, agreed: Agreement) -> None:
+    def _go_on(self, ready: Ready, epochs: int, agreed: Agreement) -> None:
         """Go on from the epoch that all ranks have agreed on. Raises SpecError."""
         assert self.rank is not None
         # the launcher, if it has prepared this, has seen a checkpoint, on the disk of all ranks

@@ -335,12 +335,11 @@ def on_cluster(
     problem: Problem, found: SearchResult, best: Candidate, cluster: Cluster
 ) -> tuple[Problem, SearchResult]:
     """The problem and its candidates predicted anew, with `best` as what runs have shown."""
-    again = {
-        id(c): evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective)
-        for c in found.ranked
-    }
-    ranked = sorted(again.values(), key=lambda candidate: candidate.value)
-    measured = again[id(best)]
+    again = [
+        evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective) for c in found.ranked
+    ]
+    measured = next(new for new, c in zip(again, found.ranked, strict=True) if c is best)
+    ranked = sorted(again, key=lambda candidate: candidate.value)
     return replace(problem, cluster=cluster), replace(found, ranked=ranked, measured=measured)
 
 

@@ -22,7 +22,9 @@ from torch.distributed import HashStore, PrefixStore
 
 from gnnplan.cli import app
 from gnnplan.executor.launch import peers
-from gnnplan.executor.launch.peers import Agreement, Found
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.peers import Agreement, Found, Ready
+from gnnplan.executor.ranks.checkpoint import Checkpoints
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, Mismatch, SpecError
@@ -46,8 +48,9 @@ def found(
     **other: Any,
 ) -> Found:
     """What a rank says, but for what is `other`."""
-    said = peers.found(rank, problem, question, {"epochs": 3}, [10, 20], {}, predicted or {}, [])
-    return {**said, **other}
+    checkpoints = Checkpoints(Path(), rank.rank, 0, question)
+    ready = Ready({}, problem, CASE.settled(problem), checkpoints, [10, 20], {}, [])
+    return {**peers.found(rank, ready, Options(epochs=3), predicted or {}), **other}
 
 
 def test_ranks_that_agree(problem: Problem) -> None:
