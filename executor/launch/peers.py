@@ -32,7 +32,7 @@ from gnnplan.executor.launch.preflight import SLACK
 from gnnplan.executor.launch.watchdog import kept
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
 from gnnplan.executor.ranks.meeting import hosts_the_store
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, backend_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
@@ -89,11 +89,13 @@ def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, fl
     """
     problem, question = ready.problem, ready.checkpoints.question
     asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
-    needs = free = 0.0
+    needs = communicators = free = 0.0
     if rank.device.type == "cuda":
         free = float(torch.cuda.mem_get_info(rank.device)[0])
-        if problem.cluster.device.kind == "cuda":  # its context is there already
-            needs = sum(nbytes for use, nbytes in predicted.items() if use != "runtime")
+        if problem.cluster.device.kind == "cuda":
+            communicators = predicted.get("communicators", 0.0)
+            # its context is there already
+            needs = sum(predicted.values()) - communicators - predicted.get("runtime", 0.0)
     return {
         "rank": rank.rank,
         "server": problem.servers[rank.rank],
@@ -109,6 +111,7 @@ def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, fl
         "device": str(rank.device),
         "card": rank.card,  # a launcher may call every rank's GPU cuda:0
         "needs": needs,  # [B] that it will still fill of its GPU
+        "communicators": communicators,  # [B] and these, if messages go over NCCL
         "free": free,  # [B] of its GPU
     }
 
@@ -163,11 +166,13 @@ def compare(everyone: Sequence[Found]) -> Agreement:
                 f"ranks differ in {name}: {who} has {odd[0][name]}, rank 0 {first[name]}; give all"
                 " the same plan file, options and versions"
             )
+    over_nccl = backend_of([each["card"] for each in everyone]) == "nccl"
     by_place: dict[tuple[str, str, str], list[Found]] = {}
     for each in everyone:
         by_place.setdefault((each["host"], each["device"], each["card"]), []).append(each)
     for (host, device, _), here in by_place.items():
-        needs, free = sum(each["needs"] for each in here), min(each["free"] for each in here)
+        needs = sum(each["needs"] + over_nccl * each["communicators"] for each in here)
+        free = min(each["free"] for each in here)
         if needs > SLACK * free:
             raise Infeasible(
                 f"{len(here)} ranks need {show_bytes(needs)} more on {host} {device}, where"

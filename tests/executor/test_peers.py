@@ -91,14 +91,17 @@ def test_what_does_not_fit_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     problem = replace(planned, cluster=planned.cluster.model_copy(update={"device": gpus}))
 
     def both(problem: Problem, features: float, **theirs: Any) -> Agreement:
-        predicted, one = {"features": features, "runtime": 30e6}, torch.device("cuda", 0)
-        ranks = [found(problem, predicted, replace(ON_CPU, device=one, rank=r)) for r in (0, 1)]
+        predicted = {"features": features, "runtime": 30e6, "communicators": 20e6}
+        of_one = replace(ON_CPU, device=torch.device("cuda", 0), card="one")
+        ranks = [found(problem, predicted, replace(of_one, rank=r)) for r in (0, 1)]
         return peers.compare([ranks[0], {**ranks[1], **theirs}])
 
     both(problem, 50e6)  # twice 50 MB more
     both(problem, 90e6, host="elsewhere")
     # a launcher that shows each rank its own GPU calls all of them cuda:0
     both(problem, 90e6, card="another")
+    with pytest.raises(Infeasible, match=r"1 ranks need 120(\.00)? MB more"):  # over NCCL
+        both(problem, 100e6, card="another")
     both(planned, 90e6)  # the prediction is for other devices
     with pytest.raises(
         Infeasible,
