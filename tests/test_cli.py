@@ -989,12 +989,12 @@ def test_the_plan_before_is_kept_where_another_goes_on(
     plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from gnnplan.api import running
+    from gnnplan.executor.launch import asked
     from gnnplan.executor.launch import launcher as launch
-    from gnnplan.executor.launch import preflight
 
     monkeypatch.setattr(launch, "start", lambda *words: None)
     monkeypatch.setattr(running, "Run", lambda out: Lines([]))
-    monkeypatch.setattr(preflight, "last_of", lambda *words: (10, True))
+    monkeypatch.setattr(asked, "last_of", lambda *words: (10, True))
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()
     (out / "plan.json").write_text(json.dumps(other))

@@ -22,7 +22,8 @@ import torch
 import gnnplan
 from gnnplan.executor.launch.checks import trainable
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.ranks.rank import Rank, open_rank
+from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.decision.plan import chosen
 from gnnplan.planner.evidence.validate import warm_epochs

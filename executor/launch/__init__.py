@@ -7,6 +7,7 @@ Which file to open:
     watchdog.py       whether any rank still does anything, and which failed first
     emulation.py      network namespaces that play servers
     scratch.py        a folder for what killed processes leave lying about
+    asked.py          a plan that is to be run, and how
     options.py        how a plan is run: epochs, timeout, checkpoints
     checks.py         what is refused of a run's input: the plan's problem, options, folder
     preflight.py      what the plan asks for beside what this machine has: a table

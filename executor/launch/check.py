@@ -44,7 +44,8 @@ from gnnplan.executor.modules.read import (
     with_module,
 )
 from gnnplan.executor.ranks.meeting import listen, on_this_machine, store_of_this_machine
-from gnnplan.executor.ranks.rank import Rank, die_with_parent, leave, open_rank
+from gnnplan.executor.ranks.opening import die_with_parent, leave, open_rank
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.model import describe

@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.checks import write_run
 from gnnplan.executor.launch.emulation import INTERFACES, Emulated, Server, lab
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.preflight import Asked, Row, look, must_start
+from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.launch.scratch import scratch
 from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.meeting import loopback_only, started_by_launcher
-from gnnplan.executor.ranks.rank import SCRATCH, leave
+from gnnplan.executor.ranks.opening import SCRATCH, leave
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import forget_unfinished, make_folder
 

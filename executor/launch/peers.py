@@ -32,7 +32,8 @@ from gnnplan.executor.launch.preflight import SLACK
 from gnnplan.executor.launch.watchdog import kept
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
 from gnnplan.executor.ranks.meeting import hosts_the_store
-from gnnplan.executor.ranks.rank import Rank, backend_of
+from gnnplan.executor.ranks.opening import backend_of
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch

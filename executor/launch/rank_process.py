@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.checks import (
     must_be_new,
     must_go_on,
@@ -37,12 +38,13 @@ from gnnplan.executor.launch.peers import (
     refusal,
     roll_call,
 )
-from gnnplan.executor.launch.preflight import Asked, must_meet, must_start
+from gnnplan.executor.launch.preflight import must_meet, must_start
 from gnnplan.executor.launch.scalars import Scalars
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
 from gnnplan.executor.ranks.meeting import attempt, launcher_env, store_of_all
-from gnnplan.executor.ranks.rank import Rank, connect, die_with_parent, leave, place_rank
+from gnnplan.executor.ranks.opening import connect, die_with_parent, leave, place_rank
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import show_scores
 from gnnplan.planner.problem.problem import Problem

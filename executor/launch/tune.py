@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.preflight import LEAST_MEMORY, Asked, must_start
+from gnnplan.executor.launch.preflight import LEAST_MEMORY, must_start
 from gnnplan.executor.launch.turns import InTurns
 from gnnplan.executor.ranks.machine import gpus
 from gnnplan.executor.ranks.memory import free_memory

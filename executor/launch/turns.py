@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.launcher import begin
 from gnnplan.executor.launch.options import MOST, Options
-from gnnplan.executor.launch.preflight import Asked
 from gnnplan.executor.launch.rank_process import TURNS
-from gnnplan.executor.ranks.rank import die_with_parent
+from gnnplan.executor.ranks.opening import die_with_parent
 from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically

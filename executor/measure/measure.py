@@ -41,7 +41,7 @@ from gnnplan.executor.ranks.meeting import (
     store_of_this_machine,
 )
 from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.rank import die_with_parent, leave, wait_in_turn
+from gnnplan.executor.ranks.opening import die_with_parent, leave, wait_in_turn
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 

@@ -60,7 +60,8 @@ from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.meeting import join, launcher_env
-from gnnplan.executor.ranks.rank import SCRATCH, Rank, die_with_parent
+from gnnplan.executor.ranks.opening import SCRATCH, die_with_parent
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.links import Pairs, fetched

@@ -1,8 +1,9 @@
 """One rank among others: its process groups, exchanges, optimizer, memory and checkpoints.
 
 Open
-    rank.py         for `Rank`: device, process groups, lanes, recorded spans, start-up
-    meeting.py      for the store where ranks meet, and who reaches it
+    rank.py         for `Rank`: device, process groups, lanes, recorded spans
+    opening.py      for how a process becomes a rank, and ends
+    meeting.py      for what a launcher says, the store where ranks meet, and who reaches it
     gathered.py     for small messages from every rank
     comm.py         for exchanges of rows, point-to-point messages and the all-reduce
     learner.py      for gradients summed over ranks, and the update of the weights

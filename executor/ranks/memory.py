@@ -89,7 +89,7 @@ class MemoryWatch:
             self._thread.start()
 
     def _sample(self) -> None:
-        # not SCHED_BATCH as a rank's other threads (rank.wait_in_turn): a peak would be over first
+        # not SCHED_BATCH as a rank's other threads (opening.wait_in_turn): it would miss a peak
         with suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not self._stop.wait(INTERVAL):

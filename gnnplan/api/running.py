@@ -30,7 +30,8 @@ from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_co
 
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
-    from gnnplan.executor.launch.preflight import Asked, Row
+    from gnnplan.executor.launch.asked import Asked
+    from gnnplan.executor.launch.preflight import Row
 
 SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # that are emulated [B/s]
 
