@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.executor.launch.emulation import PORT
-from gnnplan.executor.launch.watchdog import Watchdog
+from gnnplan.executor.launch.watchdog import Watch
 from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
 
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
@@ -40,7 +40,7 @@ NO_LOGS = DefaultLogsSpecs(os.devnull)
 class _Agent(LocalElasticAgent):
     """An agent with a watchdog, which says whether lost ranks are restarted."""
 
-    def __init__(self, spec: WorkerSpec, watchdog: Watchdog) -> None:
+    def __init__(self, spec: WorkerSpec, watchdog: Watch) -> None:
         super().__init__(spec, NO_LOGS, start_method="spawn")
         self.watchdog = watchdog
 
@@ -98,7 +98,7 @@ class _Here(RendezvousHandler):
 
 
 def run(
-    command: Sequence[str], ranks: int, restarts: int, watchdog: Watchdog, address: str = ""
+    command: Sequence[str], ranks: int, restarts: int, watchdog: Watch, address: str = ""
 ) -> None:
     """Run the command in a process per rank, until all are done.
 

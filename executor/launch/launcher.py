@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.checks import write_run
-from gnnplan.executor.launch.emulation import INTERFACES, Emulated, Server, lab
+from gnnplan.executor.launch.emulation import Emulated, Server, command_of, lab
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
@@ -140,21 +139,13 @@ def start(asked: Asked) -> None:
             env = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
             env = {name: value for name, value in env.items() if name not in os.environ}
             env |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
-            # -P: a folder named gnnplan in the working directory must not hide the package
-            command = [sys.executable, "-P", "-m", "gnnplan.executor", "launch", str(out)]
-            if servers:
-                env |= INTERFACES
-                for process, rank in enumerate(problem.by_gpu):
-                    namespace = servers[problem.servers[rank]].namespace
-                    (folder / f"namespace{process}").symlink_to(namespace)
-                # torch puts each rank's number there
-                command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
+            places = [problem.servers[rank] for rank in problem.by_gpu]
             agent.run(
-                ["env", *(f"{name}={value}" for name, value in env.items()), *command],
+                command_of(["launch", str(out)], env, servers, places, folder),
                 problem.ranks,
                 options.restarts,
                 Watchdog(out, problem, options.timeout_s, asked.predicted, unwind),
-                servers[problem.servers[problem.by_gpu[0]]].address if servers else "",
+                servers[places[0]].address if servers else "",
             )
     finally:
         activity.forget(out)

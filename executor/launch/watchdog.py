@@ -36,7 +36,26 @@ BUSY = 0.5  # [s] of a core, from which on a rank computes
 SEEN = 1.0  # [s] at most that pass between two looks; a launcher that was stopped has not looked
 
 
-class Watchdog:
+class Watch:
+    """What the agent tells of its ranks, and what says whether a run is over; error: why it is."""
+
+    error = GnnplanError()
+
+    def begin(self) -> None:
+        """Ranks are about to start. Raises SpecError."""
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """These are the ranks' processes."""
+
+    def look(self) -> None:
+        """Look at the ranks; it is called now and then."""
+
+    def is_over(self, failures: Mapping[int, Any], restarts_left: int) -> bool:
+        """Whether the run ends with these failures of processes; any other is started anew."""
+        return True
+
+
+class Watchdog(Watch):
     """Watches the ranks of a run on this machine, attempt by attempt.
 
     limit_s: for how long none may do anything [s]. predicted: memory of the fullest rank by use
@@ -55,14 +74,11 @@ class Watchdog:
         self.out, self.limit_s, self.predicted, self.unwind = out, limit_s, predicted, unwind
         self.ranks, self.servers = problem.by_gpu, problem.servers
         self.killed_before = _killings()
-        self.error = GnnplanError()  # of the last attempt that failed
 
     def begin(self) -> None:
-        """Ranks are about to start. Raises SpecError."""
         activity.begin(self.out, self.ranks)
 
     def watch(self, pids: Sequence[int]) -> None:
-        """These are the ranks' processes."""
         self.pids = dict(zip(self.ranks, pids, strict=True))
         self._looked, self._silent_s = time.monotonic(), 0.0
         self._activities, self._cores_s = [""], 0.0
@@ -93,10 +109,7 @@ class Watchdog:
                     os.kill(pid, signal.SIGKILL)
 
     def is_over(self, failures: Mapping[int, Any], restarts_left: int) -> bool:
-        """Whether the run ends with these failures of processes; `error` says why.
-
-        Ranks whose input is wrong are not started anew.
-        """
+        """Ranks whose input is wrong are not started anew."""
         starved = _killings() > self.killed_before
         self.error = blame(
             {self.ranks[process]: failure for process, failure in failures.items()},
