@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from signal import SIGCONT, Signals
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig
 
-from gnnplan.executor.launch.emulation import PORT
+from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
 from gnnplan.executor.launch.watchdog import Watch
 from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
 
@@ -98,13 +100,29 @@ class _Here(RendezvousHandler):
 
 
 def run(
-    command: Sequence[str], ranks: int, restarts: int, watchdog: Watch, address: str = ""
+    words: Sequence[str],
+    env: Mapping[str, str],
+    places: Sequence[int],
+    servers: Sequence[Server],
+    folder: Path,
+    watchdog: Watch,
+    restarts: int = 0,
 ) -> None:
-    """Run the command in a process per rank, until all are done.
+    """Run a program of ours (executor/__main__.py) in a process per rank, until all are done.
 
-    address: where rank 0 offers the store in which ranks meet. No process is left behind. Raises
-    the watchdog's error.
+    env: added to its environment. places: the server of every process. servers: that this machine
+    plays; none: ranks are on it alone. folder: for links to servers. No process is left behind.
+    Raises the watchdog's error.
     """
+    # -P: a folder named gnnplan in the working directory must not hide the package
+    command = [sys.executable, "-P", "-m", "gnnplan.executor", *words]
+    address = servers[places[0]].address if servers else ""  # where rank 0 offers the store
+    if servers:
+        env = {**env, **INTERFACES}
+        for process, place in enumerate(places):
+            (folder / f"namespace{process}").symlink_to(servers[place].namespace)
+        # torch puts each rank's number there
+        command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
     for name in [
         name
         for name in logging.root.manager.loggerDict
@@ -113,13 +131,13 @@ def run(
         # every logger has a level of its own; our message says what happened
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # torch's default: a rank stays near its GPU
-    numa = LaunchConfig(1, 1, ranks, NO_LOGS).numa_options
+    numa = LaunchConfig(1, 1, len(places), NO_LOGS).numa_options
     spec = WorkerSpec(
         "rank",
-        ranks,
+        len(places),
         _Here(offers_store=not address),
-        entrypoint=command[0],
-        args=tuple(command[1:]),
+        entrypoint="env",
+        args=(*(f"{name}={value}" for name, value in env.items()), *command),
         max_restarts=restarts,
         monitor_interval=0.2,
         master_addr=address or None,

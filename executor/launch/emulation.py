@@ -17,10 +17,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -169,26 +168,3 @@ def _run(command: Sequence[str]) -> None:
             f"the emulated cluster could not be made: {done.stderr.strip()} (in:"
             f" {' '.join(command[-1:])})"
         )
-
-
-def command_of(
-    words: Sequence[str],
-    env: Mapping[str, str],
-    servers: Sequence[Server],
-    places: Sequence[int],
-    folder: Path,
-) -> list[str]:
-    """The command of a program of ours (executor/__main__.py) that torch's agent runs as each rank.
-
-    env: added to its environment. servers: that this machine plays; none: ranks are on it alone.
-    places: the server of every process. folder: for links to their namespaces.
-    """
-    # -P: a folder named gnnplan in the working directory must not hide the package
-    command = [sys.executable, "-P", "-m", "gnnplan.executor", *words]
-    if servers:
-        env = {**env, **INTERFACES}
-        for process, place in enumerate(places):
-            (folder / f"namespace{process}").symlink_to(servers[place].namespace)
-        # torch puts each rank's number there
-        command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
-    return ["env", *(f"{name}={value}" for name, value in env.items()), *command]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.checks import write_run
-from gnnplan.executor.launch.emulation import Emulated, Server, command_of, lab
+from gnnplan.executor.launch.emulation import Emulated, Server, lab
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
@@ -140,13 +140,9 @@ def start(asked: Asked) -> None:
             env = {name: value for name, value in env.items() if name not in os.environ}
             env |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
             places = [problem.servers[rank] for rank in problem.by_gpu]
-            agent.run(
-                command_of(["launch", str(out)], env, servers, places, folder),
-                problem.ranks,
-                options.restarts,
-                Watchdog(out, problem, options.timeout_s, asked.predicted, unwind),
-                servers[places[0]].address if servers else "",
-            )
+            watchdog = Watchdog(out, problem, options.timeout_s, asked.predicted, unwind)
+            words = ["launch", str(out)]
+            agent.run(words, env, places, servers, folder, watchdog, options.restarts)
     finally:
         activity.forget(out)
         forget_unfinished(out)

@@ -80,10 +80,8 @@ def measure(
     with playing as played, TemporaryDirectory() as name:
         folder = Path(name)
         words = ["measure", name, str(seconds), dtype, str(ranks)]
-        command = lab.command_of(words, env, played, places, folder)
-        address = played[0].address if played else ""
         listener = _Listener(folder, len(places), notify)
-        agent.run(command, len(places), 0, listener, address)
+        agent.run(words, env, places, played, folder, listener)
         listener.look()
         found: dict[str, Any] = json.loads((folder / FOUND).read_text())
     # asked here, a GPU would give this process a context

@@ -273,7 +273,7 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
     found, folder = {}, out / "checkpoints"
     for epoch in stored(out, [0])[0]:
         first = file_of(folder, epoch, 0)
-        about = _said(first)
+        about = header(first, checked=False)
         if about is None or about["question"] == ours or (about := header(first)) is None:
             continue
         must_agree(first, about["question"], ours)
@@ -290,27 +290,19 @@ def file_of(folder: Path, epoch: int, rank: int) -> Path:
     return folder / f"epoch{epoch}.rank{rank}.safetensors"
 
 
-def header(path: Path) -> dict[str, Any] | None:
+def header(path: Path, checked: bool = True) -> dict[str, Any] | None:
     """The header of a file: 'question', 'epoch' and 'notes'; None if it is damaged or foreign.
 
-    Checkpoints of older versions have no checksum: of these, only a cut is noticed.
+    checked: the tensors are read and their checksum is compared. Checkpoints of older versions have
+    none: of these, only a cut is noticed.
     """
-    about = _said(path)
-    if about is None:
-        return None
-    said = about.pop("crc32", None)
-    with suppress(*DAMAGE), safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if said is None or said == checksum(about, tensors):
-            return about
-    return None
-
-
-def _said(path: Path) -> dict[str, Any] | None:
-    """What a file's header says, with its checksum; None if it cannot be read."""
     with suppress(*DAMAGE), safe_open(path, framework="pt") as file:
         about = dict(json.loads(file.metadata()["gnnplan"]))
-        if isinstance(about["question"], dict) and isinstance(about["notes"], dict):
+        if not (isinstance(about["question"], dict) and isinstance(about["notes"], dict)):
+            return None
+        said = about.pop("crc32", None)
+        tensors = {name: file.get_tensor(name) for name in file.keys() if checked}  # noqa: SIM118
+        if not checked or said is None or said == checksum(about, tensors):
             return about
     return None
 
@@ -388,7 +380,7 @@ def last_stored(out: Path, ranks: Iterable[int]) -> int:
     """
     folder, own = out / "checkpoints", latest(stored(out, ranks).values())
     for epoch in reversed(stored(out, [0])[0]):
-        about = _said(file_of(folder, epoch, 0)) if epoch > own else None
+        about = header(file_of(folder, epoch, 0), checked=False) if epoch > own else None
         if about is not None and all(
             file_of(folder, epoch, rank).is_file() for rank in range(about["question"]["ranks"])
         ):
