@@ -864,6 +864,7 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
 
     from gnnplan.executor.launch import launcher as launch
     from gnnplan.executor.ranks.checkpoint import question
+    from gnnplan.planner.decision.plan import read
 
     out = tmp_path / "run"
     answer = gnnplan("run", "--resume", out)
@@ -878,8 +879,8 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
     assert answer.code == 2 and "leave one of them out" in answer.err
     assert gnnplan("run").code == 2
     (out / "checkpoints").mkdir()
-    _, problem, strategy = launch.prepare(plan_file)
-    asked = question(problem, strategy)
+    prepared = launch.Asked(read(plan_file), out, launch.Options())
+    asked = question(prepared.problem, prepared.settled)
     for words, changed in (
         ("workload.seed 9 there and 0 here", {"workload.seed": 9}),
         ("gnnplan '0' there", {"gnnplan": "0"}),
@@ -942,14 +943,14 @@ def test_where_a_run_goes_by_default(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "community-graph_parallel-1").mkdir(parents=True)
-    started: list[tuple] = []
-    monkeypatch.setattr(
-        launch, "start", lambda *words: started.append((*words[:3], words[3].by_gpu))
-    )
+    started: list[launch.Asked] = []
+    monkeypatch.setattr(launch, "start", started.append)
     monkeypatch.setattr(running, "Run", lambda out: Lines([]))
     assert gnnplan("run", plan_file).code == 0
     out = Path("runs/community-graph_parallel-2")
-    assert started == [(out / "plan.json", out, launch.Options(), (0, 1))]
+    (asked,) = started
+    assert (asked.out, asked.options) == (out, launch.Options())
+    assert asked.problem.by_gpu == (0, 1)
     assert json.loads((out / "plan.json").read_text()) == json.loads(plan_file.read_text())
 
 
@@ -988,12 +989,12 @@ def test_the_plan_before_is_kept_where_another_goes_on(
     plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from gnnplan.api import running
+    from gnnplan.executor.launch import asked
     from gnnplan.executor.launch import launcher as launch
-    from gnnplan.executor.launch import preflight
 
     monkeypatch.setattr(launch, "start", lambda *words: None)
     monkeypatch.setattr(running, "Run", lambda out: Lines([]))
-    monkeypatch.setattr(preflight, "last_of", lambda *words: (10, True))
+    monkeypatch.setattr(asked, "last_of", lambda *words: (10, True))
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()
     (out / "plan.json").write_text(json.dumps(other))

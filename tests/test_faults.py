@@ -209,8 +209,8 @@ class Gone:
 
 
 def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
-    from gnnplan.executor.launch.blame import blame
-    from gnnplan.executor.launch.out_of_memory import account
+    from gnnplan.executor.launch.failure import account
+    from gnnplan.executor.launch.watchdog import blame
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
     error = blame({0: Gone(75, 1), 1: Gone(-9, 2)}, tmp_path, [0, 0], 3.0, told)
@@ -298,7 +298,8 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
     ],
 )
 def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path: Path):
-    from gnnplan.executor.launch.blame import Failure, blame
+    from gnnplan.executor.launch.failure import Failure
+    from gnnplan.executor.launch.watchdog import blame
     from gnnplan.executor.ranks.activity import Activity, seen
 
     for rank, message in notes.items():

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.ranks.rank import open_rank
+from gnnplan.executor.ranks.opening import open_rank
 from gnnplan.executor.ranks.replay import Replay, is_small
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.workload import Workload

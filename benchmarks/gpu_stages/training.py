@@ -22,7 +22,8 @@ import torch
 import gnnplan
 from gnnplan.executor.launch.checks import trainable
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.ranks.rank import Rank, open_rank
+from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.decision.plan import chosen
 from gnnplan.planner.evidence.validate import warm_epochs
@@ -184,7 +185,7 @@ def _run(plan: gnnplan.Plan, case: Case, out: Path, on_cpu: bool, epochs: int) -
     if case.ranks > 1:
         return plan.run(out, epochs=epochs, eval_every=0, checkpoint_every=0, timeout_s=60)
     document = plan.document
-    problem, strategy = trainable(plan.problem, chosen(document))
+    problem, strategy = plan.problem, trainable(plan.problem, chosen(document))
     out.mkdir(parents=True)
     plan.write(out / "plan.json")
     Options(eval_every=0, checkpoint_every=0).write(out)

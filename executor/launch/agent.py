@@ -9,8 +9,9 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from signal import SIGCONT, Signals
 from typing import Any
 
@@ -28,63 +29,54 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig
 
+from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
+from gnnplan.executor.launch.watchdog import Watch
 from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
-from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # for logs that nobody has asked for torch would make folders in /tmp, and leave them
 NO_LOGS = DefaultLogsSpecs(os.devnull)
-Blame = Callable[[dict[int, Any]], GnnplanError]  # from torch's failures by process
-AnnounceRestart = Callable[[GnnplanError, int], None]  # why, and how many restarts are left
-# from the ids of the ranks' processes to what is to be called now and then
-Watch = Callable[[Sequence[int]], Callable[[], None]]
 
 
 class _Agent(LocalElasticAgent):
-    """An agent that restarts lost ranks, but not ranks whose input is wrong."""
+    """An agent with a watchdog, which says whether lost ranks are restarted."""
 
-    def __init__(
-        self, spec: WorkerSpec, blame: Blame, announce_restart: AnnounceRestart, watch: Watch
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, watchdog: Watch) -> None:
         super().__init__(spec, NO_LOGS, start_method="spawn")
-        self.blame, self.announce_restart, self.watch = blame, announce_restart, watch
-        self.error: GnnplanError | None = None
-        self.look: Callable[[], None] = lambda: None
+        self.watchdog = watchdog
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        assert self._pcontext is not None
-        pids = self._pcontext.pids()
-        self.look = self.watch([pids[local] for local in sorted(pids)])
-        return started
+        self.watchdog.begin()
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self.watchdog.watch([pids[local] for local in sorted(pids)])
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.look()
+        self.watchdog.look()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            self.error = self.blame(result.failures)
-            if not isinstance(self.error, LostRank):
-                self._remaining_restarts = 0
-            elif self._remaining_restarts:
-                self.announce_restart(self.error, self._remaining_restarts)
+        if result.is_failed() and self.watchdog.is_over(result.failures, self._remaining_restarts):
+            self._remaining_restarts = 0
         return result
 
 
 class _Here(RendezvousHandler):
     """One machine's agent meets nobody; its ranks meet at a store that only the machine reaches.
 
-    torch's own rendezvous listens on all interfaces."""
+    torch's own rendezvous listens on all interfaces. offers_store: whether the agent does, or
+    rank 0.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, offers_store: bool) -> None:
         self.store, self.run = store_of_this_machine(), secrets.token_hex(16)
+        self.offers_store = offers_store
 
     def get_backend(self) -> str:
         return "here"
 
     @property
     def use_agent_store(self) -> bool:
-        return True
+        return self.offers_store
 
     def next_rendezvous(self) -> RendezvousInfo:
         place = RendezvousStoreInfo(self.store.host, self.store.port)
@@ -108,17 +100,29 @@ class _Here(RendezvousHandler):
 
 
 def run(
-    arguments: Sequence[str],
-    ranks: int,
-    restarts: int,
-    blame: Blame,
-    announce_restart: AnnounceRestart,
-    watch: Watch,
+    words: Sequence[str],
+    env: Mapping[str, str],
+    places: Sequence[int],
+    servers: Sequence[Server],
+    folder: Path,
+    watchdog: Watch,
+    restarts: int = 0,
 ) -> None:
-    """Run Python with these arguments in a process per rank, until all are done.
+    """Run a program of ours (executor/__main__.py) in a process per rank, until all are done.
 
-    No process is left behind. Raises the error that `blame` makes of the failures.
+    env: added to its environment. places: the server of every process. servers: that this machine
+    plays; none: ranks are on it alone. folder: for links to servers. No process is left behind.
+    Raises the watchdog's error.
     """
+    # -P: a folder named gnnplan in the working directory must not hide the package
+    command = [sys.executable, "-P", "-m", "gnnplan.executor", *words]
+    address = servers[places[0]].address if servers else ""  # where rank 0 offers the store
+    if servers:
+        env = {**env, **INTERFACES}
+        for process, place in enumerate(places):
+            (folder / f"namespace{process}").symlink_to(servers[place].namespace)
+        # torch puts each rank's number there
+        command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
     for name in [
         name
         for name in logging.root.manager.loggerDict
@@ -127,29 +131,28 @@ def run(
         # every logger has a level of its own; our message says what happened
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # torch's default: a rank stays near its GPU
-    numa = LaunchConfig(1, 1, ranks, NO_LOGS).numa_options
-    meeting = _Here()
+    numa = LaunchConfig(1, 1, len(places), NO_LOGS).numa_options
     spec = WorkerSpec(
         "rank",
-        ranks,
-        meeting,
-        entrypoint=sys.executable,
-        args=tuple(arguments),
+        len(places),
+        _Here(offers_store=not address),
+        entrypoint="env",
+        args=(*(f"{name}={value}" for name, value in env.items()), *command),
         max_restarts=restarts,
         monitor_interval=0.2,
+        master_addr=address or None,
+        master_port=PORT if address else None,
         local_addr=LOOPBACK,
         numa_options=numa,
     )
-    agent = _Agent(spec, blame, announce_restart, watch)
     try:
         os.environ[HANDLED] = ""  # the launcher's are not torch's
         with _grace(GRACE):
-            result = agent.run()
+            result = _Agent(spec, watchdog).run()
     finally:
         os.environ.pop(HANDLED, None)
-        meeting.shutdown()
     if result.is_failed():
-        raise agent.error or blame(result.failures)
+        raise watchdog.error
 
 
 @contextmanager

@@ -16,15 +16,15 @@ import gc
 import json
 import math
 import os
-import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
@@ -43,8 +43,9 @@ from gnnplan.executor.modules.read import (
     state_of,
     with_module,
 )
-from gnnplan.executor.ranks.meeting import on_this_machine, store_of_this_machine
-from gnnplan.executor.ranks.rank import Rank, die_with_parent, open_rank
+from gnnplan.executor.ranks.meeting import listen, on_this_machine, store_of_this_machine
+from gnnplan.executor.ranks.opening import die_with_parent, leave, open_rank
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.model import describe
@@ -60,7 +61,6 @@ from gnnplan.planner.vocabulary.files import write_atomically
 RANKS = 2
 FEATURES, CLASSES = 12, 4  # of the graph, where the model has no widths of its own
 STEP = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64"}
-PORT_DIGITS = 5
 SECONDS = 300.0  # after which ranks that do not answer are lost
 WITHIN = 1e-9  # of a gradient's largest number
 # A gradient this much smaller than the model's largest is rounding: that of a bias before a norm.
@@ -296,58 +296,47 @@ class _Ranks:
 
     def __init__(self, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> None:
         self.out = out
-        self.running: dict[int, int] = {}  # pidfd -> rank
-        self.pids: list[int] = []
-        port, to_ranks = os.pipe()
-        run = token_hex(16)
-        for rank in range(RANKS):
-            pid = os.fork()
-            if not pid:
-                os.close(to_ranks)
-                _be_rank(rank, port, run, out, tasks)
-            self.pids.append(pid)
-            self.running[os.pidfd_open(pid)] = rank
+        listener = listen()
+        env = on_this_machine(listener.getsockname()[1], token_hex(16))
+        fork = get_context("fork")
+        self.processes = [
+            fork.Process(target=_be_rank, args=(rank, env, out, tasks)) for rank in range(RANKS)
+        ]
+        for process in self.processes:
+            process.start()
         # where they meet; it has a thread, so it is opened after the forks
-        self.store = store_of_this_machine()
-        os.write(to_ranks, f"{self.store.port:{PORT_DIGITS}}".encode() * RANKS)
-        os.close(to_ranks)
-        os.close(port)
+        self.store = store_of_this_machine(listener)
 
     def __enter__(self) -> _Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pidfd, rank in self.running.items():
-            with suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGKILL)
-            os.waitpid(self.pids[rank], 0)
-            os.close(pidfd)
-        self.running.clear()
+        for process in self.processes:
+            process.kill()
+            process.join()
 
     def wait(self) -> None:
         """Wait until both ranks are done. Raises LostRank, which names the one that ended first."""
         until = time.monotonic() + SECONDS
-        while self.running:
-            ended, _, _ = select.select(
-                list(self.running), [], [], max(0.0, until - time.monotonic())
-            )
+        running = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+        while running:
+            ready = wait([*running], until - time.monotonic())
+            ended = [running.pop(sentinel) for sentinel in [*running] if sentinel in ready]
             if not ended:
-                silent = sorted(self.running.values())
+                silent = min(running.values())
                 raise LostRank(
-                    f"rank {silent[0]} of gnnplan check gave no answer in {SECONDS:g} s, in"
-                    f" {self._place(silent[0])}"
+                    f"rank {silent} of gnnplan check gave no answer in {SECONDS:g} s, in"
+                    f" {self._place(silent)}"
                 )
-            codes = {self.running[pidfd]: self._reap(pidfd) for pidfd in ended}
-            lost = {rank: code for rank, code in codes.items() if code}
+            lost = {rank: code for rank in ended if (code := self._code(rank))}
             if lost:  # a rank whose peer is lost fails too: who was killed was first, else by time
                 first = min(lost, key=lambda rank: (lost[rank] > 0, self._failed_at(rank)))
                 raise self._blame(first, lost[first])
 
-    def _reap(self, pidfd: int) -> int:
-        """The exit code of a rank that has ended; -N: by signal N."""
-        rank = self.running.pop(pidfd)
-        os.close(pidfd)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+    def _code(self, rank: int) -> int | None:
+        """The exit code of a rank that ends; -N: by signal N."""
+        self.processes[rank].join()
+        return self.processes[rank].exitcode
 
     def _place(self, rank: int) -> str:
         """The strategy that a rank was in."""
@@ -367,14 +356,14 @@ class _Ranks:
 
 
 def _be_rank(
-    number: int, port: int, run: str, out: Path, tasks: Mapping[int, Mapping[str, Any]]
+    number: int, env: Mapping[str, str], out: Path, tasks: Mapping[int, Mapping[str, Any]]
 ) -> NoReturn:
     """Be a rank of the fork that calls this: train all tasks, and end."""
     code = 1
     try:
         die_with_parent()
         os.environ |= {
-            **on_this_machine(int(os.read(port, PORT_DIGITS)), run),
+            **env,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "RANK": str(number),
             "LOCAL_RANK": str(number),
@@ -401,6 +390,4 @@ def _be_rank(
         (out / f"rank{number}.failed").write_text(f"{type(error).__name__}: {error}"[:500])
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # at once: Gloo's threads sometimes abort a regular exit
+        leave(code)

@@ -5,7 +5,6 @@ What the plan asks of this machine is in preflight.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,7 @@ from gnnplan.executor.ranks.checkpoint import (
     plan_of,
 )
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
-from gnnplan.executor.ranks.rank import from_launcher
-from gnnplan.planner.decision.plan import chosen, placement, question, read, write
+from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
@@ -31,54 +29,27 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
 
 
-def prepare(plan: Path) -> tuple[dict[str, Any], Problem, Strategy]:
-    """The document of a plan that has been checked, its problem and its strategy.
+def trainable(problem: Problem, strategy: Strategy) -> Strategy:
+    """The settled strategy of a plan.
 
-    Raises SpecError, Mismatch.
+    Raises SpecError where it cannot be trained, or the graph is known by statistics only, or has no
+    labels.
     """
-    document = read(plan)
-    return document, *trainable(question(document), chosen(document), f"{plan}: ")
-
-
-def choose(document: dict[str, Any], choice: str | None) -> tuple[dict[str, Any], Problem | None]:
-    """The plan with this candidate in the place of the best, and its problem.
-
-    None chooses nothing, and reads no graph. Raises SpecError, Mismatch.
-    """
-    if choice is None:
-        return document, None
-    from gnnplan.planner.decision import alternative
-
-    problem = question(document)
-    document = alternative.take(document, problem, choice)
-    return document, problem.placed(placement(document))
-
-
-def trainable(problem: Problem, strategy: Strategy, where: str = "") -> tuple[Problem, Strategy]:
-    """The problem and the settled strategy of a plan; `where` says in errors whose they are.
-
-    Raises SpecError where it cannot be trained.
-    """
-    must_be_trainable(problem, where)
-    strategy = strategy.settle(problem)
-    strategy.check(problem)
-    return problem, strategy
-
-
-def must_be_trainable(problem: Problem, where: str = "") -> None:
-    """Raise SpecError if the graph is known by statistics only, or has no labels."""
     name = problem.stats.name
     if not isinstance(problem.graph, Graph):
         raise SpecError(
-            f"{where}the graph {name} is known by statistics only and cannot be trained;"
+            f"the graph {name} is known by statistics only and cannot be trained;"
             " plan with a graph file"
         )
     learns_labels = problem.workload.task == "node"
     if learns_labels and (problem.stats.classes == 0 or problem.stats.train_vertices == 0):
         raise SpecError(
-            f"{where}the graph {name} has no labelled training vertices; it can be"
+            f"the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"
         )
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    return strategy
 
 
 def must_be_measurable(options: Options, strategy: Strategy) -> None:
@@ -115,35 +86,6 @@ def must_have_rates(options: Options, workload: Workload) -> None:
             f"--epochs {asked:,}: the plan's {workload.schedule} schedule brings the learning rate"
             f" to 0 in {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"
         )
-
-
-def started_by_launcher() -> bool:
-    """Whether torchrun or srun has started this process as one of several ranks.
-
-    A batch script around such a launcher has not been started as a rank. Raises SpecError if the
-    launcher's environment is incomplete.
-    """
-    if not {"RANK", "WORLD_SIZE"}.intersection(os.environ) and (
-        os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
-    ):
-        return False
-    found = from_launcher()
-    rank, world = found.get("RANK", "0"), found.get("WORLD_SIZE", "1")
-    if {"RANK", "WORLD_SIZE"} <= found.keys() and int(rank) >= int(world):
-        raise SpecError(
-            f"RANK is {rank!r} and WORLD_SIZE {world!r}: not a rank of so many;"
-            " use torchrun, or unset both"
-        )
-    if absent := [
-        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not found.get(name)
-    ]:
-        given = [name for name in ("RANK", "WORLD_SIZE") if name in found]
-        raise SpecError(
-            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} set, but"
-            f" {' and '.join(absent)} not; start ranks with torchrun, or unset"
-            f" {'both' if len(given) > 1 else 'it'}"
-        )
-    return True
 
 
 def must_be_new(out: Path, begun: Mapping[str, Any] | None = None) -> None:

@@ -14,28 +14,24 @@ nothing is left behind whatever ends it. No packet leaves the namespaces.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.vocabulary.errors import SpecError
 
 PORT = 29500  # where ranks meet: the namespace has no other processes
+INTERFACES = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
 # [s] of traffic that a bucket lets pass at once. A message shorter than that would be faster than
 # the NIC.
 BURST_S = 0.001
 PACKETS = (16_384, 65_536)  # [B] least and most that the kernel hands a NIC at once
 QUEUE = "200ms"  # longest wait for the bucket; TCP slows down when packets are dropped
-PATIENCE = 5.0  # [s] that the other ranks have to end when one has failed
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
@@ -53,13 +49,14 @@ class Server:
     holder: int
     address: str
 
+    @property
+    def namespace(self) -> str:
+        """The file of its network namespace."""
+        return f"/proc/{self.holder}/ns/net"
+
     def inside(self, *command: str) -> list[str]:
         """The command that runs `command` in this server."""
-        return [*DIES_WITH_US, "nsenter", f"--net=/proc/{self.holder}/ns/net", *command]
-
-    def cut(self) -> None:
-        """Unplug the server: all packets are lost from now on."""
-        _run(self.inside("ip", "link", "set", "eth0", "down"))
+        return [*DIES_WITH_US, "nsenter", f"--net={self.namespace}", *command]
 
 
 def check() -> None:
@@ -171,106 +168,3 @@ def _run(command: Sequence[str]) -> None:
             f"the emulated cluster could not be made: {done.stderr.strip()} (in:"
             f" {' '.join(command[-1:])})"
         )
-
-
-def run(
-    arguments: Sequence[str],
-    servers: int,
-    places: Sequence[int],
-    rate: float | None,
-    restarts: int,
-    blame: Callable[[dict[int, Any]], GnnplanError],
-    announce_restart: Callable[[GnnplanError, int], None],
-    watch: Callable[[Sequence[int]], Callable[[], None]],
-) -> None:
-    """Like agent.run, in emulated servers: the r-th process runs in server places[r]."""
-    with lab(servers, rate) as made:
-        for left in range(restarts, -1, -1):
-            ranks = start(made, places, [sys.executable, *arguments], restarts - left)
-            failed = wait(ranks, PATIENCE, watch([rank.pid for rank in ranks]))
-            if not failed:
-                return
-            error = blame(dict(failed))
-            if not left or not isinstance(error, LostRank):
-                raise error
-            announce_restart(error, left)
-
-
-def start(
-    servers: Sequence[Server],
-    places: Sequence[int],
-    command: Sequence[str],
-    attempt: int = 0,
-    stdout: int | None = None,
-    stderr: int | None = None,
-) -> list[subprocess.Popen[str]]:
-    """Start the command as every rank, rank r in server places[r], and return the processes.
-
-    places must ascend. Every process has the environment that torchrun would give it.
-    """
-    ranks, run = [], secrets.token_hex(16)
-    for rank, server in enumerate(places):
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(places)),
-            "LOCAL_RANK": str(places[:rank].count(server)),
-            "LOCAL_WORLD_SIZE": str(places.count(server)),
-            "GROUP_RANK": str(server),
-            "MASTER_ADDR": servers[places[0]].address,
-            "MASTER_PORT": str(PORT + attempt),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_RUN_ID": run,
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "NCCL_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        ranks.append(
-            subprocess.Popen(
-                servers[server].inside(*command),
-                env=env,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-            )
-        )
-    return ranks
-
-
-@dataclass(frozen=True)
-class End:
-    """How a rank ended, and when [s], with the names that torch's elastic agent uses."""
-
-    exitcode: int
-    timestamp: float
-
-
-def wait(
-    ranks: Sequence[subprocess.Popen[str]], patience: float, look: Callable[[], None] | None = None
-) -> dict[int, End]:
-    """Wait until all ranks have ended well or one has failed; return the ends of those that failed.
-
-    After a failure the others have `patience` [s] to notice it; then they are killed, which their
-    ends call SIGTERM, as torch's agent ends ranks: SIGKILL is the system's. `look` is called now
-    and then.
-    """
-    ended: dict[int, End] = {}
-    limit = float("inf")
-    try:
-        while len(ended) < len(ranks) and time.monotonic() < limit:
-            if look is not None:
-                look()
-            for rank, process in enumerate(ranks):
-                if rank not in ended and process.poll() is not None:
-                    ended[rank] = End(process.returncode, time.time())
-                    if process.returncode:
-                        limit = min(limit, time.monotonic() + patience)
-            time.sleep(0.05)
-    finally:
-        for rank, process in enumerate(ranks):
-            code = process.poll()
-            process.kill()
-            process.wait()
-            ended.setdefault(rank, End(-signal.SIGTERM if code is None else code, time.time()))
-    return {rank: end for rank, end in ended.items() if end.exitcode}

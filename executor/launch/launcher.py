@@ -7,34 +7,26 @@ rank_process.py define. The ranks themselves run rank_process.py.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
-from gnnplan.executor.launch.blame import blame
-from gnnplan.executor.launch.checks import prepare, started_by_launcher, write_run
-from gnnplan.executor.launch.emulation import Emulated
-from gnnplan.executor.launch.heartbeat import Heartbeat
+from gnnplan.executor.launch.asked import Asked
+from gnnplan.executor.launch.checks import write_run
+from gnnplan.executor.launch.emulation import Emulated, Server, lab
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.out_of_memory import REMEDY, account, killings
-from gnnplan.executor.launch.preflight import Asked, Row, look, must_start, predicted_memory
-from gnnplan.executor.launch.rank_process import follow, leave, work
+from gnnplan.executor.launch.preflight import Row, look, must_start
+from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.launch.scratch import scratch
+from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.checkpoint import last_stored
-from gnnplan.executor.ranks.meeting import loopback_only
-from gnnplan.planner.decision.plan import read
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
-from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
+from gnnplan.executor.ranks.meeting import loopback_only, started_by_launcher
+from gnnplan.executor.ranks.opening import SCRATCH, leave
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import forget_unfinished, make_folder
-from gnnplan.planner.vocabulary.progress import say
 
 __all__ = [
     "Asked",
@@ -47,10 +39,8 @@ __all__ = [
     "look",
     "must_start",
     "new_folder",
-    "prepare",
     "start",
     "started_by_launcher",
-    "work",
 ]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -61,25 +51,16 @@ def new_folder(name: str) -> Path:
     return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
 
 
-def begin(
-    document: dict[str, Any],
-    problem: Problem,
-    strategy: Strategy,
-    out: Path,
-    options: Options,
-    emulate: Emulated | None = None,
-    last: int = 0,
-) -> None:
-    """Train with a plan's strategy in a folder that gets all that a run leaves.
+def begin(asked: Asked) -> None:
+    """Train a plan's strategy in a folder that gets all that a run leaves.
 
-    `document` is the plan, `strategy` its choice, settled; this machine can hold its ranks
-    (`must_start`). last: the epoch that it goes on from. Raises SpecError, LostRank.
+    This machine can hold its ranks (`must_start`). Raises SpecError, LostRank.
     """
-    strategy.schedule(problem, 1)  # makes the partitions, which the ranks then read
-    make_folder(out)
-    with _alone_in(out):
-        write_run(out, document, options, last)
-        start(out / "plan.json", out, options, problem, emulate)
+    asked.settled.schedule(asked.problem, 1)  # makes the partitions, which the ranks then read
+    make_folder(asked.out)
+    with _alone_in(asked.out):
+        write_run(asked.out, asked.document, asked.options, asked.last)
+        start(asked)
 
 
 @contextmanager
@@ -143,74 +124,32 @@ def unwound_by_signals() -> Iterator[Callable[[], None]]:
         unwind()
 
 
-def start(
-    plan: Path, out: Path, options: Options, problem: Problem, emulate: Emulated | None = None
-) -> None:
-    """Start local ranks, in the order of their GPUs, and wait for them.
+def start(asked: Asked) -> None:
+    """Start the local ranks of a run whose folder has its plan and options, and wait for them.
 
-    With `emulate` every server is a network namespace (emulation.py). No process is left behind,
-    also by signals. Raises LostRank, naming the rank that failed first, when no restart is left.
+    A plan's servers are played as namespaces where that is asked for (emulation.py). No process is
+    left behind, also by signals. Raises LostRank, naming the rank that failed first, when no
+    restart is left.
     """
     from gnnplan.executor.launch import agent
-    from gnnplan.executor.launch import emulation as lab
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    ranks, killed_before = problem.by_gpu, killings()
-    activity.begin(out, ranks)
-    predicted = predicted_memory(read(plan))
-
-    def explain(failures: dict[int, Any]) -> GnnplanError:
-        starved = f"{account(predicted)}\n{REMEDY}" if killings() > killed_before else ""
-        by_rank = {ranks[process]: failure for process, failure in failures.items()}
-        return blame(by_rank, out, problem.servers, options.timeout_s, starved)
-
-    interfaces = {
-        name: interface for name, interface in loopback_only().items() if name not in os.environ
-    }
-    # -P: a folder named gnnplan in the working directory must not hide the package
-    program = ["-P", "-m", "gnnplan.executor", "launch"]
-    arguments = [*program, str(plan), str(out), json.dumps(asdict(options))]
+    out, problem, options = asked.out, asked.problem, asked.options
     try:
-        with unwound_by_signals() as unwind, scratch(out):
-
-            def announce_restart(error: GnnplanError, left: int) -> None:
-                unwind()  # a signal to all processes has ended the ranks
-                last = last_stored(out, ranks)
-                where = f"epoch {last}" if last else "the beginning"
-                say(
-                    f"{error}\nstarting all ranks anew from {where} (restarts left after this one:"
-                    f" {left - 1})"
-                )
-                activity.begin(out, ranks)
-
-            def watch(pids: Sequence[int]) -> Callable[[], None]:
-                by_rank = dict(zip(ranks, pids, strict=True))
-                servers = dict(enumerate(problem.servers))
-                heartbeat = Heartbeat(by_rank, servers, out, options.timeout_s)
-
-                def look() -> None:
-                    unwind()
-                    heartbeat.look()
-
-                return look
-
-            if emulate is None:
-                os.environ |= interfaces
-                agent.run(arguments, len(ranks), options.restarts, explain, announce_restart, watch)
-            else:
-                lab.run(
-                    arguments,
-                    problem.cluster.servers,
-                    [problem.servers[rank] for rank in ranks],
-                    emulate.rate,
-                    options.restarts,
-                    explain,
-                    announce_restart,
-                    watch,
-                )
+        with unwound_by_signals() as unwind, scratch(out) as folder, _servers(asked) as servers:
+            env = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
+            env = {name: value for name, value in env.items() if name not in os.environ}
+            env |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
+            places = [problem.servers[rank] for rank in problem.by_gpu]
+            watchdog = Watchdog(out, problem, options.timeout_s, asked.predicted, unwind)
+            words = ["launch", str(out)]
+            agent.run(words, env, places, servers, folder, watchdog, options.restarts)
     finally:
-        for name in interfaces:  # this process may go on to servers
-            os.environ.pop(name, None)
         activity.forget(out)
         forget_unfinished(out)
+
+
+def _servers(asked: Asked) -> AbstractContextManager[Sequence[Server]]:
+    """The servers that this machine plays; none where ranks are on it alone."""
+    if asked.emulate is None:
+        return nullcontext(())
+    return lab(asked.cluster.servers, asked.emulate.rate)

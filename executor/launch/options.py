@@ -53,7 +53,11 @@ class Options:
         A value of None in `given` means that the option was not given. A resumed run then keeps
         its own option, a new run takes the default. Raises SpecError.
         """
-        earlier = _read(out / "options.json") if resume else {}
+        path, earlier = out / "options.json", dict[str, Any]()
+        if resume and path.exists():
+            earlier = asdict(cls.read(path))
+            for name in NOT_INHERITED:
+                del earlier[name]
         chosen = {name: value for name, value in given.items() if value is not None}
         try:
             return TypeAdapter(cls).validate_json(
@@ -65,6 +69,18 @@ class Options:
             rule = first["msg"].replace("Input should be", "must be")
             raise SpecError(f"--{option} {str(first['input'])[:MOST_SHOWN]}: {rule}") from error
 
+    @classmethod
+    def read(cls, path: Path) -> Options:
+        """The options of a run. Raises SpecError."""
+        remedy = "remove it, and give its options again"
+        content = read_bytes(path, MAX_FILE, remedy)
+        try:
+            return TypeAdapter(cls).validate_json(content, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(name)[:MOST_SHOWN] for name in first["loc"]) or "the file"
+            raise SpecError(f"{path} is damaged ({field}: {first['msg']}); {remedy}") from error
+
     def write(self, out: Path) -> None:
         """Keep the options in the run's folder."""
         write_atomically(out / "options.json", json.dumps(asdict(self)))
@@ -73,18 +89,3 @@ class Options:
 def _plain(value: Any) -> str | int:
     """A path, or another library's whole number, as JSON has them."""
     return os.fspath(value) if isinstance(value, os.PathLike) else index(value)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The options that a run inherits from this file; none if there is no such file."""
-    if not path.exists():
-        return {}
-    remedy = "remove it, and give its options again"
-    content = read_bytes(path, MAX_FILE, remedy)
-    try:
-        options = TypeAdapter(Options).validate_json(content, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(name)[:MOST_SHOWN] for name in first["loc"]) or "the file"
-        raise SpecError(f"{path} is damaged ({field}: {first['msg']}); {remedy}") from error
-    return {name: value for name, value in asdict(options).items() if name not in NOT_INHERITED}

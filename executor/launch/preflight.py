@@ -2,49 +2,33 @@
 
 Each check compares one thing and gives a row: equal enough ('ok'), different so that the run is not
 what was predicted ('differs'), or such that it cannot end well ('stops'). All of them look at this
-machine alone; ranks that torchrun or srun has started tell each other (`together.py`).
+machine alone; ranks that torchrun or srun has started tell each other (`peers.py`).
 """
 
 from __future__ import annotations
 
-import math
-import os
 import re
 import resource
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from gnnplan import __version__
 from gnnplan.executor.launch import emulation
-from gnnplan.executor.launch.checks import (
-    last_of,
-    must_be_measurable,
-    must_be_new,
-    must_go_on,
-    must_have_rates,
-    trainable,
-)
-from gnnplan.executor.launch.emulation import Emulated
-from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.scalars import must_be_installed
+from gnnplan.executor.launch.asked import Asked
+from gnnplan.executor.launch.scalars import installed
 from gnnplan.executor.ranks.checkpoint import KEPT
 from gnnplan.executor.ranks.machine import cores, device_name, gpus, process_room
+from gnnplan.executor.ranks.meeting import hosts_the_store, launcher_env
 from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.rank import from_launcher, hosts_the_store
-from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.plan import BEFORE, chosen, placement, question
-from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.decision.plan import BEFORE
 from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_folder, nearest
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, nearest
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
@@ -81,116 +65,6 @@ class Row:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A plan that is to be run, and how.
-
-    launched: torchrun or srun has started this process as a rank. emulate: how this machine plays
-    the plan's servers; None: it does not. loaded: the plan's problem, where it is there already.
-    """
-
-    document: dict[str, Any]
-    out: Path
-    options: Options
-    launched: bool = False
-    emulate: Emulated | None = None
-    loaded: Problem | None = None
-
-    @cached_property
-    def problem(self) -> Problem:
-        """Raises SpecError, or Mismatch where the data have changed since."""
-        return self.loaded or question(self.document)
-
-    @cached_property
-    def cluster(self) -> Cluster:
-        return Cluster.model_validate(self.document["cluster"])
-
-    @cached_property
-    def workload(self) -> Workload:
-        return Workload.model_validate(self.document["workload"])
-
-    @cached_property
-    def strategy(self) -> Strategy:
-        return chosen(self.document)
-
-    @cached_property
-    def settled(self) -> Strategy:
-        """The strategy with all its knobs. Raises SpecError where it cannot be trained as asked."""
-        _, strategy = trainable(self.problem, self.strategy)
-        must_be_measurable(self.options, strategy)
-        must_have_rates(self.options, self.workload)
-        return strategy
-
-    @property
-    def epochs(self) -> int:
-        """Of the whole training."""
-        return self.options.epochs or self.workload.epochs
-
-    @cached_property
-    def last(self) -> int:
-        """The epoch that it goes on from; 0: it begins. Raises SpecError where the folder refuses.
-
-        It is of ranks on this machine alone.
-        """
-        if not self.options.resume:
-            must_be_new(self.out)
-            must_be_folder(self.out)
-            return 0
-        last, of_another = last_of(self.out, self.problem, self.settled)
-        must_go_on(self.out, last, self.epochs, of_another=of_another)
-        return last
-
-    @cached_property
-    def servers(self) -> tuple[int, ...]:
-        """The server of every rank, in the order of their GPUs, as launchers count them."""
-        each = self.cluster.gpus_per_server
-        return tuple(gpu // each for gpu in sorted(placement(self.document)))
-
-    @property
-    def env(self) -> dict[str, str]:
-        """What says where ranks meet."""
-        if self.launched:
-            return {**os.environ, **from_launcher()}
-        name = "GLOO_SOCKET_IFNAME"
-        return {name: os.environ[name]} if name in os.environ else {}
-
-    @property
-    def servers_here(self) -> int:
-        """Servers of the run: real ones, or played by this machine."""
-        planned = len(set(self.servers))
-        if not self.launched:
-            return 1 if self.emulate is None else planned
-        found = self.env.get("GROUP_WORLD_SIZE") or self.env.get("SLURM_STEP_NUM_NODES") or ""
-        return int(found) if found.isdecimal() and int(found) else planned
-
-    @property
-    def ranks_here(self) -> int:
-        """Ranks of the run on this machine."""
-        ranks = len(self.servers)
-        if not self.launched:
-            return ranks
-        if self.servers_here != len(set(self.servers)):
-            return math.ceil(ranks / self.servers_here)
-        return self.servers.count(self.servers[min(int(self.env["RANK"]), ranks - 1)])
-
-    @property
-    def predicted(self) -> dict[str, float]:
-        return predicted_memory(self.document)
-
-    @property
-    def host_bytes(self) -> float:
-        """Graph data in the fullest server's memory, beside what its ranks fill [B]."""
-        return float(self.document["best"].get("predicted", {}).get("host_bytes", 0.0))
-
-
-def predicted_memory(document: Mapping[str, Any]) -> dict[str, float]:
-    """Memory of the fullest rank by use [B], as a plan predicts it.
-
-    Empty if someone has removed the prediction from the plan.
-    """
-    return dict(document["best"].get("predicted", {}).get("memory", {}))
-
-
 def look(asked: Asked) -> list[Row]:
     """All rows of the table."""
     rows = [_gnnplan(asked), _torch(asked), *_asked_for(asked)]
@@ -199,15 +73,22 @@ def look(asked: Asked) -> list[Row]:
 
 def _asked_for(asked: Asked) -> list[Row]:
     """What is trained, and into which folder. A row that needs one that stops is left out."""
+    resume, board = asked.options.resume, asked.options.tensorboard
     rows = [_graph(asked)]
     if rows[-1].verdict == "ok":
-        rows.append(_training(asked))
+        planned = f"{asked.strategy}, {show_count(asked.epochs, 'epoch')}"
+        rows.append(_unless_refused("training", planned, lambda: str(asked.settled)))
     # ranks that a launcher started have disks of their own, and compare them when they have met
-    if not asked.launched and (rows[-1].verdict == "ok" or not asked.options.resume):
-        rows.append(_folder(asked))
-    if asked.options.tensorboard:
-        rows.append(_tensorboard(asked))
+    if not asked.launched and (rows[-1].verdict == "ok" or not resume):
+        planned = "a checkpoint to go on from" if resume else "new"
+        rows.append(_unless_refused("run folder", planned, lambda: _folder(asked)))
+    if board:
+        rows.append(_unless_refused("TensorBoard", board, lambda: installed(board)))
     return rows
+
+
+def _folder(asked: Asked) -> str:
+    return f"of epoch {asked.last}, in {asked.out}" if asked.last else str(asked.out)
 
 
 def must_start(asked: Asked) -> list[Row]:
@@ -218,18 +99,9 @@ def must_start(asked: Asked) -> list[Row]:
 
 
 def must_meet() -> None:
-    """Check that other ranks can reach this process. Raises SpecError."""
-    _refuse(_meeting())
-
-
-def can_meet() -> bool:
-    """Whether this process can tell other ranks what it has found."""
-    return all(row.verdict != "stops" for row in _meeting())
-
-
-def _meeting() -> list[Row]:
-    env = {**os.environ, **from_launcher()}
-    return [check(env) for check in MEETING]
+    """Check that this process and other ranks can reach each other. Raises SpecError."""
+    env = launcher_env()
+    _refuse([check(env) for check in MEETING])
 
 
 def _refuse(rows: Sequence[Row]) -> None:
@@ -239,6 +111,22 @@ def _refuse(rows: Sequence[Row]) -> None:
         raise SpecError("\n  ".join([f"{len(stops)} things stop this run:", *stops]))
     if stops:
         raise SpecError(stops[0])
+
+
+def _row(
+    what: str, planned: str, here: str, is_met: bool, says: str, verdict: Verdict = "stops"
+) -> Row:
+    """What a check has compared; where it is not met, what that means."""
+    return Row(what, planned, here) if is_met else Row(what, planned, here, verdict, says)
+
+
+def _unless_refused(what: str, planned: str, here: Callable[[], str]) -> Row:
+    """What is `here`, or the error that this raises; the remedy stands behind its semicolon."""
+    try:
+        return Row(what, planned, here())
+    except GnnplanError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Row(what, planned, found, "stops", remedy)
 
 
 # -- what the plan was made by and for -------------------------------------------------------------
@@ -258,10 +146,9 @@ def _gnnplan(asked: Asked) -> Row:
 def _torch(asked: Asked) -> Row:
     planned, here = str(asked.document.get("torch", "unknown")), torch.__version__
     # a laptop's 2.9+cpu and a server's 2.9+cu128 have one code
-    if planned == "unknown" or planned.partition("+")[0] == here.partition("+")[0]:
-        return Row("torch", planned, here)
+    is_met = planned == "unknown" or planned.partition("+")[0] == here.partition("+")[0]
     says = f"{OTHER_TIMES}; measure again with gnnplan measure, and plan again"
-    return Row("torch", planned, here, "differs", says)
+    return _row("torch", planned, here, is_met, says, "differs")
 
 
 def _graph(asked: Asked) -> Row:
@@ -275,38 +162,6 @@ def _graph(asked: Asked) -> Row:
         return Row("graph", planned, "not read", "stops", str(error))
 
 
-def _training(asked: Asked) -> Row:
-    planned = f"{asked.strategy}, {show_count(asked.epochs, 'epoch')}"
-    try:
-        return Row("training", planned, str(asked.settled))
-    except GnnplanError as error:
-        return _refused("training", planned, error)
-
-
-def _folder(asked: Asked) -> Row:
-    planned = "a checkpoint to go on from" if asked.options.resume else "new"
-    try:
-        here = f"of epoch {asked.last}, in {asked.out}" if asked.last else str(asked.out)
-        return Row("run folder", planned, here)
-    except GnnplanError as error:
-        return _refused("run folder", planned, error)
-
-
-def _tensorboard(asked: Asked) -> Row:
-    planned = str(asked.options.tensorboard)
-    try:
-        must_be_installed(planned)
-        return Row("TensorBoard", planned, "installed")
-    except GnnplanError as error:
-        return _refused("TensorBoard", planned, error)
-
-
-def _refused(what: str, planned: str, error: GnnplanError) -> Row:
-    """The row of an error, which says what is here, and after a semicolon what to do."""
-    here, _, remedy = str(error).partition("; ")
-    return Row(what, planned, here, "stops", remedy)
-
-
 def _device(asked: Asked) -> Row:
     device, found = asked.cluster.device, gpus()
     kind = "cuda" if found else "cpu"
@@ -317,9 +172,8 @@ def _device(asked: Asked) -> Row:
     else:
         planned = f"CPU ranks ({name})" if name else "CPU ranks"
     here = f"{here_name} GPUs" if found else f"CPU ranks ({here_name})"
-    if kind == device.kind and _model_numbers(name) <= _model_numbers(here_name):
-        return Row("device", planned, here)
-    return Row("device", planned, here, "differs", f"{OTHER_TIMES}; {PLAN_HERE}")
+    is_met = kind == device.kind and _model_numbers(name) <= _model_numbers(here_name)
+    return _row("device", planned, here, is_met, f"{OTHER_TIMES}; {PLAN_HERE}", "differs")
 
 
 def _model_numbers(name: str) -> set[str]:
@@ -337,34 +191,32 @@ def _places(asked: Asked) -> Row:
     each = max(asked.servers.count(server) for server in set(asked.servers))
     if asked.cluster.device.kind == "cuda":
         found = gpus()
-        planned, here = f"{each} of a server", str(found)
         # a launcher may show each rank its own GPU alone
-        if found >= each or (asked.launched and found == 1):
-            return Row("GPUs", planned, here)
+        is_met = found >= each or (asked.launched and found == 1)
         says = "ranks share GPUs" if found else "ranks are on the processor"
-        return Row("GPUs", planned, here, "differs", f"{says} and talk over Gloo")
+        says += " and talk over Gloo"
+        return _row("GPUs", f"{each} of a server", str(found), is_met, says, "differs")
     needed = asked.cluster.cores or each
     if not (asked.launched or asked.cluster.one_machine):
         needed *= len(set(asked.servers))
-    if cores() >= min(needed, asked.ranks_here):
-        return Row("cores", str(needed), str(cores()))
+    is_met = cores() >= min(needed, asked.ranks_here)
     says = f"ranks take turns, which the plan does not know; plan with --set cores={cores()}"
-    return Row("cores", str(needed), str(cores()), "differs", says)
+    return _row("cores", str(needed), str(cores()), is_met, says, "differs")
 
 
 def _servers(asked: Asked) -> Row:
     planned, here = len(set(asked.servers)), asked.servers_here
+
+    def played() -> str:
+        emulation.check()
+        return str(planned)
+
     if asked.emulate is not None:
-        try:
-            emulation.check()
-        except SpecError as error:
-            return _refused("servers", str(planned), error)
-    if planned == here:
-        return Row("servers", str(planned), str(here))
+        return _unless_refused("servers", str(planned), played)
     says = "messages between servers do not cross the plan's links; start it with torchrun or srun"
     if not asked.launched:
         says += " there, or play the servers here with --emulate RATE"
-    return Row("servers", str(planned), str(here), "differs", says)
+    return _row("servers", str(planned), str(here), planned == here, says, "differs")
 
 
 def _ranks(asked: Asked) -> Row:
@@ -390,8 +242,6 @@ def _memory(asked: Asked) -> Row:
     graph = asked.host_bytes * servers / SLACK
     if graph:
         planned += f", and {show_bytes(graph)} of graph data"
-    if ranks * each + graph <= free:
-        return Row("memory", planned, here)
     if graph > free:
         room = show_bytes(free / servers)
         says = f"stop what fills it, or plan again with --set host_memory={room.replace(' ', '')}"
@@ -400,7 +250,7 @@ def _memory(asked: Asked) -> Row:
             f"enough for {int((free - graph) / each):,}: stop what fills it, plan again with"
             " --ranks or for a smaller workload, or start it with torchrun on several servers"
         )
-    return Row("memory", planned, here, "stops", says)
+    return _row("memory", planned, here, ranks * each + graph <= free, says)
 
 
 def _disk(asked: Asked) -> Row:
@@ -416,10 +266,8 @@ def _disk(asked: Asked) -> Row:
     # one is written while others are kept, which a run that goes on has already
     needed = asked.ranks_here * one * (1 if asked.options.resume else KEPT + 1)
     planned = f"{show_bytes(needed)} of checkpoints at least"
-    if needed <= free:
-        return Row("disk", planned, here)
     says = "free the disk, give another --out, or train with --checkpoint-every 0"
-    return Row("disk", planned, here, "stops", says)
+    return _row("disk", planned, here, needed <= free, says)
 
 
 def _shared_memory(asked: Asked) -> Row:
@@ -434,10 +282,8 @@ def _shared_memory(asked: Asked) -> Row:
     blocks = asked.predicted.get("graph", 0.0) * ahead / (1 + ahead)
     needed = asked.ranks_here * blocks
     planned = f"{show_bytes(needed)} of batches that wait at least"
-    if needed <= SLACK * free:
-        return Row("shared memory", planned, here)
     says = "give the container more (docker --shm-size, a larger /dev/shm), or plan with prefetch=0"
-    return Row("shared memory", planned, here, "stops", says)
+    return _row("shared memory", planned, here, needed <= SLACK * free, says)
 
 
 def _files(asked: Asked) -> Row:
@@ -445,12 +291,11 @@ def _files(asked: Asked) -> Row:
     ahead, ranks = getattr(asked.strategy, "prefetch", 0), len(asked.servers)
     sent = asked.workload.layers * (1 + ahead)
     needed = FILES + FILES_OF_A_PEER * ranks + FILES_OF_A_LAYER * sent
-    planned = f"up to {needed:,} in a rank"
-    if most == resource.RLIM_INFINITY or most >= needed:
-        here = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"
-        return Row("open files", planned, here)
+    is_bounded = most != resource.RLIM_INFINITY
+    here = f"{most:,}" if is_bounded else "any number"
     says = f"allow more (ulimit -n {max(needed, 4096)})"
-    return Row("open files", planned, f"{most:,}", "stops", says)
+    is_met = not is_bounded or most >= needed
+    return _row("open files", f"up to {needed:,} in a rank", here, is_met, says)
 
 
 def _processes(asked: Asked) -> Row:
@@ -460,9 +305,7 @@ def _processes(asked: Asked) -> Row:
     if room is None:
         return Row("processes", planned, "any number")
     here = f"{max(room.left, 0):,} more ({room.limit})"
-    if room.left >= needed:
-        return Row("processes", planned, here)
-    return Row("processes", planned, here, "stops", room.remedy)
+    return _row("processes", planned, here, room.left >= needed, room.remedy)
 
 
 # -- where ranks meet ------------------------------------------------------------------------------
@@ -474,10 +317,9 @@ def _interface(env: Mapping[str, str]) -> Row:
     planned, here = ", ".join(wanted), ", ".join(present)
     if not wanted:
         return Row("interface", "any", here)
-    if set(wanted) <= set(present):
-        return Row("interface", f"{planned} (GLOO_SOCKET_IFNAME)", here)
+    planned, is_met = f"{planned} (GLOO_SOCKET_IFNAME)", set(wanted) <= set(present)
     says = "set GLOO_SOCKET_IFNAME to one of these, or unset it"
-    return Row("interface", f"{planned} (GLOO_SOCKET_IFNAME)", here, "stops", says)
+    return _row("interface", planned, here, is_met, says)
 
 
 def _address(env: Mapping[str, str]) -> Row:

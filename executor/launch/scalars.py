@@ -20,11 +20,12 @@ TAGS = {
 WITHIN = 5  # [s] in which TensorBoard sees an epoch
 
 
-def must_be_installed(folder: str) -> None:
-    """Raise SpecError where TensorBoard is absent, or cannot have its folder."""
+def installed(folder: str) -> str:
+    """In a word; raises SpecError where TensorBoard is not, or cannot have its folder."""
     if find_spec("tensorboard") is None:
         raise SpecError("TensorBoard is not installed; pip install 'gnnplan[tensorboard]'")
     must_be_folder(Path(folder))
+    return "installed"
 
 
 class Scalars:

@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gnnplan.executor.ranks.rank import SCRATCH
 from gnnplan.planner.vocabulary.files import cannot_write
 
 PREFIX = "gnnplan-"
 
 
 @contextmanager
-def scratch(out: Path) -> Iterator[None]:
-    """Give processes that are started within a folder of temporary files. Raises SpecError."""
+def scratch(out: Path) -> Iterator[Path]:
+    """A folder of temporary files for the length of a `with` block. Raises SpecError."""
     link = out / ".scratch"
     if link.is_symlink():
         earlier = Path(os.readlink(link))
@@ -36,18 +35,13 @@ def scratch(out: Path) -> Iterator[None]:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:
         raise cannot_write(tempfile.gettempdir(), error) from error
-    before = os.environ.get("TMPDIR")
-    os.environ |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
     with suppress(OSError):
         link.symlink_to(folder)
     try:
-        yield
+        yield folder
     finally:
         _remove(folder, lambda sampler: True)
         link.unlink(missing_ok=True)
-        del os.environ[SCRATCH], os.environ["TMPDIR"]
-        if before is not None:
-            os.environ["TMPDIR"] = before
 
 
 def _remove(folder: Path, is_over: Callable[[str], bool]) -> None:

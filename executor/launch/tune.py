@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.preflight import LEAST_MEMORY, Asked, must_start
+from gnnplan.executor.launch.preflight import LEAST_MEMORY, must_start
 from gnnplan.executor.launch.turns import InTurns
 from gnnplan.executor.ranks.machine import gpus
 from gnnplan.executor.ranks.memory import free_memory
@@ -335,12 +336,11 @@ def on_cluster(
     problem: Problem, found: SearchResult, best: Candidate, cluster: Cluster
 ) -> tuple[Problem, SearchResult]:
     """The problem and its candidates predicted anew, with `best` as what runs have shown."""
-    again = {
-        id(c): evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective)
-        for c in found.ranked
-    }
-    ranked = sorted(again.values(), key=lambda candidate: candidate.value)
-    measured = again[id(best)]
+    again = [
+        evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective) for c in found.ranked
+    ]
+    measured = next(new for new, c in zip(again, found.ranked, strict=True) if c is best)
+    ranked = sorted(again, key=lambda candidate: candidate.value)
     return replace(problem, cluster=cluster), replace(found, ranked=ranked, measured=measured)
 
 

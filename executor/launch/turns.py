@@ -18,13 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gnnplan.executor.launch.checks import prepare
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.launcher import begin
 from gnnplan.executor.launch.options import MOST, Options
-from gnnplan.executor.ranks.rank import die_with_parent
-from gnnplan.executor.ranks.turns import FILE
-from gnnplan.planner.decision.plan import write
+from gnnplan.executor.launch.rank_process import TURNS
+from gnnplan.executor.ranks.opening import die_with_parent
+from gnnplan.planner.decision.plan import read, write
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
 
@@ -104,11 +104,11 @@ class InTurns:
                 self._process.kill()
                 self._process.wait()
         self._errors.close()
-        for name in (FILE, "errors.txt"):
+        for name in (TURNS, "errors.txt"):
             (self.folder / name).unlink(missing_ok=True)
 
     def _allow(self, turns: str) -> None:
-        write_atomically(self.folder / FILE, turns)
+        write_atomically(self.folder / TURNS, turns)
 
     def _why(self) -> str:
         """What the launcher has said last."""
@@ -124,7 +124,7 @@ def main() -> None:
     folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     options = Options(epochs=MOST, eval_every=0, checkpoint_every=0, quiet=True, turns=True)
     try:
-        document, problem, strategy = prepare(folder / "plan.json")
-        begin(document, problem, strategy, folder, options, told and Emulated(**told))
+        emulate = told and Emulated(**told)
+        begin(Asked(read(folder / "plan.json"), folder, options, emulate=emulate))
     except GnnplanError as error:
         raise SystemExit(f"error: {error}") from None

@@ -9,17 +9,12 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from secrets import token_hex
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any
 
 import torch
@@ -28,24 +23,20 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.executor.launch.preflight import must_meet
+from gnnplan.executor.launch.watchdog import Watch
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
 from gnnplan.executor.ranks.gathered import gather_all
 from gnnplan.executor.ranks.machine import cores
-from gnnplan.executor.ranks.meeting import join, on_this_machine, store_of_this_machine
+from gnnplan.executor.ranks.meeting import hosts_the_store, join, launcher_env, loopback_only
 from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.rank import (
-    as_torchrun_has_it,
-    attempt,
-    die_with_parent,
-    hosts_the_store,
-    wait_in_turn,
-)
+from gnnplan.executor.ranks.opening import die_with_parent, leave, wait_in_turn
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
 SECONDS = 0.2  # spent on each number
+PROGRESS, FOUND = "progress", "found.json"  # of ranks that we start, in their folder
 STUCK = 60  # [s] after which a peer that does not answer is lost
 
 
@@ -64,6 +55,8 @@ def measure(
     emulated on this machine, with NICs of `emulated` [B/s] (None: unshaped; launch/emulation.py).
     Ranks use NCCL if each has a CUDA device of its own, and Gloo on a machine without CUDA.
     """
+    from gnnplan.executor.launch import agent  # takes a second, and ranks do without it
+
     if min(ranks, servers) < 1:
         raise SpecError(f"ranks is {ranks} and servers {servers}; measure at least 1")
     if emulated is not None and servers == 1:
@@ -80,38 +73,17 @@ def measure(
     check_dtype(dtype)
     notify = progress or (lambda what: None)
     memory = free_memory() / (ranks * servers)
-    if servers == 1:
-        store = store_of_this_machine()
-        meeting = {
-            **on_this_machine(store.port, token_hex(16)),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-        }
-
-        def start(command: list[str], **streams: Any) -> list[subprocess.Popen[str]]:
-            return [
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    text=True,
-                    stdin=subprocess.DEVNULL,
-                    **streams,
-                )
-                for rank in range(ranks)
-            ]
-
-        found = _run_ranks(start, seconds, dtype, notify)
-    else:
-        with lab.lab(servers, emulated) as made:
-            places = [rank // ranks for rank in range(ranks * servers)]
-            found = _run_ranks(
-                lambda command, **streams: lab.start(made, places, command, **streams),
-                seconds,
-                dtype,
-                notify,
-            )
+    env = {**loopback_only(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    places = [rank // ranks for rank in range(ranks * servers)]
+    playing: AbstractContextManager[list[lab.Server]]
+    playing = lab.lab(servers, emulated) if servers > 1 else nullcontext([])
+    with playing as played, TemporaryDirectory() as name:
+        folder = Path(name)
+        words = ["measure", name, str(seconds), dtype, str(ranks)]
+        listener = _Listener(folder, len(places), notify)
+        agent.run(words, env, places, played, folder, listener)
+        listener.look()
+        found: dict[str, Any] = json.loads((folder / FOUND).read_text())
     # asked here, a GPU would give this process a context
     memory = found["free_on_gpu"] or memory
     return cluster_of(found, servers, ranks, memory, one_machine=True)
@@ -134,11 +106,12 @@ def measure_as_rank(
     Rank 0 returns the cluster that all have measured, the others None. Raises SpecError, LostRank.
     """
     check_dtype(dtype)
-    env = as_torchrun_has_it()
+    env = launcher_env()
     must_meet()
     memory = free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
     try:
-        found = _attempt(seconds, dtype, notify, one_machine=False)
+        server = int(env.get("GROUP_RANK", "0"))
+        found = _attempt(seconds, dtype, notify, one_machine=False, server=server)
         memory = found["free_on_gpu"] or memory
         counts = Counter(found["places"])
         if len(set(counts.values())) > 1:
@@ -165,87 +138,54 @@ def measure_as_rank(
 # -- processes ------------------------------------------------------------------------------------
 
 
-def _run_ranks(
-    start: Callable[..., list[subprocess.Popen[str]]],
-    seconds: float,
-    dtype: str,
-    notify: Callable[[str], None],
-) -> dict[str, Any]:
-    """Start the ranks, and return what rank 0 found: the samples of all ranks.
+class _Listener(Watch):
+    """Hears what rank 0 does, and says which rank failed first, and why."""
 
-    start: starts a command as every rank. No process outlives this call. Raises LostRank.
-    """
-    with TemporaryDirectory() as folder:
-        # -P: a folder named gnnplan in the working directory must not hide the package
-        command = [sys.executable, "-P", "-m", "gnnplan.executor", "measure"]
-        command += [folder, str(seconds), dtype]
-        started = start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        lines: SimpleQueue[str] = SimpleQueue()
+    def __init__(self, folder: Path, ranks: int, notify: Callable[[str], None]) -> None:
+        self.folder, self.ranks, self.notify, self.heard = folder, ranks, notify, 0
 
-        def listen() -> None:
-            for line in started[0].stdout or ():
-                lines.put(line)
+    def look(self) -> None:
+        path = self.folder / PROGRESS
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        for what in lines[self.heard :]:
+            self.notify(what)
+        self.heard = len(lines)
 
-        listener = Thread(target=listen, daemon=True)
-        listener.start()
-        try:
-            while True:
-                with suppress(Empty):
-                    line = lines.get(timeout=0.2)
-                    if line.startswith("{"):  # Gloo writes on standard output too
-                        message: dict[str, Any] = json.loads(line)
-                        if "found" in message:
-                            return dict(message["found"])
-                        notify(message["activity"])
-                    continue
-                if any(process.poll() for process in started):
-                    time.sleep(0.5)  # by then the rank that failed first has ended as well
-                    raise LostRank(_lost(started, Path(folder)))
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-            listener.join()
-            for process in started:
-                if process.stdout:
-                    process.stdout.close()
-
-
-def _lost(started: Sequence[subprocess.Popen[str]], folder: Path) -> str:
-    """Who failed first while measuring, and why."""
-    notes = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    if notes:
-        return f"{notes[0].name} of {len(started)} failed while measuring: {notes[0].read_text()}"
-    rank, code = next(
-        (rank, code) for rank, process in enumerate(started) if (code := process.poll())
-    )
-    return f"rank {rank} of {len(started)} failed while measuring: exit code {code}"
+    def is_over(self, failures: Mapping[int, Any], restarts_left: int) -> bool:
+        notes = sorted(self.folder.glob("rank *"), key=lambda path: path.stat().st_mtime_ns)
+        rank = min(failures, key=lambda rank: failures[rank].timestamp)
+        who, why = f"rank {rank}", f"exit code {failures[rank].exitcode}"
+        if notes:
+            who, why = notes[0].name, notes[0].read_text()
+        self.error = LostRank(f"{who} of {self.ranks} failed while measuring: {why}")
+        return True
 
 
 def _attempt(
-    seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool
+    seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool, server: int
 ) -> dict[str, Any]:
     """Measure as one rank, and return what all found."""
+    env = launcher_env()
     torch.set_num_threads(1)
     keep_allocator()
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(int(env.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
         wait_in_turn()
     free = torch.cuda.mem_get_info()[0] if cuda else 0  # before this process fills any
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    env, limit = os.environ, datetime.timedelta(seconds=STUCK)
+    limit = datetime.timedelta(seconds=STUCK)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         # a launcher's store may be that of a run afterwards
-        store=PrefixStore("measure", join(env, attempt(), limit, hosts_the_store(env))),
+        store=PrefixStore("measure", join(env, limit, hosts_the_store(env))),
         rank=int(env["RANK"]),
         world_size=int(env["WORLD_SIZE"]),
         timeout=limit,
         device_id=device if cuda else None,
     )
-    places = gather_all(int(env.get("GROUP_RANK", "0")), device)
+    places = gather_all(server, device)
     bench = Bench(
         dist.get_rank(),
         places,
@@ -259,20 +199,27 @@ def _attempt(
 
 
 def main() -> None:
-    """`python -m gnnplan.executor measure FOLDER SECONDS DTYPE`; notes a failure in the folder."""
-    folder, seconds, rank = Path(sys.argv[1]), float(sys.argv[2]), int(os.environ["RANK"])
+    """`python -m gnnplan.executor measure FOLDER SECONDS DTYPE EACH`.
+
+    EACH: ranks of a server. What was found, and a failure, is in the folder.
+    """
+    folder, seconds, dtype, each = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
+    rank = int(os.environ["RANK"])
     die_with_parent()
+    for stream in (1, 2):  # Gloo writes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
     def notify(what: str) -> None:
         if rank == 0:
-            print(json.dumps({"activity": what}), flush=True)
+            with (folder / PROGRESS).open("a") as file:
+                file.write(f"{what}\n")
 
     try:
-        found = _attempt(seconds, sys.argv[3], notify, one_machine=True)
+        found = _attempt(seconds, dtype, notify, one_machine=True, server=rank // int(each))
         dist.barrier()
         if rank == 0:
-            print(json.dumps({"found": found}), flush=True)
+            (folder / FOUND).write_text(json.dumps(found))
     except Exception as error:
         (folder / f"rank {rank}").write_text(f"{type(error).__name__}: {error}")
-        os._exit(4)
-    os._exit(0)  # Gloo's threads sometimes abort an orderly exit
+        leave(LostRank.exit_code)
+    leave(0)

@@ -59,8 +59,9 @@ from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.device_clock import now
-from gnnplan.executor.ranks.meeting import join
-from gnnplan.executor.ranks.rank import SCRATCH, Rank, attempt, die_with_parent
+from gnnplan.executor.ranks.meeting import join, launcher_env
+from gnnplan.executor.ranks.opening import SCRATCH, die_with_parent
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.links import Pairs, fetched
@@ -379,7 +380,7 @@ class Sampler(Dataset[Sampled]):
         ranks = tuple(among)
         if ranks not in self._process_groups:
             limit = timedelta(seconds=self.timeout_s)
-            store = join(os.environ, attempt(), limit)
+            store = join(launcher_env(), limit)
             named = PrefixStore(f"sampler {self.number} {ranks}", store)
             self._process_groups[ranks] = dist.ProcessGroupGloo(
                 named, ranks.index(self.me), len(ranks), limit

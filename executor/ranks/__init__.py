@@ -1,8 +1,9 @@
 """One rank among others: its process groups, exchanges, optimizer, memory and checkpoints.
 
 Open
-    rank.py         for `Rank`: device, process groups, lanes, recorded spans, start-up
-    meeting.py      for the store where ranks meet, and who reaches it
+    rank.py         for `Rank`: device, process groups, lanes, recorded spans
+    opening.py      for how a process becomes a rank, and ends
+    meeting.py      for what a launcher says, the store where ranks meet, and who reaches it
     gathered.py     for small messages from every rank
     comm.py         for exchanges of rows, point-to-point messages and the all-reduce
     learner.py      for gradients summed over ranks, and the update of the weights
@@ -14,7 +15,6 @@ Open
     machine.py      for what this machine is, and how many processes it lets a user start
     device_clock.py for when a CUDA device begins and ends a rank's work
     replay.py       for a step whose kernels are launched together
-    turns.py        for where a rank of a run that trains in turns waits
     activity.py     for the file that says which operation a rank is in
 
 It imports the planner and executor/layers."""

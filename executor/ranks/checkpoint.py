@@ -43,7 +43,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, whole_lines
-from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_count
 
 KEPT = 2  # checkpoints of each rank
@@ -152,23 +151,16 @@ class Checkpoints:
         """Whether a checkpoint is to be written after this epoch."""
         return bool(self.every) and epoch % self.every == 0
 
-    def epochs(self) -> list[int]:
+    def epochs(self, tell: Callable[[str], None] = lambda note: None) -> list[int]:
         """Epochs of this rank's whole files of this plan.
 
-        Raises SpecError if one is of another training.
+        tell: is told which files are damaged. Raises SpecError if one is of another training.
         """
-        return self._whole(lambda damaged: None)
-
-    def found(self) -> list[int]:
-        """`epochs`, as training goes on from them: says which files are damaged."""
-        return self._whole(lambda damaged: say(f"note: {damaged} is damaged; going on without it"))
-
-    def _whole(self, tell: Callable[[Path], None]) -> list[int]:
         whole = []
         for epoch in self._stored():
             about = header(self._path(epoch))
             if about is None:
-                tell(self._path(epoch))
+                tell(f"note: {self._path(epoch)} is damaged; going on without it")
             else:
                 must_agree(self._path(epoch), about["question"], self.question)
                 if about["question"] == self.question:
@@ -252,7 +244,7 @@ class Checkpoints:
             self._writing = None
 
     def load(self, epoch: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The notes and tensors of an epoch's checkpoint, which `found` has read and checked."""
+        """The notes and tensors of an epoch's checkpoint, which `epochs` has read and checked."""
         with safe_open(self._path(epoch), framework="pt") as file:
             notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -281,7 +273,7 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
     found, folder = {}, out / "checkpoints"
     for epoch in stored(out, [0])[0]:
         first = file_of(folder, epoch, 0)
-        about = _said(first)
+        about = header(first, checked=False)
         if about is None or about["question"] == ours or (about := header(first)) is None:
             continue
         must_agree(first, about["question"], ours)
@@ -298,27 +290,19 @@ def file_of(folder: Path, epoch: int, rank: int) -> Path:
     return folder / f"epoch{epoch}.rank{rank}.safetensors"
 
 
-def header(path: Path) -> dict[str, Any] | None:
+def header(path: Path, checked: bool = True) -> dict[str, Any] | None:
     """The header of a file: 'question', 'epoch' and 'notes'; None if it is damaged or foreign.
 
-    Checkpoints of older versions have no checksum: of these, only a cut is noticed.
+    checked: the tensors are read and their checksum is compared. Checkpoints of older versions have
+    none: of these, only a cut is noticed.
     """
-    about = _said(path)
-    if about is None:
-        return None
-    said = about.pop("crc32", None)
-    with suppress(*DAMAGE), safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if said is None or said == checksum(about, tensors):
-            return about
-    return None
-
-
-def _said(path: Path) -> dict[str, Any] | None:
-    """What a file's header says, with its checksum; None if it cannot be read."""
     with suppress(*DAMAGE), safe_open(path, framework="pt") as file:
         about = dict(json.loads(file.metadata()["gnnplan"]))
-        if isinstance(about["question"], dict) and isinstance(about["notes"], dict):
+        if not (isinstance(about["question"], dict) and isinstance(about["notes"], dict)):
+            return None
+        said = about.pop("crc32", None)
+        tensors = {name: file.get_tensor(name) for name in file.keys() if checked}  # noqa: SIM118
+        if not checked or said is None or said == checksum(about, tensors):
             return about
     return None
 
@@ -396,7 +380,7 @@ def last_stored(out: Path, ranks: Iterable[int]) -> int:
     """
     folder, own = out / "checkpoints", latest(stored(out, ranks).values())
     for epoch in reversed(stored(out, [0])[0]):
-        about = _said(file_of(folder, epoch, 0)) if epoch > own else None
+        about = header(file_of(folder, epoch, 0), checked=False) if epoch > own else None
         if about is not None and all(
             file_of(folder, epoch, rank).is_file() for rank in range(about["question"]["ranks"])
         ):

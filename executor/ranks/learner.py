@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnnplan.executor.ranks import comm
-from gnnplan.executor.ranks.optimizer import optimizer_of
+from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.schedule import Label
@@ -62,7 +62,7 @@ class Learner:
         self.rank, self.gradients = rank, gradients
         self.under_way: list[Future[None]] = []  # sums of this step
         parameters: list[Tensor] = [p for part in gradients for p in part.parameters]
-        self.optimizer, self.clip = optimizer_of(parameters, workload), workload.clip
+        self.optimizer, self.clip = Optimizer(parameters, workload), workload.clip
 
     def zero(self) -> None:
         """Before a step."""

@@ -1,4 +1,4 @@
-"""Where ranks meet: a store at one address, which nobody reaches who need not.
+"""Where ranks meet: what a launcher has told this process, and a store at one address.
 
 Ranks of one machine meet on its loopback. Ranks of several servers meet at MASTER_ADDR, and where
 that is a number rank 0's store listens there alone. A run has a name that others cannot guess where
@@ -7,6 +7,8 @@ the launcher gave it one; its digest lies open in the store, and its keys stand 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,9 +23,14 @@ LOOPBACK = "127.0.0.1"
 OWNER = "gnnplan run"  # the store's key with the digest of the run that it belongs to
 
 
-def store_of_this_machine() -> TCPStore:
-    """A store that this process hosts, on a port that the system chooses, for this machine."""
-    listener = socket.create_server((LOOPBACK, 0))
+def listen() -> socket.socket:
+    """A socket of this machine alone, at a port that the system chooses."""
+    return socket.create_server((LOOPBACK, 0))
+
+
+def store_of_this_machine(listener: socket.socket | None = None) -> TCPStore:
+    """A store that this process hosts for this machine; listener: as of `listen`."""
+    listener = listener or listen()
     return TCPStore(
         LOOPBACK,
         listener.getsockname()[1],
@@ -53,11 +60,12 @@ def on_this_machine(port: int, run: str) -> dict[str, str]:
     }
 
 
-def join(env: Mapping[str, str], attempt: str, limit: timedelta, hosts: bool = False) -> Store:
+def join(env: Mapping[str, str], limit: timedelta, hosts: bool = False) -> Store:
     """The store of this run and attempt, at MASTER_ADDR and MASTER_PORT.
 
-    attempt: how often the launcher has restarted its ranks. hosts: this process offers the store.
-    Raises SpecError if the store is another run's.
+    The launcher's store outlives its ranks, with the addresses of those that are gone: torch 2.13
+    keeps one store for all attempts and no longer puts the attempt before its keys. hosts: this
+    process offers the store. Raises SpecError if the store is another run's.
     """
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     listener = _listen(address, port) if hosts else None
@@ -77,7 +85,7 @@ def join(env: Mapping[str, str], attempt: str, limit: timedelta, hosts: bool = F
             f"the ranks that meet at {address} port {port} are another run's (its digest is"
             f" {owner}, this run's {digest}); choose another MASTER_PORT"
         )
-    return PrefixStore(f"{name} attempt {attempt}", store)
+    return PrefixStore(f"{name} attempt {attempt(env)}", store)
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
@@ -90,3 +98,120 @@ def _listen(address: str, port: int) -> socket.socket | None:
         family = socket.AF_INET if ip_address(address).version == 4 else socket.AF_INET6
         return socket.create_server((address, port), family=family)
     return None
+
+
+def store_of_all(timeout_s: float) -> Store:
+    """The store where all ranks of this attempt meet. Raises SpecError if it is another run's."""
+    env = launcher_env()
+    return join(env, timedelta(seconds=timeout_s), hosts_the_store(env))
+
+
+def hosts_the_store(env: Mapping[str, str]) -> bool:
+    """Whether this process offers the store: the launcher's rank 0, which has the address, unless
+    the launcher itself does."""
+    return env.get("RANK") == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def attempt(env: Mapping[str, str]) -> str:
+    """How often the launcher has restarted its ranks."""
+    return env.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def started_by_launcher() -> bool:
+    """Whether torchrun or srun has started this process as one of several ranks.
+
+    A batch script around such a launcher has not been started as a rank. Raises SpecError if the
+    launcher's environment is incomplete.
+    """
+    if not {"RANK", "WORLD_SIZE"}.intersection(os.environ) and (
+        os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+    ):
+        return False
+    found = from_launcher()
+    rank, world = found.get("RANK", "0"), found.get("WORLD_SIZE", "1")
+    if {"RANK", "WORLD_SIZE"} <= found.keys() and int(rank) >= int(world):
+        raise SpecError(
+            f"RANK is {rank!r} and WORLD_SIZE {world!r}: not a rank of so many;"
+            " use torchrun, or unset both"
+        )
+    if absent := [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not found.get(name)
+    ]:
+        given = [name for name in ("RANK", "WORLD_SIZE") if name in found]
+        raise SpecError(
+            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} set, but"
+            f" {' and '.join(absent)} not; start ranks with torchrun, or unset"
+            f" {'both' if len(given) > 1 else 'it'}"
+        )
+    return True
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> _first_host("gpu[07-12,20],login1"), _first_host("node3")
+    ('gpu07', 'node3')
+    """
+    head, bracket, rest = nodes.split(",")[0].partition("[")
+    return head + re.split("[-,\\]]", rest)[0] if bracket else head
+
+
+def launcher_env() -> dict[str, str]:
+    """The environment as torchrun has it, also where srun has started this process.
+
+    Raises SpecError where a number among its variables is none.
+    """
+    return {**os.environ, **from_launcher()}
+
+
+def from_launcher() -> dict[str, str]:
+    """torchrun's variables, or the same from Slurm's; empty where neither has started this process.
+
+    Raises SpecError where a number among them is none.
+    """
+    env = os.environ
+    found = {name: env[name] for name in (*_COUNTS, "MASTER_ADDR", "MASTER_PORT") if name in env}
+    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:
+        names = {
+            "RANK": "SLURM_PROCID",
+            "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+            "LOCAL_RANK": "SLURM_LOCALID",
+        }
+        if absent := [name for name in names.values() if name not in env]:
+            raise SpecError(
+                f"SLURM_STEP_NUM_TASKS is set, but {' and '.join(absent)} not; start ranks with"
+                " srun, or unset it"
+            )
+        job = count_of("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0"))
+        of_slurm = {
+            "GROUP_RANK": env.get("SLURM_NODEID", "0"),
+            "LOCAL_WORLD_SIZE": env.get("SLURM_NTASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]),
+            "MASTER_ADDR": _first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
+            "MASTER_PORT": str(20_000 + job % 10_000),
+        }
+        found = {**of_slurm, **found, **{name: env[slurm] for name, slurm in names.items()}}
+    for name in _COUNTS:
+        if name in found:
+            count_of(name, found[name])
+    return found
+
+
+# what a launcher counts
+_COUNTS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+def count_of(name: str, text: str) -> int:
+    """The number in an environment variable. Raises SpecError."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise SpecError(
+            f"{name} is {text[:40]!r}; it is a number, as torchrun, srun or you set it: mend or"
+            " unset it"
+        )
+    return int(text)

@@ -25,21 +25,8 @@ INTERVAL = 1e-3  # [s] between two readings
 class _Mallinfo2(ctypes.Structure):
     """struct mallinfo2 of malloc.h."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 @cache
@@ -102,7 +89,7 @@ class MemoryWatch:
             self._thread.start()
 
     def _sample(self) -> None:
-        # not SCHED_BATCH as a rank's other threads (rank.wait_in_turn): a peak would be over first
+        # not SCHED_BATCH as a rank's other threads (opening.wait_in_turn): it would miss a peak
         with suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not self._stop.wait(INTERVAL):

@@ -6,7 +6,6 @@ torch.optim to the bit (tests/executor/test_optimizer.py)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -18,15 +17,21 @@ from torch.optim.sgd import sgd
 from gnnplan.planner.gnn.workload import Workload
 
 
-class Optimizer(ABC):
-    """Updates parameters with their gradients, and what it keeps of each of them.
+class Optimizer:
+    """The workload's optimizer of some parameters.
 
-    lr: may change from step to step.
+    It is SGD, with momentum where the workload has it; Adam (Kingma and Ba, arXiv 1412.6980) with
+    torch's betas and epsilon; or AdamW. lr: may change from step to step. kept: by kind, a tensor
+    per parameter.
     """
 
     def __init__(self, parameters: Iterable[Tensor], workload: Workload) -> None:
         self.parameters, self.lr, self.workload = list(parameters), workload.lr, workload
-        self.kept: dict[str, list[Tensor]] = {}  # a tensor per parameter, by kind
+        self.is_sgd = workload.optimizer == "sgd"
+        kinds = ["momentum"] * bool(workload.momentum) if self.is_sgd else ["mean", "square"]
+        self.kept = {kind: [torch.zeros_like(p) for p in self.parameters] for kind in kinds}
+        if not self.is_sgd:
+            self.kept["steps"] = [torch.zeros((), device=p.device) for p in self.parameters]
 
     def state(self) -> dict[str, Tensor]:
         """What it carries from step to step, by kind and the parameter's number."""
@@ -38,48 +43,22 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self) -> None:
-        self.descend([p.grad for p in self.parameters if p.grad is not None])
-
-    @abstractmethod
-    def descend(self, gradients: list[Tensor]) -> None:
-        """Update the parameters."""
-
-
-class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum where the workload has it."""
-
-    def __init__(self, parameters: Iterable[Tensor], workload: Workload) -> None:
-        super().__init__(parameters, workload)
-        if workload.momentum:
-            self.kept = {"momentum": [torch.zeros_like(p) for p in self.parameters]}
-
-    def descend(self, gradients: list[Tensor]) -> None:
-        sgd(
-            self.parameters,
-            gradients,
-            [*self.kept.get("momentum", [None] * len(gradients))],
-            weight_decay=self.workload.decay,
-            momentum=self.workload.momentum,
-            lr=self.lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-
-
-class Adam(Optimizer):
-    """Adam (Kingma and Ba, arXiv 1412.6980), or AdamW, with torch's betas and epsilon."""
-
-    def __init__(self, parameters: Iterable[Tensor], workload: Workload) -> None:
-        super().__init__(parameters, workload)
-        self.kept = {
-            "mean": [torch.zeros_like(p) for p in self.parameters],
-            "square": [torch.zeros_like(p) for p in self.parameters],
-            "steps": [torch.zeros((), device=p.device) for p in self.parameters],
-        }
-
-    def descend(self, gradients: list[Tensor]) -> None:
-        (adamw if self.workload.optimizer == "adamw" else adam)(
+        """Update the parameters with their gradients."""
+        gradients, workload = [p.grad for p in self.parameters if p.grad is not None], self.workload
+        if self.is_sgd:
+            sgd(
+                self.parameters,
+                gradients,
+                [*self.kept.get("momentum", [None] * len(gradients))],
+                weight_decay=workload.decay,
+                momentum=workload.momentum,
+                lr=self.lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+            return
+        (adamw if workload.optimizer == "adamw" else adam)(
             self.parameters,
             gradients,
             self.kept["mean"],
@@ -91,12 +70,7 @@ class Adam(Optimizer):
             beta1=0.9,
             beta2=0.999,
             lr=self.lr,
-            weight_decay=self.workload.decay,
+            weight_decay=workload.decay,
             eps=1e-8,
             maximize=False,
         )
-
-
-def optimizer_of(parameters: Iterable[Tensor], workload: Workload) -> Optimizer:
-    """The workload's optimizer of some parameters."""
-    return (SGD if workload.optimizer == "sgd" else Adam)(parameters, workload)

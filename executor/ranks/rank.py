@@ -1,20 +1,15 @@
 """One rank: its place, device, process groups and lanes, and the spans that it records.
 
-A process becomes a rank by `open_rank`. The lane 'compute' is the step's own thread and stream.
-What any other lane is, `Rank.submit` says."""
+A process becomes a rank by `opening.open_rank`. The lane 'compute' is the step's own thread and
+stream. What any other lane is, `Rank.submit` says."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
-import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,16 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.device_clock import DeviceClock, HostMark, Mark, now
-from gnnplan.executor.ranks.machine import gpus
-from gnnplan.executor.ranks.meeting import join
 from gnnplan.executor.ranks.memory import MemoryWatch
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -39,7 +28,6 @@ T = TypeVar("T")
 NCCL_LEAST_S = 600.0  # [s] as torch has it
 SPEAKS_FIRST_S = 30.0  # [s] by which torch is more patient than a rank that can say where it is
 LOOK_S = 50e-6  # [s] between two looks at a device that waits for peers
-SCRATCH = "GNNPLAN_SCRATCH"  # the launcher's folder of temporary files; samplers are noted there
 
 
 class _Enqueued(Future[T]):
@@ -360,194 +348,3 @@ def there(result: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(result)
     return future
-
-
-def die_with_parent() -> None:
-    """Linux: let the kernel kill this process when its parent dies, even by SIGKILL."""
-    parent = os.getppid()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the call
-        os._exit(75)
-
-
-def wait_in_turn() -> None:
-    """Linux: no thread of this process preempts one that computes (SCHED_BATCH).
-
-    A thread that wakes waits until the running one blocks or its time slice is up. Otherwise Gloo's
-    own thread would preempt a thread that holds a connection's lock, and spin on that lock until
-    its time slice is up (gloo/transport/tcp/pair.cc, handleEvents): with four ranks on two cores an
-    exchange of 1 KB took ten times as long.
-    """
-    with suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def attempt() -> str:
-    """How often the launcher has restarted its ranks.
-
-    The launcher's store outlives them, with the addresses of ranks that are gone: torch 2.13 keeps
-    one store for all attempts and no longer puts the attempt before its keys. So keys need this
-    prefix.
-    """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
-
-    >>> _first_host("gpu[07-12,20],login1"), _first_host("node3")
-    ('gpu07', 'node3')
-    """
-    head, bracket, rest = nodes.split(",")[0].partition("[")
-    return head + re.split("[-,\\]]", rest)[0] if bracket else head
-
-
-def as_torchrun_has_it() -> MutableMapping[str, str]:
-    """The environment, with torchrun's variables set from Slurm's if srun started the ranks.
-
-    Raises SpecError where a number among them is none.
-    """
-    os.environ |= from_launcher()
-    return os.environ
-
-
-def from_launcher() -> dict[str, str]:
-    """torchrun's variables, or the same from Slurm's; empty where neither has started this process.
-
-    Raises SpecError where a number among them is none.
-    """
-    env = os.environ
-    found = {name: env[name] for name in (*_COUNTS, "MASTER_ADDR", "MASTER_PORT") if name in env}
-    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:
-        names = {
-            "RANK": "SLURM_PROCID",
-            "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-            "LOCAL_RANK": "SLURM_LOCALID",
-        }
-        if absent := [name for name in names.values() if name not in env]:
-            raise SpecError(
-                f"SLURM_STEP_NUM_TASKS is set, but {' and '.join(absent)} not; start ranks with"
-                " srun, or unset it"
-            )
-        job = _count("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0"))
-        of_slurm = {
-            "GROUP_RANK": env.get("SLURM_NODEID", "0"),
-            "LOCAL_WORLD_SIZE": env.get("SLURM_NTASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]),
-            "MASTER_ADDR": _first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
-            "MASTER_PORT": str(20_000 + job % 10_000),
-        }
-        found = {**of_slurm, **found, **{name: env[slurm] for name, slurm in names.items()}}
-    for name in _COUNTS:
-        if name in found:
-            _count(name, found[name])
-    return found
-
-
-# what a launcher counts
-_COUNTS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "TORCHELASTIC_RESTART_COUNT",
-)
-
-
-def _count(name: str, text: str) -> int:
-    """The number in an environment variable. Raises SpecError."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise SpecError(
-            f"{name} is {text[:40]!r}; it is a number, as torchrun, srun or you set it: mend or"
-            " unset it"
-        )
-    return int(text)
-
-
-def store_of_all(timeout_s: float) -> Store:
-    """The store where all ranks of this attempt meet. Raises SpecError if it is another run's."""
-    env = as_torchrun_has_it()
-    return join(env, attempt(), timedelta(seconds=timeout_s), hosts_the_store(env))
-
-
-def open_rank(
-    timeout_s: float = 30.0,
-    problem: Problem | None = None,
-    on_cpu: bool = False,
-    store: Store | None = None,
-) -> Rank:
-    """This process's rank, from the environment of torchrun or Slurm; without one, rank 0 of 1.
-
-    Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU.
-    The backend is NCCL if every rank has a GPU of its own. NCCL refuses two ranks on one GPU, so
-    those use Gloo, through host memory. on_cpu: use no GPU. store: `store_of_all`, where it was
-    opened before.
-    """
-    env = as_torchrun_has_it()
-    number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
-    local = int(env.get("LOCAL_RANK", "0"))
-    torch.set_num_threads(max(1, _count("GNNPLAN_THREADS", env.get("GNNPLAN_THREADS", "1"))))
-    keep_allocator()
-    found = 0 if on_cpu else gpus()
-    if problem is not None and problem.placement and size == problem.ranks:
-        number = problem.by_gpu[number]
-        if found >= problem.cluster.gpus_per_server:  # this process sees them all
-            local = problem.placement[number] % problem.cluster.gpus_per_server
-    device = torch.device("cuda", local % found) if found else torch.device("cpu")
-    if found:
-        torch.cuda.set_device(device)
-    card = card_of(device)
-    rank = Rank(number, size, device, backend_of([card]), timeout_s=timeout_s, card=card)
-    if size > 1:
-        _connect(rank, store or store_of_all(timeout_s))
-    rank.streams = rank.backend == "nccl"
-    return rank
-
-
-def hosts_the_store(env: Mapping[str, str]) -> bool:
-    """Whether this process offers the store: the launcher's rank 0, which has the address, unless
-    the launcher itself does."""
-    return env.get("RANK") == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def card_of(device: torch.device) -> str:
-    """The name of a GPU that no other GPU has, on any server; "" of another device."""
-    if device.type != "cuda":
-        return ""
-    properties = torch.cuda.get_device_properties(device)
-    return f"{socket.gethostname()} {getattr(properties, 'uuid', device.index)}"
-
-
-def backend_of(cards: Sequence[str]) -> str:
-    """NCCL if every rank has a GPU of its own, else Gloo.
-
-    >>> backend_of(["a 0", "a 1"]), backend_of(["a 0", "a 0"]), backend_of(["a 0", ""])
-    ('nccl', 'gloo', 'gloo')
-    """
-    return "nccl" if all(cards) and len(set(cards)) == len(cards) else "gloo"
-
-
-def _connect(rank: Rank, store: Store) -> None:
-    """Make the process groups of all ranks: torch's default group, and one for exchanges.
-
-    Rank 0 chooses the backend: a launcher may show each rank its own GPU only, or the ranks of one
-    server share GPUs and those of another do not.
-    """
-    store.set(f"card {rank.rank}", rank.card)
-    if rank.rank == 0:
-        cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
-        store.set("backend", backend_of(cards))
-    rank.backend = store.get("backend").decode()
-    if rank.backend == "gloo":
-        wait_in_turn()
-    dist.init_process_group(
-        rank.backend,
-        store=store,
-        rank=rank.rank,
-        world_size=rank.world,
-        timeout=rank.limit,
-        device_id=rank.device if rank.backend == "nccl" else None,  # groups then connect at once
-    )
-    rank.exchange_group = dist.new_group(backend=rank.backend, timeout=rank.limit)
-    rank.meet(rank.exchange_group)

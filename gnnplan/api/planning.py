@@ -36,7 +36,7 @@ from gnnplan.planner.vocabulary.units import (
 if TYPE_CHECKING:
     from gnnplan.api.running import Preflight, Run
     from gnnplan.api.simulation import Simulation, Sweep
-    from gnnplan.executor.launch.preflight import Asked
+    from gnnplan.executor.launch.asked import Asked
 
 MOST_LEADERS = 8  # rows of the table
 

@@ -31,7 +31,8 @@ from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_co
 
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
-    from gnnplan.executor.launch.preflight import Asked, Row
+    from gnnplan.executor.launch.asked import Asked
+    from gnnplan.executor.launch.preflight import Row
 
 SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # that are emulated [B/s]
 
@@ -195,7 +196,7 @@ def train(asked: Asked) -> Run:
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    launch.begin(asked.document, problem, strategy, out, asked.options, asked.emulate, last)
+    launch.begin(asked)
     for note in stand_in:
         say(f"note: {note}")
     return Run(out)

@@ -94,7 +94,7 @@ def run(
             )
         options = launch.Options.of(out, given, resume is not None)
         code = launch.follow(plan_file, out, options, strategy)
-        if code == 0 and os.environ.get("RANK", "0") == "0":
+        if code == 0 and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             show(Run(out), as_json)
         launch.leave(code)
     if given["emulate"] is not None:

@@ -72,7 +72,7 @@ def limit(what, most):
 
 def happen(path, fault, where):
     path.with_suffix(".done").write_text(where)
-    kind, out, me = fault["kind"], Path(sys.orig_argv[-2]), fault["rank"]
+    kind, out, me = fault["kind"], Path(sys.orig_argv[-1]), fault["rank"]
     if kind.startswith("launcher "):
         os.kill(os.getppid(), getattr(signal, kind.split()[1]))
         time.sleep(1)  # else the training may end before the launcher knows

@@ -403,14 +403,14 @@ def be_rank() -> None:
 
     from gnnplan.executor import train
     from gnnplan.executor.ranks import memory
-    from gnnplan.executor.ranks import rank as worker
+    from gnnplan.executor.ranks.opening import open_rank
 
     closely = "LOOK_CLOSELY" in os.environ
     memory.INTERVAL = 1e-4 if closely else 0.05
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
-    base = worker.open_rank(timeout_s=SECONDS - 10)
+    base = open_rank(timeout_s=SECONDS - 10)
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
         # trainings collect circles, but not in what the first has imported: that takes a tenth of a

@@ -16,7 +16,7 @@ from ranks import Case, ForkServer, Ranks, Result
 
 from gnnplan.cli import app
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
-from gnnplan.executor.ranks.optimizer import SGD, Adam
+from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, Joined, named
 from gnnplan.planner.gnn.workload import Workload
@@ -209,7 +209,7 @@ def saved(out: Path, *ranks: int, **changed: Any) -> None:
     for rank in ranks:
         net = torch.nn.Linear(4, 3)
         net.weight = torch.nn.Parameter(torch.full((3, 2), float(rank)))
-        optimizer = Adam(net.parameters(), Workload())
+        optimizer = Optimizer(net.parameters(), Workload())
         optimizer.kept["mean"][0].fill_(10.0 + rank)
         held = Held(net, {"weight": range(2 * rank, 2 * rank + 2)}, optimizer)
         tensors = named("worker", net.state_dict()) | named("optimizer", optimizer.state())
@@ -228,18 +228,18 @@ def test_columns_are_put_side_by_side(tmp_path: Path) -> None:
     ours.go_on(10, others[10])
     notes, whole = ours.load_whole()
     net = torch.nn.Linear(4, 3)
-    optimizer = Adam(net.parameters(), Workload())
+    optimizer = Optimizer(net.parameters(), Workload())
     Held(net, {}, optimizer).take(whole)
     assert net.weight.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3 and notes == {"before": []}
     assert optimizer.kept["mean"][0].tolist() == [[10.0, 10.0, 11.0, 11.0]] * 3
     # and cut otherwise
     part = torch.nn.Linear(1, 3)
-    Held(part, {"weight": range(2, 3)}, SGD(part.parameters(), Workload(optimizer="sgd"))).take(
-        whole
-    )
+    Held(
+        part, {"weight": range(2, 3)}, Optimizer(part.parameters(), Workload(optimizer="sgd"))
+    ).take(whole)
     assert part.weight.tolist() == [[1.0]] * 3 and torch.equal(part.bias, net.bias)
     with pytest.raises(SpecError, match=r"checkpoint's weight.weight is torch.float32 \[3, 4\]"):
-        Held(part, {}, SGD([], Workload(optimizer="sgd"))).take(whole)
+        Held(part, {}, Optimizer([], Workload(optimizer="sgd"))).take(whole)
 
 
 def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path: Path) -> None:

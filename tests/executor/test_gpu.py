@@ -17,7 +17,8 @@ from plain import difference
 from ranks import Case, Ranks
 
 from gnnplan.executor.layers.copies import Staging
-from gnnplan.executor.ranks.rank import Rank, open_rank
+from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.train import train
 from gnnplan.planner.strategies.base import BESIDE_TRAINING

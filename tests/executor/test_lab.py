@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 from ranks import Case, Ranks, Result
+from started import Start
 
 from gnnplan.cli import app
 from gnnplan.executor.launch import emulation as lab
-from gnnplan.executor.launch.blame import blame
-from gnnplan.executor.ranks.activity import read_note
-from gnnplan.executor.ranks.checkpoint import latest, stored
 from gnnplan.planner.decision.plan import question, read
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -85,11 +83,15 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
     rate, nbytes = 5e6, 4_000_000
 
     def seconds(places: list[int]) -> float:
-        ranks = lab.start(
-            servers, places, [sys.executable, "-c", TALK, str(nbytes)], stdout=subprocess.PIPE
-        )
+        ranks = [
+            subprocess.Popen(
+                servers[place].inside(sys.executable, "-c", TALK, str(nbytes)),
+                env=os.environ | {"RANK": str(rank), "MASTER_ADDR": servers[places[0]].address},
+                stdout=subprocess.PIPE,
+            )
+            for rank, place in enumerate(places)
+        ]
         took, _ = (rank.communicate(timeout=60)[0] for rank in ranks)
-        assert not lab.wait(ranks, 10)
         return float(took)
 
     with lab.lab(2, rate) as servers:
@@ -175,59 +177,31 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
 
 @needs_namespaces
 @pytest.mark.nightly  # as ranks that stop; what is said of it is tested every time (test_faults.py)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(
-    tmp_path: Path, run_ranks: Ranks
+    tmp_path: Path, run_ranks: Ranks, start: Start
 ):
     """And once it is back in its place, training goes on to what an unbroken one comes to."""
-    out, path = tmp_path / "out", plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
-    problem = question(read(path))
-
-    def command(**options: object) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "gnnplan.executor",
-            "launch",
-            str(path),
-            str(out),
-            json.dumps({"checkpoint_every": 2, **options}),
-        ]
-
-    with lab.lab(2) as servers:
-        ranks = lab.start(
-            servers, [0, 1], command(epochs=1_000_000, timeout_s=4.0), stderr=subprocess.DEVNULL
-        )
-        limit = time.monotonic() + 120
-        while not (kept := latest(stored(out, range(2)).values())) and time.monotonic() < limit:
-            time.sleep(0.1)
-        assert kept
-        servers[1].cut()
-        failed = lab.wait(ranks, patience=10)
-    assert set(failed) == set(range(problem.ranks))
-    notes = [json.loads(read_note(path)) for path in out.glob("activity.rank*")]
-    assert notes and all("did not answer" in note["message"] and note["activity"] for note in notes)
+    path = plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
+    more = ["--checkpoint-every", "2", "--emulate", "unshaped"]
+    run = start(path, "--epochs", "1000000", "--timeout", "4", *more)
+    run.until_training()
+    unplug = f"nsenter --net=/proc/{run.rank(1)}/ns/net ip link set eth0 down"
+    subprocess.run(unplug.split(), check=True)
+    assert run.ended() == 4, run.stderr
     words = (
-        r"ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in \S+.*"
-        r" waited 4 s\. None of them died"
+        r"error: ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in"
+        r" \S+.* waited 4 s\. None of them died.* go on from epoch (\d+) with"
     )
-    error = blame(failed, out, problem.servers, 4.0)
-    assert re.match(words, str(error)) and error.exit_code == 4, str(error)
-    last = int(re.search(r"go on from epoch (\d+) with", str(error))[1])
-    with lab.lab(2) as servers:
-        assert not lab.wait(
-            lab.start(
-                servers, [0, 1], command(epochs=last + 2, resume=True), stderr=subprocess.DEVNULL
-            ),
-            patience=10,
-        )
+    found = re.search(words, run.stderr)
+    assert found and "Traceback" not in run.stderr, run.stderr
+    last = int(found[1])
+    assert start(None, "--epochs", str(last + 2), *more, resume=run.out).ended(100) == 0
     whole = unbroken(path, last + 2, run_ranks)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["epoch"], row["loss"]) for row in rows] == [
+    assert [(row["epoch"], row["loss"]) for row in run.epochs()] == [
         (row["epoch"], row["loss"]) for row in whole.metrics
     ]
     weights = "weights.safetensors"
-    assert (out / weights).read_bytes() == (whole.out / weights).read_bytes()
+    assert (run.out / weights).read_bytes() == (whole.out / weights).read_bytes()
 
 
 @needs_namespaces
@@ -247,18 +221,6 @@ def test_emulated_servers_are_measured_apart():
         f"{op}.inter_node" for op in ("exchange", "send", "all_reduce")
     }
     assert any("between servers" in what for what in said)
-
-
-def test_a_rank_that_is_ended_for_another_is_not_blamed(tmp_path: Path):
-    """Rank 0 ended by itself, before it could say why; rank 1 was said to be killed."""
-    ranks = [
-        subprocess.Popen(["sh", "-c", command], text=True) for command in ("exit 1", "sleep 60")
-    ]
-    failed = lab.wait(ranks, patience=0.2)
-    assert {rank: end.exitcode for rank, end in failed.items()} == {0: 1, 1: -signal.SIGTERM}
-    assert "rank 0 (server 0) was lost in start: exit code 1" in str(
-        blame(failed, tmp_path, [0, 1], 4.0)
-    )
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,8 @@ import torch
 from plain import difference
 from ranks import Case, Ranks
 
-from gnnplan.executor.ranks.rank import Rank, backend_of
+from gnnplan.executor.ranks.opening import backend_of
+from gnnplan.executor.ranks.rank import Rank
 
 
 def test_lanes_without_threads_work_here_and_now() -> None:

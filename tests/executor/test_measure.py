@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from gnnplan.executor.measure import measure as module
 from gnnplan.executor.measure.fitting import aggregation
@@ -36,7 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.
             super().__init__(*args, **kwargs)
             started.append(self)
 
-    monkeypatch.setattr(module.subprocess, "Popen", Remembered)
+    monkeypatch.setattr(subprocess_handler, "Popen", Remembered)
     return started
 
 
@@ -166,7 +167,7 @@ def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart() -> None:
     ("does", "said"),
     [
         ("exit 3", "exit code 3"),
-        pytest.param("export GROUP_RANK=none", "ValueError: .*'none'", marks=pytest.mark.nightly),
+        pytest.param("export MASTER_PORT=none", "ValueError: .*'none'", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_fails_is_named_and_nothing_stays(

@@ -78,7 +78,7 @@ def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: St
     assert interfaces == {"lo"}
     (port,) = (port for (_, port), pids in places.items() if run.process.pid in pids)
     with pytest.raises(SpecError, match=rf"meet at 127.0.0.1 port {port} are another run's"):
-        join(on_this_machine(port, "a guess"), "0", LIMIT)
+        join(on_this_machine(port, "a guess"), LIMIT)
     seen, limit = len(run.epochs()), time.monotonic() + 60
     while len(run.epochs()) < seen + 2:  # it goes on
         assert run.process.poll() is None and time.monotonic() < limit, run.stderr
@@ -91,13 +91,14 @@ def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: St
 
 def test_runs_at_one_store_do_not_meet() -> None:
     store = store_of_this_machine()
-    ours = join(on_this_machine(store.port, "ours"), "0", LIMIT)
+    ours = join(on_this_machine(store.port, "ours"), LIMIT)
     ours.set("rank 0", "its address")
-    again = join(on_this_machine(store.port, "ours"), "0", LIMIT)
+    again = join(on_this_machine(store.port, "ours"), LIMIT)
     assert again.get("rank 0") == b"its address"
-    assert not join(on_this_machine(store.port, "ours"), "1", LIMIT).check(["rank 0"])
+    restarted = {**on_this_machine(store.port, "ours"), "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert not join(restarted, LIMIT).check(["rank 0"])
     with pytest.raises(SpecError, match="choose another MASTER_PORT"):
-        join(on_this_machine(store.port, "theirs"), "0", LIMIT)
+        join(on_this_machine(store.port, "theirs"), LIMIT)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.3"])
@@ -106,8 +107,8 @@ def test_a_store_listens_where_ranks_were_told_to_meet(address: str) -> None:
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
     env = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}
-    store = join(env, "0", LIMIT, hosts=True)
-    join(env, "0", LIMIT).set("a", "b")
+    store = join(env, LIMIT, hosts=True)
+    join(env, LIMIT).set("a", "b")
     assert store.get("a") == b"b"
     other = "127.0.0.2"
     with pytest.raises(ConnectionRefusedError), socket.create_connection((other, port), timeout=5):
@@ -118,7 +119,7 @@ def test_a_store_with_a_name_listens_on_all() -> None:
     """On its own server a name may lead to 127.0.1.1, on the others to the server's address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    store = join({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}, "0", LIMIT, hosts=True)
+    store = join({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}, LIMIT, hosts=True)
     with socket.create_connection(("127.0.0.2", port), timeout=5):
         assert store.num_keys() >= 1
 
@@ -133,7 +134,7 @@ def test_a_store_whose_address_is_elsewhere_listens_on_all(monkeypatch: pytest.M
 
     monkeypatch.setattr(socket, "create_server", outside)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    assert join(env, "0", LIMIT, hosts=True).num_keys() >= 1
+    assert join(env, LIMIT, hosts=True).num_keys() >= 1
 
 
 SAID = [{"host": "größe", "numbers": [1, 0.1, None]}, ["longer " * 100], 3]
@@ -141,7 +142,7 @@ SAID = [{"host": "größe", "numbers": [1, 0.1, None]}, ["longer " * 100], 3]
 
 def say(rank: int, port: int, out: str) -> None:
     env = on_this_machine(port, "tests")
-    store = join(env, "0", LIMIT)
+    store = join(env, LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=LIMIT)
     device = torch.device("cpu")
     assert gather_all(SAID[rank], device) == SAID

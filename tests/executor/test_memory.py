@@ -26,7 +26,8 @@ from ranks import Case, ForkServer, Ranks
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.memory import MemoryWatch, allocated
-from gnnplan.executor.ranks.rank import Rank, wait_in_turn
+from gnnplan.executor.ranks.opening import wait_in_turn
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe

@@ -34,7 +34,7 @@ from gnnplan.executor.layers.models import (
     keep,
 )
 from gnnplan.executor.ranks.learner import Gradients
-from gnnplan.executor.ranks.optimizer import Adam
+from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.planner.gnn import model as gnn
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Workload
@@ -570,7 +570,7 @@ def test_what_multiplies_sparse_features_lies_column_by_column(
     ] == turned
     gradients, plain = (Gradients(net.parameters(), (0,)) for net in (sparse, dense))
     how = Workload(lr=0.1)
-    adam, theirs = Adam(gradients.parameters, how), Adam(plain.parameters, how)
+    adam, theirs = (Optimizer(each.parameters, how) for each in (gradients, plain))
     for (name, p), q, mean in zip(
         sparse.named_parameters(), dense.parameters(), adam.kept["mean"], strict=True
     ):

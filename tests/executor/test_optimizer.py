@@ -8,7 +8,7 @@ import torch
 from ranks import ForkServer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
-from gnnplan.executor.ranks.optimizer import optimizer_of
+from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.planner.gnn.workload import Workload
 
 KINDS = [
@@ -35,7 +35,7 @@ def test_steps_are_those_of_torch(
     mine, other = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
     if kind is not torch.optim.SGD:
         options = {**options, "fused": True}
-    ours = optimizer_of(mine, Workload(lr=0.1, **fields))
+    ours = Optimizer(mine, Workload(lr=0.1, **fields))
     theirs = kind(other, lr=0.1, **options)
     for lr in (0.1, 0.1, 0.03, 0.05, 0.0):
         ours.lr = theirs.param_groups[0]["lr"] = lr
@@ -76,10 +76,10 @@ def test_learning_rates_are_those_of_torch(schedule: str, warmup: int) -> None:
 def test_a_step_does_not_import_the_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch; from gnnplan.executor.ranks.optimizer import optimizer_of; "
+        "import sys, torch; from gnnplan.executor.ranks.optimizer import Optimizer; "
         "from gnnplan.planner.gnn.workload import Workload; "
         "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2); "
-        "[optimizer_of([p], Workload(optimizer=kind)).step() for kind in ('adam', 'adamw', 'sgd')];"
+        "[Optimizer([p], Workload(optimizer=kind)).step() for kind in ('adam', 'adamw', 'sgd')];"
         " sys.exit('torch._dynamo' in sys.modules)"
     )
     process = fork_server.start([str(program)], {}, tmp_path / "stderr")

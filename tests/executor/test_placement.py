@@ -21,10 +21,12 @@ RANK = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from gnnplan.executor.launch.launcher import leave, prepare
+from gnnplan.executor.launch.launcher import leave
 from gnnplan.executor.train import train
-from gnnplan.executor.ranks.rank import open_rank
-_, job, strategy = prepare(Path(sys.argv[1]))
+from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.planner.decision.plan import chosen, question, read
+document = read(Path(sys.argv[1]))
+job, strategy = question(document), chosen(document)
 rank = open_rank(60.0, job)
 sys.stdout.write(f"{os.environ['RANK']} {rank.rank} {dist.get_rank()}\\n")
 train(rank, job, strategy, Path(sys.argv[2]), 3, 0)
@@ -112,8 +114,9 @@ def test_ranks_that_a_run_starts(run_ranks: Ranks, graphs: dict[str, str], tmp_p
         epochs=3,
     )
     out, candidate = planned(case, 2, (1, 0), tmp_path)
-    _, problem, _ = launch.prepare(tmp_path / "plan.json")
-    assert problem.by_gpu == (1, 0)
-    launch.start(tmp_path / "plan.json", out, launch.Options(3, 0, 60.0), problem)
+    document = plan.read(tmp_path / "plan.json")
+    asked = launch.Asked(document, out, launch.Options(3, 0, 60.0))
+    assert asked.problem.by_gpu == (1, 0)
+    launch.begin(asked)
     assert_as_planned(Result(case, 2, out), run_ranks(2, [case])[0], candidate)
     assert json.loads((out / "rank0.json").read_text())["bytes"]

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnplan.executor.launch import out_of_memory
-from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.out_of_memory import ran_out
-from gnnplan.executor.launch.rank_process import _Process
+from gnnplan.executor.launch import failure
+from gnnplan.executor.launch.failure import explain, ran_out
 from gnnplan.executor.ranks import machine
 from gnnplan.executor.ranks.checkpoint import _unwritable
 from gnnplan.executor.ranks.machine import ProcessRoom
@@ -34,31 +32,31 @@ def test_what_memory_that_ran_out_looks_like() -> None:
     )
 
 
-def process(folder: Path) -> _Process:
-    return _Process(folder / "plan.json", folder, Options(), prepared=True)
+def explained(error: Exception, folder: Path) -> tuple[int, str]:
+    return explain(error, folder, 0, torch.device("cpu"), {})
 
 
 def test_a_full_disk_is_no_lost_rank(tmp_path: Path) -> None:
     """It ended a run with 4, and was tried again (--restarts), unless a checkpoint met it."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/x")
-    failure = process(tmp_path)._unexpected(error)
-    assert failure.message == "/disk/x: No space left on device; free the disk"
-    assert failure.exit_code == _unwritable(tmp_path, error).exit_code == SpecError.exit_code
+    code, said = explained(error, tmp_path)
+    assert said == "/disk/x: No space left on device; free the disk"
+    assert code == _unwritable(tmp_path, error).exit_code == SpecError.exit_code
     gloo = RuntimeError("[enforce fail] write: No space left on device")
-    assert process(tmp_path)._unexpected(gloo).exit_code == SpecError.exit_code
+    assert explained(gloo, tmp_path)[0] == SpecError.exit_code
 
 
 def test_no_thread_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told as memory that ran out, with the advice to plan a smaller workload."""
     error, few = RuntimeError("can't start new thread"), ProcessRoom(3, "ulimit -u is 90", "allow")
-    monkeypatch.setattr(out_of_memory, "process_room", lambda: few)
+    monkeypatch.setattr(failure, "process_room", lambda: few)
     for refused in (error, BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")):
-        failure = process(tmp_path)._unexpected(refused)
-        assert failure.exit_code == 2 and "limit (ulimit -u is 90): allow" in failure.message
+        code, said = explained(refused, tmp_path)
+        assert code == 2 and "limit (ulimit -u is 90): allow" in said
     for room in (None, few._replace(left=5000)):  # so a stack has no room
-        monkeypatch.setattr(out_of_memory, "process_room", lambda room=room: room)
-        failure = process(tmp_path)._unexpected(error)
-        assert failure.exit_code == LostRank.exit_code and "memory ran out" in failure.message
+        monkeypatch.setattr(failure, "process_room", lambda room=room: room)
+        code, said = explained(error, tmp_path)
+        assert code == LostRank.exit_code and "memory ran out" in said
 
 
 def test_the_tightest_limit_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

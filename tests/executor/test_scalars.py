@@ -86,4 +86,4 @@ def test_epochs_after_the_checkpoint_are_written_anew(reader: ModuleType, tmp_pa
 def test_an_absent_tensorboard_is_named_with_pips_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scalars, "find_spec", lambda _: None)
     with pytest.raises(SpecError, match=r"pip install 'gnnplan\[tensorboard\]'"):
-        scalars.must_be_installed("board")
+        scalars.installed("board")

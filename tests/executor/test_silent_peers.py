@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnplan.executor.launch.blame import FAILED_WITH_OTHERS
+from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.rank_process import _Process
 from gnnplan.executor.ranks import rank as ranks
@@ -64,7 +64,7 @@ def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(
         rank.settle()
     process = _Process(tmp_path / "plan.json", tmp_path, Options(timeout_s=0.1), prepared=True)
     process.rank, process.activity = rank, rank.activity
-    failure = process._unexpected(caught.value)
+    failure = process._failure(caught.value)
     assert (failure.exit_code, failure.waited_s) == (FAILED_WITH_OTHERS, 0.2)
     assert failure.message == "its peers did not answer (NCCL timed out after 0.2 s)"
     assert failure.activity == read(tmp_path / "activity") == "halo:f:l1:s7 of epoch 3"

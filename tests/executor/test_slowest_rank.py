@@ -41,18 +41,18 @@ def main(graph: str, out: str) -> None:
     import torch
 
     from gnnplan.executor.ranks import optimizer
-    from gnnplan.executor.ranks.rank import open_rank
+    from gnnplan.executor.ranks.opening import open_rank
 
     torch.set_num_threads(1)
     rank = open_rank(timeout_s=60)
     if rank.rank == 1:
-        descend = optimizer.Adam.step
+        descend = optimizer.Optimizer.step
 
-        def step(self: optimizer.Adam) -> None:
+        def step(self: optimizer.Optimizer) -> None:
             time.sleep(DELAY)
             descend(self)
 
-        optimizer.Adam.step = step  # type: ignore[method-assign]
+        optimizer.Optimizer.step = step  # type: ignore[method-assign]
     _train(rank, Case("pipegcn", graph, {"layers": 2}, epochs=3), Path(out))
     rank.close()
 

@@ -16,7 +16,7 @@ from test_minibatch_exactness import train_plainly_in_batches
 from gnnplan.executor.launch.checks import must_have_rates
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.ranks.checkpoint import question
-from gnnplan.executor.ranks.optimizer import optimizer_of
+from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.planner.gnn.workload import PARTS, Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -344,7 +344,7 @@ def test_plans_count_what_is_kept_of_each_weight(
                 held.append(case.settled(asked).memory(asked)["optimizer"])
             assert held[1] == pytest.approx(held[0] * (1 + state)), strategy
     weights = [torch.nn.Parameter(torch.zeros(3, 5))]
-    kept = optimizer_of(weights, Workload(**how)).state()
+    kept = Optimizer(weights, Workload(**how)).state()
     assert sum(each.numel() for each in kept.values() if each.dim()) == 15 * (
         state - ("patience" in how)
     )

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from gnnplan.executor.launch import tune as tuning
+from gnnplan.executor.launch.rank_process import TURNS, may_train
 from gnnplan.executor.launch.tune import (
     MOST,
     _contender,
@@ -30,7 +31,6 @@ from gnnplan.executor.launch.tune import (
     refitted,
     tune,
 )
-from gnnplan.executor.ranks import turns
 from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
@@ -208,13 +208,13 @@ def test_constants_are_refitted_and_the_plan_is_of_them():
 
 
 def test_a_rank_waits_for_its_turn(tmp_path: Path):
-    write_atomically(tmp_path / turns.FILE, "1")
-    assert turns.may_train(tmp_path, 0)
-    later = threading.Timer(0.05, write_atomically, [tmp_path / turns.FILE, "2"])
+    write_atomically(tmp_path / TURNS, "1")
+    assert may_train(tmp_path, 0)
+    later = threading.Timer(0.05, write_atomically, [tmp_path / TURNS, "2"])
     later.start()
-    assert turns.may_train(tmp_path, 1) and not later.is_alive()
-    write_atomically(tmp_path / turns.FILE, "end")
-    assert not turns.may_train(tmp_path, 2)
+    assert may_train(tmp_path, 1) and not later.is_alive()
+    write_atomically(tmp_path / TURNS, "end")
+    assert not may_train(tmp_path, 2)
 
 
 def test_training_ends_where_no_more_turns_are_given(tmp_path: Path):
@@ -223,16 +223,16 @@ def test_training_ends_where_no_more_turns_are_given(tmp_path: Path):
     in_turns, run = tmp_path / "turns", tmp_path / "run"
     for folder in (in_turns, run):
         folder.mkdir()
-    write_atomically(in_turns / turns.FILE, "2")
+    write_atomically(in_turns / TURNS, "2")
 
     def end(row: dict[str, Any]) -> None:
         if row["epoch"] == 2:
-            write_atomically(in_turns / turns.FILE, "end")
+            write_atomically(in_turns / TURNS, "end")
 
     def alone() -> Rank:
         return Rank(0, 1, torch.device("cpu"), "gloo")
 
-    asked = partial(turns.may_train, in_turns)
+    asked = partial(may_train, in_turns)
     train(alone(), ALONE, strategy, in_turns, 10**9, 0, end, may_train=asked)
     train(alone(), ALONE, strategy, run, 2, 0)
     left = [(folder / "weights.safetensors").read_bytes() for folder in (in_turns, run)]

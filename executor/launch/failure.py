@@ -1,0 +1,178 @@
+"""How a rank fails, in its own words: why, what it was in, and what its user can do about it.
+
+Of memory that ran out it says what the plan predicted, beside what is there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gnnplan.executor.ranks.machine import process_room
+from gnnplan.executor.ranks.memory import allocated, free_memory, resident
+from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
+from gnnplan.planner.vocabulary.units import show_bytes
+
+FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
+OWN_EXIT_CODES = (1, 2, 3)  # of errors whose message says everything
+MOST_SAID = 10_000  # letters of a message: all of them are at most 60 kB of JSON
+# Python's RuntimeError where the kernel gives no thread: too many there are, or a stack has no room
+NO_THREAD = "can't start new thread"
+FEW = 32  # processes that are left where their limit is what has stopped a rank
+# parts of the RuntimeErrors of torch's allocators
+OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "out of memory", NO_THREAD)
+# parts of the messages with which torch.distributed says that a peer is gone
+LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")
+TIMED_OUT = ("imed out", "imeout")  # parts of the messages of torch and of the system
+FOREIGN_TEXT = 200  # characters of another library's message that are shown
+REMEDY = (
+    "plan again with more ranks, --set device.memory=.. for what each may fill, or a smaller"
+    " workload"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended before its time."""
+
+    exit_code: int
+    message: str
+    activity: str  # the operation it was in
+    rank: int
+    server: int | None  # None: it has not read its plan
+    waited_s: float = 0.0  # for its peers, if that is known [s]
+
+    @property
+    def note(self) -> str:
+        """What other processes read."""
+        short = replace(self, message=self.message[:MOST_SAID])
+        return json.dumps(asdict(short), ensure_ascii=False)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank stopped because its peers did."""
+        return self.exit_code == FAILED_WITH_OTHERS
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the rank waited for its peers in vain."""
+        return any(part in self.message for part in TIMED_OUT)
+
+
+def error_of(message: str, exit_code: int) -> GnnplanError:
+    """The error that another process has met."""
+    error = GnnplanError(message)
+    error.exit_code = exit_code
+    return error
+
+
+def explain(
+    error: Exception, out: Path, number: int, device: torch.device, predicted: Mapping[str, float]
+) -> tuple[int, str]:
+    """The exit code and the words of an error of rank `number`.
+
+    It is a rule of ours, memory that ran out, a system that refuses, a peer that is gone, or a
+    bug, whose traceback is kept in `out`. predicted: memory of the fullest rank by use [B].
+    """
+    if isinstance(error, GnnplanError):
+        return error.exit_code, str(error)
+    reason = _own_words(error)
+    if limit := no_more_processes(error):
+        return SpecError.exit_code, limit
+    if ran_out(error):
+        said = f"memory ran out ({reason or type(error).__name__})"
+        return LostRank.exit_code, "\n".join([said, account(predicted), found(device), REMEDY])
+    if (refused := refusal(error)) is not None:
+        remedy = remedy_of(refused)
+        where_to = f"{refused.filename}: " if refused.filename else ""
+        # a library's words have more than the system's: NCCL's name the memory that it lacks
+        said = (refused.strerror if error is refused else None) or reason
+        if "/dev/shm" in reason:
+            remedy = "give the container more shared memory (--shm-size)"
+        # as a file of ours that cannot be written (cannot_write): a restart would end the same
+        return SpecError.exit_code, f"{where_to}{said}; {remedy}"
+    if isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
+    ):
+        return FAILED_WITH_OTHERS, f"its peers did not answer ({reason})"
+    return LostRank.exit_code, f"{_describe(error)} ({_keep_traceback(error, out, number)})"
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in OUT_OF_MEMORY)
+
+
+def no_more_processes(error: BaseException) -> str:
+    """The limit of processes that an error comes from, and the remedy; "" where it is another."""
+    refused = isinstance(error, OSError) and error.errno == errno.EAGAIN  # of fork
+    room = process_room() if refused or NO_THREAD in str(error) else None
+    if room is None or room.left > FEW:
+        return ""
+    said = "Processes and their threads have reached their limit"
+    return f"{said} ({room.limit}): {room.remedy}"
+
+
+def account(predicted: Mapping[str, float]) -> str:
+    """A table of what fills the fullest rank [B] by use, as the plan predicts it."""
+    uses = sorted(((size, use) for use, size in predicted.items() if size), reverse=True)
+    width = max((len(use) for _, use in uses), default=0)
+    lines = [f"  {use:<{width}}  {show_bytes(size):>10}" for size, use in uses]
+    total = show_bytes(sum(predicted.values()))
+    return "\n".join([f"the plan predicts for its fullest rank {total}:", *lines])
+
+
+def found(device: torch.device) -> str:
+    """What fills this process now, in a line."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        return (
+            f"measured: {show_bytes(used)} in this rank's tensors, {show_bytes(free)} of"
+            f" {show_bytes(total)} free on {device}"
+        )
+    data = allocated()
+    counted = f"{show_bytes(data)} in this rank's tensors and arrays, " if data is not None else ""
+    return (
+        f"measured: {counted}{show_bytes(resident())} in its pages, {show_bytes(free_memory())}"
+        " free on this machine"
+    )
+
+
+def _own_words(error: Exception) -> str:
+    """What an error of another library says, in a line.
+
+    torch's DataLoader puts a sampler's traceback before the sampler's own words.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1 if "Original Traceback" in str(error) else 0][:FOREIGN_TEXT]
+
+
+def _describe(error: Exception) -> str:
+    """An error in a line; one without words by the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if str(error) or not frames:
+        return ": ".join(filter(None, (type(error).__name__, str(error))))
+    place = f"{frames[-1].name} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    return f"{type(error).__name__}, raised without a message in {place}"
+
+
+def _keep_traceback(error: Exception, out: Path, number: int) -> str:
+    """Where the traceback of a bug is, in words."""
+    path = out / f"traceback.rank{number}.txt"
+    try:
+        make_folder(out)
+        write_atomically(path, "".join(traceback.format_exception(error)), at_once=True)
+    except GnnplanError as unwritable:
+        return f"its traceback is lost: {unwritable}"
+    return f"traceback in {path}"

@@ -1,0 +1,282 @@
+"""What ranks tell each other through the store where all meet: before they train, and of a failure.
+
+A rank that refuses alone would leave the others waiting for it, and ranks that train different
+things would hang or learn something wrong. So each says what it has found, rank 0 compares, and all
+are told the same: where they begin, or why they do not.
+
+Where torchrun or srun has started the ranks no launcher of ours watches them. A rank whose peers do
+not answer then writes its failure into the store, and waits a moment for what the others write
+there. Ranks that write nothing are lost, or still wait for one that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from gnnplan import __version__
+from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.preflight import SLACK
+from gnnplan.executor.launch.watchdog import kept
+from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
+from gnnplan.executor.ranks.meeting import hosts_the_store
+from gnnplan.executor.ranks.opening import backend_of
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
+from gnnplan.planner.vocabulary.units import show_bytes
+
+PATIENCE = 2.0  # [s] in which ranks that are alive answer, or hear of a refusal
+MUST_AGREE = ("gnnplan", "torch", "data", "plan", "options")
+SHOWN = 4  # differing ranks that a message names
+TORCHRUN = "torchrun .. -m gnnplan run"
+Found = Mapping[str, Any]  # what a rank says before it trains; of JSON's kinds
+
+
+class Ready(NamedTuple):
+    """What a rank has before it meets the others."""
+
+    document: dict[str, Any]  # the plan
+    problem: Problem
+    strategy: Strategy
+    checkpoints: Checkpoints
+    stored: list[int]  # epochs of which it has a checkpoint
+    others: dict[int, dict[str, Any]]  # those of all ranks of another plan, and its `question`
+    differs: list[str]  # what its server has that the plan was not made for
+
+
+class Agreement(NamedTuple):
+    """What ranks that begin together know of each other."""
+
+    hosts: list[str]  # of every rank
+    last: int  # the epoch that all go on from; 0: they begin
+    of_another: bool  # it is of another plan
+    differs: list[str]  # what servers have that the plan was not made for
+
+
+# -- before they train -----------------------------------------------------------------------------
+
+
+def refusal(process: int, error: GnnplanError) -> Found:
+    """What a process says that cannot train."""
+    return {
+        "rank": process,
+        "host": socket.gethostname(),
+        "refused": str(error),
+        "exit_code": error.exit_code,
+    }
+
+
+def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, float]) -> Found:
+    """What a rank says that can train: what all must agree in, as short names, and what it has.
+
+    Of what decides about the training, graph and version are told apart from the rest, so that a
+    message can name them. predicted: memory of the fullest rank by use [B]. A processor's memory
+    was looked at before (preflight.py). A GPU's is known once ranks have it: another process would
+    fill some of it to ask.
+    """
+    problem, question = ready.problem, ready.checkpoints.question
+    asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
+    needs = communicators = free = 0.0
+    if rank.device.type == "cuda":
+        free = float(torch.cuda.mem_get_info(rank.device)[0])
+        if problem.cluster.device.kind == "cuda":
+            communicators = predicted.get("communicators", 0.0)
+            # its context is there already
+            needs = sum(predicted.values()) - communicators - predicted.get("runtime", 0.0)
+    return {
+        "rank": rank.rank,
+        "server": problem.servers[rank.rank],
+        "host": socket.gethostname(),
+        "gnnplan": __version__,
+        "torch": torch.__version__,
+        "data": question["graph"],
+        "plan": fingerprint(asked),
+        "options": json.dumps(asdict(options), sort_keys=True),
+        "checkpoints": ready.stored,
+        "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in ready.others.items()],
+        "differs": ready.differs,
+        "device": str(rank.device),
+        "card": rank.card,  # a launcher may call every rank's GPU cuda:0
+        "needs": needs,  # [B] that it will still fill of its GPU
+        "communicators": communicators,  # [B] and these, if messages go over NCCL
+        "free": free,  # [B] of its GPU
+    }
+
+
+def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
+    """Tell all ranks what this one has found. Raises what `compare` raises, on all alike."""
+    process, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    store.set(f"found {process}", json.dumps(own))
+    if process == 0:
+        everyone = [json.loads(store.get(f"found {other}")) for other in range(world)]
+        verdict: dict[str, Any]
+        try:
+            verdict = compare(everyone)._asdict()
+        except GnnplanError as error:
+            verdict = {"message": str(error), "exit_code": error.exit_code}
+        store.set("verdict", json.dumps(verdict))
+    verdict = json.loads(store.get("verdict"))
+    if store.add("heard", 1) == world:
+        store.set("all have heard", "")
+    if "hosts" in verdict:
+        return Agreement(**verdict)
+    if hosts_the_store(env):
+        _outlive_the_others()
+        with suppress(RuntimeError):
+            store.wait(["all have heard"], timedelta(seconds=PATIENCE))
+    raise error_of(**verdict)
+
+
+def compare(everyone: Sequence[Found]) -> Agreement:
+    """What ranks agree in that have found this.
+
+    Raises Mismatch if they would train different things, Infeasible if the prediction does not fit
+    their GPUs, and what one of them refuses.
+    """
+    said: dict[tuple[str, str], str] = {}  # ranks of a server say the same
+    for each in everyone:
+        if why := each.get("refused"):
+            who = f"rank {each['rank']} ({each['host']})"
+            said.setdefault((each["host"], why), f"{who} cannot train: {why}")
+    if said:
+        code = next(each["exit_code"] for each in everyone if "refused" in each)
+        raise error_of("\n".join(said.values()), code)
+    everyone = sorted(everyone, key=lambda each: each["rank"])
+    first = everyone[0]
+    for name in MUST_AGREE:
+        if odd := [each for each in everyone if each[name] != first[name]]:
+            who = ", ".join(
+                f"rank {each['rank']} (server {each['server']}, {each['host']})"
+                for each in odd[:SHOWN]
+            )
+            raise Mismatch(
+                f"ranks differ in {name}: {who} has {odd[0][name]}, rank 0 {first[name]}; give all"
+                " the same plan file, options and versions"
+            )
+    over_nccl = backend_of([each["card"] for each in everyone]) == "nccl"
+    by_place: dict[tuple[str, str, str], list[Found]] = {}
+    for each in everyone:
+        by_place.setdefault((each["host"], each["device"], each["card"]), []).append(each)
+    for (host, device, _), here in by_place.items():
+        needs = sum(each["needs"] + over_nccl * each["communicators"] for each in here)
+        free = min(each["free"] for each in here)
+        if needs > SLACK * free:
+            raise Infeasible(
+                f"{len(here)} ranks need {show_bytes(needs)} more on {host} {device}, where"
+                f" {show_bytes(free)} are free; stop what fills it, or plan again for more servers"
+                " or a smaller workload"
+            )
+    last, of_another = onwards(
+        (each["checkpoints"] for each in everyone),
+        ([(epoch, plan) for epoch, plan in each["handed_over"]] for each in everyone),
+    )
+    return Agreement([each["host"] for each in everyone], last, of_another, _by_host(everyone))
+
+
+def _by_host(everyone: Sequence[Found]) -> list[str]:
+    """What differs, once each; with the servers' names where it does not on all of them."""
+    hosts = {each["host"] for each in everyone}
+    where: dict[str, dict[str, None]] = {}
+    for each in everyone:
+        for line in each["differs"]:
+            where.setdefault(line, {})[each["host"]] = None
+    return [
+        line if len(there) == len(hosts) else f"{line} ({', '.join(there)})"
+        for line, there in where.items()
+    ]
+
+
+# -- of a failure ----------------------------------------------------------------------------------
+
+
+def roll_call(
+    store: Store | None, failure: Failure, servers: Sequence[int], hosts: Sequence[str], out: Path
+) -> str:
+    """What a rank can say of the others after its own failure, and the remedy.
+
+    store: None: there are no others. servers, hosts: of every rank. Writes the failure for other
+    ranks to read. A rank that failed by itself knows why, and does not wait.
+    """
+    _outlive_the_others()  # they have something to say
+    answers: dict[int, Failure] | None = None
+    if store is not None:
+        with suppress(RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors
+            answers = _answers(PrefixStore("roll call", store), failure, len(hosts))
+    said = f". {_who(answers, servers, hosts)}" if failure.is_consequence else ""
+    if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
+        return said  # the message says what to change
+    here = [r for r, host in enumerate(hosts) if host == hosts[failure.rank]]
+    return f"{said}. {_remedy(out, here)}"
+
+
+def _outlive_the_others() -> None:
+    """torchrun ends the other ranks as soon as it sees one end."""
+    with suppress(ValueError):  # only a main thread may ask for it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _answers(store: Store, failure: Failure, world: int) -> dict[int, Failure]:
+    """The failures of all ranks that say one in time."""
+    keys = [str(rank) for rank in range(world)]
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    store.set(keys[failure.rank], json.dumps(asdict(failure)))
+    if failure.is_consequence:
+        with suppress(RuntimeError):  # some say nothing
+            store.wait(keys)
+    said = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
+    return {rank: Failure(**json.loads(words)) for rank, words in said.items()}
+
+
+def _who(
+    answers: Mapping[int, Failure] | None, servers: Sequence[int], hosts: Sequence[str]
+) -> str:
+    """The ranks that failed by themselves, else those that do not answer.
+
+    answers: None: the store cannot be reached.
+    """
+    if answers is None:
+        return (
+            "The store in which the ranks met does not answer: the process that holds it is gone"
+            " (torchrun's on the first server; under srun that of the first rank,"
+            f" {_name(0, servers, hosts)})"
+        )
+    for rank, said in answers.items():
+        if not said.is_consequence:
+            return f"{_name(rank, servers, hosts)} failed in {said.activity}: {said.message}"
+    absent = [_name(r, servers, hosts) for r in range(len(hosts)) if r not in answers]
+    if not absent:
+        return "All ranks are alive and wait for each other: is a link between them down?"
+    if len(absent) == 1:
+        return f"{absent[0]} was lost or stopped answering"
+    listed = ", ".join(absent)
+    return f"These do not answer, because they were lost or wait for one that was: {listed}"
+
+
+def _name(rank: int, servers: Sequence[int], hosts: Sequence[str]) -> str:
+    return f"rank {rank} (server {servers[rank]}, {hosts[rank]})"
+
+
+def _remedy(out: Path, here: Sequence[int]) -> str:
+    """How to go on. here: the ranks whose checkpoints are on this machine's disk."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if count.isdecimal() and most.isdecimal() and int(count) < int(most):
+        return f"torchrun starts all ranks anew (restart {int(count) + 1} of {most})"
+    safe = kept(out, here, TORCHRUN)
+    if "--resume" in safe:
+        return f"resume: {safe}"
+    return f"{safe}; no checkpoint is there to resume from, start anew with another --out"

@@ -1,0 +1,135 @@
+"""How a process becomes a rank, and how it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from gnnplan.executor.layers.kernels import keep_allocator
+from gnnplan.executor.ranks.machine import gpus
+from gnnplan.executor.ranks.meeting import count_of, launcher_env, store_of_all
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.problem.problem import Problem
+
+SCRATCH = "GNNPLAN_SCRATCH"  # the launcher's folder of temporary files; samplers are noted there
+
+
+def die_with_parent() -> None:
+    """Linux: let the kernel kill this process when its parent dies, even by SIGKILL."""
+    parent = os.getppid()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before the call
+        os._exit(75)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: Gloo's threads sometimes abort a regular exit."""
+    with suppress(OSError, ValueError):  # nobody reads them any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def wait_in_turn() -> None:
+    """Linux: no thread of this process preempts one that computes (SCHED_BATCH).
+
+    A thread that wakes waits until the running one blocks or its time slice is up. Otherwise Gloo's
+    own thread would preempt a thread that holds a connection's lock, and spin on that lock until
+    its time slice is up (gloo/transport/tcp/pair.cc, handleEvents): with four ranks on two cores an
+    exchange of 1 KB took ten times as long.
+    """
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def open_rank(
+    timeout_s: float = 30.0, problem: Problem | None = None, on_cpu: bool = False
+) -> Rank:
+    """This process's rank, connected with the others; without a launcher, rank 0 of 1.
+
+    As of `place_rank`.
+    """
+    rank = place_rank(timeout_s, problem, on_cpu)
+    if rank.world > 1:
+        connect(rank, store_of_all(timeout_s))
+    return rank
+
+
+def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = False) -> Rank:
+    """This process's rank and its device, from the environment of torchrun or Slurm.
+
+    Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU. on_cpu:
+    use no GPU.
+    """
+    env = launcher_env()
+    number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    local = int(env.get("LOCAL_RANK", "0"))
+    torch.set_num_threads(max(1, count_of("GNNPLAN_THREADS", env.get("GNNPLAN_THREADS", "1"))))
+    keep_allocator()
+    found = 0 if on_cpu else gpus()
+    if problem is not None and problem.placement and size == problem.ranks:
+        number = problem.by_gpu[number]
+        if found >= problem.cluster.gpus_per_server:  # this process sees them all
+            local = problem.placement[number] % problem.cluster.gpus_per_server
+    device = torch.device("cuda", local % found) if found else torch.device("cpu")
+    if found:
+        torch.cuda.set_device(device)
+    card = card_of(device)
+    backend = backend_of([card])
+    streams = backend == "nccl"
+    return Rank(number, size, device, backend, timeout_s=timeout_s, card=card, streams=streams)
+
+
+def card_of(device: torch.device) -> str:
+    """The name of a GPU that no other GPU has, on any server; "" of another device."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{socket.gethostname()} {getattr(properties, 'uuid', device.index)}"
+
+
+def backend_of(cards: Sequence[str]) -> str:
+    """NCCL if every rank has a GPU of its own, else Gloo.
+
+    >>> backend_of(["a 0", "a 1"]), backend_of(["a 0", "a 0"]), backend_of(["a 0", ""])
+    ('nccl', 'gloo', 'gloo')
+    """
+    return "nccl" if all(cards) and len(set(cards)) == len(cards) else "gloo"
+
+
+def connect(rank: Rank, store: Store) -> None:
+    """Make the process groups of all ranks: torch's default group, and one for exchanges.
+
+    The backend is NCCL if every rank has a GPU of its own. NCCL refuses two ranks on one GPU, so
+    those use Gloo, through host memory. Rank 0 chooses it: a launcher may show each rank its own
+    GPU only, or the ranks of one server share GPUs and those of another do not.
+    """
+    store.set(f"card {rank.rank}", rank.card)
+    if rank.rank == 0:
+        cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
+        store.set("backend", backend_of(cards))
+    rank.backend = store.get("backend").decode()
+    rank.streams = rank.backend == "nccl"
+    if rank.backend == "gloo":
+        wait_in_turn()
+    dist.init_process_group(
+        rank.backend,
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world,
+        timeout=rank.limit,
+        device_id=rank.device if rank.backend == "nccl" else None,  # groups then connect at once
+    )
+    rank.exchange_group = dist.new_group(backend=rank.backend, timeout=rank.limit)
+    rank.meet(rank.exchange_group)

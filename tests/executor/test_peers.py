@@ -1,0 +1,196 @@
+"""What is wrong before training starts is said in words, by all ranks alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Case
+from torch.distributed import HashStore, PrefixStore
+
+from gnnplan.cli import app
+from gnnplan.executor.launch import peers
+from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.peers import Agreement, Found, Ready
+from gnnplan.executor.ranks.checkpoint import Checkpoints
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, Mismatch, SpecError
+
+GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
+CASE = Case("graph_parallel", GRAPH, servers=2)
+ON_CPU = Rank(0, 2, torch.device("cpu"), "gloo")
+QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return CASE.problem(2)
+
+
+def found(
+    problem: Problem,
+    predicted: dict[str, float] | None = None,
+    rank: Rank = ON_CPU,
+    question: dict[str, Any] = QUESTION,
+    **other: Any,
+) -> Found:
+    """What a rank says, but for what is `other`."""
+    checkpoints = Checkpoints(Path(), rank.rank, 0, question)
+    ready = Ready({}, problem, CASE.settled(problem), checkpoints, [10, 20], {}, [])
+    return {**peers.found(rank, ready, Options(epochs=3), predicted or {}), **other}
+
+
+def test_ranks_that_agree(problem: Problem) -> None:
+    theirs = found(problem, rank=replace(ON_CPU, rank=1), checkpoints=[10], host="elsewhere")
+    # processes are in the order of their GPUs
+    agreed = peers.compare([theirs, found(problem)])
+    assert agreed == Agreement([socket.gethostname(), "elsewhere"], 10, False, [])
+
+
+@pytest.mark.parametrize("name", ["gnnplan", "torch", "data", "plan", "options"])
+def test_ranks_that_differ(name: str, problem: Problem) -> None:
+    theirs = found(problem, rank=replace(ON_CPU, rank=1), host="elsewhere", **{name: "other"})
+    with pytest.raises(
+        Mismatch,
+        match=(
+            rf"ranks differ in {name}: rank 1 \(server 1, elsewhere\) has other, rank 0 .*; give"
+            r" all the same"
+        ),
+    ):
+        peers.compare([found(problem), theirs])
+
+
+def test_another_question_is_another_plan(problem: Problem) -> None:
+    """Of the data and the version other facts tell."""
+
+    def plan(**more: Any) -> str:
+        return found(problem, question={**QUESTION, **more})["plan"]
+
+    assert plan(**{"workload.seed": 1}) != plan(**{"workload.seed": 2})
+    assert plan(graph="abd") == plan()
+
+
+def test_what_does_not_fit_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on one GPU, of which 100 MB are free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100e6, 200e6))
+    planned = CASE.problem(2)
+    gpus = planned.cluster.device.model_copy(update={"kind": "cuda"})
+    problem = replace(planned, cluster=planned.cluster.model_copy(update={"device": gpus}))
+
+    def both(problem: Problem, features: float, **theirs: Any) -> Agreement:
+        predicted = {"features": features, "runtime": 30e6, "communicators": 20e6}
+        of_one = replace(ON_CPU, device=torch.device("cuda", 0), card="one")
+        ranks = [found(problem, predicted, replace(of_one, rank=r)) for r in (0, 1)]
+        return peers.compare([ranks[0], {**ranks[1], **theirs}])
+
+    both(problem, 50e6)  # twice 50 MB more
+    both(problem, 90e6, host="elsewhere")
+    # a launcher that shows each rank its own GPU calls all of them cuda:0
+    both(problem, 90e6, card="another")
+    with pytest.raises(Infeasible, match=r"1 ranks need 120(\.00)? MB more"):  # over NCCL
+        both(problem, 100e6, card="another")
+    both(planned, 90e6)  # the prediction is for other devices
+    with pytest.raises(
+        Infeasible,
+        match=(
+            r"2 ranks need 180(\.00)? MB more on \S+ cuda:0, where 100(\.00)? MB are free; stop what"
+            r" fills it"
+        ),
+    ):
+        both(problem, 90e6)
+
+
+class Slow(PrefixStore):  # type: ignore[misc]
+    """The store as a rank far away reads it."""
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.3)
+        return bytes(super().get(key))
+
+
+def all_begin(*everyone: Found) -> list[list[str] | GnnplanError]:
+    """What every rank is told; the last one is the slowest."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+
+    def begin(rank: int) -> list[str] | GnnplanError:
+        env = {"RANK": str(rank), "WORLD_SIZE": str(len(everyone))}
+        own = (Slow if rank == len(everyone) - 1 else PrefixStore)("run", store)
+        try:
+            return peers.agree(own, env, everyone[rank]).differs
+        except GnnplanError as error:
+            # the store ends with its host
+            assert rank or own.add("heard", 0) == len(everyone), "rank 0 left before all had heard"
+            return error
+
+    with ThreadPoolExecutor(len(everyone)) as threads:
+        return list(threads.map(begin, range(len(everyone))))
+
+
+def test_what_differs_is_said_once(problem: Problem) -> None:
+    everyone = [found(problem, differs=differs) for differs in (["a"], ["a", "b"], ["a"])]
+    assert all_begin(*everyone) == [["a", "b"]] * 3
+    everyone[1] = {**everyone[1], "host": "second"}
+    assert peers.compare(everyone).differs == ["a", "b (second)"]
+
+
+@pytest.mark.parametrize("refusing", [0, 2])
+def test_what_one_refuses_all_refuse(refusing: int, problem: Problem) -> None:
+    everyone = [found(problem)] * 3
+    everyone[refusing] = peers.refusal(refusing, SpecError("open files: too few"))
+    words = f"rank {refusing} ({socket.gethostname()}) cannot train: open files: too few"
+    for said in all_begin(*everyone):
+        assert isinstance(said, GnnplanError) and (said.exit_code, str(said)) == (2, words)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path: Path) -> None:
+    """Rank 0, whose plan is of other data, hosts the store where they meet. Rank 1 waited for it
+    until --timeout, and then did not know why."""
+    plan = tmp_path / "plan.json"
+    words = ["--ranks", "2", "--strategy", "graph_parallel", "-o", str(plan)]
+    app(["plan", "--graph", GRAPH, "--hidden", "8", *words], standalone_mode=False)
+    document = json.loads(plan.read_text())
+    document["graph"]["hash"] = "00"
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    run = [sys.executable, "-m", "gnnplan", "run", "--timeout", "600", "--out", tmp_path / "out"]
+    ranks = [
+        subprocess.Popen(
+            [*run, tmp_path / file],
+            env=os.environ | env | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, file in enumerate(("other.json", "plan.json"))
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    why = (
+        "graph: planned synthetic:.* hash 00, here hash .*; it was made for other data: plan again"
+    )
+    for rank, words_before in enumerate(("", r"rank 0 \(.*\) cannot train: ")):
+        error = rf"error: rank {rank} \(.*\) in start: {words_before}{why}"
+        assert any(re.fullmatch(error, line) for line in said[rank].splitlines()), said
+    assert not (tmp_path / "out").exists()
