@@ -84,28 +84,7 @@ from torch_geometric.utils import (
     softmax,
     to_undirected,
 )
-
-EDGE = {
-    "edge_attr": ((5,), "<f8", 0),
-    "edge_weight": ((), "<f8", 0),
-    "edge_type": ((), "<i8", 2),
-    "pseudo": ((2,), "<f8", 0),
-}
-VERTEX = {"pos": ((3,), "<f8", 0), "batch": ((), "<i8", 2)}
-FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a module
-REFUSALS: dict[str, str] = {}  # words of them
-
-
-def needs(*fields, refused=""):
-    """Enter a module into the zoo."""
-
-    def entered(made):
-        FIELDS[made.__name__] = fields
-        if refused:
-            REFUSALS[made.__name__] = refused
-        return made
-
-    return entered
+from zoo_entries import needs
 
 
 def mlp(*widths):
