@@ -527,6 +527,13 @@ class GatedRecurrent(nn.Module):
         return self.lin(self.conv(x, edge_index).relu())
 
 
+@needs()
+class FrozenGates(GatedRecurrent):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.conv.rnn.requires_grad_(False)
+
+
 @needs("edge_attr")
 class ResGated(nn.Module):
     def __init__(self, in_channels, out_channels):
