@@ -15,9 +15,10 @@ import pytest
 import torch
 from ranks import Case, Ranks
 from zoo_table import (
+    FAMILIES,
     FEATURES,
     NAMES,
-    STRATEGIES,
+    VARIANTS,
     Keeper,
     Outcome,
     entry_of,
@@ -27,8 +28,9 @@ from zoo_table import (
 
 from gnnplan.executor.modules.prove import Small, prove
 from gnnplan.executor.modules.read import with_module
+from gnnplan.planner import strategies as planner
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies import FAMILIES, parse
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 
 UNSEEN = 89  # vertices of a graph on which no module was looked at
@@ -107,19 +109,29 @@ def is_as_it_should_be(name: str, strategy: str, outcome: Outcome) -> bool:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "names",
+    ("names", "strategies"),
     [
-        pytest.param(SAMPLE, id="eight", marks=pytest.mark.timeout(300)),
-        pytest.param(NAMES, id="all", marks=(pytest.mark.nightly, pytest.mark.timeout(7200))),
+        pytest.param(SAMPLE, FAMILIES, id="eight", marks=pytest.mark.timeout(300)),
+        pytest.param(
+            NAMES,
+            FAMILIES + VARIANTS,
+            id="all",
+            marks=(pytest.mark.nightly, pytest.mark.timeout(7200)),
+        ),
     ],
 )
 def test_every_family_trains_a_module_as_torch_does(
-    names: list[str], graphs: dict[str, str], tmp_path: Path, run_ranks: Ranks
+    names: list[str],
+    strategies: tuple[str, ...],
+    graphs: dict[str, str],
+    tmp_path: Path,
+    run_ranks: Ranks,
 ) -> None:
-    """pytest -s -m nightly -k all shows the table of all modules."""
-    assert {type(parse(text)) for text in STRATEGIES} == set(FAMILIES)
+    """pytest -s -m nightly tests/executor/test_zoo.py -k family shows the table of all modules."""
+    assert {type(parse(text)) for text in strategies} == set(planner.FAMILIES)
     keeper = Keeper(graphs["rough"], tmp_path, run_ranks)
-    found = {name: keeper.outcomes(name) for name in names if not entry_of(name).refused}
+    carried = [name for name in names if not entry_of(name).refused]
+    found = {name: keeper.outcomes(name, strategies) for name in carried}
     print(table(found))
     faults = [
         f"{name} by {text}: {outcome}"

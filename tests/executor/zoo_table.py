@@ -52,29 +52,34 @@ NAMES = [
         r"^@needs\(.*\)\n(?:class|def) (\w+)", (HERE / f"{keeper}.py").read_text(), re.M
     )
 ]
-FULL = (
+FAMILIES = (
     "graph_parallel",
     "graph_parallel(narrow=True)",
-    "graph_parallel(checkpoint=True)",
-    "graph_parallel(buckets=2)",
-    "graph_parallel(trim=True)",
     "graph_parallel(bits=8)",
     "pipegcn",
-    "pipegcn(bits=8)",
     "granndis",
-    "granndis(depth=1)",
-    "granndis(batches=2)",
     "gnnpipe(stages=2,chunks=1)",
     "gnnpipe(stages=2,chunks=3)",
-    "gnnpipe(stages=1,chunks=3)",
     "bns(p=1.0)",
     "bns(p=0.5)",
     "offload(chunks=2)",
     "feature_parallel",
     "tensor3d",
+    "data_parallel",
+    "gsplit",
+    "dnp",
+    "snp",
+    "p3(over='rank')",
 )
-MINI = ("data_parallel", "gsplit", "dnp", "snp", "p3(over='rank')")
-STRATEGIES = FULL + MINI
+VARIANTS = (
+    "graph_parallel(checkpoint=True)",
+    "graph_parallel(buckets=2)",
+    "graph_parallel(trim=True)",
+    "pipegcn(bits=8)",
+    "granndis(depth=1)",
+    "granndis(batches=2)",
+    "gnnpipe(stages=1,chunks=3)",
+)
 EPOCHS = 10
 WITHIN = 1e-5  # of a loss or a logit, if the strategy is exact
 CLOSE = 0.5  # of the module's first loss, if it is lossy
@@ -263,7 +268,7 @@ class Keeper:
     folder: Path
     run_ranks: Ranks
 
-    def outcomes(self, name: str, strategies: Iterable[str] = STRATEGIES) -> dict[str, Outcome]:
+    def outcomes(self, name: str, strategies: Iterable[str]) -> dict[str, Outcome]:
         """What becomes of a module under each strategy."""
         entry, workload = entry_of(name), Workload(dtype="float64", lr=0.01)
         user = module_of(name, workload)
