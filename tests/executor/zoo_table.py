@@ -201,7 +201,7 @@ class Itself:
     def _dropout(self, epoch: int) -> AbstractContextManager[Any]:
         seed = self.workload.seed
         if self.user.pieces:
-            return Shared(self.pieces.training, self.whole, Drop(0.0, seed, epoch))
+            return Shared(self.pieces, self.pieces.training, self.whole, Drop(0.0, seed, epoch))
         return LayersDropout(self.user.description, seed, epoch)
 
     def logits(self, state: Mapping[str, Any] | None = None) -> Tensor:
