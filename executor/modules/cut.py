@@ -161,7 +161,7 @@ class _Cutter:
         """The value that a call makes a view of."""
         if node.call is None:
             return None
-        values = {read: read.value for read in node.reads}
+        values = {read: read.value for read in (*node.reads, *node.sizes)}
         made = _storages(self.place.call(node, values))
         return next((read for read, value in values.items() if made & _storages(value)), None)
 
