@@ -33,7 +33,7 @@ from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.replay import Replay, is_small
-from gnnplan.executor.ranks.whole import BEST, OPTIMIZER, WORKER, Held, fill, named, under
+from gnnplan.executor.ranks.whole import BEST, OPTIMIZER, WORKER, Held, apart, fill, named, under
 from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.gnn.workload import FALLING
 from gnnplan.planner.problem.problem import Problem
@@ -111,7 +111,7 @@ class _Training:
         self.watch = rank.watch = MemoryWatch(rank.device)
         self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs
         self.checkpoints = checkpoints
-        self.steps = strategy.steps(problem)
+        self.steps, self.rounds = strategy.steps(problem), bool(strategy.knobs().get("bits"))
         self.first = checkpoints.first if checkpoints else 0
         worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
         self.learner = worker.open_learner()
@@ -279,9 +279,10 @@ class _Training:
     def _append(self, row: dict[str, Any], report: Report) -> None:
         if not math.isfinite(row["loss"]):
             lower = self.problem.workload.lr / 10
+            whole = ", or leave out bits, which round rows" if self.rounds else ""
             raise GnnplanError(
                 f"the loss is {row['loss']} in epoch {row['epoch']}; lower the learning rate"
-                f" (--set lr={lower:g})"
+                f" (--set lr={lower:g}){whole}"
             )
         if self.metrics:
             self.metrics.append(json.dumps(row) + "\n")
@@ -334,7 +335,7 @@ class _Training:
             "best": self.best.notes() if self.best else None,
         }
         write_atomically(out / f"rank{rank.rank}.json", json.dumps(left))
-        weights = {name: p.detach().cpu().contiguous() for name, p in net.state_dict().items()}
+        weights = apart(net.state_dict())
         group = self.worker.reduce_group
         if len(group) < rank.world:  # other ranks hold other weights
             parts = gather_bytes(save(weights if rank.rank == group[0] else {}), rank.wire_device)

@@ -76,6 +76,9 @@ def _prove(module: nn.Module, found: Converted, graph: GraphFields) -> None:
     )
     model = describe(workload, found.features, found.classes)
     net = Net(model, workload)
+    with torch.no_grad():  # a parameter that the module lacks, as of a norm without any, is NaN
+        for weight in net.parameters():
+            weight.fill_(torch.nan)
     state = {
         name: value.detach().to(torch.float64) if value.is_floating_point() else value
         for name, value in module.state_dict().items()

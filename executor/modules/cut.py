@@ -161,7 +161,7 @@ class _Cutter:
         """The value that a call makes a view of."""
         if node.call is None:
             return None
-        values = {read: read.value for read in node.reads}
+        values = {read: read.value for read in (*node.reads, *node.sizes)}
         made = _storages(self.place.call(node, values))
         return next((read for read, value in values.items() if made & _storages(value)), None)
 
@@ -369,10 +369,8 @@ class _Cutter:
         rows = [*self.fields.values(), *(node for node in self.live if kind[node] == ROWS)]
         end = 3 * level[output] + 1  # after the last piece
         pieces = [Piece() for _ in range(end)]
-        for node in self.live:
-            if node.call is not None and kind[node] in (ROWS, INNER):
-                at = made[node] if kind[node] == ROWS else 3 * (level[node] - 1) + GATHER
-                pieces[at].nodes.append(node)
+        for node, at in made.items():
+            pieces[at].nodes.append(node)
         needs: dict[Node, set[int]] = {node: set() for node in rows}
         needs[output].add(end)
         for at, piece in enumerate(pieces):

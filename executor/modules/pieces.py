@@ -97,6 +97,15 @@ class Pieces:
         return self.structure.of_block(block, self.place(block.n_src))
 
     @property
+    def owners(self) -> dict[nn.Parameter, list[int]]:
+        """The layers that have each trained parameter. The first of them owns it."""
+        found: dict[nn.Parameter, list[int]] = {}
+        for number in range(1, self.layers + 1):
+            for parameter in self.layer(number).parameters():
+                found.setdefault(parameter, []).append(number)
+        return found
+
+    @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
         """Fields of vertices that layer 1 is given, and their widths."""
         program = self.training.program

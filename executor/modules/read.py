@@ -190,6 +190,7 @@ def _understood(
     layers = pieces.layers
     norms = [bool(pieces.layer(number).norm) for number in range(1, layers + 1)]
     ends = pieces.training.program.ends is not None
+    owners = pieces.owners
     description = Module(
         file=str(file),
         name=name,
@@ -202,7 +203,12 @@ def _understood(
                 h_out=pieces.width(number),
                 norm="batch" if norms[number - 1] else "none",
                 drops=False,
-                counted=_counted(pieces, number, dtype),
+                counted=_counted(pieces, number, dtype).model_copy(
+                    update={
+                        "weights": sum(p.numel() for p, of in owners.items() if of[0] == number)
+                    }
+                ),
+                shares=min((of[0] for of in owners.values() if number in of[1:]), default=0),
             )
             for number in range(1, layers + 1)
         ),

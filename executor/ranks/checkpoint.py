@@ -38,7 +38,7 @@ from torch import Tensor
 
 from gnnplan import __version__
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.whole import Joined
+from gnnplan.executor.ranks.whole import Joined, apart
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -207,7 +207,7 @@ class Checkpoints:
         """
         self.wait()
         make_folder(self.folder)
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        kept = apart(tensors)
         about = {"question": self.question, "epoch": epoch, "notes": dict(notes)}
         about |= {} if whole is None else {"whole": dict(whole)}
         about = json.loads(json.dumps(about))  # as it is read

@@ -112,6 +112,13 @@ def fill(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
             target.copy_(saved)
 
 
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the host; those that share memory, as tied weights do, become copies."""
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    of = {tensor.data_ptr(): name for name, tensor in kept.items()}
+    return {n: t if of[t.data_ptr()] == n else t.clone() for n, t in kept.items()}
+
+
 def named(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors as `prefix.name`."""
     return {f"{prefix}.{name}": tensor for name, tensor in state.items()}

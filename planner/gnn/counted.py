@@ -101,7 +101,7 @@ class Counted(Spec):
     edges: Literal["gcn", "mean", "one", "loop"]
     projects_first: bool
     linear: bool  # `gather` is a weighted sum
-    gathered: int = Field(ge=1)  # numbers per row that `gather` reads
+    gathered: int = Field(ge=0)  # numbers per row that `gather` reads
     weights: int = Field(ge=0)  # numbers in its parameters
     # numbers of them per column of its input, where it has P3's calls; 0: it has not
     by_column: int = Field(0, ge=0)

@@ -117,6 +117,8 @@ class ModuleLayer(Spec):
     residual: Residual | None = None
     counted: Counted | None = None  # a layer of the user's own
     half: Counted | None = None  # the same for half of its input's columns, where P3 can cut them
+    # number of the first layer that has some of its parameters, which belong to that; 0: no other
+    shares: int = Field(0, ge=0)
 
 
 class Module(Spec):
@@ -323,6 +325,11 @@ class Workload(Fields):
         learned: what is predicted of a vertex (GraphStats.learned).
         """
         return self.metric or METRICS["link" if self.task == "link" else learned][0]
+
+    @property
+    def called(self) -> str:
+        """The model's kind; of layers of the user's own, the name of their module."""
+        return self.module.name if self.module and self.model == "own" else self.model
 
     @property
     def is_cut(self) -> bool:

@@ -98,7 +98,7 @@ class Case:
         return strategy
 
     def __str__(self) -> str:
-        words = " ".join(f"{k}={v}" for k, v in self.workload.items())
+        words = " ".join(f"{k}={v}" for k, v in self.workload.items() if k != "module")
         return (
             f"{self.strategy} on {self.servers} server(s),"
             f" {Path(self.graph).name}{' directed' if self.directed else ''}, {words}"
@@ -411,11 +411,13 @@ def be_rank() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     base = open_rank(timeout_s=SECONDS - 10)
-    for number, line in enumerate(sys.stdin):
+    known = 0
+    for line in sys.stdin:
         request = json.loads(line)
-        # trainings collect circles, but not in what the first has imported: that takes a tenth of a
-        # second
-        if number == 1:
+        # trainings collect circles, but not in what earlier ones have imported: that takes a tenth
+        # of a second
+        if known != len(sys.modules):
+            known = len(sys.modules)
             gc.collect(), gc.freeze()
         torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
         case = Case(**request["case"])

@@ -84,28 +84,7 @@ from torch_geometric.utils import (
     softmax,
     to_undirected,
 )
-
-EDGE = {
-    "edge_attr": ((5,), "<f8", 0),
-    "edge_weight": ((), "<f8", 0),
-    "edge_type": ((), "<i8", 2),
-    "pseudo": ((2,), "<f8", 0),
-}
-VERTEX = {"pos": ((3,), "<f8", 0), "batch": ((), "<i8", 2)}
-FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a module
-REFUSALS: dict[str, str] = {}  # words of them
-
-
-def needs(*fields, refused=""):
-    """Enter a module into the zoo."""
-
-    def entered(made):
-        FIELDS[made.__name__] = fields
-        if refused:
-            REFUSALS[made.__name__] = refused
-        return made
-
-    return entered
+from zoo_entries import needs
 
 
 def mlp(*widths):
@@ -546,6 +525,13 @@ class GatedRecurrent(nn.Module):
 
     def forward(self, x, edge_index):
         return self.lin(self.conv(x, edge_index).relu())
+
+
+@needs()
+class FrozenGates(GatedRecurrent):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.conv.rnn.requires_grad_(False)
 
 
 @needs("edge_attr")

@@ -9,21 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from dgl.nn.functional import edge_softmax
-
-FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a module
-REFUSALS: dict[str, str] = {}  # words of them
-
-
-def needs(*fields, refused=""):
-    """Enter a module into the zoo."""
-
-    def entered(made):
-        FIELDS[made.__name__] = fields
-        if refused:
-            REFUSALS[made.__name__] = refused
-        return made
-
-    return entered
+from zoo_entries import needs
 
 
 @needs()

@@ -93,8 +93,9 @@ def by_onednn() -> bool:
     return "Intel" not in str(known.get("cpu_name")) and has_onednn()
 
 
+@functools.cache
 def warm_up(device: torch.device) -> None:
-    """Let cuBLAS, MKL or oneDNN allocate what stays, tens of MB.
+    """Let cuBLAS, MKL or oneDNN allocate what stays, tens of MB, once in a process.
 
     Call it before memory is watched. cuBLAS has workspaces of the current stream and of each host
     thread, and autograd has one of its own. MKL packs the factors of a product, of a few rows where

@@ -9,7 +9,7 @@ gnnpipe.py explains the strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import ClassVar, Self
@@ -169,10 +169,16 @@ class Pipeline(Strategy):
                 f"gnnpipe: layers_per_stage gives each of {self.stages} stages a layer or more,"
                 f" {layers} in all, not {per_stage}; leave it out to have them balanced by cost"
             )
+        if per_stage is not None and (tied := _tied_across(problem, per_stage)):
+            return (
+                f"gnnpipe: a stage trains the parameters of its own layers, and layers {tied[0]}"
+                f" and {tied[1]} have some in common (layers_per_stage: {per_stage}); use"
+                " stages=1, a layers_per_stage that keeps them in one stage, or graph_parallel"
+            )
         if problem.model.norm == "batch":
             return (
                 "gnnpipe: a chunk does not know the others' rows, so batch norm has no moments of"
-                " all vertices; use norm=layer"
+                " all vertices; use norm=layer, or graph_parallel"
             )
         if self.historical_gradients and not problem.model.prepares_linearly:
             return (
@@ -410,3 +416,13 @@ class Pipeline(Strategy):
 def _floats(counts: np.ndarray) -> np.ndarray:
     """[chunks, g] -> floats [chunks * g]."""
     return counts.astype(float).ravel()
+
+
+def _tied_across(problem: Problem, per_stage: Sequence[int]) -> tuple[int, int] | None:
+    """Two layers of a user's module that have parameters in common, and lie in several stages."""
+    module = problem.workload.module
+    stages = [stage for stage, layers in enumerate(per_stage) for _ in range(layers)]
+    for number, layer in enumerate(module.layers if module else (), 1):
+        if layer.shares and stages[layer.shares - 1] != stages[number - 1]:
+            return layer.shares, number
+    return None

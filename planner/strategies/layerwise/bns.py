@@ -109,7 +109,7 @@ class BNS(Strategy):
             if self.p < 1 and (softmax or (layer.counted and not layer.counted.linear)):
                 raise SpecError(
                     "bns: a sample stands for all edges only in a weighted sum over them, and layer"
-                    f" {number} of {problem.workload.model} has"
+                    f" {number} of {problem.workload.called} has"
                     f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
                     " another model"
                 )

@@ -237,7 +237,7 @@ def unsuited(problem: Problem) -> str:
     model, kind = problem.model, problem.workload.model
     if kind not in ("gcn", "sage"):
         what = "attention" if model.layers[0].heads else "layers of another kind"
-        return f"its tiles are those of gcn and sage, and {kind} has {what}"
+        return f"its tiles are those of gcn and sage, and {problem.workload.called} has {what}"
     if model.jump is not None:
         return "the rows of all layers meet at the end of this model, which needs whole rows"
     if model.nonzeros:

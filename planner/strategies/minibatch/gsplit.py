@@ -248,8 +248,9 @@ class GSplit(Strategy):
             )
         if problem.model.first_varying == 0:
             raise SpecError(
-                f"{name} splits a layer 1 that reads features, and that of {problem.workload.model}"
-                " reads an encoder's output; use gsplit, which splits any layer"
+                f"{name} splits a layer 1 that reads features, and that of"
+                f" {problem.workload.called} reads an encoder's output; use gsplit, which splits"
+                " any layer"
             )
         if by_source and problem.workload.norm == "batch":
             raise SpecError(
@@ -275,7 +276,7 @@ class GSplit(Strategy):
                 )
         if by_source and (why := _why_no_sum(problem)):
             raise SpecError(
-                f"snp adds layer 1 up from parts, and that of {problem.workload.model} {why}; use"
+                f"snp adds layer 1 up from parts, and that of {problem.workload.called} {why}; use"
                 " dnp, which computes a row of layer 1 at one rank"
             )
 

@@ -314,6 +314,11 @@ def _why_whole(problem: Problem) -> str:
             " cut by columns here; leave out that of layer 1, or use data_parallel or gsplit, which"
             " run any layer"
         )
+    if problem.workload.is_cut:
+        return (
+            f"layer 1 must be a sum over feature columns, and {problem.workload.called} is run as"
+            " it is written, on whole rows; use data_parallel or gsplit, which run any layer"
+        )
     if problem.workload.module and model == "own":
         return (
             f"layer 1 must be a sum over feature columns, and {problem.workload.module.name} does"
