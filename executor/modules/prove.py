@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.layer import Drop
@@ -54,7 +55,7 @@ def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.f
 
 def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     """What the user's code makes, or Unfit with its line."""
-    held = sum(p.numel() * 8 for p in module.parameters())
+    held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
     try:
         with (
             _one_product(),
