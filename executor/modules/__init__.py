@@ -10,15 +10,14 @@ Open
     evaluate.py       for running calls on other rows
     structure.py      for what is computed of edges alone, on a part of the graph
     pieces.py         for these layers, as strategies call them
+    small.py          for random graphs on which a module is followed
     prove.py          for the proof that they compute what the module does
     nets.py           for the Net of any workload
     own.py            for a layer that the user wrote against layers.Layer
 
 Where a module is a chain of convolutions that our own layers compute too, open
     convert.py        for the proof that they do
-    follow.py         for the guess, from torch.fx's graph of forward (trace.py)
-    meet.py           for rows of all layers that meet at its end
-    chain.py          for what is found: a chain of convolutions
+    chain.py          for the guess, from the rows of forward that were recorded
     convolutions.py   for what each convolution of PyG and DGL is among our layers
     describe.py       for what these layers are as Workload fields
     parameters.py     for where our Net has which parameter

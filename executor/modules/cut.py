@@ -122,7 +122,7 @@ class _Cutter:
 
     def __init__(self, recorded: Recorded, place: Place, trained: set[str]) -> None:
         self.recorded, self.place, self.n = recorded, place, recorded.vertices
-        self.live = _live(recorded.output)
+        self.live = live_nodes(recorded.output)
         self._merge()
         self.kind: dict[Node, str] = {}
         self.level: dict[Node, int] = {}
@@ -155,7 +155,7 @@ class _Cutter:
             alone = alone or node in changed
             first[node] = by_call.setdefault(node if alone else node.key(first), node)
         self.recorded.output = first[self.recorded.output]
-        self.live = _live(self.recorded.output)
+        self.live = live_nodes(self.recorded.output)
 
     def _viewed(self, node: Node) -> Node | None:
         """The value that a call makes a view of."""
@@ -389,7 +389,7 @@ class _Cutter:
                     weight = [] if found.weight is None else [Ref(found.weight)]
                     node.call, node.changes, node.kwargs = found, None, {}
                     node.args = (Ref(found.rows), Ref(found.edges), *weight)
-        self.live = _live(self.recorded.output)
+        self.live = live_nodes(self.recorded.output)
 
     def _sum(self, node: Node) -> Sum | None:
         """What a call adds up in zeros [N, H], if that are rows [N, H] of the edges' sources."""
@@ -544,7 +544,7 @@ def is_batch_norm(node: Node) -> bool:
     return node.call is F.batch_norm
 
 
-def _live(output: Node) -> list[Node]:
+def live_nodes(output: Node) -> list[Node]:
     """Nodes of which the output is made, in their order."""
     live: set[Node] = set()
     todo = [output]

@@ -1,4 +1,6 @@
-"""A live module in a file, from which every rank has it with its code and parameters."""
+"""A live module in a file, from which every rank has what it trains.
+
+That is the module with its code, or its parameters alone where our layers are taken."""
 
 from __future__ import annotations
 
@@ -10,23 +12,25 @@ from pathlib import Path
 
 from torch import nn
 
+from gnnplan.executor.modules.parameters import Parameters
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.vocabulary.files import write_atomically
 
 PICKLED = ".pickle"
 
 
-def keep(module: nn.Module, folder: Path, name: str) -> tuple[Path, str]:
+def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, str]:
     """Write a file that `loaded` reads; its path and its SHA-256, which its name has too.
 
     Raises Unfit for what cannot be pickled."""
     import cloudpickle
 
-    code = [sys.modules[name] for name in _modules_of(module) if name in sys.modules]
+    names = _modules_of(kept) if isinstance(kept, nn.Module) else set()
+    code = [sys.modules[name] for name in names if name in sys.modules]
     for each in code:
         cloudpickle.register_pickle_by_value(each)
     try:
-        data = cloudpickle.dumps(module)
+        data = cloudpickle.dumps(kept)
     except Exception as error:
         raise Unfit(
             f"ranks cannot be given it ({type(error).__name__}: {str(error)[:100]}); name the file"
@@ -42,15 +46,15 @@ def keep(module: nn.Module, folder: Path, name: str) -> tuple[Path, str]:
     return path, sha256
 
 
-def loaded(data: bytes) -> nn.Module:
-    """The module in a file of `keep`."""
+def loaded(data: bytes) -> nn.Module | Parameters:
+    """What is in a file of `keep`."""
     import cloudpickle
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries that it imports
-        module = cloudpickle.loads(data)
-    assert isinstance(module, nn.Module)
-    return module
+        kept = cloudpickle.loads(data)
+    assert isinstance(kept, (nn.Module, Parameters))
+    return kept
 
 
 def _modules_of(module: nn.Module) -> set[str]:

@@ -1,39 +1,26 @@
-"""The parameters of a user's module: where our Net has them, and how a live module's are kept.
-
-A module of a file is made anew by every rank. A live one (an object in Python) is not: its
-parameters and their places are saved, and ranks need neither its code nor its library."""
+"""The parameters of a user's module, and where our Net has them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
-
-from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import write_atomically
 
 # Views of a tensor of ours that have the shape of theirs. A view reads and writes, so that one
 # table takes weights both ways.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda ours: ours,
     "transposed": Tensor.t,
-    "per head": lambda ours: ours[None],  # [heads, width] as [1, heads, width]
+    "heads": lambda ours: ours[None],  # [heads, width] as [1, heads, width]
     # [a_l | a_r] of each head [heads, 2 width] as one of the two [1, heads, width]
-    "left of each head": lambda ours: ours.chunk(2, 1)[0][None],
-    "right of each head": lambda ours: ours.chunk(2, 1)[1][None],
+    "left": lambda ours: ours.chunk(2, 1)[0][None],
+    "right": lambda ours: ours.chunk(2, 1)[1][None],
     # of sources and of readers, which stand one above the other
-    "upper half": lambda ours: ours.chunk(2)[0],
-    "lower half": lambda ours: ours.chunk(2)[1],
+    "upper": lambda ours: ours.chunk(2)[0],
+    "lower": lambda ours: ours.chunk(2)[1],
 }
-SUFFIX = ".safetensors"  # of a live module's file
-KEY = "places"  # in its metadata
 
 
 @dataclass(frozen=True)
@@ -80,23 +67,6 @@ class Parameters:
             for name, value in self.state.items()
         }
 
-    def keep(self, folder: Path, name: str) -> tuple[Path, str]:
-        """Write a file that `kept` reads; its path and its SHA-256, which its name has too.
-
-        Raises SpecError."""
-        places = {
-            key: [astuple(where) for where in found] for key, found in sorted(self.places.items())
-        }
-        data = save(
-            {key: value.cpu().clone().contiguous() for key, value in self.state.items()},
-            {KEY: json.dumps(places)},
-        )
-        sha256 = hashlib.sha256(data).hexdigest()
-        path = folder.resolve() / f"{name}-{sha256[:12]}{SUFFIX}"
-        if not path.exists():
-            write_atomically(path, data, parents=True)
-        return path, sha256
-
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
@@ -118,24 +88,9 @@ def put(net: nn.Module, places: Mapping[str, Places], state: Mapping[str, Tensor
                 mine.copy_(theirs)
 
 
-def kept(path: Path) -> Parameters:
-    """The parameters in a file of `keep`. Raises SpecError."""
-    try:
-        with safe_open(path, "pt") as file:
-            places = json.loads((file.metadata() or {})[KEY])
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return Parameters(
-            state, {name: tuple(Where(*where) for where in found) for name, found in places.items()}
-        )
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise SpecError(
-            f"{path}: holds no parameters of a module ({error}); plan again, from the module"
-        ) from error
-
-
 def cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The state_dict with its floating numbers in another type."""
     return {
-        name: value.detach().to(dtype) if value.is_floating_point() else value.detach()
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None)
         for name, value in state.items()
     }

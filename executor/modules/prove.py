@@ -9,138 +9,53 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import limits
-from gnnplan.executor.modules.bind import Bound, Fields, bound, uses_dgl
+from gnnplan.executor.modules.bind import Bound, GraphFields, bound
 from gnnplan.executor.modules.cut import cut, differing, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.pieces import Mode, Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     Node,
+    Recorded,
     Unfit,
     dropout_of,
     line_of,
     record,
     tensors_of,
 )
-from gnnplan.executor.modules.structure import Structure, dgl_graph, edge_index_of
+from gnnplan.executor.modules.small import VERTICES, Small, block_of, given_of, needs_loops
+from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
-VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
-PARTS = 4
-EACH = 4  # rows of each whole number, if there are enough
 WITHIN = 1e-9
 
 
-class Small:
-    """A random graph of so many vertices, with fields of some shapes."""
-
-    def __init__(
-        self, vertices: int, x: int, vertex: Fields, edge: Fields, directed: bool, loops: bool
-    ) -> None:
-        draw = np.random.default_rng(vertices)
-        dense = draw.random((vertices, vertices)) < 1.5 / vertices
-        dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
-        dense[0, :] = False  # a vertex that reads nobody
-        if not directed:
-            dense[:, 0] = False
-            dense |= dense.T
-        np.fill_diagonal(dense, False)
-        readers, sources = np.nonzero(dense)
-        indptr = np.concatenate([[0], np.cumsum(dense.sum(1))])
-        self.vertices = vertices
-        self.x = torch.from_numpy(draw.standard_normal((vertices, x)))
-        self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in vertex.items()}
-        on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in edge.items()}
-        self.whole = Whole(indptr, sources.astype(np.int32), on_edges, loops)
-        # parts of which none reads all vertices
-        self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
-        del readers
-
-    def values(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What forward may be given, by name."""
-        edges = edge_index_of(self.whole)
-        on_edges = {name: _typed(values, dtype) for name, values in self.whole.fields.items()}
-        values: dict[str, Any] = {"vertex x": self.x.to(dtype), "edge_index": edges}
-        values |= {f"vertex {name}": _typed(v, dtype) for name, v in self.fields.items()}
-        values |= {f"edge {name}": v for name, v in on_edges.items()}
-        return values
-
-    def graph_of_dgl(self, values: Mapping[str, Any]) -> Any:
-        on_edges = {n.removeprefix("edge "): v for n, v in values.items() if n.startswith("edge ")}
-        return dgl_graph(self.whole, values["edge_index"], on_edges, None)
-
-    def block(self, own: Tensor) -> tuple[Block, Tensor]:
-        """The edges into some vertices, and the ids of these and of what they read."""
-        return block_of(self.whole, own)
-
-
-def block_of(whole: Whole, own: Tensor) -> tuple[Block, Tensor]:
-    """The edges into some vertices, and the ids of its sources, the vertices first."""
-    starts, stops = whole.indptr[own], whole.indptr[own + 1]
-    neighbours = np.concatenate([whole.indices[a:b] for a, b in zip(starts, stops, strict=True)])
-    others = np.setdiff1d(neighbours, own.numpy())
-    source = np.concatenate([own.numpy(), others]).astype(np.int64)
-    place = np.zeros(whole.vertices, dtype=np.int32)
-    place[source] = np.arange(source.size)
-    indptr = np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int32)
-    block = Block(indptr, place[neighbours], source.size)
-    block.source, block.whole = torch.from_numpy(source), whole
-    return block, block.source
-
-
-def _drawn(
-    draw: np.random.Generator, rows: int, sizes: tuple[int, ...], kind: str, kinds: int
-) -> np.ndarray:
-    if np.dtype(kind).kind in "iu":
-        numbers = draw.integers(0, kinds, (rows, *sizes))
-        if EACH * kinds <= rows and np.bincount(numbers.ravel(), minlength=kinds).min() < EACH:
-            # a module may take edges of one kind, and none has no size
-            numbers = np.resize(draw.permutation(rows) % kinds, (*sizes, rows)).T
-        return numbers.reshape(rows, *sizes).astype(kind)
-    if np.dtype(kind).kind == "b":
-        return draw.random((rows, *sizes)) < 0.5
-    return draw.random((rows, *sizes)) + 0.25
-
-
-def _typed(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def run_once(module: nn.Module, x: int, vertex: Fields, edge: Fields, directed: bool) -> None:
-    """Run forward in float32 on a small graph. Raises Unfit."""
-    small = Small(VERTICES[0], x, vertex, edge, directed, uses_dgl(module) and needs_loops(module))
-    binding = bound(module, ["x", *vertex], list(edge))
+def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What forward makes of a small graph of such fields. Raises Unfit."""
+    small = Small(VERTICES[0], graph, needs_loops(module))
+    binding = bound(module, ["x", *graph.vertex], list(graph.edge))
     with torch.no_grad():
-        _guarded(module, small, lambda: binding.call(module, given_of(binding, small)))
-
-
-def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """What forward is given of a small graph, by the graph's names."""
-    values = small.values(dtype)
-    if "g" in binding.inputs:
-        values["g"] = small.graph_of_dgl(values)
-    return {name: values[name] for name in binding.inputs}
+        run = partial(_output, module, binding, given_of(binding, small, dtype), nullcontext)
+        return _guarded(module, small, run)
 
 
 def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     """What the user's code makes, or Unfit with its line."""
-    held = sum(p.numel() * 8 for p in module.parameters())
+    held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
     try:
         with (
             _one_product(),
@@ -175,19 +90,10 @@ def _one_product() -> Iterator[None]:
         backend.use_segment_matmul = before
 
 
-def followed(
-    module: nn.Module,
-    x: int,
-    vertex: Fields,
-    edge: Fields,
-    directed: bool,
-    dtype: torch.dtype,
-    vertices: int = VERTICES[0],
-) -> tuple[Pieces, Small]:
+def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
     """The module in pieces, in both of its modes. Raises Unfit, with the line."""
-    has_dgl = uses_dgl(module)
-    small = Small(vertices, x, vertex, edge, directed, loops=has_dgl and needs_loops(module))
-    binding = bound(module, ["x", *vertex], list(edge))
+    small = Small(VERTICES[0], graph, needs_loops(module))
+    binding = bound(module, ["x", *graph.vertex], list(graph.edge))
     values = given_of(binding, small, dtype)
     modes = []
     for is_training in (True, False):
@@ -210,16 +116,38 @@ def followed(
     structure = Structure((training.program, evaluation.program))
     pieces = Pieces(module, training, evaluation, structure, dtype, small.whole.loops, binding)
     for own in small.parts:
-        block, source = small.block(own)
+        block, source = block_of(small.whole, own)
         readers = block.per_edge(torch.arange(block.n_dst))
         edges = torch.stack([block.indices.long(), readers])
         structure.look(pieces.place(small.vertices), small.whole, source, edges, block.n_dst)
     return pieces, small
 
 
-def needs_loops(module: nn.Module) -> bool:
-    """Whether a convolution of DGL refuses vertices that read nobody: users add self-loops then."""
-    return any(hasattr(part, "_allow_zero_in_degree") for part in module.modules())
+def recorded_of(
+    module: nn.Module,
+    binding: Bound,
+    values: Mapping[str, Any],
+    small: Small,
+    is_training: bool,
+    dtype: torch.dtype,
+    parts: Collection[str] = (),
+) -> tuple[nn.Module, Recorded]:
+    """A copy of the module, and what its forward computes. parts: as of `record`. Raises Unfit."""
+    try:
+        seen = copy.deepcopy(module).to(dtype)  # a forward may keep what it is given
+    except Exception as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
+    seen.train(is_training)
+    given = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
+    recorded = _guarded(
+        module,
+        small,
+        lambda: record(seen, given, lambda: binding.call(seen, given), small.vertices, parts),
+    )
+    return seen, recorded
 
 
 def _mode(
@@ -230,21 +158,8 @@ def _mode(
     is_training: bool,
     dtype: torch.dtype,
 ) -> Mode:
-    try:
-        seen = copy.deepcopy(module).to(dtype)  # a forward may keep what it is given
-    except Exception as error:
-        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
-    seen.train(is_training)
-    given = {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    seen, recorded = recorded_of(module, binding, values, small, is_training, dtype)
     trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-    recorded = _guarded(
-        module,
-        small,
-        lambda: record(seen, given, lambda: binding.call(seen, given), small.vertices),
-    )
     modules = dict(seen.named_modules())
     place = Place(tensors_of(seen), modules, small.vertices, lambda _, rows, __: rows, dtype)
     program = cut(recorded, place, trained)
@@ -266,12 +181,42 @@ def _must_keep_averages(node: Node) -> None:
         raise Unfit(f"{node.place}batch norm of {node.value.ndim} dimensions; flatten its rows")
 
 
+# What is computed instead of a module: the output, and when that has had its gradient, those of the
+# module's parameters, and its buffers, by name.
+Tried = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
+
+
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
-    for mode, is_training in ((pieces.training, True), (pieces.evaluation, False)):
+
+    def shared(is_training: bool) -> Shared:
+        mode = pieces.training if is_training else pieces.evaluation
+        return Shared(pieces, mode, small.whole, Drop(0.0, 7))
+
+    def tried(values: Mapping[str, Any], is_training: bool) -> Tried:
+        again = copy.copy(pieces)
+        own = again.module = copy.deepcopy(module).to(torch.float64)
+        found = in_parts(again, small, values, is_training)
+        return found, lambda: gradients_of(own) | dict(own.named_buffers())
+
+    must_compute(module, pieces.binding, small, shared, tried)
+
+
+def must_compute(
+    module: nn.Module,
+    binding: Bound,
+    small: Small,
+    shared: Callable[[bool], TorchFunctionMode],
+    tried: Callable[[Mapping[str, Any], bool], Tried],
+) -> None:
+    """Raise Unfit if `tried` computes something else than the module. Both are in float64.
+
+    shared: in it the module's own dropout draws what it draws in `tried`. Both are told whether it
+    is training."""
+    for is_training in (True, False):
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
-        values = given_of(pieces.binding, small, torch.float64)
-        run = partial(_output, own, pieces, values, mode, small.whole)
+        values = given_of(binding, small, torch.float64)
+        run = partial(_output, own, binding, values, partial(shared, is_training))
         expected = _guarded(module, small, run)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
@@ -284,41 +229,46 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
                     "its second call on a graph makes other rows than its first: it keeps numbers"
                     " between calls, or changes what it is given; let forward change neither"
                 )
-        again = copy.copy(pieces)
-        again.module = copy.deepcopy(module).to(torch.float64)
         try:
-            found = in_parts(again, small, values, is_training)
-            (found.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
+            output, tensors = tried(values, is_training)
+            (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             words = (str(error).strip().splitlines() or [""])[0]
             raise Unfit(
                 f"its calls of torch fail on parts of a graph ({words:.150}): a number of vertices"
                 " or edges is among them; write sizes, as x.size(0)"
             ) from error
-        _must_equal(expected, found, "output", is_training)
-        theirs = dict(own.named_parameters())
-        for name, parameter in again.module.named_parameters():
-            gradient, other = theirs[name].grad, parameter.grad
-            if not parameter.requires_grad:
-                continue
-            zeros = torch.zeros_like(parameter)
-            _must_equal(
-                zeros if gradient is None else gradient,
-                zeros if other is None else other,
-                f"gradient of {name}",
-                is_training,
-            )
-        for name, buffer in again.module.named_buffers():
-            if buffer.is_floating_point():
-                _must_equal(buffers[name], buffer, f"buffer {name}", is_training)
+        _must_equal(expected, output, "output", is_training)
+        found, gradients = tensors(), gradients_of(own)
+        for name, gradient in gradients.items():
+            mine = found.get(name)
+            if gradient is not None and mine is not None:
+                _must_equal(gradient, mine, f"gradient of {name}", is_training)
+            elif gradient is not mine:
+                raise Unfit(
+                    f"{name} has a gradient in one of forward and what is trained for it alone:"
+                    " forward does something that is not in its calls of torch"
+                )
+        for name, buffer in buffers.items():
+            mine = found.get(name)
+            if mine is not None and mine.is_floating_point():
+                _must_equal(buffer, mine, f"buffer {name}", is_training)
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """By all names of parameters."""
+    return {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _output(
-    module: nn.Module, pieces: Pieces, values: Mapping[str, Any], mode: Mode, whole: Whole
+    module: nn.Module,
+    binding: Bound,
+    values: Mapping[str, Any],
+    shared: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """What the module itself makes of a graph, with dropout as its pieces draw it."""
-    with Shared(pieces, mode, whole, Drop(0.0, 7)):
-        output = pieces.binding.call(module, values)
+    """What the module itself makes of a graph, with dropout as its twin draws it."""
+    with shared():
+        output = binding.call(module, values)
     made: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return made
 
@@ -343,7 +293,7 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
     mode = pieces.training if is_training else pieces.evaluation
     layers = [pieces.layer(number) for number in range(1, pieces.layers + 1)]
     rows = inputs_of(pieces, values, small.whole)
-    blocks = [small.block(own) for own in small.parts]
+    blocks = [block_of(small.whole, own) for own in small.parts]
     for layer in layers:
         moments = None
         if layer.norm is not None and is_training:
@@ -381,13 +331,12 @@ def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-class Shared(TorchFunctionMode):
-    """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
+class Dropouts(TorchFunctionMode):
+    """Has a module's own dropout drop by `draw`."""
 
-    def __init__(self, pieces: Pieces, mode: Mode, whole: Whole, drop: Drop) -> None:
-        super().__init__()
-        self.pieces, self.mode, self.whole, self.drop = pieces, mode, whole, drop
-        self.nodes = [node for node in mode.program.recorded.nodes if node.drops]
+    def draw(self, rows: Tensor, p: float) -> Tensor:
+        """What the next call of dropout makes of rows."""
+        raise NotImplementedError
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -398,6 +347,19 @@ class Shared(TorchFunctionMode):
         rows = args[0] if args else (kwargs or {})["input"]
         if not (training and p):
             return rows
+        out = self.draw(rows, p)
+        return rows.copy_(out) if in_place else out
+
+
+class Shared(Dropouts):
+    """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
+
+    def __init__(self, pieces: Pieces, mode: Mode, whole: Whole, drop: Drop) -> None:
+        super().__init__()
+        self.pieces, self.mode, self.whole, self.drop = pieces, mode, whole, drop
+        self.nodes = [node for node in mode.program.recorded.nodes if node.drops]
+
+    def draw(self, rows: Tensor, p: float) -> Tensor:
         node = self.nodes.pop(0)
         ids = torch.arange(len(rows))
         edges = self.mode.program.drawn.get(node)
@@ -405,5 +367,4 @@ class Shared(TorchFunctionMode):
             structure, place = self.pieces.structure, self.pieces.place(0)
             first = structure.first[edges]
             ids = pair_ids(*structure.values_on(self.whole, place, [first])[first])
-        out = drawn(rows, self.mode.numbers[node], ids, self.drop, p)
-        return rows.copy_(out) if in_place else out
+        return drawn(rows, self.mode.numbers[node], ids, self.drop, p)

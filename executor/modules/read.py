@@ -25,20 +25,14 @@ from torch.nn.parameter import is_lazy
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules import live
 from gnnplan.executor.modules.bind import Fields, GraphFields
-from gnnplan.executor.modules.convert import Converted, converted
-from gnnplan.executor.modules.convolutions import NoChain
+from gnnplan.executor.modules.chain import NoChain
+from gnnplan.executor.modules.convert import converted
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
-from gnnplan.executor.modules.parameters import SUFFIX, Parameters, cast, kept
+from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import (
-    VERTICES,
-    Small,
-    followed,
-    inputs_of,
-    prove,
-    run_once,
-)
+from gnnplan.executor.modules.prove import followed, inputs_of, prove, run_once
 from gnnplan.executor.modules.record import Unfit
+from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
@@ -59,14 +53,18 @@ class UserModule:
     """A user's module, and what it is.
 
     fields: of the Workload. arguments: that the class or function was called with, by its own
-    names. pieces: None where our layers are taken."""
+    names. trained: its pieces, or the parameters that our layers start with."""
 
     module: nn.Module
     fields: Mapping[str, Any]
     description: Module
     arguments: Mapping[str, Any]
-    parameters: Parameters | None  # of our layers
-    pieces: Pieces | None
+    trained: Parameters | Pieces
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """None where our layers are taken."""
+        return self.trained if isinstance(self.trained, Pieces) else None
 
 
 def with_user_module(
@@ -166,42 +164,49 @@ def _understood(
     else:  # it stays as it is
         with suppress(Exception):
             module = copy.deepcopy(module).to(dtype)
-    found: Converted | None = None
-    with suppress(NoChain):
-        found = converted(module, graph, own_widths)
-    if found:
-        parameters = Parameters(cast(module.state_dict(), dtype), found.places)
-        if file is None:
-            file, sha256 = parameters.keep(folder or cache_dir() / "modules", name)
-        description = Module(
-            file=str(file),
-            name=name,
-            sha256=sha256,
-            features=found.features,
-            classes=found.classes,
-            arguments=tuple(arguments.items()),
-            **found.own,
-        )
-        return UserModule(module, found.fields, description, arguments, parameters, None)
     graph = _with_its_widths(module, graph, own_widths, dtype)
-    pieces = proved(module, graph, dtype)
+    trained: Parameters | Pieces
+    try:
+        fields, own, places = converted(module, graph)
+        trained = Parameters(cast(module.state_dict(), dtype), places)
+    except NoChain:
+        trained = proved(module, graph, dtype)
+        fields, own = _described(trained, graph, dtype)
     if file is None:
-        file, sha256 = live.keep(module, folder or cache_dir() / "modules", name)
-    layers = pieces.layers
-    norms = [bool(pieces.layer(number).norm) for number in range(1, layers + 1)]
-    ends = pieces.training.program.ends is not None
-    owners = pieces.owners
+        kept = module if isinstance(trained, Pieces) else trained
+        file, sha256 = live.keep(kept, folder or cache_dir() / "modules", name)
     description = Module(
         file=str(file),
         name=name,
         sha256=sha256,
         features=graph.features,
         classes=graph.classes,
-        layers=tuple(
+        arguments=tuple(arguments.items()),
+        **own,
+    )
+    return UserModule(module, fields, description, arguments, trained)
+
+
+def _described(
+    pieces: Pieces, graph: GraphFields, dtype: torch.dtype
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Pieces as fields of a Workload and of a Module. Raises Unfit."""
+    layers = range(1, pieces.layers + 1)
+    norms = [bool(pieces.layer(number).norm) for number in layers]
+    ends = pieces.training.program.ends is not None
+    owners = pieces.owners
+    fields = {
+        "model": "own",
+        "layers": pieces.layers,
+        "norm": "batch" if any(norms) or ends else "none",
+        "dropout": 0.0,  # the module drops by itself
+    }
+    return fields, {
+        "layers": tuple(
             ModuleLayer(
                 h_in=pieces.width(number - 1),
                 h_out=pieces.width(number),
-                norm="batch" if norms[number - 1] else "none",
+                norm="batch" if has_norm else "none",
                 drops=False,
                 counted=_counted(pieces, number, dtype).model_copy(
                     update={
@@ -210,24 +215,16 @@ def _understood(
                 ),
                 shares=min((of[0] for of in owners.values() if number in of[1:]), default=0),
             )
-            for number in range(1, layers + 1)
+            for number, has_norm in zip(layers, norms, strict=True)
         ),
-        relu=False,
-        cut=True,
-        arguments=tuple(arguments.items()),
-        inputs=pieces.inputs,
-        directed=graph.directed,
-        vertex_fields=_shapes("vertex", graph.vertex, pieces),
-        edge_fields=_shapes("edge", graph.edge, pieces),
-        ends=ends,
-    )
-    fields = {
-        "model": "own",
-        "layers": layers,
-        "norm": "batch" if any(norms) or ends else "none",
-        "dropout": 0.0,  # the module drops by itself
+        "relu": False,
+        "cut": True,
+        "inputs": pieces.inputs,
+        "directed": graph.directed,
+        "vertex_fields": _shapes("vertex", graph.vertex, pieces),
+        "edge_fields": _shapes("edge", graph.edge, pieces),
+        "ends": ends,
     }
-    return UserModule(module, fields, description, arguments, None, pieces)
 
 
 def _counted(pieces: Pieces, number: int, dtype: torch.dtype) -> Counted:
@@ -241,13 +238,12 @@ def _counted(pieces: Pieces, number: int, dtype: torch.dtype) -> Counted:
 
 def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     """The module in pieces, which compute the same. Raises Unfit."""
-    shapes = graph.features, dict(graph.vertex), dict(graph.edge), graph.directed
-    pieces = cut(module, graph, dtype)
-    double, small = followed(module, *shapes, torch.float64)
+    pieces, _ = followed(module, graph, dtype)
+    double, small = followed(module, graph, torch.float64)
     if double.training.program.widths != pieces.training.program.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
-    prove(module, double, Small(VERTICES[1], *shapes, double.loops))
+    prove(module, double, Small(VERTICES[1], graph, double.loops))
     width = pieces.training.program.output.value.shape[1]
     if width != graph.classes:
         raise Unfit(
@@ -255,13 +251,6 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
             f" make the two equal, by a parameter named {ARGUMENTS['classes'][1]} for instance"
         )
     return pieces
-
-
-def cut(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
-    """The module in pieces. Raises Unfit."""
-    return followed(
-        module, graph.features, dict(graph.vertex), dict(graph.edge), graph.directed, dtype
-    )[0]
 
 
 def _with_its_widths(
@@ -273,10 +262,10 @@ def _with_its_widths(
     sizes = [p.shape[-1] for p in module.parameters() if p.ndim >= 2]
     widths = [graph.features, *dict.fromkeys(sizes)] if own[0] else [graph.features]
     for features in widths:
-        with suppress(Unfit):
-            pieces = cut(module, replace(graph, features=features), dtype)
-            classes = int(pieces.training.program.output.value.shape[1])
-            return replace(graph, features=features, classes=classes if own[1] else graph.classes)
+        with suppress(Exception):  # however it fails on rows of this width
+            found = replace(graph, features=features)
+            classes = run_once(copy.deepcopy(module), found, dtype).shape[1]
+            return replace(found, classes=classes if own[1] else graph.classes)
     return graph
 
 
@@ -284,7 +273,7 @@ def materialise(module: nn.Module, graph: GraphFields, seed: int) -> None:
     """Let lazy parameters (in_channels=-1) be made, as a first forward does. Raises Unfit."""
     if any(is_lazy(parameter) for parameter in module.parameters()):
         torch.manual_seed(seed)
-        run_once(module, graph.features, dict(graph.vertex), dict(graph.edge), graph.directed)
+        run_once(module, graph)
 
 
 @contextmanager
@@ -306,17 +295,18 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     module = workload.module
     assert module is not None
     path = Path(module.file)
-    most = MAX_PARAMETERS if path.suffix in (SUFFIX, live.PICKLED) else MAX_SOURCE
+    most = MAX_PARAMETERS if path.suffix == live.PICKLED else MAX_SOURCE
     source = read_bytes(path, most, "plan again")
     if hashlib.sha256(source).hexdigest() != module.sha256:
         raise SpecError(
             f"{path} has changed since the plan was made; plan again, or put the file back"
         )
-    if path.suffix == SUFFIX:
-        return kept(path)
     with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
         if path.suffix == live.PICKLED:
-            return _understood_again(workload, module, path, live.loaded(source))
+            kept = live.loaded(source)
+            if isinstance(kept, Parameters):
+                return kept
+            return _understood_again(workload, module, path, kept)
         torch.manual_seed(workload.seed)
         found = in_file(path, module.name)
         given = dict(module.arguments)
@@ -334,11 +324,11 @@ def _understood_again(
     try:
         materialise(made, graph, workload.seed)
         if module.cut:
-            pieces = cut(made, graph, dtype)
+            pieces, _ = followed(made, graph, dtype)
             found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]
         else:
-            again = converted(made, graph, (False, False), proves=False)
-            layers = again.own["layers"]
+            _, own, places = converted(made, graph, proves=False)
+            layers = own["layers"]
             found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
     except (Unfit, NoChain) as unfit:
         raise SpecError(f"{path}: {module.name}: {unfit}; plan again") from unfit
@@ -348,7 +338,7 @@ def _understood_again(
             f"{path}: {module.name} has layers of {found_widths} numbers, and the plan has"
             f" {planned}; the module decides them, so plan again"
         )
-    return pieces if module.cut else Parameters(made.state_dict(), again.places)
+    return pieces if module.cut else Parameters(made.state_dict(), places)
 
 
 def _shapes(kind: str, fields: Fields, pieces: Pieces) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,16 +250,21 @@ class _Unseen(Exception):
 
 
 def record(
-    module: nn.Module, given: Mapping[str, Any], call: Callable[[], Any], vertices: int
+    module: nn.Module,
+    given: Mapping[str, Any],
+    call: Callable[[], Any],
+    vertices: int,
+    parts: Collection[str] = (),
 ) -> Recorded:
     """What `call` computes, which runs the module's forward on what is `given`.
 
     given: by name, tensors that forward gets. vertices: rows of the small graph, by which a size is
-    known. Raises Unfit with the line."""
-    opaque: set[str] = set()
+    known. parts: names of those that are noted as one call each, whatever they do. Raises Unfit
+    with the line."""
+    opaque = set(parts)
     while True:
         try:
-            with _recording(module, given, vertices, opaque) as recorder:
+            with _recording(module, given, vertices, opaque, parts) as recorder:
                 output = call()
                 return recorder.finished(output)
         except _Unseen as unseen:
@@ -278,10 +283,15 @@ def record(
 
 class _Recorder(TorchFunctionMode):
     def __init__(
-        self, module: nn.Module, given: Mapping[str, Any], vertices: int, opaque: set[str]
+        self,
+        module: nn.Module,
+        given: Mapping[str, Any],
+        vertices: int,
+        opaque: set[str],
+        may_drop: Collection[str],
     ) -> None:
         super().__init__()
-        self.vertices, self.opaque = vertices, opaque
+        self.vertices, self.opaque, self.may_drop = vertices, opaque, may_drop
         self.nodes: list[Node] = []
         self.of: dict[int, Node] = {}  # by the tensor's id
         self.versions: dict[int, int] = {}
@@ -325,9 +335,9 @@ class _Recorder(TorchFunctionMode):
             if training and p >= 1.0:
                 raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
             rows = args[0] if args else kwargs["input"]
-            # what is dropped is decided where it runs
-            result = rows if in_place or not (training and p) else rows * 1.0
-            result = rows.mul_(1.0) if in_place else result * 1.0
+            # what is dropped is decided where it runs; rows tell which dropout they went through
+            factor = 1.0 + 1e-6 * node.index if node.drops else 1.0
+            result = rows.mul_(factor) if in_place else rows * factor
         else:
             result = func(*args, **kwargs)
         if before is not None and not torch.equal(before, torch.get_rng_state()):
@@ -491,7 +501,7 @@ class _Recorder(TorchFunctionMode):
                 result = run()
             finally:
                 self.is_within_opaque = False
-            if not torch.equal(before, torch.get_rng_state()):
+            if path not in self.may_drop and not torch.equal(before, torch.get_rng_state()):
                 raise Unfit(
                     f"{node.what} drops inside, where torch does not see it; drop its inputs before"
                     " (torch.nn.functional.dropout)"
@@ -570,10 +580,14 @@ def _line() -> int:
 
 @contextmanager
 def _recording(
-    module: nn.Module, given: Mapping[str, Any], vertices: int, opaque: set[str]
+    module: nn.Module,
+    given: Mapping[str, Any],
+    vertices: int,
+    opaque: set[str],
+    may_drop: Collection[str],
 ) -> Iterator[_Recorder]:
     """Note calls of torch and of modules."""
-    recorder = _Recorder(module, given, vertices, opaque)
+    recorder = _Recorder(module, given, vertices, opaque, may_drop)
     original = nn.Module.__call__
 
     def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ranks import Case
 
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.modules import live
 from gnnplan.executor.modules.parameters import Parameters, Where
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer, Workload
@@ -28,7 +29,7 @@ def jumping(case: Case, folder: Path, widths: Sequence[int], jump: Jump) -> Case
     )
 
     def workload(parameters: Parameters) -> Workload:
-        file, sha256 = parameters.keep(folder, "jumping")
+        file, sha256 = live.keep(parameters, folder, "jumping")
         module = Module(
             file=str(file),
             name="M",

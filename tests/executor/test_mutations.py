@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import Shared, Small, given_of, in_parts
+from gnnplan.executor.modules.prove import Shared, in_parts
 from gnnplan.executor.modules.read import GraphFields, read
+from gnnplan.executor.modules.small import Small, given_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -250,7 +251,8 @@ def outcome(folder: Path, body: str, more: str, directed: bool) -> str:
 
 
 def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed: bool) -> None:
-    small = Small(vertices, FEATURES, VERTEX, EDGE, directed, pieces.loops)
+    graph = GraphFields(FEATURES, CLASSES, directed, False, VERTEX, EDGE)
+    small = Small(vertices, graph, pieces.loops)
     for is_training in (True, False):
         mode = pieces.training if is_training else pieces.evaluation
         expected, found = [], []

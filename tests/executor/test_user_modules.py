@@ -1,4 +1,4 @@
-"""Users' modules of PyG and DGL: read by torch.fx, trained by us, and loaded into the other library.
+"""Users' modules of PyG and DGL: recorded, trained by us, and loaded into the other library.
 
 Every module is compared with its own library's forward and torch's own training, in float64."""
 
@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.live import loaded as kept
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.modules.parameters import kept, put
+from gnnplan.executor.modules.parameters import put
 from gnnplan.executor.modules.read import (
     read,
     read_again,
@@ -445,7 +446,7 @@ def ours(case: Case, state: dict[str, Tensor]) -> Tensor:
     """Our logits in one process, with this state_dict of the user's module."""
     problem = case.problem(1)
     net = net_of(problem.model, problem.workload)
-    put(net, made(case).parameters.places, state)
+    put(net, made(case).trained.places, state)
     return logits_of(net, problem)
 
 
@@ -531,7 +532,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
     case = Case("graph_parallel", graphs["rough"], problem.workload.model_dump(), epochs=3)
     (result,) = run_ranks(2, [case])
     assert result.losses == pytest.approx(run_ranks.alone(case).losses, rel=1e-9)
-    start = kept(Path(problem.workload.module.file))
+    start = kept(Path(problem.workload.module.file).read_bytes())
     torch.testing.assert_close(start.state, {k: v.to(start.state[k]) for k, v in before.items()})
     module.double().load_state_dict(result.weights)
     with torch.no_grad():
@@ -776,7 +777,6 @@ REFUSED = {
 }
 # what our own layers lack, and the module's own calls do
 CARRIED = {
-    "lazy": frame(PLAIN, "self.a = GCNConv(-1, 8)"),
     "unknown convolution": frame(
         PLAIN,
         "self.a = ChebConv(in_channels, 8, K=2)",
@@ -816,10 +816,6 @@ CARRIED = {
     "hook": frame(PLAIN, "self.a.register_forward_hook(lambda m, i, o: o * 3)"),
     "weight norm": frame(PLAIN, "nn.utils.parametrizations.weight_norm(self.a.lin)"),
     "output": frame("return self.b(self.a(x, edge_index).relu(), edge_index).relu()"),
-    "a model of PyG": PYG
-    + "from torch_geometric.nn import GraphSAGE\n"
-    + "def M(in_channels, out_channels):\n"
-    + "    return GraphSAGE(in_channels, 8, 2, out_channels)\n",
     "sum of sums": frame(
         "h = self.a(x, edge_index).relu()\ny = h + self.c(h, edge_index)\n"
         "return self.b((y + h).relu(), edge_index)",
@@ -842,12 +838,40 @@ CARRIED = {
     "the longest of rows": jumping(
         "return self.lin(self.m([h1, h2, h3]))", "self.m = JumpingKnowledge('max')"
     ),
-    "ReLU of a sum": jumping("return self.lin((h1 + h2 + h3).relu())"),
+    "ReLU of a sum": jumping("return self.lin((h1 + h2 - h3).relu())"),
+    "norm without weights": frame(
+        "return self.b(self.m(self.a(x, edge_index)).relu(), edge_index)",
+        "self.m = nn.BatchNorm1d(8, affine=False)",
+    ),
     "rows before their ReLU": jumping("return self.lin(y1 + h2 + h3)"),
     "some rows dropped": jumping("return self.lin(h1 + h2 + F.dropout(h3, 0.5, self.training))"),
     "a layer after rows have met": jumping(
         "return self.d(h1 + h2 + h3, edge_index)", "self.d = GCNConv(8, out_channels)"
     ),
+}
+
+
+# whose forward is no plain list of calls, and computes what our layers do
+CHAINS = {
+    "lazy": frame(PLAIN, "self.a = GCNConv(-1, 8)"),
+    "a model of PyG": PYG
+    + "from torch_geometric.nn import GraphSAGE\n"
+    + "def M(in_channels, out_channels):\n"
+    + "    return GraphSAGE(in_channels, 8, 2, out_channels)\n",
+    "by name": frame(PLAIN.replace("self.a(x, edge_index)", "self.a(x=x, edge_index=edge_index)")),
+    "no weights of edges": frame(
+        PLAIN.replace("self.a(x, edge_index)", "self.a(x, edge_index, None)")
+    ),
+    "a loop over sizes": frame(
+        "for conv in (self.a, self.b):\n    x = conv(x.relu() if x.size(1) == 8 else x, edge_index)\n"
+        "assert x.dim() == 2\nreturn x"
+    ),
+    "dropout before ReLU": frame(
+        "F.dropout(x, 0.2, self.training)  # which nobody reads\n"
+        "x = F.dropout(self.a(x, edge_index), 0.5, self.training)\n"
+        "return self.b(x.relu(), edge_index)"
+    ),
+    "ReLU of rows that have it": jumping("return self.lin((h1 + h2 + h3).relu())"),
 }
 
 
@@ -869,6 +893,14 @@ def test_what_our_layers_lack_is_run_as_it_is_written(what: str, tmp_path: Path)
     file.write_text(CARRIED[what])
     user = read(f"{file}:M", Workload(), GRAPH)
     assert user.pieces and user.description.cut and user.fields["model"] == "own"
+
+
+@pytest.mark.parametrize("what", CHAINS)
+def test_what_our_layers_compute_they_do_however_it_is_written(what: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(CHAINS[what])
+    user = read(f"{file}:M", Workload(), GRAPH)
+    assert user.pieces is None and user.fields["model"] in ("gcn", "sage")
 
 
 SUM, CAT = Jump(of="sum", relu=True), Jump(of="cat", relu=True)
@@ -1050,8 +1082,7 @@ class M(nn.Module):
 
 
 def test_a_module_is_read_without_torchs_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
-    """torch.fx had imported it to say from which line a node is: every rank started a second
-    later."""
+    """It was imported to say from which line a node is: every rank started a second later."""
     pytest.importorskip("dgl", exc_type=ImportError)
     (tmp_path / "model.py").write_text(OWN)
     (tmp_path / "program.py").write_text(READS)

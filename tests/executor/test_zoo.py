@@ -15,6 +15,7 @@ import pytest
 import torch
 from ranks import Case, Ranks
 from zoo_table import (
+    CLASSES,
     FAMILIES,
     FEATURES,
     NAMES,
@@ -26,8 +27,10 @@ from zoo_table import (
     table,
 )
 
-from gnnplan.executor.modules.prove import Small, prove
+from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.prove import prove
 from gnnplan.executor.modules.read import with_module
+from gnnplan.executor.modules.small import Small
 from gnnplan.planner import strategies as planner
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse
@@ -70,8 +73,8 @@ def verdict(name: str, directed: bool) -> str:
     except SpecError as refused:
         return str(refused).partition(f" {name.split()[1]}: ")[2]
     if pieces := user.pieces:  # else our own layers are taken
-        shapes = FEATURES, entry.vertex, entry.edge, directed
-        prove(user.module, pieces, Small(UNSEEN, *shapes, pieces.loops))
+        graph = GraphFields(FEATURES, CLASSES, directed, False, entry.vertex, entry.edge)
+        prove(user.module, pieces, Small(UNSEEN, graph, pieces.loops))
     return "carried"
 
 

@@ -32,8 +32,8 @@ from zoo_entries import Entry
 from gnnplan.executor.layers.kernels import dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.bind import GraphFields
-from gnnplan.executor.modules.prove import Shared
-from gnnplan.executor.modules.read import UserModule, cut, read, with_module
+from gnnplan.executor.modules.prove import Shared, followed
+from gnnplan.executor.modules.read import UserModule, read, with_module
 from gnnplan.executor.modules.record import DROPOUTS, dropout_of
 from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
 from gnnplan.planner.gnn.workload import Module, Workload
@@ -167,7 +167,7 @@ class Itself:
             vertex={name: tuple(shape) for name, *shape in shapes[0]},
             edge={name: tuple(shape) for name, *shape in shapes[1]},
         )
-        self.pieces = user.pieces or cut(self.module, fields, torch.float64)
+        self.pieces = user.pieces or followed(self.module, fields, torch.float64)[0]
         self.whole = Whole(graph.indptr, graph.indices, graph.edge_fields, self.pieces.loops)
         edges = edge_index_of(self.whole)
         of_edges = {name: tensor_of(value) for name, value in graph.edge_fields.items()}

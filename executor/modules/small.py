@@ -1,0 +1,101 @@
+"""Small random graphs, on which a module is followed and proved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.modules.bind import Bound, GraphFields
+from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
+from gnnplan.planner.graph.graph import Whole
+
+VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
+PARTS = 4
+EACH = 4  # rows of each whole number, if there are enough
+
+
+class Small:
+    """A random graph of so many vertices, with such fields."""
+
+    def __init__(self, vertices: int, graph: GraphFields, loops: bool) -> None:
+        draw = np.random.default_rng(vertices)
+        dense = draw.random((vertices, vertices)) < 1.5 / vertices
+        dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
+        dense[0, :] = False  # a vertex that reads nobody
+        if not graph.directed:
+            dense[:, 0] = False
+            dense |= dense.T
+        np.fill_diagonal(dense, False)
+        _, sources = np.nonzero(dense)
+        indptr = np.concatenate([[0], np.cumsum(dense.sum(1))])
+        self.vertices = vertices
+        self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
+        self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
+        on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
+        self.whole = Whole(indptr, sources.astype(np.int32), on_edges, loops)
+        # parts of which none reads all vertices
+        self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
+
+    def values(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What forward may be given, by name."""
+        edges = edge_index_of(self.whole)
+        on_edges = {name: _typed(values, dtype) for name, values in self.whole.fields.items()}
+        values: dict[str, Any] = {"vertex x": self.x.to(dtype), "edge_index": edges}
+        values |= {f"vertex {name}": _typed(v, dtype) for name, v in self.fields.items()}
+        values |= {f"edge {name}": v for name, v in on_edges.items()}
+        return values
+
+    def graph_of_dgl(self, values: Mapping[str, Any]) -> Any:
+        on_edges = {n.removeprefix("edge "): v for n, v in values.items() if n.startswith("edge ")}
+        return dgl_graph(self.whole, values["edge_index"], on_edges, None)
+
+
+def block_of(whole: Whole, own: Tensor) -> tuple[Block, Tensor]:
+    """The edges into some vertices, and the ids of its sources, the vertices first."""
+    starts, stops = whole.indptr[own], whole.indptr[own + 1]
+    neighbours = np.concatenate([whole.indices[a:b] for a, b in zip(starts, stops, strict=True)])
+    others = np.setdiff1d(neighbours, own.numpy())
+    source = np.concatenate([own.numpy(), others]).astype(np.int64)
+    place = np.zeros(whole.vertices, dtype=np.int32)
+    place[source] = np.arange(source.size)
+    indptr = np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int32)
+    block = Block(indptr, place[neighbours], source.size)
+    block.source, block.whole = torch.from_numpy(source), whole
+    return block, block.source
+
+
+def _drawn(
+    draw: np.random.Generator, rows: int, sizes: tuple[int, ...], kind: str, kinds: int
+) -> np.ndarray:
+    if np.dtype(kind).kind in "iu":
+        numbers = draw.integers(0, kinds, (rows, *sizes))
+        if EACH * kinds <= rows and np.bincount(numbers.ravel(), minlength=kinds).min() < EACH:
+            # a module may take edges of one kind, and none has no size
+            numbers = np.resize(draw.permutation(rows) % kinds, (*sizes, rows)).T
+        return numbers.reshape(rows, *sizes).astype(kind)
+    if np.dtype(kind).kind == "b":
+        return draw.random((rows, *sizes)) < 0.5
+    return draw.random((rows, *sizes)) + 0.25
+
+
+def _typed(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """What forward is given of a small graph, by the graph's names."""
+    values = small.values(dtype)
+    if "g" in binding.inputs:
+        values["g"] = small.graph_of_dgl(values)
+    return {name: values[name] for name in binding.inputs}
+
+
+def needs_loops(module: nn.Module) -> bool:
+    """Whether a convolution of DGL refuses vertices that read nobody: users add self-loops then."""
+    return any(hasattr(part, "_allow_zero_in_degree") for part in module.modules())
