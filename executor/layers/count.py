@@ -52,6 +52,10 @@ EXPONENTIALS = (
     "elu",
 )
 ARITHMETIC = ("mul", "add", "sub", "div", "pow")
+# operations that read rows by index, and that write them
+PICKS = ("index_select", "embedding", "index", "gather")
+PUTS = ("index_add", "index_put", "scatter", "scatter_add", "scatter_reduce")
+PUT_PASSES = 9.0  # over numbers that are put one by one: rows narrower than VECTOR
 # operations that do not read their first argument
 UNREAD = (
     "copy_",
@@ -153,6 +157,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = made and not func._schema.is_mutable
         is_view = is_view and all(t.untyped_storage() in storages for t in made)
         if not is_view:
+            self.work.elementwise_bytes += 2 * sum(casts)
             unread = (kwargs or {}).get("out", args[0] if name in UNREAD else None)
             self._does(name, args, [tensor for tensor in read if tensor is not unread], made)
         return out
@@ -189,7 +194,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 work.products.append((rows, h_in, second.shape[0], after))
             work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
         else:
-            work.elementwise_bytes += sum(sizes)
+            work.elementwise_bytes += _passed(name, args, made, sizes)
             if name in EXPONENTIALS:
                 work.exponentials += sum(tensor.numel() for tensor in made)
 
@@ -235,22 +240,35 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gathered | None:
-    """An operation that reads or writes rows by index, as a gather."""
+    """An operation that adds rows up by index, as a gather."""
     if name in ("_embedding_bag", "_embedding_bag_forward_only"):
         table, indices = args[:2]
         return _Gathered(indices.numel(), table.shape[1], len(table), len(made[0]))
-    if name in ("index_select", "embedding", "index", "gather"):
-        table, out = (args[0] if isinstance(args[0], Tensor) else args[1]), made[0]
-        return _Gathered(len(out), _width(out), len(table), len(out)) if out.ndim else None
     if name == "sparse_sampled_addmm":  # an inner product of two rows per edge
         edges, table = args[0], args[2].t()
         return _Gathered(edges._nnz(), table.shape[1], len(table), len(args[0]))
-    if name in ("index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_"):
-        values = next(a for a in args[::-1] if isinstance(a, Tensor))
-        if values.ndim == 0:
-            return None
-        return _Gathered(len(values), _width(values), len(values), len(made[0]))
+    if name.rstrip("_") in PUTS:
+        rows, width = _put(args, made[0])
+        # it goes from row to row, and looks for each row's place
+        return _Gathered(rows, width, rows, rows) if width >= VECTOR else None
     return None
+
+
+def _passed(name: str, args: tuple[Any, ...], made: Sequence[Tensor], sizes: list[int]) -> float:
+    """Bytes that an element-wise operation reads and writes; sizes: of all its tensors."""
+    if name in PICKS:
+        indices = [leaf for leaf in tree_leaves(args[1:]) if _is_dense(leaf)]
+        return 2.0 * _bytes(made[0]) + sum(map(_bytes, indices))
+    if name.rstrip("_") in PUTS:
+        rows, width = _put(args, made[0])
+        return PUT_PASSES * rows * width * made[0].element_size()
+    return float(sum(sizes))
+
+
+def _put(args: tuple[Any, ...], into: Tensor) -> tuple[int, int]:
+    """How many rows an operation puts or adds by index, and their width."""
+    given = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor) and leaf.ndim]
+    return max(map(len, given), default=0), _width(into)
 
 
 def _width(tensor: Tensor) -> int:
