@@ -31,13 +31,13 @@ import gnnplan.planner.graph.graph as graph_module
 from gnnplan import cli
 from gnnplan.api.asking import problem_of
 from gnnplan.executor.launch.launcher import Options
+from gnnplan.papers.published import evaluate_rows
+from gnnplan.papers.rows import COLUMNS
+from gnnplan.papers.rows import read as read_published
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.search import evaluate, search
 from gnnplan.planner.evidence import validate
-from gnnplan.planner.evidence.papers.published import evaluate_rows
-from gnnplan.planner.evidence.papers.rows import COLUMNS
-from gnnplan.planner.evidence.papers.rows import read as read_published
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster, read_workload
 from gnnplan.planner.problem.problem import Problem

@@ -46,7 +46,7 @@ AS_GOOD = {"time": "fast", "cost": "cheap", "energy": "cheap in energy"}
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
-FITTED = "fitted to"  # how the provenance of a fitted constant reads (evidence/papers/calibrate.py)
+FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
 
 
 def summarise(

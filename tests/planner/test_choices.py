@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from choices import Choice, comparisons, score
 
-from gnnplan.planner.evidence.papers import calibrate
-from gnnplan.planner.evidence.papers.choices import Choice, comparisons, score
-from gnnplan.planner.evidence.papers.question import Row
-from gnnplan.planner.evidence.papers.rows import COLUMNS, read
+from gnnplan.papers import calibrate
+from gnnplan.papers.question import Row
+from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.evidence.runs import reliability
 
 FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"

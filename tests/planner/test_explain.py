@@ -26,6 +26,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, parse
+from gnnplan.planner.vocabulary import files
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
@@ -207,8 +208,8 @@ def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
         "b,physics,sage,pipegcn_f(gamma=0.5),2,5,0.30,0.20,\n",
         encoding="utf-8",
     )
-    monkeypatch.setattr(explain, "TRACES", tmp_path)
-    explain._rows.cache_clear()
+    monkeypatch.setattr(files, "QUOTED", tmp_path)
+    files.quoted.cache_clear()
     try:
         problem = question()
         assert explain.convergence(parse("graph_parallel"), "gcn") == []
@@ -230,7 +231,7 @@ def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
             in explain.convergence(parse("granndis(max_hop=1,fanout=15)"), "gcn")[0]
         )
     finally:
-        explain._rows.cache_clear()
+        files.quoted.cache_clear()
 
 
 def test_preloading_is_told_by_our_own_prediction() -> None:

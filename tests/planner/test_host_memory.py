@@ -13,10 +13,10 @@ from examples import NIGHT
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.search import evaluate, recommend, search
-from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse

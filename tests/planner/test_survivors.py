@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gnnplan.papers.full_graph import InOrder
 from gnnplan.planner.cluster.cost import HOST_RATE, Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate
 from gnnplan.planner.decision.sensitivity import sentences
-from gnnplan.planner.evidence.papers.full_graph import InOrder
 from gnnplan.planner.evidence.runs import errors, question_name
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from gnnplan.papers.question import Question, Row
 from gnnplan.planner.cluster.spec import Cluster, Link
-from gnnplan.planner.evidence.papers.question import Question, Row
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch, expected_frontier
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named

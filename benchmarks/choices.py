@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import question, testbed
+from gnnplan.papers.published import DIFFERENT
+from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.rows import JOB
 from gnnplan.planner.decision.recommendation import outlooks
 from gnnplan.planner.decision.search import Candidate
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import question, testbed
-from gnnplan.planner.evidence.papers.published import DIFFERENT
-from gnnplan.planner.evidence.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.evidence.papers.rows import JOB
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.evidence.papers.question import Question
-from gnnplan.planner.evidence.papers.their_passes import TheirProblem
+from gnnplan.papers.question import Question
+from gnnplan.papers.their_passes import TheirProblem
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import Population, expected_frontier
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, mixing_of

@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gnnplan.papers import full_graph, mini_batch
+from gnnplan.papers.question import Question, Row, Skip, Testbeds
+from gnnplan.papers.their_passes import TheirProblem
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
-from gnnplan.planner.evidence.papers import full_graph, mini_batch
-from gnnplan.planner.evidence.papers.question import Question, Row, Skip, Testbeds
-from gnnplan.planner.evidence.papers.their_passes import TheirProblem
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
