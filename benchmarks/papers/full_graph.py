@@ -122,7 +122,7 @@ class InOrder(EstimatedLayout):
         return float((among - local) * -np.expm1(-edges_per_row))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GraNNDisProblem(TheirProblem):
     """A problem as GraNNDis' code cuts and samples it.
 

@@ -114,12 +114,7 @@ class Candidate:
         known, name = problem.known, cluster.model_dump_json()
         doubted = known.recent("drawn", name, lambda: drawn(cluster))
         # the same for all candidates on these GPUs, which share what all-reduces take there
-        there = known.recent(
-            "problem in doubt",
-            id(problem),  # which the answer keeps
-            lambda: (problem, replace(problem, cluster=doubted)),
-            most=1,
-        )[1]
+        there = known.recent("in doubt", problem, lambda: replace(problem, cluster=doubted), most=1)
         epoch_s = strategy.predict(there).epoch_s
         dtype = problem.workload.dtype
         misses = missed(cluster.device.kind, strategy.family, strategy.exact, dtype)

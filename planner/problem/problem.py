@@ -5,7 +5,7 @@ that are made of one another share what has been made (`Known`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -83,7 +83,7 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
 MOST_SCORES = 1 << 27  # of all vertices and classes, that every rank puts together for roc_auc
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """A problem; it never changes.
 
@@ -207,20 +207,12 @@ class Problem:
     @cached_property
     def cost(self) -> Cost:
         """The cost model of the cluster with ranks placed so."""
-        # a cluster of several what-ifs has arrays and no hash; what is kept keeps its cluster, and
-        # its id
-        workload = self.workload
-        asked = id(self.cluster), self.placement, self.stats.spread, workload.dtype, workload.mode
-
-        def make() -> tuple[Cost, Cluster]:
-            device = self.cluster.device.multiplying(workload.dtype)
-            if self.replays:
-                launch = np.minimum(device.launch, REPLAYED_LAUNCH)
-                device = device.model_copy(update={"launch": launch})
-            cluster = self.cluster.model_copy(update={"device": device})
-            return Cost.of(cluster, self.placement, self.stats.spread), self.cluster
-
-        return self.known.recent("cost", asked, make)[0]
+        device = self.cluster.device.multiplying(self.workload.dtype)
+        if self.replays:
+            launch = np.minimum(device.launch, REPLAYED_LAUNCH)
+            device = device.model_copy(update={"launch": launch})
+        cluster = self.cluster.model_copy(update={"device": device})
+        return Cost.of(cluster, self.placement, self.stats.spread)
 
     @property
     def replays(self) -> bool:
@@ -263,15 +255,8 @@ class Problem:
         depth, expansion = (min(depth, deepest), expansion) if several else (0, None)
         cut = groups if depth or expansion else ()
         args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
-
-        def make() -> Layout | EstimatedLayout:
-            if self.graph is None:
-                mixing = mixing_of(self.stats, self.method)
-                return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
-            return Layout(self.graph, self._owner(cut), *args)
-
-        asked = (*args[1:], cut or self.ranks, self.graph, self.stats, self.method)
-        return self.known.answer(("layout", *asked), make)
+        question = ("layout", *args[1:], cut or self.ranks)
+        return self._laid_out(question, args, lambda: self._owner(cut))
 
     def chunked(self, chunks: int) -> Layout | EstimatedLayout:
         """The rows of every chunk at every layer, as if each chunk were a rank.
@@ -279,15 +264,23 @@ class Problem:
         Each of our ranks has `chunks` of them, which follow one another: a group of the layout."""
         groups = tuple(rank for rank in range(self.ranks) for _ in range(chunks))
         args = (groups, self.workload.layers, self.model.first_varying, 0, None)
+        return self._laid_out(("chunked", *args), args, lambda: self._chunks_of_ranks(chunks))
+
+    def _laid_out(
+        self,
+        question: tuple[object, ...],
+        args: tuple[tuple[int, ...], int, int, int, Expansion | None],
+        owner: Callable[[], np.ndarray],
+    ) -> Layout | EstimatedLayout:
+        """The layout of `args`, of vertices that `owner` shares out if the graph is known."""
 
         def make() -> Layout | EstimatedLayout:
             if self.graph is None:
                 mixing = mixing_of(self.stats, self.method)
                 return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
-            return Layout(self.graph, self._chunks_of_ranks(chunks), *args)
+            return Layout(self.graph, owner(), *args)
 
-        asked = (*args, self.graph, self.stats, self.method)
-        return self.known.answer(("chunked", *asked), make)
+        return self.known.answer((*question, self.graph, self.stats, self.method), make)
 
     def batches(
         self, layout: Layout | EstimatedLayout, count: int
