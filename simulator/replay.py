@@ -10,8 +10,9 @@ from typing import Any
 
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.decision.search import Candidate, evaluate
+from gnnplan.planner.evidence.recorded import must_be_of_one_plan, read_run
 from gnnplan.planner.evidence.runs import Planned, Run, same_shape
-from gnnplan.planner.evidence.validate import compare, must_be_of_one_plan, read_run
+from gnnplan.planner.evidence.validate import compare
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError

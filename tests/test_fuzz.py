@@ -37,7 +37,7 @@ from gnnplan.papers.rows import read as read_published
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.search import evaluate, search
-from gnnplan.planner.evidence import validate
+from gnnplan.planner.evidence import recorded
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster, read_workload
 from gnnplan.planner.problem.problem import Problem
@@ -827,8 +827,8 @@ def readings(path: Path) -> dict[str, Callable[[], Any]]:
         "graph.npz": lambda: load(str(path)),
         "plan.json": lambda: plans.read(path),
         "options.json": lambda: Options.of(folder, {}, True),
-        "metrics.jsonl": lambda: validate.read_run(folder),
-        "rank0.json": lambda: validate.read_run(folder),
+        "metrics.jsonl": lambda: recorded.read_run(folder),
+        "rank0.json": lambda: recorded.read_run(folder),
         "trace.rank0.json": lambda: read_traces(folder),
         "figures.csv": lambda: read_published(path),
         "src.npy": lambda: load(str(folder)),
@@ -1058,7 +1058,7 @@ def test_runs_with_wrong_bytes(run_folder, run, data, name):
     if name == "options.json":
         obeys(name, lambda: Options.of(run, {}, True))
     else:
-        obeys(str(run), lambda: (validate.read_run(run), read_traces(run)))
+        obeys(str(run), lambda: (recorded.read_run(run), read_traces(run)))
 
 
 def test_a_world_without_end(run):

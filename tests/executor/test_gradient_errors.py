@@ -12,7 +12,7 @@ from gnnplan.executor.strategies.gradient_errors import (
     bounds,
     operator_norm,
 )
-from gnnplan.planner.evidence.validate import gradient_error
+from gnnplan.planner.evidence.recorded import gradient_error
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 
