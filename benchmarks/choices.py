@@ -106,4 +106,4 @@ def _candidate(row: Row, testbeds: Testbeds) -> Candidate:
     asked = question(row, testbeds=testbeds)
     p = asked.problem
     problem = Problem(p.stats, None, p.workload, p.cluster, p.method)
-    return Candidate(asked.strategy, asked.strategy.predict(problem), {}, problem)
+    return Candidate(asked.strategy, asked.strategy.predict(problem), problem)

@@ -20,7 +20,8 @@ import numpy as np
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second, in_mode
-from gnnplan.planner.decision.search import Candidate, SearchResult, least_needed
+from gnnplan.planner.decision.room import least_needed
+from gnnplan.planner.decision.search import Candidate, SearchResult, options
 from gnnplan.planner.decision.sweep import Axis, changes, planned, points
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
@@ -245,7 +246,9 @@ def scale(
         raise SpecError("; ".join(f"--scale {count}: {reason}" for count, reason in skipped))
     sizes: list[Size] = []
     for _, problem, found, refusal in planned(asked, exact, forced, False, notify, objective):
-        needs = None if found else least_needed(problem, exact, forced)
+        needs = None
+        if found is None:
+            needs = least_needed(problem, [forced] if forced else options(problem, exact))
         servers, mode = problem.cluster.servers, problem.workload.mode
         size = Size(problem.ranks, servers, mode, found, refusal, needs)
         if sizes and sizes[-1].gpus == size.gpus:  # in the other mode

@@ -94,7 +94,7 @@ def test_the_bandwidth_below_which_another_strategy_wins():
         TWO_SERVERS.model_copy(update=certain), mode="mini", batch=10, fanout=(2, 2), layers=2
     )
     candidates = [
-        Candidate(strategy, strategy.predict(asked), {}, asked)  # type: ignore[arg-type]
+        Candidate(strategy, strategy.predict(asked), asked)  # type: ignore[arg-type]
         for strategy in (Timed("chatty", 0.0, 1e9), Timed("silent", 1.999, 0.0))
     ]
     found = sentences(SearchResult(candidates, []))
