@@ -42,7 +42,6 @@ from gnnplan.planner.vocabulary.units import (
 MOST_CHANGES = 2  # told
 WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 WORTH_SAYING = 0.005  # of regret
-AS_GOOD = {"time": "fast", "cost": "cheap", "energy": "cheap in energy"}
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
@@ -245,7 +244,7 @@ def _loss(candidate: Candidate, best: Candidate) -> str:
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
     if gap < 0.0005:
-        return f"{candidate.strategy}{where} is as {AS_GOOD[best.objective.of]}"
+        return f"{candidate.strategy}{where} is as {best.objective.as_good}"
     return f"{candidate.strategy}{where} {show_percent(gap, 1, sign=True)}"
 
 
