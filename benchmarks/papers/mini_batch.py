@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from gnnplan.papers.formulas import p3_bytes
 from gnnplan.papers.question import Params, Question, System
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch, expected_frontier
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit
 from gnnplan.planner.strategies.p3.p3 import P3
-from gnnplan.planner.vocabulary.formulas import p3_bytes
 
 # (paper, metric) -> our operations that the metric sums up
 PARTS: dict[tuple[str, str], tuple[str, ...]] = {

@@ -59,7 +59,7 @@ Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and
     2 (c - 1) (slice) b        all-reduce of each slice over its c twins
 
 Data parallelism with features spread over servers fetches (S-1)/S f2 F b instead
-(formulas.p3_break_even). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
+(break_even.py). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
 
 See also slices.py (who has which columns) and memory.py in this folder; minibatch/step.py and
 program/ for operations; executor/strategies/p3/.
