@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 from commands import gnnplan, words, write
 
+from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.decision.search import evaluate
 from gnnplan.planner.evidence.runs import Compared, Run, summarise
 from gnnplan.planner.evidence.validate import compare_operations, fullest, per_operation
 from gnnplan.simulator.player import play

@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
-from choices import score
+from choices import reliability, score
 from commands import words
 
 from gnnplan.papers import calibrate
@@ -25,7 +25,6 @@ from gnnplan.papers.interpret import question
 from gnnplan.papers.published import DIFFERENT, evaluate_rows
 from gnnplan.papers.question import Question, Row
 from gnnplan.papers.rows import COLUMNS, read
-from gnnplan.planner.evidence.runs import reliability
 from gnnplan.planner.vocabulary.files import QUOTED
 
 FIGURES = Path(__file__).resolve().parent.parent / "traces" / "published" / "figures.csv"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.decision.search import Candidate, evaluate
 from gnnplan.planner.evidence.recorded import must_be_of_one_plan, read_run
 from gnnplan.planner.evidence.runs import Planned, Run, same_shape
 from gnnplan.planner.evidence.validate import compare

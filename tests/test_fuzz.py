@@ -36,7 +36,8 @@ from gnnplan.papers.rows import COLUMNS
 from gnnplan.papers.rows import read as read_published
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.search import evaluate, search
+from gnnplan.planner.decision.candidate import evaluate
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.evidence import recorded
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster, read_workload

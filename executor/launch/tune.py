@@ -24,8 +24,9 @@ from gnnplan.executor.ranks.machine import gpus
 from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.recommendation import LEAST_CHANCE
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, search
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.evidence.halving import (
     WARM_UP,

@@ -9,8 +9,9 @@ from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of, whole
 from gnnplan.api.view import View, of
+from gnnplan.planner.decision.candidate import Candidate, placed, unproposed
 from gnnplan.planner.decision.objective import Objective
-from gnnplan.planner.decision.search import Candidate, placed, search, unproposed
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.validate import (
     by_epoch,

@@ -1,5 +1,6 @@
 """The decision: which strategy to use, where its ranks sit, and why.
 
+    candidate.py       a strategy with its prediction, and whether it fits
     search.py          all candidates, ranked
     room.py            what would make one fit
     recommendation.py  which of them is recommended, and how sure that is

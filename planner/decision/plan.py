@@ -16,8 +16,9 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import Array, range_of
-from gnnplan.planner.decision.search import Candidate, SearchResult
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import declared, load

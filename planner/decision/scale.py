@@ -19,9 +19,10 @@ import numpy as np
 
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second, in_mode
 from gnnplan.planner.decision.room import least_needed
-from gnnplan.planner.decision.search import Candidate, SearchResult, options
+from gnnplan.planner.decision.search import SearchResult, options
 from gnnplan.planner.decision.sweep import Axis, changes, planned, points
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy

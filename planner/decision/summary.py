@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
@@ -26,7 +27,7 @@ from gnnplan.planner.decision.explain import (
     within_doubt,
 )
 from gnnplan.planner.decision.recommendation import range_of
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
@@ -221,7 +222,7 @@ def rivals(found: SearchResult) -> str:
     best, others = found.best, found.others
     if not others:
         return "nothing else fits"
-    if found.passed_over:
+    if others[0].value < best.value:
         return doubted(others[0], best)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]

@@ -20,8 +20,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.decision.candidate import Candidate, unproposed
 from gnnplan.planner.decision.objective import TIME, Objective
-from gnnplan.planner.decision.search import Candidate, SearchResult, search, unproposed
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks

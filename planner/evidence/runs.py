@@ -247,23 +247,6 @@ def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def reliability(
-    chances: Sequence[float], right: Sequence[bool], bins: int = 10
-) -> list[tuple[float, float, int, float]]:
-    """How often what was said with a chance came true: (from, to, how many, share that did).
-
-    >>> reliability([0.05, 0.95, 0.9, 1.0], [False, True, False, True], 2)
-    [(0.0, 0.5, 1, 0.0), (0.5, 1.0, 3, 0.6666666666666666)]
-    """
-    places = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
-    came = np.asarray(right)
-    return [
-        (place / bins, (place + 1) / bins, int(mask.sum()), float(came[mask].mean()))
-        for place in range(bins)
-        if (mask := places == place).any()
-    ]
-
-
 def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
     """Means over all questions; None without any."""
     if not rankings:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.decision.search import Candidate
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import WARM_UP, rows_by_class, warm_epochs
 from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
 from gnnplan.planner.strategies.program.prediction import Prediction

@@ -37,8 +37,9 @@ from gnnplan.executor.train import train
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import Objective
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.runs import Planned, Run
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choices import Choice, comparisons, score
+from choices import Choice, comparisons, reliability, score
 
 from gnnplan.papers import calibrate
 from gnnplan.papers.question import Row
 from gnnplan.papers.rows import COLUMNS, read
-from gnnplan.planner.evidence.runs import reliability
 
 FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"
 PRINTED = read(str(FIGURES))

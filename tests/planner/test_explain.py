@@ -16,7 +16,8 @@ from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.doubt import DRAWS
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import explain
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.decision.summary import certainty
 from gnnplan.planner.gnn.workload import Workload

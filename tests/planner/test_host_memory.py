@@ -12,7 +12,8 @@ from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.search import evaluate, recommend, search
+from gnnplan.planner.decision.candidate import evaluate
+from gnnplan.planner.decision.search import recommend, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load

@@ -13,7 +13,8 @@ import pytest
 from gnnplan.papers.full_graph import InOrder
 from gnnplan.planner.cluster.cost import HOST_RATE, Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate
+from gnnplan.planner.decision.candidate import Candidate, evaluate
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.evidence.runs import errors, question_name
 from gnnplan.planner.gnn.workload import Workload
