@@ -15,29 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import warm_epochs
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 
 # Weight of the prior in a refit. A factor of e on a constant costs as much as an epoch that is
 # 10 % off, so a constant that no run depends on stays as it was.
 PRIOR_WEIGHT = 0.1
 LARGEST_FACTOR = 10.0  # a larger one explains nothing
-
-
-class Planned(NamedTuple):
-    """What was run: with this the run can be predicted again, on other constants."""
-
-    problem: Problem
-    strategy: Strategy
 
 
 @dataclass(frozen=True)
@@ -62,13 +55,13 @@ class Compared:
 class Run(Compared):
     """A run whose plan is at hand, so that it can be predicted again."""
 
-    planned: Planned
+    planned: Candidate
 
     @classmethod
     def of(
         cls,
         folder: str,
-        planned: Planned,
+        planned: Candidate,
         comparison: dict[str, Any],
         metrics: Sequence[dict[str, Any]],
     ) -> Run:
@@ -303,9 +296,9 @@ SPEEDS: dict[str, Callable[[Cluster, float], Cluster]] = {
 
 def predicted_s(run: Run, factors: dict[str, float]) -> float:
     """The run's epoch on its cluster with these SPEEDS multiplied [s]."""
-    problem, strategy = run.planned
-    faster = _faster(problem.cluster, factors)
-    return float(strategy.predict(replace(problem, cluster=faster)).epoch_s)
+    problem = run.planned.problem
+    faster = replace(problem, cluster=_faster(problem.cluster, factors))
+    return float(run.planned.strategy.predict(faster).epoch_s)
 
 
 def _faster(cluster: Cluster, factors: dict[str, float]) -> Cluster:

@@ -40,7 +40,7 @@ from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import SearchResult, search
-from gnnplan.planner.evidence.runs import Planned, Run
+from gnnplan.planner.evidence.runs import Run
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -182,7 +182,7 @@ def runs_of(slower: float) -> list[Run]:
     return [
         Run.of(
             name,
-            Planned(PROBLEM, strategy),
+            Candidate.of(PROBLEM, strategy),
             {"step": {"measured_s": float(strategy.predict(there).epoch_s)}},
             [{"epoch_s": 1.0}] * 5,
         )
