@@ -245,7 +245,9 @@ def test_runs_that_memory_cannot_hold_together_start_anew_for_every_turn():
     two = found(lossy=1.0, exact=1.05).ranked
     assert fit_together(two)
     each = free_memory() / (PROBLEM.ranks * 1.5)
-    filled = [replace(one, memory={"activations": np.full(PROBLEM.ranks, each)}) for one in two]
+    filled = [replace(one) for one in two]
+    for one in filled:
+        vars(one)["memory"] = {"activations": np.full(PROBLEM.ranks, each)}
     assert not fit_together(filled) and fit_together(filled[:1])
 
 
