@@ -19,13 +19,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.fitted import read_fitted
-from gnnplan.planner.problem.inputs import (
-    Asked,
-    apply_overrides,
-    ask_workload,
-    checked,
-    overridden,
-)
+from gnnplan.planner.problem.inputs import Asked, apply_overrides, ask_workload, checked, overridden
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, suggest

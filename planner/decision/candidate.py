@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import best_placement
 from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
-from gnnplan.planner.decision.recommendation import (
-    missed,
-)
+from gnnplan.planner.decision.recommendation import missed
 from gnnplan.planner.decision.room import must_fit_servers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy

@@ -20,13 +20,7 @@ from gnnplan.planner.evidence.recorded import WARM_UP, rows_by_class, warm_epoch
 from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.schedule import Schedule
-from gnnplan.planner.vocabulary.trace import (
-    LANES,
-    Span,
-    overlap,
-    recorded_order,
-    transfer_times,
-)
+from gnnplan.planner.vocabulary.trace import LANES, Span, overlap, recorded_order, transfer_times
 from gnnplan.planner.vocabulary.units import show_percent
 
 TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed

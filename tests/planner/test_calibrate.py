@@ -9,13 +9,7 @@ import pytest
 from examples import NIGHT
 
 from gnnplan.papers import calibrate
-from gnnplan.papers.calibrate import (
-    FITS,
-    MOST,
-    Fit,
-    fit_testbed,
-    scaled,
-)
+from gnnplan.papers.calibrate import FITS, MOST, Fit, fit_testbed, scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.question import Row
 from gnnplan.papers.rows import COLUMNS

@@ -16,12 +16,7 @@ from gnnplan.planner.cluster import doubt
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import (
-    outlooks,
-    recommended,
-    regrets,
-    settled_regret,
-)
+from gnnplan.planner.decision.recommendation import outlooks, recommended, regrets, settled_regret
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load

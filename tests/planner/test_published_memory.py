@@ -8,13 +8,7 @@ import pytest
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
 from gnnplan.papers.rows import COLUMNS
-from gnnplan.papers.their_memory import (
-    EDGE,
-    UNCOUNTED,
-    fits,
-    gave_a_factor,
-    needed,
-)
+from gnnplan.papers.their_memory import EDGE, UNCOUNTED, fits, gave_a_factor, needed
 
 PIPEGCN = {
     **dict.fromkeys(COLUMNS, ""),

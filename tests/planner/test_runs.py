@@ -14,14 +14,7 @@ from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import MARGIN, missed
-from gnnplan.planner.evidence.runs import (
-    Run,
-    errors,
-    noise,
-    refit_cluster,
-    same_shape,
-    summarise,
-)
+from gnnplan.planner.evidence.runs import Run, errors, noise, refit_cluster, same_shape, summarise
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
