@@ -24,7 +24,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second, in_mode
 from gnnplan.planner.decision.room import least_needed
 from gnnplan.planner.decision.search import SearchResult, options
-from gnnplan.planner.decision.sweep import Axis, planned, points
+from gnnplan.planner.decision.sweep import planned, point
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
@@ -208,10 +208,10 @@ def problem_of(base: Problem, gpus: int) -> Problem:
         )
     if gpus > base.stats.vertices:
         raise SpecError(f"every rank needs a vertex (vertices: {base.stats.vertices:,})")
-    axes = [Axis("servers", (str(max(1, gpus // each)),))]
+    at = {"servers": str(max(1, gpus // each))}
     if gpus < each and cluster.device.kind == "cpu":
-        axes.append(Axis("gpus_per_server", (str(gpus),)))
-    [(_, problem)] = points(axes, base)
+        at["gpus_per_server"] = str(gpus)
+    problem = point(base, at)
     if gpus == problem.ranks:
         return problem
     return problem.placed(tuple(sorted(walk(problem.cluster, range(each))[:gpus])))
