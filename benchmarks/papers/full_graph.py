@@ -51,12 +51,10 @@ def _gamma(params: Params, problem: Problem) -> dict[str, Any]:
     return {"gamma": params["gamma"]} if "gamma" in params else {}
 
 
-def _stages(stages: int, params: Params, problem: Problem) -> dict[str, Any]:
-    usual = max(1, problem.ranks // stages), 4 * problem.ranks
-    return {
-        name: int(params.get(name, number))
-        for name, number in zip(("stages", "chunks"), usual, strict=True)
-    }
+def _pipeline(members: int, params: Params, problem: Problem) -> dict[str, Any]:
+    """Stages of so many ranks, and four chunks per rank, where the row does not say."""
+    stages = params.get("stages", max(1, problem.ranks // members))
+    return {"stages": int(stages), "chunks": int(params.get("chunks", 4 * problem.ranks))}
 
 
 def _sampled(params: Params, problem: Problem) -> dict[str, Any]:
@@ -75,8 +73,8 @@ def _as_it_is(params: Params, problem: Problem) -> dict[str, Any]:
 SYSTEMS: dict[str, System] = {
     "graph_parallel": ("graph_parallel", _as_it_is),
     **{name: (name, _gamma) for name in ("pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf")},
-    "gnnpipe_pipeline": ("gnnpipe", partial(_stages, 1)),
-    "gnnpipe_hybrid": ("gnnpipe", partial(_stages, 2)),
+    "gnnpipe_pipeline": ("gnnpipe", partial(_pipeline, 1)),
+    "gnnpipe_hybrid": ("gnnpipe", partial(_pipeline, 2)),
     "granndis": ("granndis", _sampled),
     "granndis_eas": ("granndis", _sampled),
     "granndis_preload": ("granndis", _as_it_is),
