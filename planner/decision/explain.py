@@ -16,7 +16,6 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import in_mode
 from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
 from gnnplan.planner.decision.search import SearchResult, evaluate_all, recommend
-from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
@@ -32,16 +31,11 @@ def explain(
     problem: Problem,
     found: SearchResult,
     exact: bool,
+    turning_points: Sequence[str],
     notify: Notify = silent,
-    turning_points: Sequence[str] | None = None,
 ) -> list[str]:
-    """All reasons, the most important first.
-
-    `turning_points` is what `sensitivity.sentences` says, if the caller has asked it already.
-    """
+    """All reasons, the most important first; `turning_points` is what sensitivity.py says."""
     best = found.best
-    if turning_points is None:
-        turning_points = sentences(found, notify)
     out = [
         f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
         f" {best.predicted.bottleneck}",
