@@ -40,7 +40,7 @@ from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.evidence import recorded
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import read_cluster, read_workload
+from gnnplan.planner.problem.inputs import overridden, read_cluster, read_workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.base import parse_call
@@ -437,7 +437,7 @@ def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, w
     (tmp_path / "s.yaml").write_text(
         "vertices: 1000000000000\nedges: 10000000000000\nfeatures: 100\nclasses: 10\n"
     )
-    cluster = read_cluster("gnnpipe_a5000", {"device.memory": "1000TB"})
+    cluster = overridden(read_cluster("gnnpipe_a5000"), {"device.memory": "1000TB"})
 
     def use() -> None:
         problem = Problem(

@@ -330,7 +330,7 @@ def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> 
 # -- diagnosis -------------------------------------------------------------------------------------
 
 
-def share_of_step(row: Row, step: Row, source: str = "predicted") -> float | None:
+def share_of_step(row: Row, step: Row) -> float | None:
     """Error of an operation's seconds over the measured step; None where nothing was predicted.
 
     An operation of 1 % of the step that takes twice as long as predicted makes the step 1 % longer:
@@ -339,9 +339,9 @@ def share_of_step(row: Row, step: Row, source: str = "predicted") -> float | Non
     >>> share_of_step({"predicted_s": 1.0, "measured_s": 3.0}, {"measured_s": 20.0})
     -0.1
     """
-    if row[f"{source}_s"] is None:
+    if row["predicted_s"] is None:
         return None
-    return float((row[f"{source}_s"] - row["measured_s"]) / step["measured_s"])
+    return float((row["predicted_s"] - row["measured_s"]) / step["measured_s"])
 
 
 def show_error(error: float) -> str:
