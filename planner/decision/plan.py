@@ -314,8 +314,6 @@ def _rule(mistake: ErrorDetails) -> str:
         return f"{where}: must be an object with a name and knobs"
     if kind in _KINDS:
         return f"{where} must be {_KINDS[kind]}, is {_JSON.get(type(mistake['input']), 'empty')}"
-    if kind == "missing":
-        return f"{where} is missing"
     return f"{where}: {mistake['msg'].replace('Input should be', 'must be')}"
 
 
