@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from choices import reliability
 from commands import words
 from measured import FULL, MINI, Study, plan, rows
 
+from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
 from gnnplan.planner.decision.plan import question
 from gnnplan.planner.decision.recommendation import outlooks, recommended
-from gnnplan.planner.decision.search import Candidate, evaluate, placed
-from gnnplan.planner.evidence.runs import reliability
 from gnnplan.planner.strategies import parse
 
 AGAIN = replace(FULL, folder=FULL.folder / "program")

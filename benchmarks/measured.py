@@ -40,9 +40,9 @@ from typing import Any
 import numpy as np
 from commands import gnnplan, words, write
 
+from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.decision.search import evaluate
-from gnnplan.planner.evidence.runs import Run, summarise
+from gnnplan.planner.evidence.runs import Compared, Run, summarise
 from gnnplan.planner.evidence.validate import compare_operations, fullest, per_operation
 from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import replay
@@ -355,10 +355,10 @@ def predict(study: Study, datasets: Path) -> None:
     write(study.rows, told)
 
 
-def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) -> list[Run]:
+def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) -> list[Compared]:
     """The rows, or those of a kind, as runs that can be summed up."""
     return [
-        Run(
+        Compared(
             "",
             f"{row['job']} {row['cluster']}",
             f"{row['job']}, {row['cluster']}",

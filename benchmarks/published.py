@@ -7,7 +7,7 @@
     figures    docs/figures/published_*.png
 
 `figures` draws the papers' own figures from predictions, with what they print as points. The file
-has the columns of planner/evidence/papers/rows.py; by default it is traces/published/figures.csv.
+has the columns of benchmarks/papers/rows.py; by default it is traces/published/figures.csv.
 """
 
 import csv
@@ -15,17 +15,17 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
+from choices import reliability, score
 from commands import words
 
-from gnnplan.planner.evidence.papers import calibrate
-from gnnplan.planner.evidence.papers import mini_batch as mini_batches
-from gnnplan.planner.evidence.papers.choices import score
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import question
-from gnnplan.planner.evidence.papers.published import DIFFERENT, evaluate_rows
-from gnnplan.planner.evidence.papers.question import Question, Row
-from gnnplan.planner.evidence.papers.rows import COLUMNS, read
-from gnnplan.planner.evidence.runs import reliability
+from gnnplan.papers import calibrate
+from gnnplan.papers import mini_batch as mini_batches
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import question
+from gnnplan.papers.published import DIFFERENT, evaluate_rows
+from gnnplan.papers.question import Question, Row
+from gnnplan.papers.rows import COLUMNS, read
+from gnnplan.planner.vocabulary.files import QUOTED
 
 FIGURES = Path(__file__).resolve().parent.parent / "traces" / "published" / "figures.csv"
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -34,7 +34,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def fit(path: str) -> None:
     """Fit and write the constants of all testbeds."""
     rows = read(path)
-    with open(calibrate.FITTED, "w", newline="", encoding="utf-8") as file:
+    with open(QUOTED / "fitted.csv", "w", newline="", encoding="utf-8") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["testbed", "constant", "factor", "rows", "sources", "datasets"])
         for each in calibrate.FITS:

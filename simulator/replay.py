@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.decision.search import Candidate, evaluate
-from gnnplan.planner.evidence.runs import Planned, Run, same_shape
-from gnnplan.planner.evidence.validate import compare, must_be_of_one_plan, read_run
+from gnnplan.planner.evidence.recorded import must_be_of_one_plan, read_run
+from gnnplan.planner.evidence.runs import Run, same_shape
+from gnnplan.planner.evidence.validate import compare
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -60,7 +61,7 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
     comparison = compare(
         candidate, schedule, played.spans, played.epoch_s(batches), measured, metrics, ranks
     )
-    run = Run.of(str(directory), Planned(problem, candidate.strategy), comparison, metrics)
+    run = Run.of(str(directory), candidate, comparison, metrics)
     return Replay(run, candidate, measured, metrics, ranks)
 
 

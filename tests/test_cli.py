@@ -456,9 +456,9 @@ def test_measure_is_kept_and_written(
     gnnplan: Call, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     import gnnplan.executor.measure.measure as module
-    from gnnplan.planner.problem.inputs import read_cluster
+    from gnnplan.planner.problem.inputs import overridden, read_cluster
 
-    measured = read_cluster("local", {"intra_node.bandwidth": "3GB/s"})
+    measured = overridden(read_cluster("local"), {"intra_node.bandwidth": "3GB/s"})
 
     def fake(
         ranks: int,

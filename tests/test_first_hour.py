@@ -17,9 +17,8 @@ from typer.testing import CliRunner, Result
 
 from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import PRESETS
-from gnnplan.planner.evidence.papers.calibrate import kept_factors
-from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.fitted import kept_factors, read_fitted
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.strategies import named, parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -162,7 +161,7 @@ def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan: Verb
     assert "constants fitted to 36 printed figures" in result.stderr
     assert "3 fitted to 36 printed figures" in document["summary"]["sure"]
     plain = read_cluster(str(PRESETS / "gnnpipe_a5000.yaml"))
-    factors = kept_factors()["gnnpipe_a5000"]
+    factors = kept_factors("gnnpipe_a5000")
     gemm = document["cluster"]["device"]["gemm"]
     assert gemm == pytest.approx(plain.device.gemm * factors["gemm"])
     assert document["cluster"]["provenance"]["device.gemm"].startswith(

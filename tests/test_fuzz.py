@@ -31,15 +31,16 @@ import gnnplan.planner.graph.graph as graph_module
 from gnnplan import cli
 from gnnplan.api.asking import problem_of
 from gnnplan.executor.launch.launcher import Options
+from gnnplan.papers.published import evaluate_rows
+from gnnplan.papers.rows import COLUMNS
+from gnnplan.papers.rows import read as read_published
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.search import evaluate, search
-from gnnplan.planner.evidence import validate
-from gnnplan.planner.evidence.papers.published import evaluate_rows
-from gnnplan.planner.evidence.papers.rows import COLUMNS
-from gnnplan.planner.evidence.papers.rows import read as read_published
+from gnnplan.planner.decision.candidate import evaluate
+from gnnplan.planner.decision.search import search
+from gnnplan.planner.evidence import recorded
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import read_cluster, read_workload
+from gnnplan.planner.problem.inputs import overridden, read_cluster, read_workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.base import parse_call
@@ -436,7 +437,7 @@ def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, w
     (tmp_path / "s.yaml").write_text(
         "vertices: 1000000000000\nedges: 10000000000000\nfeatures: 100\nclasses: 10\n"
     )
-    cluster = read_cluster("gnnpipe_a5000", {"device.memory": "1000TB"})
+    cluster = overridden(read_cluster("gnnpipe_a5000"), {"device.memory": "1000TB"})
 
     def use() -> None:
         problem = Problem(
@@ -827,8 +828,8 @@ def readings(path: Path) -> dict[str, Callable[[], Any]]:
         "graph.npz": lambda: load(str(path)),
         "plan.json": lambda: plans.read(path),
         "options.json": lambda: Options.of(folder, {}, True),
-        "metrics.jsonl": lambda: validate.read_run(folder),
-        "rank0.json": lambda: validate.read_run(folder),
+        "metrics.jsonl": lambda: recorded.read_run(folder),
+        "rank0.json": lambda: recorded.read_run(folder),
         "trace.rank0.json": lambda: read_traces(folder),
         "figures.csv": lambda: read_published(path),
         "src.npy": lambda: load(str(folder)),
@@ -1058,7 +1059,7 @@ def test_runs_with_wrong_bytes(run_folder, run, data, name):
     if name == "options.json":
         obeys(name, lambda: Options.of(run, {}, True))
     else:
-        obeys(str(run), lambda: (validate.read_run(run), read_traces(run)))
+        obeys(str(run), lambda: (recorded.read_run(run), read_traces(run)))
 
 
 def test_a_world_without_end(run):

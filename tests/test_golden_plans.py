@@ -17,7 +17,8 @@ import pytest
 from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.decision.search import placed, search
+from gnnplan.planner.decision.candidate import placed
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load

@@ -75,7 +75,8 @@ def test_a_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path):
     """Data files and the folders behind links are what a wheel loses first."""
     expected = package_files()
     folders = {Path(name).parts[1] for name in expected}
-    assert {"planner", "simulator", "executor", "traces", "cli", "py.typed"} <= folders
+    linked = {"planner", "simulator", "executor", "papers", "traces"}
+    assert linked | {"cli", "py.typed"} <= folders
     assert {Path(name).suffix for name in expected} >= {".py", ".yaml", ".csv"}
     held = names(wheel)
     extra = f"gnnplan-{__version__}.dist-info/"
@@ -214,6 +215,8 @@ def test_who_has_only_the_wheel_plans_trains_and_validates(run: Run, environment
     assert "predicted" in run(
         "gnnplan", "plan", "--graph", "reddit", "--cluster", "dgx_a100", "--json"
     )
+    figures = ROOT / "traces" / "published" / "figures.csv"
+    assert "637 figures predicted" in run("gnnplan", "validate", "--published", str(figures))
 
 
 @pytest.mark.nightly

@@ -24,8 +24,9 @@ from gnnplan.executor.ranks.machine import gpus
 from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
+from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.recommendation import LEAST_CHANCE
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, search
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.evidence.halving import (
     WARM_UP,
@@ -36,7 +37,7 @@ from gnnplan.planner.evidence.halving import (
     halve,
     least_s,
 )
-from gnnplan.planner.evidence.runs import Planned, Run, refit_cluster
+from gnnplan.planner.evidence.runs import Run, refit_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, say, silent
@@ -286,8 +287,7 @@ class _Runner:
             "predicted_s": float(candidate.predicted.epoch_s),
             "measured_s": median(self.epochs_s[index]),
         }
-        planned = Planned(candidate.problem, candidate.strategy)
-        self.runs.append(Run.of(str(run.folder), planned, {"step": step}, metrics))
+        self.runs.append(Run.of(str(run.folder), candidate, {"step": step}, metrics))
 
     def _hide(self, index: int, failed: str) -> str:
         """Hide the folder of a run that did not finish -> its error, which may name the folder."""

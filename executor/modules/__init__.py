@@ -4,6 +4,7 @@ Open
     read.py           for `with_user_module`: a file or a live module -> a problem
     make.py           for how a file is executed, and what a class is called with
     live.py           for a live module's file
+    limits.py         for what a user's code may take while it is read
     bind.py           for what forward is given, by the names of its parameters
     record.py         for forward as the calls of torch that it makes
     cut.py            for how these calls become layers

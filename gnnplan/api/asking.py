@@ -13,19 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
 from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
-from gnnplan.planner.problem.inputs import (
-    Asked,
-    apply_overrides,
-    ask_workload,
-    checked,
-    overridden,
-)
+from gnnplan.planner.problem.fitted import read_fitted
+from gnnplan.planner.problem.inputs import Asked, apply_overrides, ask_workload, checked, overridden
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, suggest

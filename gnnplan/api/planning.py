@@ -13,7 +13,7 @@ from gnnplan.api.view import Lines, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer
-from gnnplan.planner.decision.objective import LEAST, TIME, Objective, Target
+from gnnplan.planner.decision.objective import TIME, WORDS, Objective, Target
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.model import describe
@@ -478,7 +478,7 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str,
         return ", ".join(shown) or "none"
 
     fewer = any(leader.gpus < cluster.ranks for leader in leaders)
-    least = LEAST[document.get("objective", "time")].split()[0]
+    least = WORDS[document.get("objective", "time")][0].split()[0]
     return table(
         "leaders",
         rows,

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.view import View
-from gnnplan.planner.evidence.validate import (
+from gnnplan.planner.evidence.recorded import (
     gradient_error,
     read_run,
     rows_by_class,

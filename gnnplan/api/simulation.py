@@ -9,16 +9,17 @@ from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of, whole
 from gnnplan.api.view import View, of
+from gnnplan.planner.decision.candidate import Candidate, placed, unproposed
 from gnnplan.planner.decision.objective import Objective
-from gnnplan.planner.decision.search import Candidate, placed, search, unproposed
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
-from gnnplan.planner.evidence.papers.presets import read_fitted
 from gnnplan.planner.evidence.validate import (
     by_epoch,
     describe_operation,
     per_operation,
     predicted_per_operation,
 )
+from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import apply_overrides
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy

@@ -11,11 +11,8 @@ from typing import Any, overload
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
-from gnnplan.planner.evidence.validate import (
-    describe_operation,
-    show_error,
-    show_rows,
-)
+from gnnplan.planner.evidence.recorded import show_rows
+from gnnplan.planner.evidence.validate import describe_operation, show_error
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically

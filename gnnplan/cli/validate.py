@@ -64,9 +64,9 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     from collections import Counter
     from functools import partial
 
-    from gnnplan.planner.evidence.papers.calibrate import calibrated, gave_a_constant, leave_one_out
-    from gnnplan.planner.evidence.papers.published import evaluate_rows
-    from gnnplan.planner.evidence.papers.rows import read
+    from gnnplan.papers.calibrate import calibrated, gave_a_constant, leave_one_out
+    from gnnplan.papers.published import evaluate_rows
+    from gnnplan.papers.rows import read
     from gnnplan.planner.vocabulary.progress import progress
     from gnnplan.planner.vocabulary.table import column, table
     from gnnplan.planner.vocabulary.units import show_percent

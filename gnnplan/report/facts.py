@@ -14,7 +14,8 @@ import numpy as np
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.answer import Answer
-from gnnplan.planner.decision.search import Candidate, evaluate, search
+from gnnplan.planner.decision.candidate import Candidate, evaluate
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.decision.sensitivity import (
     MOST_EDGES,
     MOST_ESTIMATED,

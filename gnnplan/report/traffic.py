@@ -12,7 +12,7 @@ from gnnplan.planner.cluster import topology
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.cluster.topology import Node
-from gnnplan.planner.decision.search import Candidate
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
 from gnnplan.report.facts import Absent, Facts

@@ -1,6 +1,8 @@
 """The decision: which strategy to use, where its ranks sit, and why.
 
-    search.py          all candidates, ranked; what would make one fit
+    candidate.py       a strategy with its prediction, and whether it fits
+    search.py          all candidates, ranked
+    room.py            what would make one fit
     recommendation.py  which of them is recommended, and how sure that is
     dtypes.py          rows in float32 or in bfloat16 (--dtype auto)
     summary.py         the five lines that a plan opens with

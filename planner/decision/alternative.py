@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
 from gnnplan.planner.decision.plan import COUNTED, OUTLOOK, answer, strategy_of
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate, parts, placed
+from gnnplan.planner.decision.search import SearchResult, parts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError

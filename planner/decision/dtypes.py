@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.explain import rounded_products, rounding_cost, rounding_runs
 from gnnplan.planner.decision.plan import answer
 from gnnplan.planner.decision.recommendation import SURE_SHARE, recommended
-from gnnplan.planner.decision.search import Candidate, SearchResult
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem

@@ -6,43 +6,36 @@ choice.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import in_mode
 from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_all, recommend
-from gnnplan.planner.decision.sensitivity import sentences
+from gnnplan.planner.decision.search import SearchResult, evaluate_all, recommend
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
+from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
 NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
-TRACES = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # what was measured, as tables
 
 
 def explain(
     problem: Problem,
     found: SearchResult,
     exact: bool,
+    turning_points: Sequence[str],
     notify: Notify = silent,
-    turning_points: Sequence[str] | None = None,
 ) -> list[str]:
-    """All reasons, the most important first.
-
-    `turning_points` is what `sensitivity.sentences` says, if the caller has asked it already.
-    """
+    """All reasons, the most important first; `turning_points` is what sensitivity.py says."""
     best = found.best
-    if turning_points is None:
-        turning_points = sentences(found, notify)
     out = [
         f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
         f" {best.predicted.bottleneck}",
@@ -201,7 +194,7 @@ def rounding_runs() -> list[dict[str, Any]]:
             "points": float(row["points"]),
             "two_errors": float(row["two_errors"]),
         }
-        for row in _rows("rounding.csv")
+        for row in quoted("rounding.csv")
     ]
 
 
@@ -250,7 +243,7 @@ def convergence(strategy: Strategy, model: str) -> list[str]:
     if strategy.exact:
         return []
     rows = [
-        row for row in _rows("convergence.csv") if parse(row["strategy"]).approximates_as(strategy)
+        row for row in quoted("convergence.csv") if parse(row["strategy"]).approximates_as(strategy)
     ]
     rows = [row for row in rows if row["model"] == model] or rows
     if not rows:
@@ -367,17 +360,8 @@ def measured_errors() -> list[float]:
     """|predicted / measured - 1| of every epoch in measured.csv, all on CPU ranks over Gloo."""
     return [
         abs(float(row["predicted_s"]) / float(row["measured_s"]) - 1)
-        for row in _rows("measured.csv")
+        for row in quoted("measured.csv")
     ]
-
-
-@cache
-def _rows(name: str) -> list[dict[str, str]]:
-    path = TRACES / name
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 # -- mini-batches ------------------------------------------------------------------------------

@@ -28,8 +28,12 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.units import show_count, show_dollars, show_energy, show_time
 
-OBJECTIVES = ("time", "cost", "energy")
-LEAST = {"time": "fastest", "cost": "cheapest", "energy": "cheapest in energy"}
+# objective -> the best, better, worse and as good, in words
+WORDS = {
+    "time": ("fastest", "faster", "slower", "fast"),
+    "cost": ("cheapest", "cheaper", "dearer", "cheap"),
+    "energy": tuple(f"{word} in energy" for word in ("cheapest", "cheaper", "dearer", "cheap")),
+}
 # Standard deviation of log(epochs to an accuracy) over seeds, until runs show it. In the studies of
 # traces/convergence, 0.5 to 5 points below the best accuracy, it is 0.13 in the median, and 0.17 of
 # those in which evaluations were close enough to tell seeds apart.
@@ -91,7 +95,8 @@ class Epochs:
         logs = np.log(self._middles)
         squares = PRIOR * SEED_SPREAD**2 + float(((logs - logs.mean()) ** 2).sum())
         of_seeds = squares / (PRIOR + len(logs) - 1) * (1 + 1 / len(logs))
-        gaps = [(at - before - 1) / middle for (before, at), middle in self._with_middles()]
+        spans = zip(self.reached, self._middles, strict=True)
+        gaps = [(at - before - 1) / middle for (before, at), middle in spans]
         return float(np.sqrt(of_seeds + fmean(gap**2 for gap in gaps) / 12))
 
     @cached_property
@@ -108,10 +113,7 @@ class Epochs:
 
     @property
     def _middles(self) -> list[float]:
-        return [middle for _, middle in self._with_middles()]
-
-    def _with_middles(self) -> list[tuple[tuple[int, int], float]]:
-        return [((before, at), (before + 1 + at) / 2) for before, at in self.reached]
+        return [(before + 1 + at) / 2 for before, at in self.reached]
 
 
 @dataclass(frozen=True)
@@ -259,8 +261,8 @@ class Objective:
     target: Target | None = None
 
     def __post_init__(self) -> None:
-        if self.of not in OBJECTIVES:
-            *most, last = OBJECTIVES
+        if self.of not in WORDS:
+            *most, last = WORDS
             raise SpecError(f"--objective {self.of!r}: must be {', '.join(most)} or {last}")
 
     @property
@@ -327,20 +329,10 @@ class Objective:
         """Of what the number is."""
         return f"to an accuracy of {self.target.accuracy:g}" if self.target else "per epoch"
 
-    @property
-    def least(self) -> str:
-        """The best, in a word."""
-        return LEAST[self.of]
-
-    @property
-    def less(self) -> str:
-        """Better, in a word."""
-        return {"time": "faster", "cost": "cheaper", "energy": "cheaper in energy"}[self.of]
-
-    @property
-    def more(self) -> str:
-        """Worse, in a word."""
-        return {"time": "slower", "cost": "dearer", "energy": "dearer in energy"}[self.of]
+    least = property(lambda self: WORDS[self.of][0], doc="The best, in a word.")
+    less = property(lambda self: WORDS[self.of][1], doc="Better, in a word.")
+    more = property(lambda self: WORDS[self.of][2], doc="Worse, in a word.")
+    as_good = property(lambda self: WORDS[self.of][3], doc="As good, in a word.")
 
 
 TIME = Objective()

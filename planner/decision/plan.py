@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Required
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import Array, range_of
-from gnnplan.planner.decision.search import Candidate, SearchResult
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import declared, load
@@ -34,6 +36,7 @@ from gnnplan.planner.vocabulary.files import (
 )
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
+AGAIN = "make it again with `gnnplan plan`"
 BEFORE = "0.1.0"  # the release whose plans are still read; its field names bring a notice
 OUTLOOK = ("epoch_low_s", "epoch_high_s", "chance_fastest", "expected_regret")
 # what the objective counts of a candidate, and the 10th and 90th percentile of it
@@ -76,7 +79,7 @@ def make(
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(problem, found, turning_points),
-        "explanation": explain(problem, found, exact, notify, reasons),
+        "explanation": explain(problem, found, exact, reasons, notify),
     }
 
 
@@ -212,6 +215,9 @@ class _Rejected(TypedDict):
 
 
 class _Graph(TypedDict, total=False):
+    source: Required[str]
+    hash: Required[str]
+    directed: Required[bool]
     name: str
     vertices: int
     edges: int
@@ -222,10 +228,14 @@ class _Graph(TypedDict, total=False):
 
 
 class _Document(TypedDict, total=False):
-    """What `make` writes, but for what is checked by `_inspect`."""
+    """What `make` writes, as far as it is read again."""
 
-    graph: _Graph
-    best: _Answer
+    graph: Required[_Graph]
+    workload: Required[dict[str, Any]]
+    cluster: Required[dict[str, Any]]
+    partitioner: Required[str]
+    best: Required[_Answer]
+    exact: bool
     objective: str
     target_accuracy: Finite
     evidence: list[str]
@@ -279,48 +289,41 @@ def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
 
 def _inspect(path: str | Path, document: dict[str, Any]) -> None:
     """Raise SpecError with the file and the field if a field is not what `make` writes."""
-    again = "make it again with `gnnplan plan`"
-
-    def must_be(kind: type, field: str, value: Any) -> None:
-        if not isinstance(value, kind):
-            raise SpecError(
-                f"{path}: {field} must be {_JSON[kind]}, is {_JSON.get(type(value), 'empty')};"
-                f" {again}"
-            )
-
-    for field in ("graph", "workload", "cluster", "best"):
-        must_be(dict, field, document[field])
-    must_be(str, "partitioner", document["partitioner"])
-    for field in ("source", "hash"):
-        must_be(str, f"graph.{field}", document["graph"].get(field))
-    must_be(bool, "graph.directed", document["graph"].get("directed"))
-    must_be(bool, "exact", document.get("exact", False))
+    try:
+        _READABLE.validate_python(document, strict=True)
+    except ValidationError as error:
+        raise SpecError(f"{path}: {_rule(error.errors()[0])}; {AGAIN}") from error
     if document["partitioner"] not in METHODS:
         raise SpecError(
             f"{path}: partitioner {document['partitioner']!r} is"
             f" unknown{suggest(document['partitioner'], METHODS)}"
         )
-    try:
-        _READABLE.validate_python(document, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        rule = first["msg"].replace("Input should be", "must be")
-        kind = "an object with a name and knobs" if first["loc"][-1] == "strategy" else "an object"
-        rule = rule.replace("a valid dictionary", kind)
-        raise SpecError(f"{path}: {dotted(first['loc'])}: {rule}; {again}") from error
     checked(Cluster, document["cluster"], f"{path}: cluster.")
     checked(Workload, document["workload"], f"{path}: workload.")
-    try:
-        chosen(document)
-    except SpecError as error:
-        raise SpecError(f"{path}: best.strategy: {error}") from error
-    try:
-        placement(document)
-    except SpecError as error:
-        raise SpecError(f"{path}: best.placement: {error}") from error
+    for field, read_field in (("strategy", chosen), ("placement", placement)):
+        try:
+            read_field(document)
+        except SpecError as error:
+            raise SpecError(f"{path}: best.{field}: {error}") from error
 
 
-_JSON: dict[type, str] = {
+def _rule(mistake: ErrorDetails) -> str:
+    """The field of a mistake and what is wrong with it."""
+    where, kind = dotted(mistake["loc"]), mistake["type"]
+    if kind == "dict_type" and mistake["loc"][-1] == "strategy":
+        return f"{where}: must be an object with a name and knobs"
+    if kind in _KINDS:
+        return f"{where} must be {_KINDS[kind]}, is {_JSON.get(type(mistake['input']), 'empty')}"
+    return f"{where}: {mistake['msg'].replace('Input should be', 'must be')}"
+
+
+_KINDS = {
+    "dict_type": "an object",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+}
+_JSON = {
     dict: "an object",
     list: "a list",
     str: "text",
@@ -384,9 +387,7 @@ def strategy_of(answer: dict[str, Any]) -> Strategy:
         knobs = dict(answer["strategy"])
         return named(str(knobs.pop("name")), knobs)
     except (KeyError, TypeError, ValueError):
-        raise SpecError(
-            "must be an object with a name and knobs; make it again with `gnnplan plan`"
-        ) from None
+        raise SpecError(f"must be an object with a name and knobs; {AGAIN}") from None
 
 
 def is_exact(document: dict[str, Any]) -> bool:
@@ -401,9 +402,8 @@ def placement(document: dict[str, Any]) -> tuple[int, ...]:
     """
     cluster, places = Cluster.model_validate(document["cluster"]), document["best"].get("placement")
     servers, each = cluster.servers, cluster.gpus_per_server
-    again = "make it again with `gnnplan plan`"
     if not isinstance(places, list) or not places:
-        raise SpecError(f"must be a list with the rank, server and gpu of every rank; {again}")
+        raise SpecError(f"must be a list with the rank, server and gpu of every rank; {AGAIN}")
     found: dict[int, int] = {}
     for place in places:
         numbers = (
@@ -414,21 +414,21 @@ def placement(document: dict[str, Any]) -> tuple[int, ...]:
         if len(numbers) < 3:
             raise SpecError(
                 f"every rank needs whole numbers rank, server and gpu, found {str(place)[:80]};"
-                f" {again}"
+                f" {AGAIN}"
             )
         rank, server, gpu = numbers
         if not (0 <= server < servers and 0 <= gpu < each):
             raise SpecError(
                 f"rank {rank} sits on GPU {gpu} of server {server}, but there are {servers} servers"
-                f" of {each} GPUs, counted from 0; {again}"
+                f" of {each} GPUs, counted from 0; {AGAIN}"
             )
         if rank in found or server * each + gpu in found.values():
             raise SpecError(
-                f"a rank or a GPU is there twice (rank {rank}, server {server}, GPU {gpu}); {again}"
+                f"a rank or a GPU is there twice (rank {rank}, server {server}, GPU {gpu}); {AGAIN}"
             )
         found[rank] = server * each + gpu
     if sorted(found) != list(range(len(found))):
-        raise SpecError(f"ranks must count from 0 to {len(found) - 1} without a gap; {again}")
+        raise SpecError(f"ranks must count from 0 to {len(found) - 1} without a gap; {AGAIN}")
     return tuple(found[rank] for rank in range(len(found)))
 
 

@@ -11,17 +11,20 @@ point of a sweep (sweep.py) at which all of its GPUs are used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second, in_mode
-from gnnplan.planner.decision.search import Candidate, SearchResult, least_needed
-from gnnplan.planner.decision.sweep import Axis, changes, planned, points
+from gnnplan.planner.decision.room import least_needed
+from gnnplan.planner.decision.search import SearchResult, options
+from gnnplan.planner.decision.sweep import planned, point
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
@@ -103,18 +106,16 @@ class Scaling:
     @cached_property
     def slower_from(self) -> Size | None:
         """The size from which on all are slower than the fastest, a smaller one; None: no such."""
-        fastest = self.fastest
-        return next(
-            (s for s in self.fitting if s.gpus > fastest.gpus and s.time_s > fastest.time_s), None
-        )
+        return self._from(self.fastest, lambda size: size.time_s)
 
     @cached_property
     def worse_from(self) -> Size | None:
         """The size from which on all have more of the objective than the best, a smaller one."""
-        best = self.best
-        return next(
-            (s for s in self.fitting if s.gpus > best.gpus and s.best.value > best.best.value), None
-        )
+        return self._from(self.best, lambda size: size.best.value)
+
+    def _from(self, least: Size, of: Callable[[Size], float]) -> Size | None:
+        larger = (size for size in self.fitting if size.gpus > least.gpus)
+        return next((size for size in larger if of(size) > of(least)), None)
 
     @cached_property
     def enough(self) -> Size:
@@ -134,16 +135,15 @@ class Scaling:
     @property
     def takes_over(self) -> list[tuple[int, str, str]]:
         """Where another strategy is recommended than on fewer GPUs: (GPUs, from, to)."""
-        axis = Axis("gpus", tuple(str(size.gpus) for size in self.fitting))
-        table = [
-            {
-                "at": {"gpus": str(size.gpus)},
-                "best": str(size.best.strategy),
-                "family": size.best.strategy.name,
-            }
-            for size in self.fitting
+        pairs = (
+            (size.gpus, before.best.strategy, size.best.strategy)
+            for before, size in pairwise(self.fitting)
+        )
+        return [
+            (gpus, str(a), str(b)) if a.name == b.name else (gpus, a.name, b.name)
+            for gpus, a, b in pairs
+            if str(a) != str(b)
         ]
-        return [(int(turn["value"]), turn["from"], turn["to"]) for turn in changes([axis], table)]
 
     def speedup(self, size: Size) -> float:
         """How many times as fast as the first size."""
@@ -208,10 +208,10 @@ def problem_of(base: Problem, gpus: int) -> Problem:
         )
     if gpus > base.stats.vertices:
         raise SpecError(f"every rank needs a vertex (vertices: {base.stats.vertices:,})")
-    axes = [Axis("servers", (str(max(1, gpus // each)),))]
+    at = {"servers": str(max(1, gpus // each))}
     if gpus < each and cluster.device.kind == "cpu":
-        axes.append(Axis("gpus_per_server", (str(gpus),)))
-    [(_, problem)] = points(axes, base)
+        at["gpus_per_server"] = str(gpus)
+    problem = point(base, at)
     if gpus == problem.ranks:
         return problem
     return problem.placed(tuple(sorted(walk(problem.cluster, range(each))[:gpus])))
@@ -245,7 +245,9 @@ def scale(
         raise SpecError("; ".join(f"--scale {count}: {reason}" for count, reason in skipped))
     sizes: list[Size] = []
     for _, problem, found, refusal in planned(asked, exact, forced, False, notify, objective):
-        needs = None if found else least_needed(problem, exact, forced)
+        needs = None
+        if found is None:
+            needs = least_needed(problem, [forced] if forced else options(problem, exact))
         servers, mode = problem.cluster.servers, problem.workload.mode
         size = Size(problem.ranks, servers, mode, found, refusal, needs)
         if sizes and sizes[-1].gpus == size.gpus:  # in the other mode

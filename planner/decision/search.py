@@ -2,137 +2,47 @@
 
 Candidates that fit are ranked by what the objective makes of their closed form (objective.py);
 recommendation.py says which is recommended, and how sure that is.
-The others are rejected with a reason; where none fits, the error says what would.
+The others are rejected with a reason; where none fits, the error says what would (room.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import insort
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from heapq import heapify, heappop, heappush
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner import strategies
-from gnnplan.planner.cluster.doubt import DRAWS, drawn, factors
-from gnnplan.planner.cluster.placement import best_placement, walk
-from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
-from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
+from gnnplan.planner.cluster.doubt import factors
+from gnnplan.planner.cluster.placement import walk
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.candidate import Candidate, evaluate, evaluate_or_save_memory, placed
+from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.recommendation import (
     Outlook,
     Settled,
-    missed,
     outlooks,
     recommended,
     settled_regret,
 )
+from gnnplan.planner.decision.room import smallest_change
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Strategy
-from gnnplan.planner.strategies.minibatch.host_memory import fits, fullest
-from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_bytes, show_count
+from gnnplan.planner.vocabulary.units import show_count
 
 # Candidates that are predicted to be worse than the best exact one by more than this factor are
 # not recommended in any doubt, and their epochs need not be drawn.
 FAR = 4.0
 MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A strategy that fits, with its prediction; `problem.placement` has the GPUs of its ranks."""
-
-    strategy: Strategy
-    predicted: Prediction
-    memory: Memory
-    problem: Problem
-    objective: Objective = TIME
-
-    @property
-    def value(self) -> float:
-        """What the best candidate has least of: by default its epoch [s]."""
-        epoch_s = float(self.predicted.epoch_s)
-        return float(self.objective.value(self.problem, self.strategy, epoch_s))
-
-    @property
-    def drawn(self) -> NDArray[np.float64]:
-        """The same in each draw of what is not known for sure [DRAWS]."""
-        return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
-
-    @property
-    def epochs(self) -> Epochs | None:
-        """How many it needs to the objective's accuracy; None where no accuracy is asked for."""
-        target = self.objective.target
-        return target.epochs(self.problem, self.strategy) if target else None
-
-    @property
-    def time_s(self) -> float:
-        """Its epoch, or all epochs to the objective's accuracy [s]."""
-        return float(self.predicted.epoch_s) * (self.epochs.usual if self.epochs else 1.0)
-
-    @property
-    def drawn_time_s(self) -> NDArray[np.float64]:
-        """The same in each draw [DRAWS] [s]."""
-        return self.drawn_s * (self.epochs.drawn if self.epochs else 1.0)
-
-    @property
-    def is_comparable(self) -> bool:
-        """Whether its accuracy is known: it is exact, or runs reached the target with it."""
-        return self.strategy.exact or self.objective.target is not None
-
-    @property
-    def memory_bytes(self) -> float:
-        """Memory of the fullest rank [B]."""
-        return float(sum(self.memory.values(), np.zeros(1)).max())
-
-    @cached_property
-    def host_bytes(self) -> float:
-        """Graph data in the fullest server's memory [B]; 0 where a rank's memory includes it."""
-        if self.problem.cluster.device.kind == "cpu":
-            return 0.0
-        return sum(fullest(self.problem, self.strategy).values())
-
-    @property
-    def dollars(self) -> float | None:
-        """Price of an epoch [$], where the cluster has a price; servers are rented whole."""
-        per_second = dollars_per_second(self.problem)
-        return None if per_second is None else per_second * float(self.predicted.epoch_s)
-
-    @cached_property
-    def drawn_s(self) -> NDArray[np.float64]:
-        """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
-        problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
-        known, name = problem.known, cluster.model_dump_json()
-        doubted = known.recent("drawn", name, lambda: drawn(cluster))
-        # the same for all candidates on these GPUs, which share what all-reduces take there
-        there = known.recent(
-            "problem in doubt",
-            id(problem),  # which the answer keeps
-            lambda: (problem, replace(problem, cluster=doubted)),
-            most=1,
-        )[1]
-        epoch_s = strategy.predict(there).epoch_s
-        dtype = problem.workload.dtype
-        misses = missed(cluster.device.kind, strategy.family, strategy.exact, dtype)
-        return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
-
-    def chance_faster(self, other: Candidate) -> float:
-        """The share of draws in which it has less of what the objective counts than the other."""
-        return float((self.drawn < other.drawn).mean())
-
-    def fullest(self) -> dict[str, float]:
-        """Memory by use on the fullest rank [B]."""
-        rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))
-        return {use: float(per_rank[rank]) for use, per_rank in self.memory.items()}
 
 
 @dataclass(frozen=True)
@@ -165,11 +75,7 @@ class SearchResult:
 
     def outlook(self, candidate: Candidate) -> Outlook:
         """How sure it is that a candidate is the right choice."""
-        return next(
-            outlook
-            for other, outlook in zip(self.ranked, self.outlooks, strict=True)
-            if other is candidate
-        )
+        return self.outlooks[self.ranked.index(candidate)]
 
     @cached_property
     def rivals(self) -> list[Candidate]:
@@ -205,11 +111,6 @@ class SearchResult:
         best = self.best
         return [candidate for candidate in self.ranked if candidate is not best]
 
-    @property
-    def passed_over(self) -> list[Candidate]:
-        """Candidates that are predicted to be better than the recommended one."""
-        return [c for c in self.others if c.value < self.best.value]
-
 
 def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
     """What the objective counts of the candidates in each draw [candidates, DRAWS]."""
@@ -232,104 +133,6 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
 def families(problem: Problem) -> list[type[Strategy]]:
     """The families that train on the full graph, or on mini-batches, as the workload asks."""
     return [family for family in strategies.families() if family.mode == problem.workload.mode]
-
-
-def evaluate(
-    problem: Problem,
-    strategy: Strategy,
-    objective: Objective = TIME,
-    predicted: Prediction | None = None,
-) -> Candidate:
-    """The strategy's prediction, unless it is `predicted` already, and memory on its GPUs.
-
-    Raises SpecError where its knobs do not suit the problem, or no run says how many epochs it
-    needs; Infeasible where it does not fit.
-    """
-    strategy = strategy.settle(problem)
-    strategy.check(problem)
-    if why := objective.uncovered(problem, strategy):
-        raise SpecError(why)
-    check_host_memory(problem, strategy)
-    predicted, memory = predicted or strategy.predict(problem), strategy.memory(problem)
-    candidate = Candidate(strategy, predicted, memory, problem, objective)
-    room = problem.cluster.device.memory
-    if candidate.memory_bytes > room:
-        use, most = max(candidate.fullest().items(), key=lambda item: item[1])
-        raise Infeasible(
-            f"{strategy} needs {show_bytes(candidate.memory_bytes)} on its fullest rank but a"
-            f" {problem.cluster.device.name} has {show_bytes(room)}; most of it is {use}"
-            f" ({show_bytes(most)})"
-        )
-    return candidate
-
-
-def check_host_memory(problem: Problem, strategy: Strategy) -> None:
-    """Raises Infeasible where servers' memories cannot hold the strategy's graph data."""
-    room = problem.cluster.graph_room
-    if room == np.inf or fits(problem, strategy):
-        return
-    held = fullest(problem, strategy)
-    by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
-    less = next((s for s in strategy.more_spread(problem) if fits(problem, s)), None)
-    raise Infeasible(
-        f"{strategy} has {show_bytes(sum(held.values()))} of the graph in a server's memory"
-        f" ({by_use}) but there is {show_bytes(room)} (host_memory); use"
-        f" {f'{less} or ' if less else ''}--set host_memory={gigabytes(sum(held.values()))}"
-    )
-
-
-def gigabytes(nbytes: float) -> str:
-    """A size for --set, rounded up so that it suffices."""
-    return f"{np.ceil(nbytes / 1e9 * 1.001 * 100) / 100:g}GB"
-
-
-def evaluate_or_save_memory(
-    problem: Problem, strategy: Strategy, objective: Objective = TIME
-) -> Candidate:
-    """`evaluate`, with less memory and more computation where it would not fit otherwise."""
-    try:
-        return evaluate(problem, strategy, objective)
-    except Infeasible as error:
-        with_less_memory = strategy.settle(problem).with_less_memory()
-        if with_less_memory is not None:
-            with suppress(Infeasible):
-                return evaluate(problem, with_less_memory, objective)
-        raise error
-
-
-def unproposed(
-    problem: Problem, strategy: Strategy, objective: Objective = TIME
-) -> Candidate | None:
-    """The strategy as it is on all GPUs, where plans propose no variant of its family; else None.
-
-    Raises SpecError, Infeasible.
-    """
-    if next(iter(type(strategy).candidates(problem)), None) is not None:
-        return None
-    return evaluate(placed(problem, strategy), strategy, objective)
-
-
-def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:
-    """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
-
-    Ranks stay in order where that is predicted to be faster: `best_placement` adds up exchanges one
-    by one, but the stages of a pipeline exchange at the same time. They also do where computation
-    and waiting alone take `limit_s` [s], for then no placement wins. Raises SpecError.
-    """
-    strategy = strategy.settle(problem)
-    strategy.check(problem)
-    gpus = tuple(sorted(problem.cost.placement))
-    in_order = problem.placed(gpus)
-    if limit_s < np.inf:
-        predicted = strategy.predict(in_order)
-        if float(predicted.epoch_s - predicted.comm_s) >= limit_s:
-            return in_order
-    chosen = problem.placed(
-        best_placement(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
-    )
-    if chosen.placement == in_order.placement:
-        return in_order
-    return min((chosen, in_order), key=lambda there: float(strategy.predict(there).epoch_s))
 
 
 def search(
@@ -366,10 +169,9 @@ def search(
     if not ranked:
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
         raise Infeasible(
-            f"nothing fits:\n  {reasons}\n"
-            f"{smallest_change(problem, partial(_and_with_less_memory, exact=exact))}"
+            f"nothing fits:\n  {reasons}\n{smallest_change(problem, partial(options, exact=exact))}"
         )
-    ranked.sort(key=lambda candidate: candidate.value)
+    ranked.sort(key=_value)
     return SearchResult(ranked, rejected)
 
 
@@ -381,7 +183,7 @@ def evaluate_all(
     Raises SpecError where the objective lacks numbers.
     """
     if objective.target:
-        objective.target.must_cover(problem, _candidates(problem, exact))
+        objective.target.must_cover(problem, candidates(problem, exact))
     ranked: list[Candidate] = []
     rejected: list[tuple[str, str]] = []
     for family in families(problem):
@@ -425,11 +227,11 @@ def on_fewer(
     limit = least_of(on_all)
     exact_ones: list[Candidate] = []
     for gpus in parts(problem.cluster):
-        smaller, waiting = problem.placed(gpus), list[_Waiting]()
+        smaller, waiting = problem.placed(gpus), list[Candidate]()
         if objective.at_least(smaller, least(problem, len(gpus))) >= limit:
             continue
         limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
-        for number, strategy in enumerate(_candidates(smaller, exact)):
+        for strategy in candidates(smaller, exact):
             notify(
                 "evaluating candidates",
                 f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
@@ -438,8 +240,8 @@ def on_fewer(
                 settled = strategy.settle(smaller)
                 limit_s = limits[settled.exact] / float(objective.value(smaller, settled, 1.0))
                 there = placed(smaller, strategy, limit_s)
-                waiting.append(_Waiting.of(number, there, strategy, objective))
-        fitting = _fitting(waiting, objective)
+                waiting.append(Candidate.of(there, strategy, objective))
+        fitting = _fitting(waiting)
         if least_one := next(fitting, None):
             found.append(least_one)
             exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
@@ -450,44 +252,26 @@ def on_fewer(
     return found + [candidate for candidate in exact_ones if candidate is best]
 
 
-class _Waiting(NamedTuple):
-    """A strategy of which it is not known yet whether it fits; smaller if it is better."""
-
-    value: float
-    number: int  # its place among the candidates
-    problem: Problem
-    strategy: Strategy
-    predicted: Prediction
-
-    @classmethod
-    def of(
-        cls, number: int, problem: Problem, strategy: Strategy, objective: Objective
-    ) -> _Waiting:
-        strategy = strategy.settle(problem)
-        predicted = strategy.predict(problem)
-        value = float(objective.value(problem, strategy, float(predicted.epoch_s)))
-        return cls(value, number, problem, strategy, predicted)
-
-
-def _fitting(waiting: list[_Waiting], objective: Objective) -> Iterator[Candidate]:
+def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
     """Those that fit, the best first; a caller that needs a few asks no other's memory.
 
     One that does not fit waits again with less memory and more computation.
     """
-    heapify(waiting)
+    waiting.sort(key=_value)
     while waiting:
-        one = heappop(waiting)
+        one = waiting.pop(0)
         try:
-            yield evaluate(one.problem, one.strategy, objective, one.predicted)
-        except SpecError:
-            continue  # no run says how many epochs it needs
+            yield one.that_fits()
         except Infeasible:
             with_less_memory = one.strategy.with_less_memory()
             if with_less_memory is not None:
                 with suppress(SpecError):
-                    heappush(
-                        waiting, _Waiting.of(one.number, one.problem, with_less_memory, objective)
-                    )
+                    again = Candidate.of(one.problem, with_less_memory, one.objective)
+                    insort(waiting, again, key=_value)
+
+
+def _value(candidate: Candidate) -> float:
+    return candidate.value
 
 
 def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float:
@@ -546,7 +330,7 @@ def least(problem: Problem, ranks: int) -> float:
     return float(sum(problem.cost.compute_s(one) for one in work))
 
 
-def _candidates(problem: Problem, exact: bool) -> Iterator[Strategy]:
+def candidates(problem: Problem, exact: bool) -> Iterator[Strategy]:
     """One by one: who evaluates one before it asks for the next finds its program built."""
     return (
         s
@@ -556,119 +340,11 @@ def _candidates(problem: Problem, exact: bool) -> Iterator[Strategy]:
     )
 
 
-def _and_with_less_memory(problem: Problem, exact: bool) -> list[Strategy]:
+def options(problem: Problem, exact: bool) -> list[Strategy]:
+    """All candidates, and each with less memory and more computation."""
     return [
         s
-        for plain in _candidates(problem, exact)
+        for plain in candidates(problem, exact)
         for s in (plain, plain.settle(problem).with_less_memory())
         if s is not None
     ]
-
-
-def smallest_change(problem: Problem, options: Callable[[Problem], list[Strategy]]) -> str:
-    """How much memory per device or server, or how many servers, would make room for an option.
-
-    Servers are estimated from the graph's statistics.
-    """
-    words = []
-    needs = needs_of(problem, options(problem))
-    room, host_room = problem.cluster.device.memory, problem.cluster.graph_room
-    if larger_gpu := [(need, name) for need, host, name in needs if host <= host_room]:
-        words.append(_enough("device.memory", larger_gpu))
-    if larger_host := [
-        (host, name) for need, host, name in needs if need <= room and host > host_room
-    ]:
-        words.append(_enough("host_memory", larger_host))
-    if needs and not words:
-        need, host, name = min(needs)
-        words.append(
-            f"--set device.memory={gigabytes(need)} --set host_memory={gigabytes(host)} would fit"
-            f" {name}"
-        )
-
-    @cache
-    def with_servers(servers: int) -> str | None:
-        """A strategy that fits on so many servers."""
-        cluster = problem.cluster.model_copy(
-            update={
-                "servers": servers,
-                "inter_node": problem.cluster.inter_node or problem.cluster.intra_node,
-            }
-        )
-        if cluster.ranks > min(problem.stats.vertices, MOST_RANKS):
-            return None
-        larger = replace(
-            problem,
-            graph=None,
-            method=method,
-            cluster=cluster,
-            placement=(),
-        )
-        fitting = (
-            str(s.settle(larger))
-            for s in options(larger)
-            if (both := needed(larger, s)) is not None
-            and both[0] <= cluster.device.memory
-            and both[1] <= cluster.graph_room
-        )
-        return next(fitting, None)
-
-    # no real cut of a graph is worse than a random one, so the proposed number suffices
-    method = problem.method if problem.graph is None else "random"
-    few = problem.cluster.servers
-    many = next((few * factor for factor in (2, 4, 8, 16, 32, 64) if with_servers(few * factor)), 0)
-    if many:
-        few = many // 2
-        while many - few > 1:
-            between = (few + many) // 2
-            few, many = (few, between) if with_servers(between) else (between, many)
-        words.append(f"--set servers={many} ({with_servers(many)}, estimated)")
-    if not words and not needs:
-        return "more memory would not help"
-    if not words:
-        return "no memory per device and no number of servers up to 64 times as many would fit"
-    return f"the smallest change that would fit: {' or '.join(words)}"
-
-
-def _enough(field: str, needs: list[tuple[float, str]]) -> str:
-    """The least of a memory that suffices for one of (bytes, strategy)."""
-    least = gigabytes(min(needs)[0])
-    name = next(name for need, name in needs if need <= float(least.removesuffix("GB")) * 1e9)
-    return f"--set {field}={least} would fit {name}"
-
-
-def needs_of(problem: Problem, options: Sequence[Strategy]) -> list[tuple[float, float, str]]:
-    """What `needed` says of every option that suits the problem, and the option's name."""
-    return [
-        (*both, str(strategy.settle(problem)))
-        for strategy in options
-        if (both := needed(problem, strategy)) is not None
-    ]
-
-
-def least_needed(
-    problem: Problem, exact: bool = False, forced: Strategy | None = None
-) -> float | None:
-    """The least memory of a device [B] in which a strategy fits, or `forced`; None: none suits.
-
-    Of those that servers have the memory for, if there are any.
-    """
-    options = [forced] if forced else _and_with_less_memory(problem, exact)
-    needs = needs_of(problem, options)
-    there = [need for need, host, _ in needs if host <= problem.cluster.graph_room]
-    return min(there or [need for need, *_ in needs], default=None)
-
-
-def needed(problem: Problem, strategy: Strategy) -> tuple[float, float] | None:
-    """Memory of the fullest rank, and of the fullest server for graph data where it is limited [B].
-
-    None where the strategy does not suit the problem.
-    """
-    try:
-        strategy = strategy.settle(problem)
-        strategy.check(problem)
-        on_rank = float(sum(strategy.memory(problem).values(), np.zeros(1)).max())
-        limited = problem.cluster.graph_room < np.inf
-        return on_rank, sum(fullest(problem, strategy).values()) if limited else 0.0
-    except SpecError:
-        return None

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.search import Candidate, SearchResult, recommend, search
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.search import SearchResult, recommend, search
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.progress import Notify, silent

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
@@ -26,7 +27,7 @@ from gnnplan.planner.decision.explain import (
     within_doubt,
 )
 from gnnplan.planner.decision.recommendation import range_of
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate_or_save_memory
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
@@ -42,11 +43,10 @@ from gnnplan.planner.vocabulary.units import (
 MOST_CHANGES = 2  # told
 WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 WORTH_SAYING = 0.005  # of regret
-AS_GOOD = {"time": "fast", "cost": "cheap", "energy": "cheap in energy"}
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
-FITTED = "fitted to"  # how the provenance of a fitted constant reads (evidence/papers/calibrate.py)
+FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
 
 
 def summarise(
@@ -222,7 +222,7 @@ def rivals(found: SearchResult) -> str:
     best, others = found.best, found.others
     if not others:
         return "nothing else fits"
-    if found.passed_over:
+    if others[0].value < best.value:
         return doubted(others[0], best)
     exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
     families = [c for c in others if c.strategy.family != best.strategy.family]
@@ -245,7 +245,7 @@ def _loss(candidate: Candidate, best: Candidate) -> str:
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
     if gap < 0.0005:
-        return f"{candidate.strategy}{where} is as {AS_GOOD[best.objective.of]}"
+        return f"{candidate.strategy}{where} is as {best.objective.as_good}"
     return f"{candidate.strategy}{where} {show_percent(gap, 1, sign=True)}"
 
 

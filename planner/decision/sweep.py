@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -20,9 +20,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.decision.candidate import Candidate, unproposed
 from gnnplan.planner.decision.objective import TIME, Objective
-from gnnplan.planner.decision.search import Candidate, SearchResult, search, unproposed
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import Strategy
@@ -88,23 +88,22 @@ def points(
     out = []
     for values in product(*(axis.values for axis in swept)):
         at = {axis.field: value for axis, value in zip(swept, values, strict=True)}
-        cluster, workload = _where(base.cluster, base.workload, settings, at, read)
-        out.append((at, Problem(base.stats, base.graph, workload, cluster, base.method)))
+        out.append((at, point(base, at, settings, read)))
     return out
 
 
-def _where(
-    cluster: Cluster,
-    workload: Workload,
-    settings: Sequence[str],
-    at: dict[str, str],
-    read: Callable[[str], Cluster],
-) -> tuple[Cluster, Workload]:
-    """The cluster and the workload with the settings applied, and then the values of this point.
+def point(
+    base: Problem,
+    at: Mapping[str, str],
+    settings: Sequence[str] = (),
+    read: Callable[[str], Cluster] = read_cluster,
+) -> Problem:
+    """The problem with the settings applied, and then the values of this point.
 
     Fewer GPUs per server are the first ones of the cluster's lists (islands, switches, NICs). More
-    ranks on a CPU share its cores.
+    ranks on a CPU share its cores. Raises SpecError.
     """
+    cluster = base.cluster
     if DEVICE in at:
         other = read(at[DEVICE])
         price = cluster.price if other.device == cluster.device else other.price
@@ -116,14 +115,14 @@ def _where(
     ):
         cluster = with_ranks(cluster, each * cluster.servers)
     values = [f"{field}={value}" for field, value in at.items() if field != DEVICE]
-    cluster, workload = apply_overrides(cluster, workload, [*settings, *values])
+    cluster, workload = apply_overrides(cluster, base.workload, [*settings, *values])
     for field in ("batch", "fanout"):
         if field in at and workload.mode == "full":
             raise SpecError(
                 f"--sweep {field}: the plan trains on the full graph (mode: full), which has none;"
                 " add --set mode=mini"
             )
-    return cluster, workload
+    return Problem(base.stats, base.graph, workload, cluster, base.method)
 
 
 class Planned(NamedTuple):

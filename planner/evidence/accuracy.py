@@ -11,7 +11,7 @@ from typing import Any
 
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.objective import Objective, Target, Training
-from gnnplan.planner.evidence.validate import MAX_METRICS
+from gnnplan.planner.evidence.recorded import MAX_METRICS
 from gnnplan.planner.gnn.workload import FALLING, Workload, scores_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes

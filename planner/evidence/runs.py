@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.evidence.validate import warm_epochs
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.evidence.recorded import warm_epochs
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 
 # Weight of the prior in a refit. A factor of e on a constant costs as much as an epoch that is
@@ -33,16 +33,9 @@ PRIOR_WEIGHT = 0.1
 LARGEST_FACTOR = 10.0  # a larger one explains nothing
 
 
-class Planned(NamedTuple):
-    """What was run: with this the run can be predicted again, on other constants."""
-
-    problem: Problem
-    strategy: Strategy
-
-
 @dataclass(frozen=True)
-class Run:
-    """One run: what was asked, and the document of `validate.compare`."""
+class Compared:
+    """A run beside its prediction: what was asked, and the document of `validate.compare`."""
 
     folder: str
     question: str  # equal for runs that can be ranked
@@ -51,13 +44,24 @@ class Run:
     strategy: str
     comparison: dict[str, Any]
     epochs_s: tuple[float, ...]  # measured, without the epochs that warm up
-    planned: Planned | None = None  # None: the plan is not at hand
+
+    @property
+    def measured_s(self) -> float:
+        """Median seconds of an epoch [s]."""
+        return float(self.comparison["step"]["measured_s"])
+
+
+@dataclass(frozen=True)
+class Run(Compared):
+    """A run whose plan is at hand, so that it can be predicted again."""
+
+    planned: Candidate
 
     @classmethod
     def of(
         cls,
         folder: str,
-        planned: Planned,
+        planned: Candidate,
         comparison: dict[str, Any],
         metrics: Sequence[dict[str, Any]],
     ) -> Run:
@@ -69,10 +73,8 @@ class Run:
         name = question_name(problem)
         return cls(folder, question, name, cluster.servers, strategy, comparison, epochs_s, planned)
 
-    @property
-    def measured_s(self) -> float:
-        """Median seconds of an epoch [s]."""
-        return float(self.comparison["step"]["measured_s"])
+
+R = TypeVar("R", bound=Compared)
 
 
 def question_of(problem: Problem) -> str:
@@ -121,7 +123,7 @@ def errors(pairs: Iterable[tuple[float | None, float]]) -> dict[str, float] | No
     }
 
 
-def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+def summarise(runs: Sequence[Compared]) -> dict[str, Any]:
     """The document of `gnnplan validate` over several runs."""
     by_operation: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -165,9 +167,9 @@ def _errors_by_source(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, flo
     }
 
 
-def _grouped(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> list[list[Run]]:
+def _grouped(runs: Sequence[R], key: Callable[[R], Hashable]) -> list[list[R]]:
     """Runs with equal keys together, in the order in which they come."""
-    groups: dict[Hashable, list[Run]] = {}
+    groups: dict[Hashable, list[R]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
     return list(groups.values())
@@ -176,7 +178,7 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> list[list[R
 # -- rankings --------------------------------------------------------------------------------------
 
 
-def noise(runs: Sequence[Run]) -> float:
+def noise(runs: Sequence[Compared]) -> float:
     """How much the median epoch of the same run usually differs, as a share of it.
 
     Repeated runs give it directly, as their standard deviation over their mean. Without any, it is
@@ -204,7 +206,7 @@ def median_error(epochs_s: Sequence[float]) -> float:
     return float(1.25 * deviation / np.sqrt(len(epochs_s)) / median(epochs_s))
 
 
-def ranking(runs: Sequence[Run]) -> dict[str, Any]:
+def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
     """The predicted and the measured order of one question's strategies.
 
     A strategy that ran several times counts by its medians. `tau` is None where all predictions, or
@@ -238,23 +240,6 @@ def ranking(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def reliability(
-    chances: Sequence[float], right: Sequence[bool], bins: int = 10
-) -> list[tuple[float, float, int, float]]:
-    """How often what was said with a chance came true: (from, to, how many, share that did).
-
-    >>> reliability([0.05, 0.95, 0.9, 1.0], [False, True, False, True], 2)
-    [(0.0, 0.5, 1, 0.0), (0.5, 1.0, 3, 0.6666666666666666)]
-    """
-    places = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
-    came = np.asarray(right)
-    return [
-        (place / bins, (place + 1) / bins, int(mask.sum()), float(came[mask].mean()))
-        for place in range(bins)
-        if (mask := places == place).any()
-    ]
-
-
 def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
     """Means over all questions; None without any."""
     if not rankings:
@@ -269,7 +254,7 @@ def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None]
     }
 
 
-def doubt(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def doubt(runs: Sequence[Compared]) -> list[dict[str, Any]]:
     """The kinds of constants, those first that make the epochs wrong by most.
 
     `slower` is measured over predicted seconds of the operations that depend on them (None: nothing
@@ -311,10 +296,9 @@ SPEEDS: dict[str, Callable[[Cluster, float], Cluster]] = {
 
 def predicted_s(run: Run, factors: dict[str, float]) -> float:
     """The run's epoch on its cluster with these SPEEDS multiplied [s]."""
-    assert run.planned
-    problem, strategy = run.planned
-    faster = _faster(problem.cluster, factors)
-    return float(strategy.predict(replace(problem, cluster=faster)).epoch_s)
+    problem = run.planned.problem
+    faster = replace(problem, cluster=_faster(problem.cluster, factors))
+    return float(run.planned.strategy.predict(faster).epoch_s)
 
 
 def _faster(cluster: Cluster, factors: dict[str, float]) -> Cluster:
@@ -363,7 +347,6 @@ def _only_cluster(runs: Sequence[Run]) -> Cluster:
             update={"servers": 1, "gpus_per_server": 1}
         ).model_dump_json(): run.planned.problem.cluster
         for run in runs
-        if run.planned
     }
     if len(clusters) > 1:
         raise SpecError(

@@ -8,34 +8,21 @@ Comparisons of many runs are in runs.py.
 
 from __future__ import annotations
 
-import math
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.decision.search import Candidate
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.evidence.recorded import WARM_UP, rows_by_class, warm_epochs
 from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
 from gnnplan.planner.strategies.program.prediction import Prediction
-from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import from_json, must_be_readable, read_bytes, read_json
-from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.schedule import Schedule
-from gnnplan.planner.vocabulary.trace import (
-    LANES,
-    LONGEST,
-    Span,
-    overlap,
-    recorded_order,
-    transfer_times,
-)
-from gnnplan.planner.vocabulary.units import show_count, show_percent
+from gnnplan.planner.vocabulary.trace import LANES, Span, overlap, recorded_order, transfer_times
+from gnnplan.planner.vocabulary.units import show_percent
 
-MAX_METRICS, MAX_RANK = 1 << 27, 1 << 26  # [B]
-WARM_UP = 2  # epochs that are not compared: they allocate and fill caches
 TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
 # Operations that only wait: for a message to arrive, for the sampler. Nothing is predicted of them.
 WAITING = ("receive", "wait")
@@ -54,7 +41,6 @@ MOVED = {
 }
 MEASURE = "the machine's pace or its constants; run `gnnplan measure` and plan again"
 REPORT = "no machine's fault: please report it with the run's folder"
-_RANK_FILE = re.compile(r"rank(\d+)\.json")
 
 Row = dict[str, Any]  # one operation: its seconds (predicted, simulated, measured) and errors
 
@@ -164,200 +150,6 @@ def _row(name: str, predicted: float | None, simulated: float | None, measured: 
     }
 
 
-# -- what a run left -------------------------------------------------------------------------------
-
-
-def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of metrics.jsonl and the rank*.json of a finished run. Raises SpecError."""
-    make = f"make one with `gnnplan run plan.json --out {directory}`"
-    try:
-        path = directory / "metrics.jsonl"
-        metrics = _lines(path, make)
-        files = {
-            int(match[1]): path
-            for path in directory.iterdir()
-            if (match := _RANK_FILE.fullmatch(path.name))
-        }
-        ranks = [read_json(path, MAX_RANK, make) for _, path in sorted(files.items())]
-    except SpecError as error:
-        raise SpecError(f"{directory} is not a finished run ({error})") from error
-    except OSError as error:
-        raise SpecError(f"{directory} is not a finished run ({error.strerror}); {make}") from error
-    if not metrics or not ranks:
-        missing = "rank*.json" if metrics else "epoch in metrics.jsonl"
-        raise SpecError(f"{directory} is not a finished run (no {missing}); {make}")
-    for row in metrics:
-        if not _is_metrics(row):
-            raise SpecError(
-                f"{directory}/metrics.jsonl: every line needs numbers epoch, loss and epoch_s"
-                f" (above 0), found {str(row)[:100]}; {make}"
-            )
-    for rank in ranks:
-        if not _is_rank(rank) or trained_before([rank]) >= len(metrics):
-            raise SpecError(
-                f"{directory}: a rank*.json needs bytes and setup_bytes by operation,"
-                f" peak_rss_bytes and peak_bytes; {make}"
-            )
-    return metrics, ranks
-
-
-def warm_epochs(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of the epochs that predictions are of [s]: without those that warm up, and only
-    those whose steps a GPU launched as one, if there are any (but the first, which makes that)."""
-    warm = metrics[min(WARM_UP, len(metrics) - 1) :]
-    replayed = [row for row in warm if row.get("replayed")][1:]
-    return [float(row["epoch_s"]) for row in replayed or warm]
-
-
-def trained_before(ranks: Sequence[Mapping[str, Any]]) -> int:
-    """Epochs of a run that ranks of other plans have trained, before those that left `ranks`."""
-    before = ranks[0].get("before", [])
-    return int(before[-1]["until"]) if before else 0
-
-
-def must_be_of_one_plan(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises SpecError where several plans have trained a run."""
-    if not trained_before(ranks):
-        return
-    parts = ", ".join(
-        f"{part['strategy']} on {show_count(part['ranks'], 'rank')} until epoch {part['until']}"
-        for part in ranks[0]["before"]
-    )
-    raise SpecError(
-        f"{directory} was trained with several plans ({parts}, then that of its plan.json), and a"
-        " run is compared with one; train some epochs with that alone (`gnnplan run"
-        f" {directory}/plan.json --epochs 10`)"
-    )
-
-
-def _lines(path: Path, make: str) -> list[Any]:
-    """The lines of metrics.jsonl as documents; a last line that is cut off is left out, and said.
-
-    Raises SpecError."""
-    raw = read_bytes(path, MAX_METRICS, make)
-    *whole, last = raw.split(b"\n")
-    must_be_readable(path, raw, make)
-    rows = [from_json(path, line, make) for line in whole]
-    if last:
-        try:
-            rows.append(from_json(path, last, make))
-        except SpecError:
-            say(f"note: {path}: its last line is cut off; it is read without that")
-    return rows
-
-
-def _is_metrics(row: object) -> bool:
-    return (
-        isinstance(row, dict)
-        and all(type(row.get(key)) in (int, float) for key in ("epoch", "loss", "epoch_s"))
-        and 0 < row["epoch_s"] < LONGEST
-    )
-
-
-def _is_rank(rank: object) -> bool:
-    return (
-        isinstance(rank, dict)
-        and all(_are_counts(rank.get(key)) for key in ("bytes", "setup_bytes"))
-        and _are_counts(rank.get("rows", {}))  # runs of older versions have none
-        and _are_gradient_errors(rank.get("gradient_errors", {}))  # nor these
-        and _are_parts(rank.get("before", []))  # nor these
-        and _is_count(rank.get("peak_rss_bytes"))
-        and "peak_bytes" in rank
-        and _is_count(rank["peak_bytes"] or 0)
-    )
-
-
-def _are_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
-
-
-def _are_parts(value: object) -> bool:
-    """Whether these are the parts of a run that other plans have trained, in their order."""
-    return isinstance(value, list) and all(
-        isinstance(part, dict)
-        and _is_count(part.get("until"))
-        and _is_count(part.get("ranks"))
-        and isinstance(part.get("strategy"), str)
-        for part in value
-    )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _are_gradient_errors(value: object) -> bool:
-    """Whether these are series of |used - exact|, |exact| and a bound, which may be None."""
-
-    def is_number(number: object) -> bool:
-        return isinstance(number, float) and 0 <= number < math.inf
-
-    return isinstance(value, dict) and all(
-        isinstance(series, list)
-        and series
-        and all(
-            isinstance(one, list)
-            and len(one) == 3
-            and all(map(is_number, one[:2]))
-            and (one[2] is None or is_number(one[2]))
-            for one in series
-        )
-        for series in value.values()
-    )
-
-
-def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
-    """Of the last step's gradient: its relative error and PipeGCN's bound of that.
-
-    None if the run has not measured it (`gnnplan run --gradient-errors`); a bound of None: there is
-    none for the model.
-    """
-    # all ranks have the same
-    for error, size, bound in ranks[0].get("gradient_errors", {}).get("all", [])[-1:]:
-        if size:
-            return {"error": error / size, "bound": None if bound is None else bound / size}
-    return None
-
-
-def show_gradient_error(found: Mapping[str, float | None]) -> str:
-    """In words.
-
-    >>> show_gradient_error({"error": 0.032, "bound": None})
-    '0.032 of the exact one (PipeGCN has no bound for this model)'
-    >>> show_gradient_error({"error": 0.032, "bound": 41.7})
-    "0.032 of the exact one; PipeGCN's bound is 41.7, which says nothing: zeros are 1 off"
-    """
-    error, bound = found["error"], found["bound"]
-    if bound is None:
-        return f"{error:.3g} of the exact one (PipeGCN has no bound for this model)"
-    vacuous = ", which says nothing: zeros are 1 off" if bound >= 1 else ""
-    return f"{error:.3g} of the exact one; PipeGCN's bound is {bound:.3g}{vacuous}"
-
-
-def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Feature rows that all ranks have read, by where they were: cache, peer, host or elsewhere.
-
-    Empty where the strategy has no feature store (planner/strategies/minibatch/feature_store.py).
-    """
-    rows: dict[str, int] = {}
-    for rank in ranks:
-        for place, count in rank.get("rows", {}).items():
-            rows[place] = rows.get(place, 0) + count
-    return rows
-
-
-def show_rows(rows: dict[str, int]) -> str:
-    """Shares of the rows, in words; places without a row are left out.
-
-    >>> show_rows({"hit": 30, "peer": 0, "host": 70})
-    'hit 30 %, host 70 %'
-    """
-    total = sum(rows.values())
-    return ", ".join(
-        f"{place} {show_percent(count / total)}" for place, count in rows.items() if count
-    )
-
-
 # -- comparison ------------------------------------------------------------------------------------
 
 
@@ -438,15 +230,14 @@ def _compare_bytes(
     drawn.
     """
     prediction, epochs = candidate.predicted, len(metrics)
-    counted: dict[str, int] = {}
+    counted = Counter[str]()
     for rank in ranks:
-        for op, nbytes in rank["bytes"].items():
-            counted[op] = counted.get(op, 0) + nbytes
+        counted.update(rank["bytes"])
     setup_counted = sum(sum(rank["setup_bytes"].values()) for rank in ranks)
     predicted = {op: nbytes * epochs for op, nbytes in prediction.bytes.items()}
     drawn = candidate.strategy.drawn_steps(candidate.problem)
     if drawn is None:
-        compared, equal = epochs, counted == predicted
+        compared, equal = epochs, dict(counted) == predicted
     else:
         compared = min(epochs, drawn // batches, schedule.steps // batches)
         scheduled = [0] * compared
@@ -456,7 +247,7 @@ def _compare_bytes(
         equal = scheduled == [row.get("bytes") for row in metrics[:compared]]
     return {
         "predicted": predicted,
-        "counted": counted,
+        "counted": dict(counted),
         "setup_predicted": prediction.setup_bytes,
         "setup_counted": setup_counted,
         "equal": equal and setup_counted == prediction.setup_bytes,
@@ -539,7 +330,7 @@ def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> 
 # -- diagnosis -------------------------------------------------------------------------------------
 
 
-def share_of_step(row: Row, step: Row, source: str = "predicted") -> float | None:
+def share_of_step(row: Row, step: Row) -> float | None:
     """Error of an operation's seconds over the measured step; None where nothing was predicted.
 
     An operation of 1 % of the step that takes twice as long as predicted makes the step 1 % longer:
@@ -548,9 +339,9 @@ def share_of_step(row: Row, step: Row, source: str = "predicted") -> float | Non
     >>> share_of_step({"predicted_s": 1.0, "measured_s": 3.0}, {"measured_s": 20.0})
     -0.1
     """
-    if row[f"{source}_s"] is None:
+    if row["predicted_s"] is None:
         return None
-    return float((row[f"{source}_s"] - row["measured_s"]) / step["measured_s"])
+    return float((row["predicted_s"] - row["measured_s"]) / step["measured_s"])
 
 
 def show_error(error: float) -> str:

@@ -8,7 +8,7 @@ What is a kind's own is a row of numbers (`Kind`); the rest all kinds have in co
     backward   from right to left; rows that are constant get no gradient
 
 R rows are written, S rows are read. Other people's code does other work
-(planner/evidence/papers/their_passes.py)."""
+(benchmarks/papers/their_passes.py)."""
 
 from __future__ import annotations
 

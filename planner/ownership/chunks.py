@@ -14,9 +14,8 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.partition import partition_weighted, undirected
-from gnnplan.planner.ownership.estimated_layout import mixing_of
+from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
 from gnnplan.planner.ownership.layout import neighbours
-from gnnplan.planner.vocabulary.formulas import expected_halo_rows
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,10 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
     chunk = vertices // chunks + (np.arange(chunks) < vertices % chunks)
     rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
     parts = min(chunks * members, vertices)
-    sources = rows + float(expected_halo_rows(vertices, parts, probability)) / parts
+    sources = rows + expected_halo_rows(vertices, parts, probability) / parts
     sends = np.zeros((chunks, members, members), dtype=np.int64)
     if members > 1:
-        halo = float(expected_halo_rows(vertices, min(members, vertices), probability))
+        halo = expected_halo_rows(vertices, min(members, vertices), probability)
         # rows of one member that another one reads
         read = round(halo / (members * (members - 1)))
         by_chunk = read // chunks + (np.arange(chunks) < read % chunks)

@@ -36,6 +36,16 @@ GROWTH = 0.5  # slope of log phi over log m beyond counted halos
 USUAL = 8, 0.04
 
 
+def expected_halo_rows(vertices: int, parts: int, edge_probability: float) -> float:
+    """Halo rows of all parts of a random graph, whose edges are independent [rows].
+
+    Real graphs lie below. Source: GNNPipe Sec. 3.1.1.
+    """
+    with np.errstate(divide="ignore"):  # p = 1: log 0 = -inf, and exp of that is the right 0
+        share = -np.expm1(vertices / parts * np.log1p(-edge_probability))
+    return float(vertices * (parts - 1) * share)
+
+
 @dataclass(frozen=True)
 class Mixing:
     """phi as a function of the number of parts."""

@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.partition import VERSION as PARTITION_VERSION
 from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
+from gnnplan.planner.ownership.estimated_layout import (
+    EstimatedLayout,
+    expected_halo_rows,
+    mixing_of,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
-from gnnplan.planner.vocabulary.formulas import expected_halo_rows
 
 Array = NDArray[Any]
 VERSION = 1  # of the cache
@@ -196,11 +199,7 @@ def _expected(
     mixing = mixing_of(stats, method)
     declared = parts in stats.halo_rows and bool(mixing.known)
     probability = min(1.0, stats.edges / max(1, n * (n - 1)) * mixing.at(parts))
-    rows = (
-        stats.halo_rows[parts]
-        if declared
-        else round(float(expected_halo_rows(n, parts, probability)))
-    )
+    rows = stats.halo_rows[parts] if declared else round(expected_halo_rows(n, parts, probability))
     around = EstimatedLayout(n, stats.edges, tuple(range(servers)), hops, 0, hops, mixing=mixing)
     steps = [around.region(hops - hop) / (n / servers) for hop in range(1, hops + 1)]
 

@@ -28,17 +28,16 @@ RENAMED = {  # names of fields in cluster files of 0.1.0, which are read until 0
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_cluster(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Cluster:
+def read_cluster(name_or_path: str) -> Cluster:
     """A cluster from a YAML file or a preset.
 
-    overrides: values by field, such as {'inter_node.bandwidth': '25GB/s'}. The cluster 'local' is
-    the one that `gnnplan measure` left in the cache directory, or else a preset of cautious
-    defaults. Raises SpecError with file, line and field."""
+    The cluster 'local' is the one that `gnnplan measure` left in the cache directory, or else a
+    preset of cautious defaults. Raises SpecError with file, line and field."""
     path = _file_of(name_or_path, PRESETS)
     if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
         path = measured
     document = read_yaml(path)
-    return overridden(checked(Cluster, document.data, document), overrides or {})
+    return checked(Cluster, document.data, document)
 
 
 def _file_of(name_or_path: str, presets: Path) -> Path:
@@ -112,12 +111,8 @@ def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | No
     return {name: value for name, value in fields.items() if name != "model"}, fields["model"]
 
 
-def read_workload(
-    path: str | None = None,
-    flags: Mapping[str, object] | None = None,
-    overrides: Mapping[str, str] | None = None,
-) -> Workload:
-    """The workload of `ask_workload`, changed by `overrides`, where its model is one of ours.
+def read_workload(path: str | None = None, flags: Mapping[str, object] | None = None) -> Workload:
+    """The workload of `ask_workload`, where its model is one of ours.
 
     Raises SpecError."""
     asked = ask_workload(path, flags)
@@ -126,7 +121,7 @@ def read_workload(
             f"model {asked.module}: a module of your own is read with its graph; use one of our"
             " models here"
         )
-    return overridden(asked.workload, overrides or {})
+    return asked.workload
 
 
 def apply_overrides(

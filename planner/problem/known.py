@@ -21,17 +21,16 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, Any] = {}
+        self._answers: dict[Hashable, tuple[Any, float]] = {}  # and how long it took [s]
         self._recent: dict[str, OrderedDict[Hashable, Any]] = {}  # by the kind of question
-        self._seconds: dict[int, float] = {}  # by id() of an answer, which is kept
 
     def answer(self, question: Hashable, make: Callable[[], T]) -> T:
         """The answer to a question, made when it is first asked."""
         if question not in self._answers:
             with Stopwatch() as watch:
-                made = self._answers[question] = make()
-            self._seconds[id(made)] = watch.seconds
-        found: T = self._answers[question]
+                made = make()
+            self._answers[question] = made, watch.seconds
+        found: T = self._answers[question][0]
         return found
 
     def recent(self, kind: str, question: Hashable, make: Callable[[], T], most: int = RECENT) -> T:
@@ -50,4 +49,4 @@ class Known:
 
     def seconds_of(self, answer: object) -> float:
         """How long it took to make an answer [s]."""
-        return self._seconds.get(id(answer), 0.0)
+        return next((s for made, s in self._answers.values() if made is answer), 0.0)

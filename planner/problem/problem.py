@@ -5,7 +5,7 @@ that are made of one another share what has been made (`Known`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -83,7 +83,7 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
 MOST_SCORES = 1 << 27  # of all vertices and classes, that every rank puts together for roc_auc
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """A problem; it never changes.
 
@@ -207,20 +207,12 @@ class Problem:
     @cached_property
     def cost(self) -> Cost:
         """The cost model of the cluster with ranks placed so."""
-        # a cluster of several what-ifs has arrays and no hash; what is kept keeps its cluster, and
-        # its id
-        workload = self.workload
-        asked = id(self.cluster), self.placement, self.stats.spread, workload.dtype, workload.mode
-
-        def make() -> tuple[Cost, Cluster]:
-            device = self.cluster.device.multiplying(workload.dtype)
-            if self.replays:
-                launch = np.minimum(device.launch, REPLAYED_LAUNCH)
-                device = device.model_copy(update={"launch": launch})
-            cluster = self.cluster.model_copy(update={"device": device})
-            return Cost.of(cluster, self.placement, self.stats.spread), self.cluster
-
-        return self.known.recent("cost", asked, make)[0]
+        device = self.cluster.device.multiplying(self.workload.dtype)
+        if self.replays:
+            launch = np.minimum(device.launch, REPLAYED_LAUNCH)
+            device = device.model_copy(update={"launch": launch})
+        cluster = self.cluster.model_copy(update={"device": device})
+        return Cost.of(cluster, self.placement, self.stats.spread)
 
     @property
     def replays(self) -> bool:
@@ -263,15 +255,8 @@ class Problem:
         depth, expansion = (min(depth, deepest), expansion) if several else (0, None)
         cut = groups if depth or expansion else ()
         args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
-
-        def make() -> Layout | EstimatedLayout:
-            if self.graph is None:
-                mixing = mixing_of(self.stats, self.method)
-                return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
-            return Layout(self.graph, self._owner(cut), *args)
-
-        asked = (*args[1:], cut or self.ranks, self.graph, self.stats, self.method)
-        return self.known.answer(("layout", *asked), make)
+        question = ("layout", *args[1:], cut or self.ranks)
+        return self._laid_out(question, args, lambda graph: self._owner(graph, cut))
 
     def chunked(self, chunks: int) -> Layout | EstimatedLayout:
         """The rows of every chunk at every layer, as if each chunk were a rank.
@@ -279,28 +264,37 @@ class Problem:
         Each of our ranks has `chunks` of them, which follow one another: a group of the layout."""
         groups = tuple(rank for rank in range(self.ranks) for _ in range(chunks))
         args = (groups, self.workload.layers, self.model.first_varying, 0, None)
+        return self._laid_out(
+            ("chunked", *args), args, lambda graph: self._chunks_of_ranks(graph, chunks)
+        )
+
+    def _laid_out(
+        self,
+        question: tuple[object, ...],
+        args: tuple[tuple[int, ...], int, int, int, Expansion | None],
+        owner: Callable[[Graph], np.ndarray],
+    ) -> Layout | EstimatedLayout:
+        """The layout of `args`, of vertices that `owner` shares out if the graph is known."""
 
         def make() -> Layout | EstimatedLayout:
             if self.graph is None:
                 mixing = mixing_of(self.stats, self.method)
                 return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
-            return Layout(self.graph, self._chunks_of_ranks(chunks), *args)
+            return Layout(self.graph, owner(self.graph), *args)
 
-        asked = (*args, self.graph, self.stats, self.method)
-        return self.known.answer(("chunked", *asked), make)
+        return self.known.answer((*question, self.graph, self.stats, self.method), make)
 
     def batches(
         self, layout: Layout | EstimatedLayout, count: int
     ) -> Sequence[Layout | EstimatedLayout]:
         """Layouts of `count` batches of every group's training vertices, drawn once by the seed."""
-        graph, seed = self.graph, self.workload.seed
+        seed = self.workload.seed
 
         def make() -> Sequence[Layout | EstimatedLayout]:
             if isinstance(layout, EstimatedLayout):
                 targets = self.stats.train_vertices / len(set(layout.servers)) / count
                 return [replace(layout, depth=layout.layers, targets=targets)] * count
-            assert graph is not None
-            batch_of = layout.drawn(graph.train, count, seed)
+            batch_of = layout.drawn(layout.graph.train, count, seed)
             return [layout.batch(batch_of == b) for b in range(count)]
 
         return self.known.answer(("batches", layout, self.stats, count, seed), make)
@@ -311,8 +305,7 @@ class Problem:
         def make() -> Layout | EstimatedLayout:
             if isinstance(layout, EstimatedLayout):
                 return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
-            assert self.graph is not None
-            return layout.needed(self.graph.train)
+            return layout.needed(layout.graph.train)
 
         return self.known.answer(("trimmed", layout, self.stats), make)
 
@@ -382,27 +375,24 @@ class Problem:
         """How long it took to make a layout, chunks or batches, partitioning included [s]."""
         return self.known.seconds_of(made)
 
-    def _owner(self, groups: tuple[int, ...]) -> np.ndarray:
+    def _owner(self, graph: Graph, groups: tuple[int, ...]) -> np.ndarray:
         """The rank that owns each vertex [N]; with groups, the first rank of the group."""
-        assert self.graph is not None
         if not groups:
-            return partition(self.graph, self.ranks, self.method)
+            return partition(graph, self.ranks, self.method)
         _, first_rank = np.unique(groups, return_index=True)  # the layout cuts a group's part
-        return np.asarray(first_rank[partition(self.graph, len(first_rank), self.method)])
+        return np.asarray(first_rank[partition(graph, len(first_rank), self.method)])
 
     def chunk_of(self, chunks: int) -> np.ndarray:
         """Chunk of every vertex, int32 [N]."""
         assert self.graph is not None
         return partition(self.graph, chunks, self.method)
 
-    def _chunks_of_ranks(self, chunks: int) -> np.ndarray:
+    def _chunks_of_ranks(self, graph: Graph, chunks: int) -> np.ndarray:
         """Chunk of every vertex [N]: every rank's part of the graph is cut in `chunks`."""
-        assert self.graph is not None
         if self.ranks > 1 and self.method.startswith("metis"):
-            owner = self._owner(())
+            owner = self._owner(graph, ())
             if np.bincount(owner).min() >= chunks:  # no chunk is empty
-                inside = cut_parts(self.graph, owner, self.ranks, chunks)
-                return np.asarray(owner * chunks + inside)
+                return np.asarray(owner * chunks + cut_parts(graph, owner, self.ranks, chunks))
         return self.chunk_of(self.ranks * chunks)
 
     def cut(self, chunks: int, members: int = 1) -> Chunks:

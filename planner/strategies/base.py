@@ -220,10 +220,9 @@ class Strategy(ABC):
 
     def built(self, problem: Problem) -> Program:
         """`program(problem)`, built once for those that read it one after the other."""
-        asked = self, id(problem)  # the answer keeps the problem, and so its id
         return problem.known.recent(
-            "program", asked, lambda: (problem, self.program(problem)), most=1
-        )[1]
+            "program", (self, problem), lambda: self.program(problem), most=1
+        )
 
     def predict(self, problem: Problem) -> Prediction:
         """One epoch in closed form.
@@ -231,10 +230,9 @@ class Strategy(ABC):
         Broadcasts over clusters: where the cluster's numbers are arrays [problems, 1], so are the
         seconds.
         """
-        asked = self, id(problem)
         return problem.known.recent(
-            "prediction", asked, lambda: (problem, predict(problem, self.built(problem)))
-        )[1]
+            "prediction", (self, problem), lambda: predict(problem, self.built(problem))
+        )
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Every rank's tasks. The simulator plays them; the executor is held to them."""

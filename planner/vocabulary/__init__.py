@@ -11,6 +11,5 @@
     noted.py      what has been found out about arrays
     files.py      reading and writing files safely
     progress.py   lines for people who wait
-    formulas.py   equations of papers, and closed forms that tests compare with
 
 This room imports no other."""

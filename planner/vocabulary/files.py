@@ -5,6 +5,7 @@ What cannot be read or written raises SpecError, which names the file and a reme
 from __future__ import annotations
 
 import contextlib
+import csv
 import difflib
 import errno
 import json
@@ -15,6 +16,7 @@ import secrets
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ _REFUSALS = (
     errno.EIO,
     errno.ENAMETOOLONG,
 )
+QUOTED = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # tables that plans quote
 Where = tuple[str | int, ...]  # the place of a value in a document, as ('device', 'memory')
 
 
@@ -48,6 +51,13 @@ def cache_dir() -> Path:
     if own := os.environ.get("GNNPLAN_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnplan"
+
+
+@cache
+def quoted(name: str) -> list[dict[str, str]]:
+    """The rows of a table of what was measured, or printed."""
+    with (QUOTED / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def write_atomically(

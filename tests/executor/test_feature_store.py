@@ -18,7 +18,7 @@ from gnnplan.executor.layers.blocks import features, sparse_features
 from gnnplan.executor.minibatch import feature_store as executor_store
 from gnnplan.executor.minibatch.feature_store import FeatureStore, map_features, write_features
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.evidence.validate import rows_by_class
+from gnnplan.planner.evidence.recorded import rows_by_class
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel

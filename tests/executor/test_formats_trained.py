@@ -34,7 +34,7 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.parameters import put
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.graph_parallel import worker_on
-from gnnplan.planner.evidence.validate import read_run
+from gnnplan.planner.evidence.recorded import read_run
 from gnnplan.planner.graph import formats
 from gnnplan.planner.problem.problem import with_ranks
 from gnnplan.planner.strategies.layerwise.step import ExchangeOptions

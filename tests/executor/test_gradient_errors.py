@@ -7,12 +7,8 @@ from ranks import Case
 
 from gnnplan.executor.launch.checks import must_be_measurable
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.strategies.gradient_errors import (
-    LayerConstants,
-    bounds,
-    operator_norm,
-)
-from gnnplan.planner.evidence.validate import gradient_error
+from gnnplan.executor.strategies.gradient_errors import LayerConstants, bounds, operator_norm
+from gnnplan.planner.evidence.recorded import gradient_error
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 

@@ -12,7 +12,8 @@ from ranks import Case, ForkServer, Ranks, Result, meeting
 
 from gnnplan.executor.launch import launcher as launch
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.search import SearchResult, evaluate
+from gnnplan.planner.decision.candidate import evaluate
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.vocabulary.trace import recorded_order
 
 pytestmark = pytest.mark.timeout(110)

@@ -37,9 +37,10 @@ from gnnplan.executor.train import train
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import Objective
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
-from gnnplan.planner.evidence.runs import Planned, Run
+from gnnplan.planner.decision.search import SearchResult, search
+from gnnplan.planner.evidence.runs import Run
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -181,7 +182,7 @@ def runs_of(slower: float) -> list[Run]:
     return [
         Run.of(
             name,
-            Planned(PROBLEM, strategy),
+            Candidate.of(PROBLEM, strategy),
             {"step": {"measured_s": float(strategy.predict(there).epoch_s)}},
             [{"epoch_s": 1.0}] * 5,
         )
@@ -244,7 +245,9 @@ def test_runs_that_memory_cannot_hold_together_start_anew_for_every_turn():
     two = found(lossy=1.0, exact=1.05).ranked
     assert fit_together(two)
     each = free_memory() / (PROBLEM.ranks * 1.5)
-    filled = [replace(one, memory={"activations": np.full(PROBLEM.ranks, each)}) for one in two]
+    filled = [replace(one) for one in two]
+    for one in filled:
+        vars(one)["memory"] = {"activations": np.full(PROBLEM.ranks, each)}
     assert not fit_together(filled) and fit_together(filled[:1])
 
 

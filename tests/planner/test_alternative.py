@@ -11,8 +11,9 @@ from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import alternative
+from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import make, placement, question, strategy_of
-from gnnplan.planner.decision.search import evaluate, search
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load

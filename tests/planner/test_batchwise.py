@@ -12,6 +12,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnnplan.papers.formulas import p3_bytes, split_bytes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.search import families, search
 from gnnplan.planner.gnn.workload import Workload
@@ -24,7 +25,6 @@ from gnnplan.planner.strategies.p3.slices import UNEVEN
 from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.formulas import p3_bytes, split_bytes
 from gnnplan.planner.vocabulary.schedule import Collective
 from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
 

@@ -8,19 +8,14 @@ import numpy as np
 import pytest
 from examples import NIGHT
 
-from gnnplan.planner.evidence.papers import calibrate
-from gnnplan.planner.evidence.papers.calibrate import (
-    FITS,
-    MOST,
-    TESTBED_CONSTANTS,
-    Fit,
-    fit_testbed,
-    scaled,
-)
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.question import Row
-from gnnplan.planner.evidence.papers.rows import COLUMNS
+from gnnplan.papers import calibrate
+from gnnplan.papers.calibrate import FITS, MOST, Fit, fit_testbed, scaled
+from gnnplan.papers.figures import predict
+from gnnplan.papers.question import Row
+from gnnplan.papers.rows import COLUMNS
+from gnnplan.planner.problem.fitted import CONSTANTS
 from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.vocabulary.files import QUOTED
 
 TRUE = {"gemm": 0.5, "links": 0.25, "sage": 0.8}
 
@@ -123,13 +118,7 @@ def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch: pytest.MonkeyPatc
         "epoch_time_s",
         {"device": 0.25, "links": 0.25, "launch": 4.0},
     )
-    monkeypatch.setitem(
-        TESTBED_CONSTANTS,
-        "all",
-        lambda cluster, factor: TESTBED_CONSTANTS["links"](
-            TESTBED_CONSTANTS["code"](cluster, factor=factor), factor=factor
-        ),
-    )
+    monkeypatch.setitem(CONSTANTS, "all", (*CONSTANTS["code"], *CONSTANTS["links"]))
     believed = calibrate.WIDTH**2 / (calibrate.WIDTH**2 + calibrate.MISS**2)
     assert np.log(fit_testbed([row], ("all",))["all"]) / np.log(0.25) == pytest.approx(
         believed, rel=0.02
@@ -182,7 +171,7 @@ def test_what_is_left_out_gives_nothing(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("each", FITS, ids=lambda each: each.testbed)
 def test_kept_constants_are_few_and_say_their_rows(each: Fit):
-    with open(calibrate.FITTED, newline="", encoding="utf-8") as file:
+    with open(QUOTED / "fitted.csv", newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["testbed"] == each.testbed]
     assert [line["constant"] for line in lines] == list(each.constants) and len(lines) <= MOST
     # more figures than constants
@@ -190,7 +179,7 @@ def test_kept_constants_are_few_and_say_their_rows(each: Fit):
     assert all(line["datasets"].split("; ") == list(each.datasets) for line in lines)
 
 
-@pytest.mark.parametrize("name", TESTBED_CONSTANTS)
+@pytest.mark.parametrize("name", CONSTANTS)
 def test_a_faster_testbed_is_never_slower(name: str):
     """Of a launch or an overlap's tax more is slower; all else is a rate."""
     row: Row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {})

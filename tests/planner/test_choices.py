@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from choices import Choice, comparisons, reliability, score
 
-from gnnplan.planner.evidence.papers import calibrate
-from gnnplan.planner.evidence.papers.choices import Choice, comparisons, score
-from gnnplan.planner.evidence.papers.question import Row
-from gnnplan.planner.evidence.papers.rows import COLUMNS, read
-from gnnplan.planner.evidence.runs import reliability
+from gnnplan.papers import calibrate
+from gnnplan.papers.question import Row
+from gnnplan.papers.rows import COLUMNS, read
 
 FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"
 PRINTED = read(str(FIGURES))

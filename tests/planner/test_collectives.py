@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnnplan.papers.formulas import ring_all_reduce_bytes
 from gnnplan.planner.cluster.collectives import AllReduce, all_reduce
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.vocabulary.formulas import ring_all_reduce_bytes
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 

@@ -15,13 +15,9 @@ from pydantic import ValidationError
 from gnnplan.planner.cluster import doubt
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.recommendation import (
-    outlooks,
-    recommended,
-    regrets,
-    settled_regret,
-)
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.recommendation import outlooks, recommended, regrets, settled_regret
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster

@@ -16,7 +16,8 @@ from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.doubt import DRAWS
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import explain
-from gnnplan.planner.decision.search import Candidate, SearchResult, search
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.decision.summary import certainty
 from gnnplan.planner.gnn.workload import Workload
@@ -26,6 +27,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, parse
+from gnnplan.planner.vocabulary import files
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
@@ -207,8 +209,8 @@ def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
         "b,physics,sage,pipegcn_f(gamma=0.5),2,5,0.30,0.20,\n",
         encoding="utf-8",
     )
-    monkeypatch.setattr(explain, "TRACES", tmp_path)
-    explain._rows.cache_clear()
+    monkeypatch.setattr(files, "QUOTED", tmp_path)
+    files.quoted.cache_clear()
     try:
         problem = question()
         assert explain.convergence(parse("graph_parallel"), "gcn") == []
@@ -230,7 +232,7 @@ def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
             in explain.convergence(parse("granndis(max_hop=1,fanout=15)"), "gcn")[0]
         )
     finally:
-        explain._rows.cache_clear()
+        files.quoted.cache_clear()
 
 
 def test_preloading_is_told_by_our_own_prediction() -> None:
@@ -280,7 +282,7 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
         Workload(mode="mini", batch=20, fanout=(4, 3), layers=2, hidden=16),
         where,
     )
-    lines = explain.explain(problem, search(problem), False)
+    lines = explain.explain(problem, search(problem), False, [])
     told = next(line for line in lines if line.startswith("P3 stops paying"))
     facts = [batch.facts(1) for batch in problem.minibatches((0, 1)).first()]
     rows, inputs = sum(f.rows.sum() for f in facts), sum(f.sources.sum() for f in facts)

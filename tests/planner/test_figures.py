@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import question
-from gnnplan.planner.evidence.papers.published import evaluate_rows
-from gnnplan.planner.evidence.papers.question import Skip
-from gnnplan.planner.evidence.papers.rows import COLUMNS, read
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import question
+from gnnplan.papers.published import evaluate_rows
+from gnnplan.papers.question import Skip
+from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.statistics import datasets

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.spec import PRESETS, Cluster, Link
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
-from gnnplan.planner.problem.inputs import apply_overrides, read_cluster, read_workload
+from gnnplan.planner.problem.inputs import (
+    apply_overrides,
+    overridden,
+    read_cluster,
+    read_workload,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     cache_dir,
@@ -304,7 +309,9 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
         fanout: 15,10
         """)
     )
-    workload = read_workload(str(path), {"hidden": 64, "dropout": None}, {"layers": "8"})
+    workload = overridden(
+        read_workload(str(path), {"hidden": 64, "dropout": None}), {"layers": "8"}
+    )
     assert (workload.model, workload.layers, workload.hidden, workload.dropout) == (
         "gcnii",
         8,
@@ -354,7 +361,7 @@ def test_a_rule_about_two_fields_names_the_option_that_was_given(tmp_path, flags
         read_workload(str(path), flags)
     settings = {name: str(value) for name, value in flags.items()}
     with pytest.raises(SpecError, match=f"^{words.replace('--', '--set ', 1)}"):
-        read_workload(str(path), None, settings)
+        overridden(read_workload(str(path)), settings)
     path.write_text("mode: mini\nfanout: 5,5\n")
     with pytest.raises(SpecError, match=r"workload.yaml:2: fanout: fanout has a number per layer"):
         read_workload(str(path))
@@ -415,27 +422,29 @@ def test_what_was_measured_on_a_link_is_carried_to_another(cluster_with):
     )
     path = cluster_with("", f"collectives:\n{measured}")
     for gigabytes in (0.05, 1, 50, 1000):
-        cluster = read_cluster(path, {"inter_node.bandwidth": f"{gigabytes}GB/s"})
+        cluster = overridden(read_cluster(path), {"inter_node.bandwidth": f"{gigabytes}GB/s"})
         assert cluster.collectives["all_reduce.inter_node"].bandwidth == pytest.approx(
             1e9 / (1 / gigabytes + 0.06)
         )
         assert cluster.collectives["all_reduce.inter_node"].latency == pytest.approx(40e-6)
         assert cluster.collectives["exchange.intra_node"].bandwidth == 5e9
     latency = (
-        read_cluster(path, {"inter_node.latency": "1ms"})
+        overridden(read_cluster(path), {"inter_node.latency": "1ms"})
         .collectives["all_reduce.inter_node"]
         .latency
     )
     assert latency == pytest.approx(1e-3 + 40e-6 - read_cluster(path).inter_node.latency)
     assert (
-        read_cluster(path, {"inter_node.bandwidth": "25GB/s"}).collectives
+        overridden(read_cluster(path), {"inter_node.bandwidth": "25GB/s"}).collectives
         == read_cluster(path).collectives
     )
     both = {
         "inter_node.bandwidth": "50GB/s",
         "collectives.all_reduce.inter_node.bandwidth": "1GB/s",
     }
-    assert read_cluster(path, both).collectives["all_reduce.inter_node"].bandwidth == 1e9
+    assert (
+        overridden(read_cluster(path), both).collectives["all_reduce.inter_node"].bandwidth == 1e9
+    )
 
 
 @pytest.mark.parametrize("op", ["exchange", "send", "all_reduce"])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gnnplan.planner.vocabulary import formulas as f
+from gnnplan.papers import formulas as f
+from gnnplan.planner.ownership.estimated_layout import expected_halo_rows
 
 FORMULAS = [
     g
@@ -156,6 +157,11 @@ def test_expected_halo_lies_between_nothing_and_the_worst_case(n, m, p):
 @given(n=count, m=small, p=share, q=share)
 def test_expected_halo_grows_with_density(n, m, p, q):
     assert f.expected_halo_rows(n, m, min(p, q)) <= f.expected_halo_rows(n, m, max(p, q))
+
+
+@given(n=count, m=small, p=share)
+def test_plans_expect_the_same_halo(n, m, p):
+    assert expected_halo_rows(n, m, p) == float(f.expected_halo_rows(n, m, p))
 
 
 def test_expected_halo_of_a_drawn_random_graph():

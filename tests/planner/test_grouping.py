@@ -33,7 +33,8 @@ from gnnplan.planner.cluster.places import Places
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.cluster.topology import graph as topology
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.search import evaluate, placed, search
+from gnnplan.planner.decision.candidate import evaluate, placed
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load

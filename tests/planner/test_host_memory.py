@@ -12,12 +12,13 @@ from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.search import evaluate, recommend, search
-from gnnplan.planner.evidence.papers.presets import read_fitted
+from gnnplan.planner.decision.candidate import evaluate
+from gnnplan.planner.decision.search import recommend, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
+from gnnplan.planner.problem.fitted import read_fitted
+from gnnplan.planner.problem.inputs import apply_overrides, overridden, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
@@ -55,7 +56,7 @@ def printed(graph: str, hidden: int = 32, **settings: str) -> Problem:
     stats = load(graph)
     assert isinstance(stats, GraphStats)
     asked = {"layers": 2, "hidden": hidden, "mode": "mini", "batch": 1000, "fanout": (25, 10)}
-    return Problem(stats, None, Workload(**asked), read_cluster("p3_p100", settings))
+    return Problem(stats, None, Workload(**asked), overridden(read_cluster("p3_p100"), settings))
 
 
 # -- counts ------------------------------------------------------------------------------------

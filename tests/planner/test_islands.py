@@ -24,7 +24,8 @@ from gnnplan.planner.cluster.placement import (
     heuristic,
 )
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.decision.search import placed, search
+from gnnplan.planner.decision.candidate import placed
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.load import load

@@ -15,6 +15,7 @@ import pytest
 from gnnplan.planner.cluster.doubt import DRAWS, RANGES
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.alternative import take
+from gnnplan.planner.decision.candidate import evaluate_or_save_memory, placed
 from gnnplan.planner.decision.objective import (
     PRIOR,
     SEED_SPREAD,
@@ -24,14 +25,8 @@ from gnnplan.planner.decision.objective import (
     Training,
 )
 from gnnplan.planner.decision.scale import scale
-from gnnplan.planner.decision.search import (
-    evaluate_or_save_memory,
-    least,
-    parts,
-    placed,
-    search,
-)
 from gnnplan.planner.decision.search import families as families_of
+from gnnplan.planner.decision.search import least, parts, search
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph

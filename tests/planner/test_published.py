@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from gnnplan.papers.formulas import bubble_share, pipeline_time
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
@@ -17,7 +18,6 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe, GraphParallel
-from gnnplan.planner.vocabulary.formulas import bubble_share, pipeline_time
 from gnnplan.planner.vocabulary.schedule import Compute, Schedule
 from gnnplan.simulator.player import play
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from gnnplan.papers import interpret
+from gnnplan.papers.calibrate import scaled
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import question
+from gnnplan.papers.question import Skip
 from gnnplan.planner.cluster.cost import HOST_RATE
-from gnnplan.planner.evidence.papers import interpret
-from gnnplan.planner.evidence.papers.calibrate import scaled
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import question
-from gnnplan.planner.evidence.papers.question import Skip
 from gnnplan.planner.strategies import DataParallel, GSplit
 
 P3 = {

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gnnplan.planner.evidence.papers import figures
-from gnnplan.planner.evidence.papers import full_graph as published_full
-from gnnplan.planner.evidence.papers.calibrate import scaled
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.full_graph import InOrder, among, trained_on
-from gnnplan.planner.evidence.papers.interpret import question
-from gnnplan.planner.evidence.papers.rows import COLUMNS
+from gnnplan.papers import figures
+from gnnplan.papers import full_graph as published_full
+from gnnplan.papers.calibrate import scaled
+from gnnplan.papers.figures import predict
+from gnnplan.papers.full_graph import InOrder, among, trained_on
+from gnnplan.papers.interpret import question
+from gnnplan.papers.rows import COLUMNS
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of

@@ -5,16 +5,10 @@ from typing import Any
 
 import pytest
 
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import question
-from gnnplan.planner.evidence.papers.rows import COLUMNS
-from gnnplan.planner.evidence.papers.their_memory import (
-    EDGE,
-    UNCOUNTED,
-    fits,
-    gave_a_factor,
-    needed,
-)
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import question
+from gnnplan.papers.rows import COLUMNS
+from gnnplan.papers.their_memory import EDGE, UNCOUNTED, fits, gave_a_factor, needed
 
 PIPEGCN = {
     **dict.fromkeys(COLUMNS, ""),

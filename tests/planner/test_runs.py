@@ -12,16 +12,9 @@ import pytest
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster, Link
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import MARGIN, missed
-from gnnplan.planner.evidence.runs import (
-    Planned,
-    Run,
-    errors,
-    noise,
-    refit_cluster,
-    same_shape,
-    summarise,
-)
+from gnnplan.planner.evidence.runs import Run, errors, noise, refit_cluster, same_shape, summarise
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
@@ -59,7 +52,7 @@ def run(
     }
     return Run.of(
         f"runs/{strategy}-{hidden}",
-        Planned(problem, chosen),
+        Candidate.of(problem, chosen),
         told,
         [{"epoch_s": epoch} for epoch in (0.0, 0.0, *epochs)],
     )
@@ -218,8 +211,9 @@ def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
             "granndis(depth=1)",
             "gnnpipe(stages=2,chunks=4)",
         ):
-            problem, chosen = run(strategy, 1.0, hidden=hidden).planned
-            truth = float(chosen.predict(replace(problem, cluster=slow)).epoch_s)
+            planned = run(strategy, 1.0, hidden=hidden).planned
+            there = replace(planned.problem, cluster=slow)
+            truth = float(planned.strategy.predict(there).epoch_s)
             runs.append(run(strategy, truth, hidden=hidden))
     cluster, report = refit_cluster(runs)
     assert report["factors"]["computation"] == pytest.approx(0.5, rel=0.05)
@@ -239,8 +233,8 @@ def test_a_refit_needs_one_cluster_and_two_runs():
     other = run("pipegcn", 1.0)
     other = replace(
         other,
-        planned=other.planned._replace(
-            problem=replace(other.planned.problem, cluster=read_cluster("dgx_a100"))
+        planned=replace(
+            other.planned, problem=replace(other.planned.problem, cluster=read_cluster("dgx_a100"))
         ),
     )
     with pytest.raises(SpecError, match="planned on one cluster file, and these were on 2"):

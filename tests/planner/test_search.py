@@ -21,15 +21,9 @@ from gnnplan import __version__
 from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Link
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision import search as search_module
+from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.recommendation import SURE_SHARE
-from gnnplan.planner.decision.search import (
-    Candidate,
-    SearchResult,
-    evaluate,
-    families,
-    parts,
-    search,
-)
+from gnnplan.planner.decision.search import SearchResult, families, parts, search
 from gnnplan.planner.decision.summary import rivals
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -673,7 +667,7 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode: str, monkeypatch):
     predicted: list[int] = []  # ranks of each
     priced: list[int] = []
     asked: list[int] = []
-    predict, price, evaluate_one = base.predict, account.price_of, search_module.evaluate
+    predict, price, that_fits = base.predict, account.price_of, Candidate.that_fits
 
     def counted_predict(problem: Problem, program: Any) -> Any:
         predicted.append(problem.ranks)
@@ -683,15 +677,15 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode: str, monkeypatch):
         priced.append(problem.ranks if ranks is None else len(ranks))
         return price(problem, op, ranks)
 
-    def counted_evaluate(problem: Problem, *rest: Any) -> Candidate:
-        asked.append(problem.ranks)
-        return evaluate_one(problem, *rest)
+    def counted_fits(candidate: Candidate) -> Candidate:
+        asked.append(candidate.problem.ranks)
+        return that_fits(candidate)
 
     monkeypatch.setattr(base, "predict", counted_predict)
     monkeypatch.setattr(account, "price_of", counted_price)
-    monkeypatch.setattr(search_module, "evaluate", counted_evaluate)
+    monkeypatch.setattr(Candidate, "that_fits", counted_fits)
     search(problem)
-    tried = len(list(search_module._candidates(problem, False)))
+    tried = len(list(search_module.candidates(problem, False)))
     parts = len(search_module.parts(cluster))
     # most stay in order, and some are drawn; each family asks of two whether buckets pay
     tested = 2 * len(search_module.families(problem))

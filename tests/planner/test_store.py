@@ -14,6 +14,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnnplan.papers.formulas import remote_feature_bytes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -36,7 +37,6 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     row_bytes,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.formulas import remote_feature_bytes
 from gnnplan.planner.vocabulary.schedule import Collective, Load
 from gnnplan.simulator.player import play
 

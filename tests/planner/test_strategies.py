@@ -15,6 +15,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pairwise import covered
 
+from gnnplan.papers.formulas import hybrid_bytes
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.search import families, search
@@ -50,7 +51,6 @@ from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.strategies.program.flowshop import MANY
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.formulas import hybrid_bytes
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.simulator.player import Played, TaskGraph, critical_path, play, serial
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gnnplan.papers.full_graph import InOrder
 from gnnplan.planner.cluster.cost import HOST_RATE, Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.decision.search import Candidate, SearchResult, evaluate
+from gnnplan.planner.decision.candidate import Candidate, evaluate
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.decision.sensitivity import sentences
-from gnnplan.planner.evidence.papers.full_graph import InOrder
 from gnnplan.planner.evidence.runs import errors, question_name
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
@@ -94,7 +95,7 @@ def test_the_bandwidth_below_which_another_strategy_wins():
         TWO_SERVERS.model_copy(update=certain), mode="mini", batch=10, fanout=(2, 2), layers=2
     )
     candidates = [
-        Candidate(strategy, strategy.predict(asked), {}, asked)  # type: ignore[arg-type]
+        Candidate(strategy, strategy.predict(asked), asked)  # type: ignore[arg-type]
         for strategy in (Timed("chatty", 0.0, 1e9), Timed("silent", 1.999, 0.0))
     ]
     found = sentences(SearchResult(candidates, []))

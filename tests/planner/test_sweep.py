@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gnnplan.planner.cluster.spec import PRESETS
-from gnnplan.planner.decision.search import evaluate, placed, search
+from gnnplan.planner.decision.candidate import evaluate, placed
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats

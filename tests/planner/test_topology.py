@@ -27,8 +27,8 @@ from gnnplan.planner.cluster.placement import (
 )
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.planner.cluster.topology import attached, describe_port, graph, route
+from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.explain import tightest
-from gnnplan.planner.decision.search import evaluate
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load

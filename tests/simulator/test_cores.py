@@ -11,8 +11,8 @@ from pairwise import covered
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.explain import tightest
-from gnnplan.planner.decision.search import evaluate
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem

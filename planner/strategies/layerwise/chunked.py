@@ -402,12 +402,10 @@ def beside(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued
 def _loads_ahead(ops: Iterable[Op]) -> Iterator[Op]:
     """Each pass of a layer begins with two loads; at the place of any other stands the next one."""
     loads = pairwise(op for op in ops if op.op == "load")
-    following = {
-        id(op): later for op, later in loads if (op.way, op.layer) == (later.way, later.layer)
-    }
-    ahead = {id(op) for op in following.values()}
+    following = {op: later for op, later in loads if (op.way, op.layer) == (later.way, later.layer)}
+    ahead = set(following.values())
     for op in ops:
-        if id(op) not in ahead:
+        if op not in ahead:
             yield op
-        if id(op) in following:
-            yield following[id(op)]
+        if op in following:
+            yield following[op]

@@ -39,9 +39,7 @@ def memory(
     """
     model, b = problem.model, problem.model.weight_itemsize
     zero = np.zeros(problem.ranks)
-    # estimated batches are one object, many times
-    times = Counter(map(id, batches or (layout,)))
-    different = {id(batch): batch for batch in batches or (layout,)}.values()
+    times = Counter(batches or (layout,))  # estimated batches are equal
     held = fullest(problem, program)
     features = _constant(problem, layout)
     use: Memory = {
@@ -55,13 +53,13 @@ def memory(
         **before_training(problem),
     }
     if batches:
-        loaded = np.max([_constant(problem, batch) for batch in different], axis=0)
+        loaded = np.max([_constant(problem, batch) for batch in times], axis=0)
         # on a CPU the device's memory is the server's, which has the features of all batches
         use["features"] = loaded + (features if problem.cluster.device.kind == "cpu" else 0.0)
-    for batch in different:
+    for batch, count in times.items():
         use["halo"] = use["halo"] + _stale_buffers(problem, batch, options)
         use["halo"] = use["halo"] + _assigned_bits(problem, batch, options)
-        use["graph"] = use["graph"] + blocks(problem, batch, times[id(batch)])
+        use["graph"] = use["graph"] + blocks(problem, batch, count)
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
     most = _during_setup(problem, program, layout)
     if len(batches) == 1:

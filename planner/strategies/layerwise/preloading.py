@@ -3,7 +3,7 @@
 A server that preloads holds its own part and the rows around it; `growth` says how many times its
 own part that is, as a mean over servers. In return fewer bytes pass between servers. The conditions
 that the paper prints (Eq. 3-9) leave the links inside servers out and describe other times than our
-epoch; planner/vocabulary/formulas.py has them.
+epoch; benchmarks/papers/formulas.py has them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
-from gnnplan.planner.vocabulary import formulas
 from gnnplan.planner.vocabulary.units import show_bytes
 
 
@@ -48,7 +47,7 @@ def _growth(problem: Problem, strategy: Strategy) -> float:
         held = sum(layout.rows(rank, 0).size for rank in range(layout.ranks)) / servers
     else:
         held = float((layout.facts(1).sources - layout.facts(1).taken).sum()) / servers
-    return float(formulas.growth_measured(own, max(held - own, 0.0)))
+    return 1 + max(held - own, 0.0) / own
 
 
 def _between_servers(problem: Problem, strategy: Strategy) -> str:

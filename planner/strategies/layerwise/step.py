@@ -64,13 +64,12 @@ def program(
     batch_at: Callable[[int], int] = lambda step: 0,
 ) -> Program:
     """One step over the layout, or one step over each of its batches: step t over `batch_at(t)`."""
-    # estimated batches are one object, many times
-    different = {id(batch): batch for batch in batches or (layout,)}
+    layouts = batches or (layout,)  # estimated batches are equal
     ops = {
-        key: list(step(problem, batch, options, loads=len(batches) > 1))
-        for key, batch in different.items()
+        each: list(step(problem, each, options, loads=len(batches) > 1))
+        for each in dict.fromkeys(layouts)
     }
-    known = [ops[id(batch)] for batch in batches or (layout,)]
+    known = [ops[each] for each in layouts]
     return Program(
         lambda: known,
         len(known),

@@ -43,8 +43,7 @@ def memory(
     """
     model, b = problem.model, problem.model.weight_itemsize
     zero = np.zeros(problem.ranks)
-    # estimated batches are one object, many times
-    known = list({id(batch): batch for batch in batches.first()}.values())
+    known = list(dict.fromkeys(batches.first()))  # estimated ones are one, many times
     held = fullest(problem, program)
     activations, buffers = held["activations"], held["buffers"]
     if store:

@@ -10,7 +10,6 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary import formulas
 from gnnplan.planner.vocabulary.units import show_bytes
 
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
@@ -28,12 +27,10 @@ def sentences(problem: Problem) -> list[str]:
     itemsize = problem.model.itemsize
     # numbers of a row in transit
     width = max(1, round(float(problem.model.features_moved(1.0)) / itemsize))
-    even = float(formulas.p3_break_even(slices, inputs, rows, width))
-    fetched = float(formulas.remote_feature_bytes(slices, inputs, width, itemsize))
-    table = ", ".join(
-        f"{hidden}: {show_bytes(float(formulas.p3_bytes(slices, rows, hidden, itemsize)))}"
-        for hidden in HIDDEN
-    )
+    even = inputs * width / (2 * slices * rows)
+    fetched = (1 - 1 / slices) * inputs * width * itemsize
+    sent = {hidden: 2 * (slices - 1) * rows * hidden * itemsize for hidden in HIDDEN}
+    table = ", ".join(f"{hidden}: {show_bytes(nbytes)}" for hidden, nbytes in sent.items())
     # what makes the rows of layer 1 as wide as they are
     name = "hidden" if problem.model.layers[0].h_out == problem.workload.hidden else "classes"
     return [

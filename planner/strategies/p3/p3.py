@@ -59,7 +59,7 @@ Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and
     2 (c - 1) (slice) b        all-reduce of each slice over its c twins
 
 Data parallelism with features spread over servers fetches (S-1)/S f2 F b instead
-(formulas.p3_break_even). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
+(break_even.py). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
 
 See also slices.py (who has which columns) and memory.py in this folder; minibatch/step.py and
 program/ for operations; executor/strategies/p3/.
@@ -167,7 +167,7 @@ class P3(Slices):
     def _crossing(self, problem: Problem, batch: MiniBatch) -> _Crossing:
         """What peers compute for each other, the same with and without a cache or a pipeline."""
 
-        def make() -> tuple[MiniBatch, _Crossing]:
+        def make() -> _Crossing:
             first = batch.facts(1)
             f1, f2, e1 = first.rows, first.sources, first.edges
             peers = np.zeros((problem.ranks, problem.ranks), dtype=bool)
@@ -182,10 +182,10 @@ class P3(Slices):
                 pulled[from_to] = others * f1[at]
             for sent in (peers, pushed, pulled):
                 sent.setflags(write=False)
-            return batch, _Crossing(blocks, peers, pushed, pulled, pulled.T)
+            return _Crossing(blocks, peers, pushed, pulled, pulled.T)
 
-        asked = self.over, self.copies, problem.servers, id(batch)  # which the answer keeps
-        return problem.known.recent("crossing", asked, make, most=2)[1]
+        asked = self.over, self.copies, problem.servers, batch
+        return problem.known.recent("crossing", asked, make, most=2)
 
     def _arrive(
         self, problem: Problem, batch: MiniBatch, store: batchwise.Features | None

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import question, testbed
+from gnnplan.papers.published import DIFFERENT
+from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.rows import JOB
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import outlooks
-from gnnplan.planner.decision.search import Candidate
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import question, testbed
-from gnnplan.planner.evidence.papers.published import DIFFERENT
-from gnnplan.planner.evidence.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.evidence.papers.rows import JOB
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
@@ -106,4 +106,21 @@ def _candidate(row: Row, testbeds: Testbeds) -> Candidate:
     asked = question(row, testbeds=testbeds)
     p = asked.problem
     problem = Problem(p.stats, None, p.workload, p.cluster, p.method)
-    return Candidate(asked.strategy, asked.strategy.predict(problem), {}, problem)
+    return Candidate(asked.strategy, asked.strategy.predict(problem), problem)
+
+
+def reliability(
+    chances: Sequence[float], right: Sequence[bool], bins: int = 10
+) -> list[tuple[float, float, int, float]]:
+    """How often what was said with a chance came true: (from, to, how many, share that did).
+
+    >>> reliability([0.05, 0.95, 0.9, 1.0], [False, True, False, True], 2)
+    [(0.0, 0.5, 1, 0.0), (0.5, 1.0, 3, 0.6666666666666666)]
+    """
+    places = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
+    came = np.asarray(right)
+    return [
+        (place / bins, (place + 1) / bins, int(mask.sum()), float(came[mask].mean()))
+        for place in range(bins)
+        if (mask := places == place).any()
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem.problem import Problem
@@ -12,6 +13,9 @@ from gnnplan.planner.strategies.program.prediction import Prediction
 
 Row = Mapping[str, str]  # column -> text, in the columns of rows.py
 Testbeds = Callable[[Row], Cluster]  # a row -> its whole testbed
+Params = Mapping[str, Any]  # as strategy_params has them
+# a system as our strategy: its name, and its knobs
+System = tuple[str, Callable[[Params, Problem], dict[str, Any]]]
 
 
 class Skip(Exception):

@@ -10,24 +10,23 @@ differently from ours is in full_graph.py and mini_batch.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 from pydantic import ValidationError
 
+from gnnplan.papers import full_graph, mini_batch
+from gnnplan.papers.question import Params, Question, Row, Skip, Testbeds
+from gnnplan.papers.their_passes import TheirProblem
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
-from gnnplan.planner.evidence.papers import full_graph, mini_batch
-from gnnplan.planner.evidence.papers.question import Question, Row, Skip, Testbeds
-from gnnplan.planner.evidence.papers.their_passes import TheirProblem
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.statistics import datasets
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem, shape
-from gnnplan.planner.strategies import Strategy, named
+from gnnplan.planner.strategies import named
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 
@@ -40,31 +39,7 @@ MODELS = {
     "resgcn+": "resgcn",
     "sgcn": "sgc",
 }
-# Strategies in the file that train on the full graph.
-FULL = {
-    "graph_parallel",
-    "pipegcn",
-    "pipegcn_g",
-    "pipegcn_f",
-    "pipegcn_gf",
-    "gnnpipe_pipeline",
-    "gnnpipe_hybrid",
-    "granndis",
-    "granndis_preload",
-    "granndis_eas",
-}
-# Strategies in the file that train on mini-batches.
-MINI = {
-    "dgl_data_parallel",
-    "quiver",
-    "p3_push_pull",
-    "p3_push_pull_nopipe",
-    "p3star",
-    "gsplit",
-    "gsplit_edge",
-    "gsplit_node",
-    "gsplit_rand",
-}
+SYSTEMS = full_graph.SYSTEMS | mini_batch.SYSTEMS
 # Parameters of strategies that the model speaks of, or may leave out.
 PARAMS = {
     "alpha",
@@ -99,7 +74,6 @@ OF_BATCHES = (
     "features_loaded_ratio_vs",
     "cross_edge_ratio",
 )
-Params = Mapping[str, Any]  # as strategy_params has them
 
 
 def testbed(row: Row) -> Cluster:
@@ -117,7 +91,7 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     """What the row asks of its strategy, or of another (its baseline). Raises Skip."""
     name = strategy or row["strategy"]
     params = json.loads(row["strategy_params"] or "{}")
-    if name not in FULL | MINI:
+    if name not in SYSTEMS:
         raise Skip(f"{name} is none of our strategies")
     stated = _with_usual_machine(row, params)
     _check_stated(stated, name, params)
@@ -133,16 +107,13 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:
-        make = mini_batch.strategy if name in MINI else _full_graph_strategy
-        chosen = make(name, params, problem).settle(problem)
+        ours, knobs = SYSTEMS[name]
+        chosen = named(ours, knobs(params, problem)).settle(problem)
         chosen.check(problem)
     except (SpecError, ValueError, TypeError) as error:  # a knob that is no number, too
         raise Skip(str(error)) from None
-    if name in MINI:
-        # a new Problem, since a copy would share what the other one has computed
-        problem = TheirProblem(
-            stats, None, workload, mini_batch.on_device(name, problem, cluster), problem.method
-        )
+    if name in mini_batch.SYSTEMS:
+        problem = mini_batch.as_theirs(problem, name)
     else:
         problem = full_graph.as_theirs(problem, stated["paper"])
     return Question(problem, chosen, row)
@@ -216,38 +187,16 @@ def _workload(row: Row, name: str, params: Params, cluster: Cluster) -> dict[str
         fields["hidden"] = int(row["hidden"])
     if params.get("heads"):
         fields["heads"] = params["heads"]
-    if name in FULL:
-        return {**fields, "mode": "full", **full_graph.workload(row["paper"])}
+    if name in full_graph.SYSTEMS:
+        return {**fields, "mode": "full", **full_graph.WORKLOADS.get(row["paper"], {})}
     if not (params.get("batch") and params.get("fanout")):
         raise Skip("batch or fanout is not stated")
     if name == "dgl_data_parallel" and params.get("partitioner") == "metis":
         raise Skip("seeds of data_parallel are not of its own part, so METIS changes nothing here")
-    trainers = cluster.ranks if mini_batch.by_trainer(row) else 1
+    trainers = cluster.ranks if row["paper"] == "p3" else 1  # whose batch the row states
     fanout = params["fanout"]
     if isinstance(fanout, list):
         fanout = tuple(fanout)
     elif fanout != "full":
         fanout = (fanout,) * layers
     return {**fields, "mode": "mini", "batch": params["batch"] * trainers, "fanout": fanout}
-
-
-def _full_graph_strategy(name: str, params: Params, problem: Problem) -> Strategy:
-    """Our strategy for a full-graph system's name. Raises ValueError, TypeError or SpecError."""
-    if name == "graph_parallel":
-        return named(name, {})
-    if name.startswith("pipegcn"):
-        return named(name, {"gamma": params["gamma"]} if "gamma" in params else {})
-    if name.startswith("gnnpipe"):
-        usual = problem.ranks if name == "gnnpipe_pipeline" else max(1, problem.ranks // 2)
-        stages, chunks = params.get("stages", usual), params.get("chunks", 4 * problem.ranks)
-        return named("gnnpipe", {"stages": int(stages), "chunks": int(chunks)})
-    if name == "granndis_preload":
-        return named("granndis", {})
-    return named(
-        "granndis",
-        {
-            "max_hop": int(params.get("max_hop", 1)),
-            "fanout": int(params.get("fanout", 15)),
-            "batches": int(params.get("updates_per_epoch", 1)),
-        },
-    )

@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.decision.search import evaluate
-from gnnplan.planner.evidence.papers import full_graph, mini_batch, their_memory
-from gnnplan.planner.evidence.papers.interpret import question, testbed
-from gnnplan.planner.evidence.papers.question import Question, Row, Skip, Testbeds
+from gnnplan.papers import full_graph, mini_batch, their_memory
+from gnnplan.papers.interpret import question, testbed
+from gnnplan.papers.question import Question, Row, Skip, Testbeds
+from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.vocabulary.errors import Infeasible
 
 SUMMARIES = ("_min", "_max", "_mean", "_geomean", "_std")  # ends of metrics over many runs

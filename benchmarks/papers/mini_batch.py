@@ -19,19 +19,19 @@ DistDGL and P3 state the batch of a trainer: P3's 1000 are those of each of 16 G
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import Cluster, Link
-from gnnplan.planner.evidence.papers.question import Question, Row
+from gnnplan.papers.formulas import p3_bytes
+from gnnplan.papers.question import Params, Question, System
+from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch, expected_frontier
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, named
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit
 from gnnplan.planner.strategies.p3.p3 import P3
-from gnnplan.planner.vocabulary.formulas import p3_bytes
 
 # (paper, metric) -> our operations that the metric sums up
 PARTS: dict[tuple[str, str], tuple[str, ...]] = {
@@ -49,71 +49,68 @@ SAMPLED = ("edges_computed", "features_loaded", "frontier_vertices")
 LIST_ENTRY = 8
 
 
-def by_trainer(row: Row) -> bool:
-    """Whether the row states the batch of each trainer, not of all."""
-    return row["paper"] == "p3"
-
-
 # -- systems as our strategies ---------------------------------------------------------------------
 
 
-def strategy(name: str, params: Mapping[str, Any], problem: Problem) -> Strategy:
-    """Our strategy for a system's name, with the caches that its paper gives it.
-
-    Caches fill the memory that training leaves, as GSplit Sec. 6.1 sets them.
-    """
-    if name == "dgl_data_parallel":
-        # on several servers this is DistDGL, which hash-partitions features and structure
-        spread = problem.cluster.servers > 1
-        return named(
-            "data_parallel", {"features": "spread", "structure": "spread"} if spread else {}
-        )
-    if name == "quiver":
-        half = int(problem.cluster.device.memory) // 2
-        return named("data_parallel", {"cache": half, "shared_cache": True})
-    if name == "p3star":
-        return named("p3", {"over": "rank"})
-    if name.startswith("p3"):
-        return _p3(name, params, problem)
-    return _gsplit(name, problem)
+def _spread(params: Params, problem: Problem) -> dict[str, Any]:
+    """On several servers this is DistDGL, which hash-partitions features and structure."""
+    several = problem.cluster.servers > 1
+    return {"features": "spread", "structure": "spread"} if several else {}
 
 
-def _p3(name: str, params: Mapping[str, Any], problem: Problem) -> Strategy:
+def _half_cached(params: Params, problem: Problem) -> dict[str, Any]:
+    return {"cache": int(problem.cluster.device.memory) // 2, "shared_cache": True}
+
+
+def _p3(pipelined: bool, params: Params, problem: Problem) -> dict[str, Any]:
     servers, structure_copies = problem.cluster.servers, int(params.get("graph_copies", 1))
-    knobs: dict[str, Any] = {
-        "pipelined": name == "p3_push_pull",
-        "copies": int(params.get("feature_copies", 1)),
-    }
-    if structure_copies < servers:
-        whole = 4 * problem.stats.edges + 8 * problem.stats.vertices  # [B] of the structure
-        knobs["structure"] = "spread"
-        knobs["structure_cache"] = whole * (structure_copies - 1) // servers
-    return named("p3", knobs)
+    knobs = {"pipelined": pipelined, "copies": int(params.get("feature_copies", 1))}
+    if structure_copies >= servers:
+        return knobs
+    whole = 4 * problem.stats.edges + 8 * problem.stats.vertices  # [B] of the structure
+    cache = whole * (structure_copies - 1) // servers
+    return {**knobs, "structure": "spread", "structure_cache": cache}
 
 
-def _gsplit(name: str, problem: Problem) -> Strategy:
-    splitters = {"gsplit": "gsplit", "gsplit_rand": "random"}
-    splitter = splitters.get(name, name.removeprefix("gsplit_"))
+def _gsplit(splitter: str, params: Params, problem: Problem) -> dict[str, Any]:
+    """A cache fills the memory that training leaves, as GSplit Sec. 6.1 sets it."""
     memory, ranks = problem.cluster.device.memory, problem.ranks
-    features = problem.model.features * problem.model.itemsize * problem.stats.vertices
     lists = LIST_ENTRY * problem.stats.edges // ranks
     most = int(min(0.6 * memory, memory - lists))
-    cache = max(0, min(most, features // ranks + 1))
-    return named("gsplit", {"splitter": splitter, "cache": cache, "structure": "spread"})
+    cache = max(0, min(most, _features(problem) // ranks + 1))
+    return {"splitter": splitter, "cache": cache, "structure": "spread"}
 
 
-def on_device(name: str, problem: Problem, cluster: Cluster) -> Cluster:
-    """The cluster on which P3* has its columns of the features on the GPU.
+# Systems in the file that train on mini-batches -> our strategy and its knobs.
+SYSTEMS: dict[str, System] = {
+    "dgl_data_parallel": ("data_parallel", _spread),
+    "quiver": ("data_parallel", _half_cached),
+    "p3_push_pull": ("p3", partial(_p3, True)),
+    "p3_push_pull_nopipe": ("p3", partial(_p3, False)),
+    "p3star": ("p3", lambda params, problem: {"over": "rank"}),
+    "gsplit": ("gsplit", partial(_gsplit, "gsplit")),
+    "gsplit_edge": ("gsplit", partial(_gsplit, "edge")),
+    "gsplit_node": ("gsplit", partial(_gsplit, "node")),
+    "gsplit_rand": ("gsplit", partial(_gsplit, "random")),
+}
+
+
+def _features(problem: Problem) -> int:
+    """Bytes of all vertices' features."""
+    return problem.model.features * problem.model.itemsize * problem.stats.vertices
+
+
+def as_theirs(problem: Problem, name: str) -> Problem:
+    """The problem where P3* has its columns of the features on the GPU.
 
     It has them there where all of them fit ('only for the Orkut graph'). Then it loads at the rate
     of the GPU's memory, reading and writing.
     """
-    features = problem.model.features * problem.model.itemsize * problem.stats.vertices
-    if name != "p3star" or features / problem.ranks > cluster.device.memory / 2:
-        return cluster
-    return cluster.model_copy(
-        update={"host": Link(bandwidth=cluster.device.memory_bandwidth / 2, latency=0.0)}
-    )
+    device = problem.cluster.device
+    if name != "p3star" or _features(problem) / problem.ranks > device.memory / 2:
+        return problem
+    host = Link(bandwidth=device.memory_bandwidth / 2, latency=0.0)
+    return replace(problem, cluster=problem.cluster.model_copy(update={"host": host}))
 
 
 # -- times -----------------------------------------------------------------------------------------

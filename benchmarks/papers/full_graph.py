@@ -19,13 +19,13 @@ What follows was read there:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.evidence.papers.question import Question
-from gnnplan.planner.evidence.papers.their_passes import TheirProblem
+from gnnplan.papers.question import Params, Question, System
+from gnnplan.papers.their_passes import TheirProblem
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import Population, expected_frontier
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, mixing_of
@@ -44,9 +44,44 @@ TCP_LATENCY = 5e-5  # [s] of a message: what presets assume of Ethernet
 FREE = 1e18  # [B/s] of a link that takes no time
 
 
-def workload(paper: str) -> dict[str, Any]:
-    """Fields of the paper's Workload that its rows do not state."""
-    return WORKLOADS.get(paper, {})
+# -- systems as our strategies ---------------------------------------------------------------------
+
+
+def _gamma(params: Params, problem: Problem) -> dict[str, Any]:
+    return {"gamma": params["gamma"]} if "gamma" in params else {}
+
+
+def _pipeline(members: int, params: Params, problem: Problem) -> dict[str, Any]:
+    """Stages of so many ranks, and four chunks per rank, where the row does not say."""
+    stages = params.get("stages", max(1, problem.ranks // members))
+    return {"stages": int(stages), "chunks": int(params.get("chunks", 4 * problem.ranks))}
+
+
+def _sampled(params: Params, problem: Problem) -> dict[str, Any]:
+    return {
+        "max_hop": int(params.get("max_hop", 1)),
+        "fanout": int(params.get("fanout", 15)),
+        "batches": int(params.get("updates_per_epoch", 1)),
+    }
+
+
+def _as_it_is(params: Params, problem: Problem) -> dict[str, Any]:
+    return {}
+
+
+# Systems in the file that train on the full graph -> our strategy and its knobs.
+SYSTEMS: dict[str, System] = {
+    "graph_parallel": ("graph_parallel", _as_it_is),
+    **{name: (name, _gamma) for name in ("pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf")},
+    "gnnpipe_pipeline": ("gnnpipe", partial(_pipeline, 1)),
+    "gnnpipe_hybrid": ("gnnpipe", partial(_pipeline, 2)),
+    "granndis": ("granndis", _sampled),
+    "granndis_eas": ("granndis", _sampled),
+    "granndis_preload": ("granndis", _as_it_is),
+}
+
+
+# -- what they train on ----------------------------------------------------------------------------
 
 
 def trained_on(stats: GraphStats, paper: str) -> GraphStats:
@@ -122,7 +157,7 @@ class InOrder(EstimatedLayout):
         return float((among - local) * -np.expm1(-edges_per_row))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GraNNDisProblem(TheirProblem):
     """A problem as GraNNDis' code cuts and samples it.
 
@@ -156,10 +191,10 @@ def as_theirs(problem: Problem, paper: str) -> Problem:
     """The problem as the paper's code has it, where that is known."""
     stats = trained_on(problem.stats, paper)
     inductive = stats is not problem.stats
-    fields = stats, None, problem.workload, problem.cluster, problem.method
     if paper == "granndis":
+        fields = stats, None, problem.workload, problem.cluster, problem.method
         return GraNNDisProblem(*fields, kept=among(problem.stats) if inductive else 1.0)
-    return TheirProblem(*fields) if inductive else problem
+    return replace(problem, stats=stats) if inductive else problem
 
 
 def between_servers(asked: Question) -> float:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.evidence.papers import mini_batch, their_memory
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import testbed
-from gnnplan.planner.evidence.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.evidence.papers.rows import COLUMNS, JOB
+from gnnplan.papers import mini_batch, their_memory
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import testbed
+from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.rows import COLUMNS, JOB
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
 DIFFERENT = 0.05  # printed times closer than this have no winner

@@ -1,9 +1,8 @@
 """Fits at most three constants of a testbed to printed figures.
 
-A datasheet does not say how fast other people's code and links are. A constant is a factor on what
-the testbed's preset gives (TESTBED_CONSTANTS). A Fit names the rows that its constants are found
-from. These rows are never scored with those constants: `leave_one_out` scores each dataset with
-constants found from the other datasets.
+A constant is a factor on what the testbed's preset gives (planner/problem/fitted.py). A Fit names
+the rows that its constants are found from. These rows are never scored with those constants:
+`leave_one_out` scores each dataset with constants found from the other datasets.
 
 `fit_testbed` minimises the squares of
 
@@ -20,23 +19,22 @@ alike, so together they weigh as one.
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster.cost import HOST_RATE
+from gnnplan.papers import published
+from gnnplan.papers.figures import predict
+from gnnplan.papers.interpret import testbed
+from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.evidence.papers import published
-from gnnplan.planner.evidence.papers.figures import predict
-from gnnplan.planner.evidence.papers.interpret import testbed
-from gnnplan.planner.evidence.papers.question import Row, Skip, Testbeds
+from gnnplan.planner.problem import fitted
+from gnnplan.planner.problem.fitted import SAME, kept_factors
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
 MOST = 3  # constants of a testbed
@@ -46,70 +44,6 @@ MISS = np.log(
 WIDTH = np.log(3.0)  # of the prior of a constant, likewise
 
 
-# -- constants -------------------------------------------------------------------------------------
-
-
-def _device(cluster: Cluster, *fields: str, factor: float) -> Cluster:
-    changed = {
-        field: value * factor
-        for field in fields
-        if (value := getattr(cluster.device, field)) is not None
-    }
-    return cluster.model_copy(update={"device": cluster.device.model_copy(update=changed)})
-
-
-def _links(cluster: Cluster, *names: str, factor: float) -> Cluster:
-    changed = {
-        name: link.model_copy(update={"bandwidth": link.bandwidth * factor})
-        for name in names
-        if (link := getattr(cluster, name))
-    }
-    return cluster.model_copy(update=changed)
-
-
-# Constant -> what multiplies it on a cluster. Of launch and tax more is slower, of others faster. A
-# constant may also be a model's name: then it is the device's speed for that model.
-TESTBED_CONSTANTS: dict[str, Callable[..., Cluster]] = {
-    "device": lambda cluster, factor: _device(
-        cluster,
-        "gemm",
-        "weight_gradient",
-        "memory_bandwidth",
-        "cache_bandwidth",
-        factor=factor,
-    ),
-    "gemm": lambda cluster, factor: _device(cluster, "gemm", "weight_gradient", factor=factor),
-    "memory": lambda cluster, factor: _device(
-        cluster, "memory_bandwidth", "cache_bandwidth", factor=factor
-    ),
-    "launch": lambda cluster, factor: _device(cluster, "launch", factor=factor),
-    "tax": lambda cluster, factor: _device(cluster, "overlap_tax", factor=factor),
-    "links": lambda cluster, factor: _links(
-        cluster, "island", "intra_node", "inter_node", "host", factor=factor
-    ),
-    "inside": lambda cluster, factor: _links(
-        cluster, "island", "intra_node", "host", factor=factor
-    ),
-    "between": lambda cluster, factor: _links(cluster, "inter_node", factor=factor),
-    "host": lambda cluster, factor: _links(cluster, "host", factor=factor),
-    # all that the device does, launches too
-    "code": lambda cluster, factor: TESTBED_CONSTANTS["launch"](
-        TESTBED_CONSTANTS["device"](cluster, factor=factor), factor=1 / factor
-    ),
-    "sampler": lambda cluster, factor: cluster.model_copy(
-        update={
-            "host_rates": {
-                work: cluster.host_rates.get(work, HOST_RATE) * factor for work in ("draw", "lay")
-            }
-        }
-    ),
-}
-
-
-# Testbeds that take another's constants: the same code on other links, or on more servers.
-SAME = {"granndis_a6000_nvlink": "granndis_a6000_pcie", "gsplit_p3_16xlarge": "gsplit_p3_8xlarge"}
-
-
 def whose(row: Row) -> str:
     """The testbed whose constants hold for the row."""
     return SAME.get(row["testbed"], row["testbed"])
@@ -117,13 +51,7 @@ def whose(row: Row) -> str:
 
 def scaled(row: Row, factors: Mapping[str, float]) -> Cluster:
     """The row's testbed with these factors on its constants."""
-    cluster = testbed(row)
-    for name, factor in factors.items():
-        if name in TESTBED_CONSTANTS:
-            cluster = TESTBED_CONSTANTS[name](cluster, factor=factor)
-        elif row["model"] == name:
-            cluster = TESTBED_CONSTANTS["device"](cluster, factor=factor)
-    return cluster
+    return fitted.scaled(testbed(row), factors, row["model"])
 
 
 # -- fitting ---------------------------------------------------------------------------------------
@@ -231,22 +159,11 @@ FITS = (
         ("epoch_time_s", "sample_time_s", "forward_backward_time_s"),
     ),
 )
-FITTED = Path(__file__).resolve().parents[3] / "traces" / "quoted" / "fitted.csv"
-
-
-@cache
-def kept_factors() -> dict[str, dict[str, float]]:
-    """Testbed -> constant -> factor, as `benchmarks/published.py fit` wrote them."""
-    factors: dict[str, dict[str, float]] = {}
-    with open(FITTED, newline="", encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            factors.setdefault(line["testbed"], {})[line["constant"]] = float(line["factor"])
-    return factors
 
 
 def calibrated(row: Row) -> Cluster:
     """The row's testbed with the constants that are kept."""
-    return scaled(row, kept_factors().get(whose(row), {}))
+    return scaled(row, kept_factors(row["testbed"]))
 
 
 def gave_a_constant(row: Row) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.evidence.papers.question import Row
+from gnnplan.papers.question import Row
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, read_bytes, suggest
 

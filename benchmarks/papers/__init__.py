@@ -1,11 +1,13 @@
 """Printed figures of other people's systems, and what their code does differently from ours.
 
+`gnnplan validate --published` answers by it, so it is installed, as gnnplan.papers. No plan reads
+it.
+
+formulas.py      closed forms as papers print them, which tests compare with
 published.py     all figures of a file: errors, and whether the faster strategy is named
-choices.py       what a plan would choose of the strategies that print compares
 rows.py          reads and checks the file
 question.py      what a row asks of the model
 interpret.py     a row -> its question: graph, GNN, testbed, strategy
-presets.py       testbeds with the constants that were fitted to their figures
 figures.py       a question -> its figure
 calibrate.py     constants of the testbeds, fitted to some figures
 full_graph.py    what PipeGCN's and GraNNDis' code does differently

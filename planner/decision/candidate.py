@@ -1,0 +1,190 @@
+"""A candidate: a strategy on some GPUs, with what it is predicted to take, and whether it fits."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.cluster.doubt import DRAWS, drawn
+from gnnplan.planner.cluster.placement import best_placement
+from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
+from gnnplan.planner.decision.recommendation import missed
+from gnnplan.planner.decision.room import must_fit_servers
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Memory, Strategy
+from gnnplan.planner.strategies.minibatch.host_memory import fullest
+from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.units import show_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A strategy with its prediction; `problem.placement` has the GPUs of its ranks."""
+
+    strategy: Strategy
+    predicted: Prediction
+    problem: Problem
+    objective: Objective = TIME
+
+    @classmethod
+    def of(cls, problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
+        """Raises SpecError where its knobs do not suit the problem, or no run says how many epochs
+        it needs."""
+        strategy = strategy.settle(problem)
+        strategy.check(problem)
+        if why := objective.uncovered(problem, strategy):
+            raise SpecError(why)
+        return cls(strategy, strategy.predict(problem), problem, objective)
+
+    def that_fits(self) -> Candidate:
+        """The same. Raises Infeasible where a server or a device has too little memory."""
+        device = self.problem.cluster.device
+        must_fit_servers(self.problem, self.strategy)
+        if self.memory_bytes > device.memory:
+            use, most = max(self.fullest().items(), key=lambda item: item[1])
+            raise Infeasible(
+                f"{self.strategy} needs {show_bytes(self.memory_bytes)} on its fullest rank but a"
+                f" {device.name} has {show_bytes(device.memory)}; most of it is {use}"
+                f" ({show_bytes(most)})"
+            )
+        return self
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes per rank by use."""
+        return self.strategy.memory(self.problem)
+
+    @property
+    def value(self) -> float:
+        """What the best candidate has least of: by default its epoch [s]."""
+        epoch_s = float(self.predicted.epoch_s)
+        return float(self.objective.value(self.problem, self.strategy, epoch_s))
+
+    @property
+    def drawn(self) -> NDArray[np.float64]:
+        """The same in each draw of what is not known for sure [DRAWS]."""
+        return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
+
+    @property
+    def epochs(self) -> Epochs | None:
+        """How many it needs to the objective's accuracy; None where no accuracy is asked for."""
+        target = self.objective.target
+        return target.epochs(self.problem, self.strategy) if target else None
+
+    @property
+    def time_s(self) -> float:
+        """Its epoch, or all epochs to the objective's accuracy [s]."""
+        return float(self.predicted.epoch_s) * (self.epochs.usual if self.epochs else 1.0)
+
+    @property
+    def drawn_time_s(self) -> NDArray[np.float64]:
+        """The same in each draw [DRAWS] [s]."""
+        return self.drawn_s * (self.epochs.drawn if self.epochs else 1.0)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether its accuracy is known: it is exact, or runs reached the target with it."""
+        return self.strategy.exact or self.objective.target is not None
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of the fullest rank [B]."""
+        return float(sum(self.memory.values(), np.zeros(1)).max())
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Graph data in the fullest server's memory [B]; 0 where a rank's memory includes it."""
+        if self.problem.cluster.device.kind == "cpu":
+            return 0.0
+        return sum(fullest(self.problem, self.strategy).values())
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of an epoch [$], where the cluster has a price; servers are rented whole."""
+        per_second = dollars_per_second(self.problem)
+        return None if per_second is None else per_second * float(self.predicted.epoch_s)
+
+    @cached_property
+    def drawn_s(self) -> NDArray[np.float64]:
+        """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
+        problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
+        known, name = problem.known, cluster.model_dump_json()
+        doubted = known.recent("drawn", name, lambda: drawn(cluster))
+        # the same for all candidates on these GPUs, which share what all-reduces take there
+        there = known.recent("in doubt", problem, lambda: replace(problem, cluster=doubted), most=1)
+        epoch_s = strategy.predict(there).epoch_s
+        dtype = problem.workload.dtype
+        misses = missed(cluster.device.kind, strategy.family, strategy.exact, dtype)
+        return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
+
+    def chance_faster(self, other: Candidate) -> float:
+        """The share of draws in which it has less of what the objective counts than the other."""
+        return float((self.drawn < other.drawn).mean())
+
+    def fullest(self) -> dict[str, float]:
+        """Memory by use on the fullest rank [B]."""
+        rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))
+        return {use: float(per_rank[rank]) for use, per_rank in self.memory.items()}
+
+
+def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
+    """The strategy with its prediction, which fits.
+
+    Raises SpecError where its knobs do not suit the problem, or no run says how many epochs it
+    needs; Infeasible where it does not fit.
+    """
+    return Candidate.of(problem, strategy, objective).that_fits()
+
+
+def evaluate_or_save_memory(
+    problem: Problem, strategy: Strategy, objective: Objective = TIME
+) -> Candidate:
+    """`evaluate`, with less memory and more computation where it would not fit otherwise."""
+    try:
+        return evaluate(problem, strategy, objective)
+    except Infeasible as error:
+        with_less_memory = strategy.settle(problem).with_less_memory()
+        if with_less_memory is not None:
+            with suppress(Infeasible):
+                return evaluate(problem, with_less_memory, objective)
+        raise error
+
+
+def unproposed(
+    problem: Problem, strategy: Strategy, objective: Objective = TIME
+) -> Candidate | None:
+    """The strategy as it is on all GPUs, where plans propose no variant of its family; else None.
+
+    Raises SpecError, Infeasible.
+    """
+    if next(iter(type(strategy).candidates(problem)), None) is not None:
+        return None
+    return evaluate(placed(problem, strategy), strategy, objective)
+
+
+def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:
+    """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
+
+    Ranks stay in order where that is predicted to be faster: `best_placement` adds up exchanges one
+    by one, but the stages of a pipeline exchange at the same time. They also do where computation
+    and waiting alone take `limit_s` [s], for then no placement wins. Raises SpecError.
+    """
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    gpus = tuple(sorted(problem.cost.placement))
+    in_order = problem.placed(gpus)
+    if limit_s < np.inf:
+        predicted = strategy.predict(in_order)
+        if float(predicted.epoch_s - predicted.comm_s) >= limit_s:
+            return in_order
+    chosen = problem.placed(
+        best_placement(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
+    )
+    if chosen.placement == in_order.placement:
+        return in_order
+    return min((chosen, in_order), key=lambda there: float(strategy.predict(there).epoch_s))
