@@ -11,8 +11,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -39,22 +39,15 @@ from gnnplan.planner.gnn.model import VECTOR
 SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
 KINDS = ("gemm_bytes", "elementwise_bytes", "exponentials")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "linear")
-EXPONENTIALS = (
-    "exp",
-    "exp_",
-    "log",
-    "_log_softmax",
-    "_softmax",
-    "tanh",
-    "sigmoid",
-    "silu",
-    "gelu",
-    "elu",
-)
+# hash_ops that a number of theirs costs, on a core with AVX2; tanh alone is not vectorised
+EXPONENTIALS = dict.fromkeys(
+    ("exp", "log", "_log_softmax", "_softmax", "sigmoid", "silu", "gelu", "elu"), 0.25
+) | {"tanh": 1.0}
 ARITHMETIC = ("mul", "add", "sub", "div", "pow")
 # operations that read rows by index, and that write them
 PICKS = ("index_select", "embedding", "index", "gather")
 PUTS = ("index_add", "index_put", "scatter", "scatter_add", "scatter_reduce")
+INDEX = 8  # [B] of a place
 PUT_PASSES = 9.0  # over numbers that are put one by one: rows narrower than VECTOR
 # operations that do not read their first argument
 UNREAD = (
@@ -87,6 +80,7 @@ class _Gathered(NamedTuple):
     width: int
     among: int
     into: int
+    how: Literal["sum", "pick", "put"] = "sum"
 
 
 @dataclass
@@ -97,10 +91,35 @@ class Work:
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     exponentials: float = 0.0
-    tensor_bytes: int = 0
+    sized: float = 0.0  # bytes that are read or written, times the logarithm of the tensor's
     gathers: list[_Gathered] = field(default_factory=list)
     products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
     launches: int = 0
+
+    def priced(self, itemsize: int) -> Work:
+        """The work as a device's rates are of it: only sums go from row to row.
+
+        Picked rows are copied. Rows that are put have each their place to be found, and narrow ones
+        are put number by number."""
+        out = replace(self, gathers=[])
+        for gather in self.gathers:
+            nbytes = gather.rows * gather.width * itemsize
+            passed = 2.0 * nbytes + INDEX * gather.rows if gather.how == "pick" else 0.0
+            if gather.how == "put" and gather.width < VECTOR:
+                passed = PUT_PASSES * nbytes
+            elif gather.how == "put":
+                out.gathers.append(gather._replace(into=gather.rows))
+            elif gather.how == "sum":
+                out.gathers.append(gather)
+            out.elementwise_bytes += passed
+            out.sized += passed * float(np.log(max(nbytes, 1)))
+        return out
+
+    @property
+    def tensor_bytes(self) -> float:
+        """Size of a tensor that is read or written, the mean over bytes of its logarithm [B]."""
+        passed = self.gemm_bytes + self.elementwise_bytes
+        return float(np.exp(self.sized / passed)) if passed else 0.0
 
     @property
     def flops(self) -> float:
@@ -158,6 +177,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = is_view and all(t.untyped_storage() in storages for t in made)
         if not is_view:
             self.work.elementwise_bytes += 2 * sum(casts)
+            self.work.sized += sum(2 * size * float(np.log(max(size, 1))) for size in casts)
             unread = (kwargs or {}).get("out", args[0] if name in UNREAD else None)
             self._does(name, args, [tensor for tensor in read if tensor is not unread], made)
         return out
@@ -179,7 +199,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.launches += 1
         tensors = [*read, *made]
         sizes = [_bytes(tensor) for tensor in tensors]
-        work.tensor_bytes = max([work.tensor_bytes, *sizes])
+        before = work.gemm_bytes + work.elementwise_bytes
         gathered = _gather_of(name, args, made)
         if gathered:
             work.gathers.append(gathered)
@@ -194,9 +214,11 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 work.products.append((rows, h_in, second.shape[0], after))
             work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
         else:
-            work.elementwise_bytes += _passed(name, args, made, sizes)
-            if name in EXPONENTIALS:
-                work.exponentials += sum(tensor.numel() for tensor in made)
+            work.elementwise_bytes += sum(sizes)
+            each = EXPONENTIALS.get(name.rstrip("_"), 0.0)
+            work.exponentials += each * sum(tensor.numel() for tensor in made)
+        passed = work.gemm_bytes + work.elementwise_bytes - before
+        work.sized += passed * float(np.log(max([*sizes, 1])))
 
 
 def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:
@@ -240,35 +262,21 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gathered | None:
-    """An operation that adds rows up by index, as a gather."""
+    """An operation that reads or writes rows by index, as a gather."""
     if name in ("_embedding_bag", "_embedding_bag_forward_only"):
         table, indices = args[:2]
         return _Gathered(indices.numel(), table.shape[1], len(table), len(made[0]))
+    if name in PICKS:
+        table, out = (args[0] if isinstance(args[0], Tensor) else args[1]), made[0]
+        return _Gathered(len(out), _width(out), len(table), len(out), "pick") if out.ndim else None
     if name == "sparse_sampled_addmm":  # an inner product of two rows per edge
         edges, table = args[0], args[2].t()
         return _Gathered(edges._nnz(), table.shape[1], len(table), len(args[0]))
     if name.rstrip("_") in PUTS:
-        rows, width = _put(args, made[0])
-        # it goes from row to row, and looks for each row's place
-        return _Gathered(rows, width, rows, rows) if width >= VECTOR else None
+        given = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor) and leaf.ndim]
+        rows = max(map(len, given), default=0)
+        return _Gathered(rows, _width(made[0]), rows, len(made[0]), "put") if rows else None
     return None
-
-
-def _passed(name: str, args: tuple[Any, ...], made: Sequence[Tensor], sizes: list[int]) -> float:
-    """Bytes that an element-wise operation reads and writes; sizes: of all its tensors."""
-    if name in PICKS:
-        indices = [leaf for leaf in tree_leaves(args[1:]) if _is_dense(leaf)]
-        return 2.0 * _bytes(made[0]) + sum(map(_bytes, indices))
-    if name.rstrip("_") in PUTS:
-        rows, width = _put(args, made[0])
-        return PUT_PASSES * rows * width * made[0].element_size()
-    return float(sum(sizes))
-
-
-def _put(args: tuple[Any, ...], into: Tensor) -> tuple[int, int]:
-    """How many rows an operation puts or adds by index, and their width."""
-    given = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor) and leaf.ndim]
-    return max(map(len, given), default=0), _width(into)
 
 
 def _width(tensor: Tensor) -> int:
@@ -293,7 +301,7 @@ def count(
         return _fit([values(note) for note in noted], what)
 
     def work(which: str) -> CountedWork:
-        of = [getattr(note, which) for note in noted]
+        of = [getattr(note, which).priced(dtype.itemsize) for note in noted]
         amounts = {
             kind: _fit([[getattr(w, kind)] for w in of], kind.replace("_", " "))[0]
             for kind in KINDS
@@ -302,8 +310,8 @@ def count(
             raise Unmeasured("the number of its operations depends on how large the block is")
         by_kind = zip(("flops", "weight_gradient_flops"), _fit(flops_of(of), "flops"), strict=True)
         amounts |= dict(by_kind)
-        # the largest tensor of a block may be another one of a larger block
-        largest = factors_of([[float(w.tensor_bytes)] for w in of])[0]
+        # the mean grows as the block does; how, where rows and edges grow apart, matters little
+        per_item = of[0].tensor_bytes / sum(SIZES[0])
         gathers = [
             CountedGather(rows=rows, width=width, among=among, into=into)
             for width, rows, among, into in zip(
@@ -315,7 +323,10 @@ def count(
             )
         ]
         return CountedWork(
-            **amounts, tensor_bytes=largest, gathers=tuple(gathers), launches=of[0].launches
+            **amounts,
+            tensor_bytes=(per_item,) * 3 + (0.0,),
+            gathers=tuple(gathers),
+            launches=of[0].launches,
         )
 
     def events(*parts: str) -> tuple[Event, ...]:

@@ -47,7 +47,7 @@ class CountedWork(Spec):
     gemm_bytes: Linear = NOTHING
     elementwise_bytes: Linear = NOTHING
     exponentials: Linear = NOTHING
-    tensor_bytes: Linear = NOTHING  # of the largest tensor
+    tensor_bytes: Linear = NOTHING  # of a tensor, the mean over what is read and written
     gathers: tuple[CountedGather, ...] = ()
     launches: int = Field(0, ge=0)
     weight_gradient_flops: Linear = NOTHING
