@@ -66,7 +66,7 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
         ):
             return run()
     except Unfit as unfit:
-        raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
+        raise type(unfit)(f"{line_of(unfit, module)}{unfit}") from None
     except (Exception, SystemExit) as error:
         words = (str(error).strip().splitlines() or [""])[0]
         raise Unfit(
