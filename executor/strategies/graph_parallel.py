@@ -37,7 +37,7 @@ from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.minibatch.share import Part, Share, share_of
 from gnnplan.executor.modules.nets import net_of
@@ -70,10 +70,8 @@ class _Step:
     source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
     segment: Callable[[], Tensor] | None = None  # computes `out`
     out: Tensor | None = None  # None if backward computes it again (checkpoint)
-    # batch norm: sums of the rows that count [2, H_{l-1}], and how many of all ranks count
-    sums: Tensor | None = None
-    count: int = 0
-    moments: Tensor | None = None  # leaf: moments of all ranks' rows [2, H_{l-1}]
+    sums: Tensor | None = None  # batch norm: of the rows that count [2, H_{l-1}]
+    moments: Moments | None = None
 
 
 @dataclass
@@ -431,14 +429,14 @@ class Worker(base.Worker):
         norm, sums = self.net.batch_norm(layer), entered.sums
         if sums is None or norm is None:
             return
-        entered.count, label = self.vertices_in_all, Label("moments", step, "f", layer)
+        count, label = self.vertices_in_all, Label("moments", step, "f", layer)
         if self.batch is None:
             self._sum(label, sums)
         else:  # how many rows a batch has is summed too
             flat = torch.cat([sums.flatten(), sums.new_tensor([len(entered.leaf)])])
             self._sum(label, flat)
-            sums, entered.count = flat[:-1].view_as(sums), max(int(flat[-1]), 1)
-        entered.moments = norm.moments(sums, entered.count).requires_grad_()
+            sums, count = flat[:-1].view_as(sums), max(int(flat[-1]), 1)
+        entered.moments = Moments.of(norm, sums, count)
 
     def _counted(self, rows: Tensor) -> Tensor:
         """Rows [local, H] of which batch norm's moments are.
@@ -450,13 +448,10 @@ class Worker(base.Worker):
 
     def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
         """Add to the gradient of own rows what they get through the moments."""
-        if entered.moments is None:
-            return
-        total, rows = entered.moments.grad, self._counted(entered.leaf)
-        assert total is not None
-        self._sum(Label("moments", step, "b", layer), total)
-        home = BatchNorm.home(rows, entered.moments, total, entered.count)
-        gradient[: len(rows)] += home
+        if entered.moments is not None:
+            self._sum(Label("moments", step, "b", layer), entered.moments.gradient)
+            rows = self._counted(entered.leaf)
+            entered.moments.add_home(rows, gradient[: len(rows)])
 
     def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
         """Forward of one layer. Leaves h_l in `entered.out`, and returns the next layer's step."""
@@ -558,7 +553,7 @@ class Worker(base.Worker):
                 # computed again in the backward pass
                 entered.projected = entered.projected[0][:0], own
             return lambda: net.update(net.gather(block, source), own, own, x0, relu)
-        moments = entered.moments
+        moments = entered.moments.values if entered.moments else None
         # the rows are in `source`: no second copy stays
         entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
         if self._adds_up(layer):
@@ -678,7 +673,8 @@ class Worker(base.Worker):
             last.leaf = self._fetch_ends(step, last.leaf)
         with self.rank.span(Label("loss", step), "compute"):
             drop = self._drop(step, len(self.layers) + 1, self.scored_vertices)
-            logits = self.net.decode(last.leaf, drop, last.moments)
+            moments = last.moments.values if last.moments else None
+            logits = self.net.decode(last.leaf, drop, moments)
             loss = self.targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
