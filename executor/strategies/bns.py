@@ -1,7 +1,7 @@
 """Boundary node sampling: graph parallelism over the blocks of an epoch's sample.
 
 Every step takes a sample of each layer's halo, which both ends draw alike, cuts the layer's block
-down to it, and trains on it with a graph-parallel worker (graph_parallel.py) on the same weights.
+down to it, and trains on it with a worker of graph parallelism (layerwise.py) on the same weights.
 Which rows are drawn is decided in planner/strategies/layerwise/bns.py.
 """
 
@@ -21,13 +21,13 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
-from gnnplan.executor.strategies.graph_parallel import Worker as GraphParallelWorker
 from gnnplan.executor.strategies.graph_parallel import whole_share
+from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import BNS
 from gnnplan.planner.strategies.layerwise.bns import drawn
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
+from gnnplan.planner.strategies.layerwise.buckets import Bucket
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -43,14 +43,13 @@ class Worker(base.Worker):
         self.whole = self._on(self.share)
         self.whole.keep(constant_rows(rank, problem, layout))
 
-    def _on(self, share: Share) -> GraphParallelWorker:
+    def _on(self, share: Share) -> LayerwiseWorker:
         options = self.strategy.exchange_options
-        return GraphParallelWorker(self.rank, self.problem, share, options, self.net)
+        return LayerwiseWorker(self.rank, self.problem, share, options, self.net)
 
     @property
     def buckets(self) -> list[Bucket]:
-        options = self.strategy.exchange_options
-        return buckets_of(self.problem, options.buckets, options.narrow)
+        return self.whole.buckets
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         if not self._samples():

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features, weighted_block
+from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
 from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.minibatch.share import block_of, source_of
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
@@ -113,17 +114,9 @@ class ConstantRows:
         self.kept: list[Tensor | SparseRows] = [x]
         ids = self._ids(layout)
         if self.cached:
-            assert problem.graph is not None and isinstance(x, Tensor)
-            layer, me = net.layer(1), rank.rank
-            block = weighted_block(
-                problem.graph,
-                layer.edges,
-                ids,
-                np.concatenate([layout.rows(me, 0), layout.piece(me, 1).halo]),
-                *layout.block(me, 1),
-                problem.workload,
-                layout.degrees(me) if degrees == "local" else None,
-            )
+            assert isinstance(x, Tensor)
+            layer = net.layer(1)
+            block = block_of(layout, rank.rank, 1, layer.edges, problem.workload, degrees)
             self.kept = [layer.gather(block, x)]
             if problem.model.layers[0].reads_own:
                 self.kept.append(x[: ids.size].clone())
@@ -135,12 +128,8 @@ class ConstantRows:
         me = self.rank.rank
         if self.cached:
             return layout.rows(me, 1)
-        local = layout.rows(me, 0)
-        return (
-            np.concatenate([local, layout.piece(me, 1).halo])
-            if self.problem.model.first_varying
-            else local
-        )
+        reads_halo = self.problem.model.first_varying > 0
+        return source_of(layout, me, 1) if reads_halo else layout.rows(me, 0)
 
     def places(self, layout: Layout) -> Tensor:
         """Places of a layout's constant rows among those that are kept."""

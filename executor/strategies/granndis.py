@@ -1,6 +1,6 @@
 """GraNNDis: graph parallel over a Layout whose groups recompute hidden layers.
 
-With cooperative batches there is a graph-parallel worker (graph_parallel.py) for each batch.
+With cooperative batches there is a worker of its own (layerwise.py) for each batch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows
-from gnnplan.executor.strategies.graph_parallel import (
-    Worker,
-    trimmed_worker_on,
-    whole_share,
-    worker_on,
-)
+from gnnplan.executor.strategies.graph_parallel import trimmed_worker_on, whole_share, worker_on
+from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
+from gnnplan.planner.strategies.layerwise.buckets import Bucket
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -79,8 +75,7 @@ class CoBatches(base.Worker):
 
     @property
     def buckets(self) -> list[Bucket]:
-        options = self.strategy.exchange_options
-        return buckets_of(self.problem, options.buckets, options.narrow)
+        return self.batches[0][0].buckets
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.

@@ -1,7 +1,7 @@
 """Mini-batches, data parallel or split (GSplit).
 
 In every step a sampler gives a rank its share of a batch. Its rows are loaded, and then
-graph_parallel.py trains on it.
+layerwise.py trains on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies import base, graph_parallel
+from gnnplan.executor.strategies import base, layerwise
 from gnnplan.executor.strategies.whole import Scored, Whole
 from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
@@ -65,7 +65,7 @@ class Worker(base.Worker):
         (edges), and its rows of the last layer [own seeds, C].
         """
         share = self.arriving.next(step)
-        worker = graph_parallel.Worker(
+        worker = layerwise.Worker(
             self.rank, self.problem, share, self.exchange_options, self.net, batch=share.total
         )
         worker.learner = self.learner
@@ -75,9 +75,7 @@ class Worker(base.Worker):
         items = count_items(self.problem.workload, self.problem.stats)
         return loss * (share.everyone / items), logits
 
-    def _features(
-        self, share: Share, worker: graph_parallel.Worker, step: int
-    ) -> Tensor | SparseRows:
+    def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
         """What layer 1 or the encoder reads: own rows, loaded, and a halo that its owners send."""
         problem, part = self.problem, share.parts[0]
         assert problem.graph is not None
@@ -86,7 +84,7 @@ class Worker(base.Worker):
         rows: Tensor | SparseRows = self.store.read(local, step, halo.size * meets)
         if not meets:
             return rows
-        label, exchange = Label("halo", step, "f", 1), worker.exchanges[1]
+        label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]
         if isinstance(rows, Tensor):
             packed = exchange.pack(rows)
             with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):

@@ -24,14 +24,14 @@ from gnnplan.executor.layers.kernels import backward, dropout, sent, together
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
-from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.ranks.whole import Held, fill, named
-from gnnplan.executor.strategies import base, graph_parallel
+from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
@@ -298,7 +298,7 @@ class Worker(base.Worker):
                 [part.block for part in share.parts[1:]],
                 [torch.from_numpy(part.source) for part in share.parts[1:]],
                 torch.from_numpy(share.own),
-                graph_parallel.targets_of(self.problem, share, HOST, share.total),
+                targets_of(self.problem, share, HOST, share.total),
             )
         )
         with self.rank.span(Label("forward", step), "compute"):
