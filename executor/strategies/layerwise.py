@@ -92,7 +92,6 @@ class Worker(base.Worker):
             if not part.meets:
                 del exchanges[layer]
         self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
-        self._ends_meet = share.ends is not None and share.ends.meets
         if share.ends is not None and share.ends.meets:
             exchanges[len(self.layers) + 1] = Exchange(
                 self.rank, share.ends.give, share.ends.take, at=host
@@ -259,11 +258,11 @@ class Worker(base.Worker):
         x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
         if cached is not None:
             return lambda: net.update(cached, x, x, None, relu)
+        block, drop = self.blocks[1], self._drop(step, 1, self.vertices[1])
         if self._adds_up(2):
-            block, drop = self.blocks[1], self._drop(step, 1, self.vertices[1])
             by_columns = cast(ColumnLayer, net)
             return lambda: partial_sums(by_columns, block, net.prepare(x, drop), keep)
-        return lambda: net(self.blocks[1], x, self._drop(step, 1, self.vertices[1]), None, relu)
+        return lambda: net(block, x, drop, None, relu)
 
     def _adds_up(self, layer: int) -> bool:
         """Whether the layer's source rows come as partial sums, without bias and ReLU."""
@@ -390,12 +389,11 @@ class Worker(base.Worker):
         """
         self.training, self.scored = True, self.targets
         entered, encoded = self.forward(step)
-        last, above = entered.pop(), None
-        if self._ends_meet:
-            rows = self.plain_halo.rows(step, len(self.layers) + 1, last.leaf.detach())
-            last.leaf = rows().requires_grad_()
+        end, last, above = len(self.layers) + 1, entered.pop(), None
+        # of link prediction also rows of other ranks, at which this rank's pairs end
+        last.leaf = self.plain_halo.rows(step, end, last.leaf.detach())().requires_grad_()
         with self.rank.span(Label("loss", step), "compute"):
-            drop = self._drop(step, len(self.layers) + 1, self.scored_vertices)
+            drop = self._drop(step, end, self.scored_vertices)
             moments = last.moments.values if last.moments else None
             logits = self.net.decode(last.leaf, drop, moments)
             loss = self.targets.loss(logits)
@@ -403,9 +401,8 @@ class Worker(base.Worker):
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
         gradient = last.leaf.grad
         assert gradient is not None
-        if self._ends_meet:
-            gradient = self.plain_halo.home(step, len(self.layers) + 1, gradient)
-        self._moments_home(step, len(self.layers) + 1, last, gradient)
+        gradient = self.plain_halo.home(step, end, gradient)
+        self._moments_home(step, end, last, gradient)
         self.to_sum, self.summed = gradient if self.net.jump else None, None
         del last
         for layer in reversed(self.layers):
