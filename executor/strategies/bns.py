@@ -52,14 +52,13 @@ class Worker(base.Worker):
         return self.whole.buckets
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        if not self._samples():
-            self.whole.learner = self.learner
-            return self.whole.step(step)
-        with self.rank.span(Label("lay", step), "host"):
-            parts = [self._sampled(part, step, n) for n, part in enumerate(self.share.parts, 1)]
-            worker = self._on(replace(self.share, parts=parts))
+        worker = self.whole
+        if self._samples():
+            with self.rank.span(Label("lay", step), "host"):
+                parts = [self._sampled(part, step, n) for n, part in enumerate(self.share.parts, 1)]
+                worker = self._on(replace(self.share, parts=parts))
+            worker.features, worker.cached = self.whole.features, self.whole.cached
         worker.learner = self.learner
-        worker.features, worker.cached = self.whole.features, self.whole.cached
         return worker.step(step)
 
     def evaluate(self, step: int) -> Tensor:

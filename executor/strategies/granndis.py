@@ -15,7 +15,7 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows
-from gnnplan.executor.strategies.graph_parallel import trimmed_worker_on, whole_share, worker_on
+from gnnplan.executor.strategies.graph_parallel import whole_share, worker_on
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
@@ -31,8 +31,8 @@ def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis, first: int) ->
     assert isinstance(layout, Layout)
     if strategy.steps(problem) > 1:
         return CoBatches(rank, problem, strategy, layout)
-    make = trimmed_worker_on if strategy.trim else worker_on
-    return make(rank, problem, layout, strategy.exchange_options, degrees=strategy.degrees)
+    options = strategy.exchange_options
+    return worker_on(rank, problem, layout, options, strategy.degrees, trim=strategy.trim)
 
 
 class CoBatches(base.Worker):

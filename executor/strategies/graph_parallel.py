@@ -25,8 +25,7 @@ def open_worker(rank: Rank, problem: Problem, strategy: GraphParallel, first: in
     """This rank's part of the strategy."""
     layout = problem.layout()
     assert isinstance(layout, Layout)
-    make = trimmed_worker_on if strategy.trim else worker_on
-    return make(rank, problem, layout, strategy.exchange_options)
+    return worker_on(rank, problem, layout, strategy.exchange_options, trim=strategy.trim)
 
 
 def worker_on(
@@ -36,56 +35,40 @@ def worker_on(
     options: ExchangeOptions,
     degrees: str = "global",
     net: Net | None = None,
+    trim: bool = False,
 ) -> Worker:
     """A worker on the full graph, with its features.
 
     degrees: of the whole graph ('global') or of the rank's layout ('local'). net: weights that it
-    shares with another worker.
+    shares with another worker. trim: it trains on those rows of the layout that training vertices
+    need, and evaluates on the whole layout, whose edges are made for each evaluation.
     """
-    net = net or net_of(problem.model, problem.workload).to(rank.device)
-    worker = _worker(rank, problem, layout, options, degrees, net)
-    worker.keep(constant_rows(rank, problem, layout))
-    return worker
-
-
-def trimmed_worker_on(
-    rank: Rank,
-    problem: Problem,
-    layout: Layout,
-    options: ExchangeOptions,
-    degrees: str = "global",
-) -> Worker:
-    """A worker on those rows of a layout that training vertices need.
-
-    It evaluates on the whole layout, whose edges are made for each evaluation.
-    """
-    net, trimmed = net_of(problem.model, problem.workload).to(rank.device), problem.trimmed(layout)
-    assert isinstance(trimmed, Layout)
-    kept = ConstantRows(rank, problem, layout, net, degrees)
+    weights = net or net_of(problem.model, problem.workload).to(rank.device)
 
     def on(rows: Layout, options: ExchangeOptions) -> Worker:
-        worker = _worker(rank, problem, rows, options, degrees, net)
+        adaptive = options.bits == ADAPTIVE
+        counted = variance_weights(rank, problem, rows, weights) if adaptive else {}
+        share = whole_share(rank, problem, rows, weights, degrees)
+        return Worker(rank, problem, share, options, weights, counted)
+
+    if not trim:
+        worker = on(layout, options)
+        worker.keep(constant_rows(rank, problem, layout))
+        return worker
+    kept = ConstantRows(rank, problem, layout, weights, degrees)
+
+    def loaded(rows: Layout, options: ExchangeOptions) -> Worker:
+        worker = on(rows, options)
         worker.features, worker.cached = kept.on_device(kept.of(rows))
         return worker
 
-    worker = on(trimmed, options)
-    worker.evaluator = lambda: on(layout, replace(options, staleness=0, smoothing="", bits=None))
+    trimmed = problem.trimmed(layout)
+    assert isinstance(trimmed, Layout)
+    worker = loaded(trimmed, options)
+    worker.evaluator = lambda: loaded(
+        layout, replace(options, staleness=0, smoothing="", bits=None)
+    )
     return worker
-
-
-def _worker(
-    rank: Rank,
-    problem: Problem,
-    layout: Layout,
-    options: ExchangeOptions,
-    degrees: str,
-    net: Net,
-) -> Worker:
-    """A worker on a layout, without features."""
-    share = whole_share(rank, problem, layout, net, degrees)
-    adaptive = options.bits == ADAPTIVE
-    weights = variance_weights(rank, problem, layout, net) if adaptive else {}
-    return Worker(rank, problem, share, options, net, weights)
 
 
 def whole_share(rank: Rank, problem: Problem, layout: Layout, net: Net, degrees: str) -> Share:
