@@ -22,7 +22,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 
 
-@dataclass
+@dataclass(eq=False)
 class Part:
     """A rank's share of one layer.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from functools import cache
 from typing import TypeVar, cast
 
 import numpy as np
@@ -33,6 +34,7 @@ from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
+_Segment = Callable[[], Tensor]  # computes h_l
 
 
 @dataclass
@@ -45,7 +47,7 @@ class _Step:
     projection: Callable[[], tuple[Tensor, Tensor]] | None = None  # computes `projected`
     own: Tensor | None = None  # leaf of a narrow layer: the destinations' prepared rows
     source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
-    segment: Callable[[], Tensor] | None = None  # computes `out`
+    segment: _Segment | None = None  # computes `out`
     out: Tensor | None = None  # None if backward computes it again (checkpoint)
     sums: Tensor | None = None  # batch norm: of the rows that count [2, H_{l-1}]
     moments: Moments | None = None
@@ -78,19 +80,14 @@ class Worker(base.Worker):
         problem, device, host = self.problem, self.rank.device, torch.device("cpu")
         self.shapes = problem.model
         self.layers = range(1, len(share.parts) + 1)
-        different = {id(part): part for part in share.parts}
 
         def by_layer(make: Callable[[Part], T]) -> dict[int, T]:
             """What is made of every layer's part, once where layers are alike."""
-            made = {key: make(part) for key, part in different.items()}
-            return {
-                layer: made[id(part)] for layer, part in zip(self.layers, share.parts, strict=True)
-            }
+            once = cache(make)
+            return {layer: once(part) for layer, part in enumerate(share.parts, 1)}
 
-        exchanges = by_layer(lambda part: Exchange(self.rank, part.give, part.take, at=host))
-        for layer, part in zip(self.layers, share.parts, strict=True):
-            if not part.meets:
-                del exchanges[layer]
+        every = by_layer(lambda part: Exchange(self.rank, part.give, part.take, at=host))
+        exchanges = {layer: each for layer, each in every.items() if share.parts[layer - 1].meets}
         self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
         if share.ends is not None and share.ends.meets:
             exchanges[len(self.layers) + 1] = Exchange(
@@ -188,11 +185,6 @@ class Worker(base.Worker):
         else:
             all_reduce(self.rank, label, flat, self.reduce_group)
 
-    def _complete(self, step: int, layer: int) -> None:
-        """The backward pass of a layer (0: of the encoder) is done."""
-        if self.learner is not None:
-            self.learner.complete(step, layer)
-
     def _moments(self, step: int, layer: int, entered: _Step) -> None:
         """Batch norm's moments of h_{l-1}."""
         norm, sums = self.net.batch_norm(layer), entered.sums
@@ -239,7 +231,8 @@ class Worker(base.Worker):
             if self.seen is not None and self.training:
                 self.seen.rows[layer] = out.detach()
             if self.summed is not None:
-                self.net.add(layer, self._own(out), self._drop_next(step, layer), self.summed)
+                drop = self._drop(step, layer + 1, self.own_vertices)
+                self.net.add(layer, self._own(out), drop, self.summed)
                 if layer == len(self.layers):
                     out = self.summed
             return self._enter(out, step, layer + 1)
@@ -248,11 +241,7 @@ class Worker(base.Worker):
         """Those of a layer's rows that the loss is of."""
         return rows[: len(self.own_vertices)]
 
-    def _drop_next(self, step: int, layer: int) -> Drop:
-        """Dropout of own rows before the layer that follows."""
-        return self._drop(step, layer + 1, self.own_vertices)
-
-    def _first_segment(self, step: int) -> Callable[[], Tensor]:
+    def _first_segment(self, step: int) -> _Segment:
         """Layer 1 on constant features."""
         net, relu, cached = self.net.layer(1), self.net.relu_after(1), self.cached
         x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
@@ -268,9 +257,7 @@ class Worker(base.Worker):
         """Whether the layer's source rows come as partial sums, without bias and ReLU."""
         return layer in self.picks and self.picks[layer].adds
 
-    def _segment(
-        self, step: int, layer: int, entered: _Step, source: Tensor
-    ) -> Callable[[], Tensor]:
+    def _segment(self, step: int, layer: int, entered: _Step, source: Tensor) -> _Segment:
         """A function that computes h_l from own rows and halo, `source`."""
         net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
         local = len(self._outgoing(entered))
@@ -315,7 +302,8 @@ class Worker(base.Worker):
             backward([out], [gradient])
             del out
             entered.out = entered.segment = None
-        self._complete(step, layer)
+        if self.learner is not None:
+            self.learner.complete(step, layer)
         if not entered.leaf.requires_grad:
             return None
         assert entered.source is not None and entered.source.grad is not None
@@ -331,7 +319,7 @@ class Worker(base.Worker):
         self, step: int, layer: int, out: Tensor, gradient: Tensor, to_sum: Tensor
     ) -> Tensor:
         """The gradient of h_l by the layer above -> also by the sum of all layers' rows."""
-        drop = self._drop_next(step, layer)
+        drop = self._drop(step, layer + 1, self.own_vertices)
         by_sum = self.net.add_backward(layer, self._own(out), drop, to_sum)
         if layer == len(self.layers):
             return by_sum
@@ -342,9 +330,7 @@ class Worker(base.Worker):
         """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
         if above is None:
             return gradient
-        assert (
-            above.projected is not None and above.own is not None and above.projection is not None
-        )
+        assert above.projected and above.own is not None and above.projection
         projected = above.projection() if self.options.checkpoint else above.projected
         if above.own.grad is None:  # the layer reads its own rows through the aggregate only
             backward([projected[0]], [gradient])
@@ -415,7 +401,8 @@ class Worker(base.Worker):
                 assert gradient is not None
                 gradient = self._through_projection(above, gradient)
                 backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
-            self._complete(step, 0)
+            if self.learner is not None:
+                self.learner.complete(step, 0)
         self.to_sum = None
         return loss, logits
 
