@@ -16,12 +16,11 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.minibatch.share import Part, Share
+from gnnplan.executor.minibatch.share import Part, Share, share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
-from gnnplan.executor.strategies.graph_parallel import whole_share
 from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -39,7 +38,7 @@ class Worker(base.Worker):
         assert isinstance(layout, Layout)
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.net = net_of(problem.model, problem.workload).to(rank.device)
-        self.share = whole_share(rank, problem, layout, self.net, "global")
+        self.share = share_of(layout, rank.rank, self.net.edges, problem.workload)
         self.whole = self._on(self.share)
         self.whole.keep(constant_rows(rank, problem, layout))
 

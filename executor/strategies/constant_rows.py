@@ -22,6 +22,8 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.schedule import Label
 
+PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
+
 
 def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | SparseRows:
     """Features [S, F] of all rows that this rank computes and, if layer 1 reads it, of its halo."""
@@ -37,35 +39,24 @@ def _reads_halo(problem: Problem, layout: Layout) -> bool:
 
 def _sparse(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> SparseRows:
     me = rank.rank
-
-    def swap(op: str, exchange: Exchange, rows: SparseRows, ids: np.ndarray) -> SparseRows:
-        """The rows that come, whose global ids are known."""
-        label, packed = Label(op, -1), exchange.pack(rows)
-        with rank.span(label, "comm", rank.count(label, packed.nbytes)):
-            return exchange.forward_sparse(packed, lengths_of(graph, ids))
-
     parts = [sparse_features(graph, layout.own(me), problem.workload, rank.device)]
     if layout.preloaded().any():
         give, take, order = _preload(layout, me)
         external = layout.rows(me, 0)[layout.own(me).size :]
-        received = swap("preload", Exchange(rank, give, take), parts[0], external[order])
+        lengths = lengths_of(graph, external[order])
+        received = Exchange(rank, give, take).fetch_sparse(PRELOAD, parts[0], lengths)
         back_in_place = torch.from_numpy(np.argsort(order)).to(rank.device)
         parts.append(received.index_select(0, back_in_place))
     if _reads_halo(problem, layout):
         piece = layout.piece(me, 1)
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
-        parts.append(swap("input_halo", exchange, SparseRows.cat(parts), piece.halo))
+        lengths = lengths_of(graph, piece.halo)
+        parts.append(exchange.fetch_sparse(INPUT_HALO, SparseRows.cat(parts), lengths))
     return SparseRows.cat(parts)
 
 
 def _dense(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> Tensor:
     me = rank.rank
-
-    def swap(op: str, exchange: Exchange, rows: Tensor) -> Tensor:
-        label, packed = Label(op, -1), exchange.pack(rows)
-        with rank.span(label, "comm", rank.count(label, packed.nbytes)):
-            return exchange.forward(packed)
-
     own, local, piece = layout.own(me).size, layout.rows(me, 0).size, layout.piece(me, 1)
     reads_halo = _reads_halo(problem, layout)
     room = local - own + (piece.halo.size if reads_halo else 0)
@@ -73,10 +64,10 @@ def _dense(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> Tensor
     if layout.preloaded().any():
         give, take, order = _preload(layout, me)
         places = own + torch.from_numpy(order).to(x.device)
-        x[places] = swap("preload", Exchange(rank, give, take), x)
+        x[places] = Exchange(rank, give, take).fetch(PRELOAD, x)
     if reads_halo:
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
-        x[local:] = swap("input_halo", exchange, x)
+        x[local:] = exchange.fetch(INPUT_HALO, x)
     return x
 
 

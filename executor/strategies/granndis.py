@@ -11,11 +11,12 @@ from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import weight_of
+from gnnplan.executor.minibatch.share import share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows
-from gnnplan.executor.strategies.graph_parallel import whole_share, worker_on
+from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
@@ -57,7 +58,8 @@ class CoBatches(base.Worker):
         self.scored: list[Scored] = []  # what the last logits are counted by
 
     def _open(self, batch: Layout) -> Worker:
-        share = whole_share(self.rank, self.problem, batch, self.net, self.strategy.degrees)
+        edges, workload = self.net.edges, self.problem.workload
+        share = share_of(batch, self.rank.rank, edges, workload, self.strategy.degrees)
         return Worker(
             self.rank,
             self.problem,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.minibatch.share import Share, block_of, share_of
+from gnnplan.executor.minibatch.share import block_of, share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
@@ -48,7 +48,7 @@ def worker_on(
     def on(rows: Layout, options: ExchangeOptions) -> Worker:
         adaptive = options.bits == ADAPTIVE
         counted = variance_weights(rank, problem, rows, weights) if adaptive else {}
-        share = whole_share(rank, problem, rows, weights, degrees)
+        share = share_of(rows, rank.rank, weights.edges, problem.workload, degrees)
         return Worker(rank, problem, share, options, weights, counted)
 
     if not trim:
@@ -69,12 +69,6 @@ def worker_on(
         layout, replace(options, staleness=0, smoothing="", bits=None)
     )
     return worker
-
-
-def whole_share(rank: Rank, problem: Problem, layout: Layout, net: Net, degrees: str) -> Share:
-    """This rank's share of a layout."""
-    edges = [net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
-    return share_of(layout, rank.rank, edges, problem.workload, degrees)
 
 
 def variance_weights(rank: Rank, problem: Problem, layout: Layout, net: Net) -> RowWeights:
@@ -102,10 +96,8 @@ def _squares(
     problem: Problem, layout: Layout, reader: int, layer: int, edges: str
 ) -> list[np.ndarray]:
     """Of a reader's halo before a layer, by sender: sums of squared edge weights."""
-    piece, block = (
-        layout.piece(reader, layer),
-        block_of(layout, reader, layer, edges, problem.workload),
-    )
+    piece = layout.piece(reader, layer)
+    block = block_of(layout, reader, layer, edges, problem.workload)
     weight = np.ones(block.edges) if block.weight is None else block.weight.double().numpy()
     sums = np.bincount(block.indices.numpy(), weight**2, minlength=block.n_src)
     squares = sums.astype(np.float32)  # rows that count alike do so whatever the order of sums

@@ -45,10 +45,9 @@ class Worker(base.Worker):
         assert lists is None or isinstance(lists, Structure)
         # before the sampler forks: the fork would keep a copy of the features
         self.store = FeatureStore(rank, problem, store)
-        edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
         device = drawing_device(rank, problem, strategy.prefetch, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
-        sampler = kind(batches, rank.rank, edges, rank.timeout_s, lists, device)
+        sampler = kind(batches, rank.rank, self.net.edges, rank.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
         self.whole: Whole | None = None  # made for the first evaluation
         self.scored: Scored | None = None  # what the last logits are counted by
@@ -86,13 +85,10 @@ class Worker(base.Worker):
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]
         if isinstance(rows, Tensor):
-            packed = exchange.pack(rows)
-            with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
-                exchange.forward(packed, into=rows[part.local :])
-                return rows
-        packed_sparse, lengths = exchange.pack(rows), lengths_of(problem.graph, halo)
-        with self.rank.span(label, "comm", self.rank.count(label, packed_sparse.nbytes)):
-            return SparseRows.cat([rows, exchange.forward_sparse(packed_sparse, lengths)])
+            exchange.fetch(label, rows, into=rows[part.local :])
+            return rows
+        lengths = lengths_of(problem.graph, halo)
+        return SparseRows.cat([rows, exchange.fetch_sparse(label, rows, lengths)])
 
     @property
     def rows(self) -> dict[str, int]:

@@ -93,13 +93,18 @@ class Worker(base.Worker):
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
             if len(group) > 1:
                 rank.group(group)
-        edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
         lists = strategy.lists(problem)
         store = strategy.store(problem)
         assert store is None or isinstance(store, Store)
         drawing = drawing_device(rank, problem, strategy.prefetch, store, lists)
         sampler = ColumnSampler(
-            strategy.batches(problem), me, edges, rank.timeout_s, lists, drawing, rail=self.rail
+            strategy.batches(problem),
+            me,
+            self.net.edges,
+            rank.timeout_s,
+            lists,
+            drawing,
+            rail=self.rail,
         )
         # batches that are under way between two epochs
         self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
