@@ -196,10 +196,7 @@ class QuantizedHalo(Halo):
         packed = self._cross_packed(step, layer, "f", rows)
         halo = source[len(source) - self.exchanges[layer].rows("f")[1] :]
         with self.rank.span(Label("unpack", step, "f", layer), "compute"):
-            if packed is None:
-                halo.zero_()
-            else:
-                self._unpack(("f", layer), packed, halo)
+            halo.zero_() if packed is None else self._unpack(("f", layer), packed, halo)
         return lambda: _with_own(source, rows)
 
     def _send_home(self, step: int, layer: int, own: Tensor, halo: Tensor) -> None:
@@ -207,8 +204,7 @@ class QuantizedHalo(Halo):
         with self.rank.span(Label("unpack", step, "b", layer), "compute"):
             if packed is not None:
                 received = own.new_empty(len(packed), own.shape[1])
-                self._unpack(("b", layer), packed, received)
-                self.exchanges[layer].add_home(own, received)
+                self.exchanges[layer].add_home(own, self._unpack(("b", layer), packed, received))
 
     def _cross_packed(self, step: int, layer: int, way: str, rows: Tensor) -> Tensor | None:
         """Send the rows that peers read, or the halo's gradients -> what this step uses."""
@@ -231,8 +227,8 @@ class QuantizedHalo(Halo):
         """Some rows as bytes [., row_bytes] (layers/kernels/few_bits.py)."""
         return pack(rows, positions, self.bits, whose, *numbers)
 
-    def _unpack(self, key: _Key, packed: Tensor, into: Tensor) -> None:
-        unpack(packed, self.bits, into)
+    def _unpack(self, key: _Key, packed: Tensor, into: Tensor) -> Tensor:
+        return unpack(packed, self.bits, into)
 
 
 @dataclass
@@ -252,9 +248,10 @@ class AdaptiveHalo(QuantizedHalo):
         self._crossed("out", key, packed)
         return packed
 
-    def _unpack(self, key: _Key, packed: Tensor, into: Tensor) -> None:
-        unpack_mixed(packed, self._mix("in", key), into)
+    def _unpack(self, key: _Key, packed: Tensor, into: Tensor) -> Tensor:
+        rows = unpack_mixed(packed, self._mix("in", key), into)
         self._crossed("in", key, packed)
+        return rows
 
     def _mix(self, end: str, key: _Key) -> Mix:
         """The bits of the rows that leave or come next."""

@@ -356,9 +356,8 @@ class Worker(base.Worker):
             with self.rank.span(Label("encode", step, "f"), "compute"):
                 drop = self._drop(step, 0, self.vertices[1][: self.features.shape[0]])
                 encoded = self.net.encode(self.features, drop)
-                self.x0 = (
-                    encoded.detach().requires_grad_(self.training) if self.net.initial else None
-                )
+                if self.net.initial:
+                    self.x0 = encoded.detach().requires_grad_(self.training)
                 entered = [self._enter(encoded, step, 1)]
         for layer in self.layers:
             following = self._layer(step, layer, entered[-1])

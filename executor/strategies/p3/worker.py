@@ -97,15 +97,8 @@ class Worker(base.Worker):
         store = strategy.store(problem)
         assert store is None or isinstance(store, Store)
         drawing = drawing_device(rank, problem, strategy.prefetch, store, lists)
-        sampler = ColumnSampler(
-            strategy.batches(problem),
-            me,
-            self.net.edges,
-            rank.timeout_s,
-            lists,
-            drawing,
-            rail=self.rail,
-        )
+        batches, edges = strategy.batches(problem), self.net.edges
+        sampler = ColumnSampler(batches, me, edges, rank.timeout_s, lists, drawing, rail=self.rail)
         # batches that are under way between two epochs
         self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
         self.arriving = Arriving(
