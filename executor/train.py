@@ -85,9 +85,9 @@ def train(
 def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
     """What measures the worker's gradients; its module is imported for those who ask for it."""
     from gnnplan.executor.strategies.gradient_errors import GradientErrors
-    from gnnplan.executor.strategies.graph_parallel import Worker as GraphParallelWorker
+    from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 
-    assert isinstance(worker, GraphParallelWorker)  # launch/checks.py refuses others
+    assert isinstance(worker, LayerwiseWorker)  # launch/checks.py refuses others
     return GradientErrors(worker, learner.gradients[0])
 
 

@@ -460,6 +460,11 @@ class Net(nn.Module):
         """Layer `number`, from 1."""
         return cast(Layer, self.layers[str(number)])
 
+    @property
+    def edges(self) -> list[str]:
+        """The kind of each layer's edges (Layer.edges); all layers must be here."""
+        return [self.layer(number).edges for number in range(1, self.total + 1)]
+
     def parameters_of(self, layers: range) -> Iterator[nn.Parameter]:
         """Those of a run of layers, with the encoder or decoder at its ends."""
         for name, parameter in self.named_parameters():

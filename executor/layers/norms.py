@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,29 @@ class BatchNorm(nn.Module):
         """The gradient of own rows x [., H] through the moments, whose own is [2, H]."""
         to_mean, to_variance = gradient / count
         return torch.addcmul(to_mean, x - moments[0], 2 * to_variance)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Batch norm's moments before a layer in one step, whose gradient ranks sum, too."""
+
+    values: Tensor  # leaf [2, H]
+    count: int  # rows of all ranks
+
+    @classmethod
+    def of(cls, norm: BatchNorm, sums: Tensor, count: int) -> Moments:
+        """From the sums [2, H] of all ranks' `count` rows."""
+        return cls(norm.moments(sums, count).requires_grad_(), count)
+
+    @property
+    def gradient(self) -> Tensor:
+        """[2, H], after the layer's backward."""
+        assert self.values.grad is not None
+        return self.values.grad
+
+    def add_home(self, rows: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a rank's rows [., H] what they get through the moments."""
+        gradient += BatchNorm.home(rows.detach(), self.values, self.gradient, self.count)
 
 
 def norm_of(name: str, width: int) -> nn.Module | None:

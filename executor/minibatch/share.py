@@ -9,16 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.targets import weight_of
+from gnnplan.executor.layers.links import LinkTargets
+from gnnplan.executor.layers.targets import Targets, weight_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.links import Pairs
 from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
 
 
-@dataclass
+@dataclass(eq=False)
 class Part:
     """A rank's share of one layer.
 
@@ -35,6 +39,43 @@ class Part:
     block: Block
     picks: np.ndarray | None = None  # place of each source row among own rows, then the halo [S]
     into: np.ndarray | None = None  # or of each row picked [P]: the source row that it is added to
+
+
+@dataclass
+class Picks:
+    """Source rows [S, H] that are some of a rank's own rows and halo [T, H], or sums of some."""
+
+    places: Tensor  # of those picked [P]
+    there: int  # T
+    into: Tensor | None  # the source row that each is added to [P]; None: it is one itself
+    rows: int  # S
+
+    @staticmethod
+    def of(part: Part) -> Picks | None:
+        """Of a part, on the host; None if it reads its own rows and halo as they are."""
+        if part.picks is None:
+            return None
+        into = None if part.into is None else torch.from_numpy(part.into)
+        there = part.local + int(part.take.sum())
+        return Picks(torch.from_numpy(part.picks), there, into, part.source.size)
+
+    @property
+    def adds(self) -> bool:
+        """Whether source rows are sums."""
+        return self.into is not None
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """[T, H] -> [S, H]."""
+        picked = rows.index_select(0, self.places)
+        if self.into is None:
+            return picked
+        return picked.new_zeros(self.rows, picked.shape[1]).index_add_(0, self.into, picked)
+
+    def home(self, gradient: Tensor) -> Tensor:
+        """The gradient of source rows [S, H] -> that of own rows and halo [T, H]."""
+        of_picked = gradient if self.into is None else gradient.index_select(0, self.into)
+        home = gradient.new_zeros(self.there, gradient.shape[1])
+        return home.index_copy_(0, self.places, of_picked)
 
 
 @dataclass
@@ -63,11 +104,7 @@ class Share:
 
 
 def share_of(
-    layout: Layout,
-    me: int,
-    edges: Sequence[str],
-    workload: Workload,
-    degrees: tuple[np.ndarray, np.ndarray] | None,
+    layout: Layout, me: int, edges: Sequence[str], workload: Workload, degrees: str = "global"
 ) -> Share:
     """The share of rank `me` in a layout; `edges`: the kind of each layer's (models.Layer)."""
     part_by_kind: dict[object, Part] = {}
@@ -76,25 +113,52 @@ def share_of(
         kind = layout.kind(layer), layer_edges
         if kind not in part_by_kind:
             piece = layout.piece(me, layer)
-            source = np.concatenate([layout.rows(me, layer - 1), piece.halo])
-            block = weighted_block(
-                layout.graph,
-                layer_edges,
-                layout.rows(me, layer),
-                source,
-                *layout.block(me, layer),
-                workload,
-                degrees,
-            )
             part_by_kind[kind] = Part(
-                source,
+                source_of(layout, me, layer),
                 piece.local,
                 layout.sent(me, layer),
                 piece.received,
                 layout.meets(layer),
-                block,
+                block_of(layout, me, layer, layer_edges, workload, degrees),
             )
         parts.append(part_by_kind[kind])
     everyone = [layout.own(rank) for rank in range(layout.ranks)]
     total = sum(weight_of(layout.graph, workload, rows) for rows in everyone)
     return Share(layout.own(me), sum(rows.size for rows in everyone), total, parts)
+
+
+def source_of(layout: Layout, rank: int, layer: int) -> np.ndarray:
+    """Global ids of the rows that a rank's layer reads: own rows of h_{l-1}, then its halo."""
+    return np.concatenate([layout.rows(rank, layer - 1), layout.piece(rank, layer).halo])
+
+
+def block_of(
+    layout: Layout, rank: int, layer: int, edges: str, workload: Workload, degrees: str = "global"
+) -> Block:
+    """A rank's edges in a layer.
+
+    degrees: of the whole graph ('global') or of the rank's layout ('local').
+    """
+    return weighted_block(
+        layout.graph,
+        edges,
+        layout.rows(rank, layer),
+        source_of(layout, rank, layer),
+        *layout.block(rank, layer),
+        workload,
+        layout.degrees(rank) if degrees == "local" else None,
+    )
+
+
+def targets_of(
+    problem: Problem, share: Share, device: torch.device, total: float | None = None
+) -> Targets | LinkTargets:
+    """What the loss of a share's rows is of: their labels, or pairs of them.
+
+    total: what it is the mean over (Targets, LinkTargets); None: all training vertices.
+    """
+    if share.ends is not None:
+        rows = share.own.size + share.ends.away.size
+        return LinkTargets(share.ends.pairs, rows, share.total)
+    assert problem.graph is not None
+    return Targets(problem.graph, share.own, problem.workload, device, total)

@@ -90,6 +90,18 @@ class Exchange:
             packed.shape[1],
         )
 
+    def fetch(self, label: Label, rows: Tensor, into: Tensor | None = None) -> Tensor:
+        """Exchange rows, recorded under a label -> the halo."""
+        packed = self.pack(rows)
+        with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
+            return self.forward(packed, into)
+
+    def fetch_sparse(self, label: Label, rows: SparseRows, lengths: Tensor) -> SparseRows:
+        """`fetch` of sparse rows; lengths as in `forward_sparse`."""
+        packed = self.pack(rows)
+        with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
+            return self.forward_sparse(packed, lengths)
+
     def backward(self, halo_gradient: Tensor, into: Tensor | None = None) -> Tensor:
         """Send the halo's gradient home; receive that of the rows given [sum gives, H]."""
         return self._swap(halo_gradient, self.take, self.gives, into)

@@ -4,6 +4,8 @@ They are named as in planner/strategies/, and record their spans under the label
 
     base.py             what each of them offers the training loop
     graph_parallel.py   layer after layer over a layout, halos exchanged before each
+    layerwise.py        its step, forward and backward
+    halo.py             its exchanges: in the step that reads the rows or one before, in few bits
     constant_rows.py    its features, fetched at set-up
     bns.py              graph parallel over the blocks of an epoch's sample
     gradient_errors.py  how far a step's gradient is from the exact one

@@ -1,7 +1,7 @@
 """Boundary node sampling: graph parallelism over the blocks of an epoch's sample.
 
 Every step takes a sample of each layer's halo, which both ends draw alike, cuts the layer's block
-down to it, and trains on it with a graph-parallel worker (graph_parallel.py) on the same weights.
+down to it, and trains on it with a worker of graph parallelism (layerwise.py) on the same weights.
 Which rows are drawn is decided in planner/strategies/layerwise/bns.py.
 """
 
@@ -16,18 +16,17 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.minibatch.share import Part, Share
+from gnnplan.executor.minibatch.share import Part, Share, share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
-from gnnplan.executor.strategies.graph_parallel import Worker as GraphParallelWorker
-from gnnplan.executor.strategies.graph_parallel import whole_share
+from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import BNS
 from gnnplan.planner.strategies.layerwise.bns import drawn
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
+from gnnplan.planner.strategies.layerwise.buckets import Bucket
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -39,28 +38,26 @@ class Worker(base.Worker):
         assert isinstance(layout, Layout)
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.net = net_of(problem.model, problem.workload).to(rank.device)
-        self.share = whole_share(rank, problem, layout, self.net, "global")
+        self.share = share_of(layout, rank.rank, self.net.edges, problem.workload)
         self.whole = self._on(self.share)
         self.whole.keep(constant_rows(rank, problem, layout))
 
-    def _on(self, share: Share) -> GraphParallelWorker:
+    def _on(self, share: Share) -> LayerwiseWorker:
         options = self.strategy.exchange_options
-        return GraphParallelWorker(self.rank, self.problem, share, options, self.net)
+        return LayerwiseWorker(self.rank, self.problem, share, options, self.net)
 
     @property
     def buckets(self) -> list[Bucket]:
-        options = self.strategy.exchange_options
-        return buckets_of(self.problem, options.buckets, options.narrow)
+        return self.whole.buckets
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        if not self._samples():
-            self.whole.learner = self.learner
-            return self.whole.step(step)
-        with self.rank.span(Label("lay", step), "host"):
-            parts = [self._sampled(part, step, n) for n, part in enumerate(self.share.parts, 1)]
-            worker = self._on(replace(self.share, parts=parts))
+        worker = self.whole
+        if self._samples():
+            with self.rank.span(Label("lay", step), "host"):
+                parts = [self._sampled(part, step, n) for n, part in enumerate(self.share.parts, 1)]
+                worker = self._on(replace(self.share, parts=parts))
+            worker.features, worker.cached = self.whole.features, self.whole.cached
         worker.learner = self.learner
-        worker.features, worker.cached = self.whole.features, self.whole.cached
         return worker.step(step)
 
     def evaluate(self, step: int) -> Tensor:

@@ -11,15 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features, weighted_block
+from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
 from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.minibatch.share import block_of, source_of
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.schedule import Label
+
+PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
 
 
 def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | SparseRows:
@@ -36,35 +39,24 @@ def _reads_halo(problem: Problem, layout: Layout) -> bool:
 
 def _sparse(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> SparseRows:
     me = rank.rank
-
-    def swap(op: str, exchange: Exchange, rows: SparseRows, ids: np.ndarray) -> SparseRows:
-        """The rows that come, whose global ids are known."""
-        label, packed = Label(op, -1), exchange.pack(rows)
-        with rank.span(label, "comm", rank.count(label, packed.nbytes)):
-            return exchange.forward_sparse(packed, lengths_of(graph, ids))
-
     parts = [sparse_features(graph, layout.own(me), problem.workload, rank.device)]
     if layout.preloaded().any():
         give, take, order = _preload(layout, me)
         external = layout.rows(me, 0)[layout.own(me).size :]
-        received = swap("preload", Exchange(rank, give, take), parts[0], external[order])
+        lengths = lengths_of(graph, external[order])
+        received = Exchange(rank, give, take).fetch_sparse(PRELOAD, parts[0], lengths)
         back_in_place = torch.from_numpy(np.argsort(order)).to(rank.device)
         parts.append(received.index_select(0, back_in_place))
     if _reads_halo(problem, layout):
         piece = layout.piece(me, 1)
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
-        parts.append(swap("input_halo", exchange, SparseRows.cat(parts), piece.halo))
+        lengths = lengths_of(graph, piece.halo)
+        parts.append(exchange.fetch_sparse(INPUT_HALO, SparseRows.cat(parts), lengths))
     return SparseRows.cat(parts)
 
 
 def _dense(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> Tensor:
     me = rank.rank
-
-    def swap(op: str, exchange: Exchange, rows: Tensor) -> Tensor:
-        label, packed = Label(op, -1), exchange.pack(rows)
-        with rank.span(label, "comm", rank.count(label, packed.nbytes)):
-            return exchange.forward(packed)
-
     own, local, piece = layout.own(me).size, layout.rows(me, 0).size, layout.piece(me, 1)
     reads_halo = _reads_halo(problem, layout)
     room = local - own + (piece.halo.size if reads_halo else 0)
@@ -72,10 +64,10 @@ def _dense(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> Tensor
     if layout.preloaded().any():
         give, take, order = _preload(layout, me)
         places = own + torch.from_numpy(order).to(x.device)
-        x[places] = swap("preload", Exchange(rank, give, take), x)
+        x[places] = Exchange(rank, give, take).fetch(PRELOAD, x)
     if reads_halo:
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
-        x[local:] = swap("input_halo", exchange, x)
+        x[local:] = exchange.fetch(INPUT_HALO, x)
     return x
 
 
@@ -113,17 +105,9 @@ class ConstantRows:
         self.kept: list[Tensor | SparseRows] = [x]
         ids = self._ids(layout)
         if self.cached:
-            assert problem.graph is not None and isinstance(x, Tensor)
-            layer, me = net.layer(1), rank.rank
-            block = weighted_block(
-                problem.graph,
-                layer.edges,
-                ids,
-                np.concatenate([layout.rows(me, 0), layout.piece(me, 1).halo]),
-                *layout.block(me, 1),
-                problem.workload,
-                layout.degrees(me) if degrees == "local" else None,
-            )
+            assert isinstance(x, Tensor)
+            layer = net.layer(1)
+            block = block_of(layout, rank.rank, 1, layer.edges, problem.workload, degrees)
             self.kept = [layer.gather(block, x)]
             if problem.model.layers[0].reads_own:
                 self.kept.append(x[: ids.size].clone())
@@ -135,12 +119,8 @@ class ConstantRows:
         me = self.rank.rank
         if self.cached:
             return layout.rows(me, 1)
-        local = layout.rows(me, 0)
-        return (
-            np.concatenate([local, layout.piece(me, 1).halo])
-            if self.problem.model.first_varying
-            else local
-        )
+        reads_halo = self.problem.model.first_varying > 0
+        return source_of(layout, me, 1) if reads_halo else layout.rows(me, 0)
 
     def places(self, layout: Layout) -> Tensor:
         """Places of a layout's constant rows among those that are kept."""

@@ -28,7 +28,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import GCNLayer
-from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Turn, all_reduce
@@ -46,7 +46,7 @@ class _Layer:
     """What a layer's forward keeps for its backward."""
 
     inputs: FeatureRows  # leaf: own rows [R, H_in], or own columns of all rows [N, C]
-    moments: Tensor | None = None  # leaf: batch norm's, of all ranks' rows [2, H_in]
+    moments: Moments | None = None  # batch norm's
     prepared: FeatureRows | None = None  # with its graph; what is summed is made of it
     made: Tensor | None = None  # what is summed, with its graph
     own: FeatureRows | None = None  # leaf: prepared rows that the layer reads besides the sums
@@ -135,16 +135,16 @@ class Worker(base.Worker):
             return
         sums = norm.sums(cast(Tensor, entered.inputs))
         all_reduce(self.rank, Label("moments", step, "f", layer), sums, self.reduce_group)
-        entered.moments = norm.moments(sums, len(self.everyone)).requires_grad_()
+        entered.moments = Moments.of(norm, sums, len(self.everyone))
 
     def _moments_home(self, step: int, layer: int, entered: _Layer) -> None:
         """Add to the inputs' gradient what they get through the moments."""
-        if entered.moments is None:
-            return
-        total, inputs = entered.moments.grad, cast(Tensor, entered.inputs)
-        assert total is not None and inputs.grad is not None
-        all_reduce(self.rank, Label("moments", step, "b", layer), total, self.reduce_group)
-        inputs.grad += BatchNorm.home(inputs.detach(), entered.moments, total, len(self.everyone))
+        moments, inputs = entered.moments, cast(Tensor, entered.inputs)
+        if moments is not None:
+            assert inputs.grad is not None
+            label = Label("moments", step, "b", layer)
+            all_reduce(self.rank, label, moments.gradient, self.reduce_group)
+            moments.add_home(inputs, inputs.grad)
 
     def _prepare(self, step: int, layer: int, entered: _Layer, course: Course) -> None:
         """From the layer's inputs to what is summed."""
@@ -154,7 +154,7 @@ class Worker(base.Worker):
             if entered.moments is None:
                 prepared: FeatureRows = net.prepare(x, drop)
             else:
-                prepared = net.prepare(cast(Tensor, x), drop, entered.moments)
+                prepared = net.prepare(cast(Tensor, x), drop, entered.moments.values)
             entered.made = net.gathers(prepared)
         entered.prepared = entered.own = prepared
         if self.shapes.layers[layer - 1].reads_own and isinstance(prepared, Tensor):
@@ -292,7 +292,8 @@ class Worker(base.Worker):
         last = kept.pop()
         inputs = cast(Tensor, last.inputs)
         with self.rank.span(Label("loss", step), "compute"):
-            logits = self.net.decode(inputs, self._drop(step, layers + 1), last.moments)
+            moments = last.moments.values if last.moments else None
+            logits = self.net.decode(inputs, self._drop(step, layers + 1), moments)
             loss = self.targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L

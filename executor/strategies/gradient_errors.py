@@ -24,7 +24,7 @@ the bound says how loose the lemmas are; it does not predict an error."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import scipy.sparse as sp
@@ -36,9 +36,8 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.ranks.learner import Gradients
-from gnnplan.executor.strategies.graph_parallel import Seen, Worker, whole_share
+from gnnplan.executor.strategies.layerwise import Seen, Worker
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 
 BOUNDED = ("gcn", "sage")  # models that the lemmas speak of, or that differ by W' only
@@ -99,19 +98,14 @@ class GradientErrors:
     """
 
     def __init__(self, worker: Worker, gradients: Gradients) -> None:
-        rank, problem, net = worker.rank, worker.problem, worker.net
-        layout = problem.trimmed(problem.layout()) if worker.evaluator else problem.layout()
-        assert isinstance(layout, Layout)
+        problem, net = worker.problem, worker.net
         self.worker, self.gradients = worker, gradients
-        synchronous = replace(worker.options, staleness=0, smoothing="", bits=None)
-        share = whole_share(rank, problem, layout, net, "global")
-        self.exact = Worker(rank, problem, share, synchronous, net)
-        self.exact.features, self.exact.cached = worker.features, worker.cached
         self.errors: dict[str, list[tuple[float, float, float | None]]] = {}
         self.operator: float | None = None
+        self.exact: Seen | None = None  # what the other pass has seen
         if _is_bounded(problem, worker):
             self.operator = operator_norm(problem, net.layer(len(worker.layers)).edges)
-            worker.seen, self.exact.seen = Seen(), Seen()
+            worker.seen, self.exact = Seen(), Seen()
 
     def measure(self, step: int) -> None:
         """After the worker's step, before ranks sum its gradients."""
@@ -120,7 +114,10 @@ class GradientErrors:
         used, running = flat.clone(), [buffer.clone() for buffer in worker.net.buffers()]
         flat.zero_()
         rank.recording = False
-        self.exact.step(step)
+        kept = worker.halo, worker.learner, worker.seen
+        worker.halo, worker.learner, worker.seen = worker.plain_halo, None, self.exact
+        worker.step(step)
+        worker.halo, worker.learner, worker.seen = kept
         rank.recording = True
         exact = flat.clone()
         flat.copy_(used)
@@ -192,7 +189,7 @@ class GradientErrors:
 
     def _squares(self, layer: int) -> list[float]:
         """This rank's part of the squares of F, B, |h_{l-1}|, |P h_0|, |M| and K."""
-        worker, ours, true = self.worker, self.worker.seen, self.exact.seen
+        worker, ours, true = self.worker, self.worker.seen, self.exact
         assert ours is not None and true is not None
         stale = [worker.errors.get(f"{way}:l{layer}", [(0.0, 0.0)])[-1][0] for way in "fb"]
         gradient, kinks = ours.gradients[layer].double().square(), 0.0

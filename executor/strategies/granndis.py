@@ -1,6 +1,6 @@
 """GraNNDis: graph parallel over a Layout whose groups recompute hidden layers.
 
-With cooperative batches there is a graph-parallel worker (graph_parallel.py) for each batch.
+With cooperative batches there is a worker of its own (layerwise.py) for each batch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ from torch import Tensor
 
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import weight_of
+from gnnplan.executor.minibatch.share import share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import ConstantRows
-from gnnplan.executor.strategies.graph_parallel import (
-    Worker,
-    trimmed_worker_on,
-    whole_share,
-    worker_on,
-)
+from gnnplan.executor.strategies.graph_parallel import worker_on
+from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
+from gnnplan.planner.strategies.layerwise.buckets import Bucket
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -35,8 +32,8 @@ def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis, first: int) ->
     assert isinstance(layout, Layout)
     if strategy.steps(problem) > 1:
         return CoBatches(rank, problem, strategy, layout)
-    make = trimmed_worker_on if strategy.trim else worker_on
-    return make(rank, problem, layout, strategy.exchange_options, degrees=strategy.degrees)
+    options = strategy.exchange_options
+    return worker_on(rank, problem, layout, options, strategy.degrees, trim=strategy.trim)
 
 
 class CoBatches(base.Worker):
@@ -61,7 +58,8 @@ class CoBatches(base.Worker):
         self.scored: list[Scored] = []  # what the last logits are counted by
 
     def _open(self, batch: Layout) -> Worker:
-        share = whole_share(self.rank, self.problem, batch, self.net, self.strategy.degrees)
+        edges, workload = self.net.edges, self.problem.workload
+        share = share_of(batch, self.rank.rank, edges, workload, self.strategy.degrees)
         return Worker(
             self.rank,
             self.problem,
@@ -79,8 +77,7 @@ class CoBatches(base.Worker):
 
     @property
     def buckets(self) -> list[Bucket]:
-        options = self.strategy.exchange_options
-        return buckets_of(self.problem, options.buckets, options.narrow)
+        return self.batches[0][0].buckets
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.

@@ -1,7 +1,7 @@
 """Mini-batches, data parallel or split (GSplit).
 
 In every step a sampler gives a rank its share of a batch. Its rows are loaded, and then
-graph_parallel.py trains on it.
+layerwise.py trains on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gnnplan.executor.minibatch.share import Share
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies import base, graph_parallel
+from gnnplan.executor.strategies import base, layerwise
 from gnnplan.executor.strategies.whole import Scored, Whole
 from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
@@ -45,10 +45,9 @@ class Worker(base.Worker):
         assert lists is None or isinstance(lists, Structure)
         # before the sampler forks: the fork would keep a copy of the features
         self.store = FeatureStore(rank, problem, store)
-        edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
         device = drawing_device(rank, problem, strategy.prefetch, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
-        sampler = kind(batches, rank.rank, edges, rank.timeout_s, lists, device)
+        sampler = kind(batches, rank.rank, self.net.edges, rank.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
         self.whole: Whole | None = None  # made for the first evaluation
         self.scored: Scored | None = None  # what the last logits are counted by
@@ -65,7 +64,7 @@ class Worker(base.Worker):
         (edges), and its rows of the last layer [own seeds, C].
         """
         share = self.arriving.next(step)
-        worker = graph_parallel.Worker(
+        worker = layerwise.Worker(
             self.rank, self.problem, share, self.exchange_options, self.net, batch=share.total
         )
         worker.learner = self.learner
@@ -75,9 +74,7 @@ class Worker(base.Worker):
         items = count_items(self.problem.workload, self.problem.stats)
         return loss * (share.everyone / items), logits
 
-    def _features(
-        self, share: Share, worker: graph_parallel.Worker, step: int
-    ) -> Tensor | SparseRows:
+    def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
         """What layer 1 or the encoder reads: own rows, loaded, and a halo that its owners send."""
         problem, part = self.problem, share.parts[0]
         assert problem.graph is not None
@@ -86,15 +83,12 @@ class Worker(base.Worker):
         rows: Tensor | SparseRows = self.store.read(local, step, halo.size * meets)
         if not meets:
             return rows
-        label, exchange = Label("halo", step, "f", 1), worker.exchanges[1]
+        label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]
         if isinstance(rows, Tensor):
-            packed = exchange.pack(rows)
-            with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
-                exchange.forward(packed, into=rows[part.local :])
-                return rows
-        packed_sparse, lengths = exchange.pack(rows), lengths_of(problem.graph, halo)
-        with self.rank.span(label, "comm", self.rank.count(label, packed_sparse.nbytes)):
-            return SparseRows.cat([rows, exchange.forward_sparse(packed_sparse, lengths)])
+            exchange.fetch(label, rows, into=rows[part.local :])
+            return rows
+        lengths = lengths_of(problem.graph, halo)
+        return SparseRows.cat([rows, exchange.fetch_sparse(label, rows, lengths)])
 
     @property
     def rows(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ from gnnplan.executor.layers.kernels import (
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
@@ -94,7 +94,7 @@ class Worker(base.Worker):
         self.rank, self.problem = rank, problem
         self.shapes, self.last = problem.model, len(problem.model.layers)
         self.net = net_of(problem.model, problem.workload).to(rank.device)
-        self.moments: dict[int, Tensor] = {}  # of this step's rows, by the layer that reads them
+        self.moments: dict[int, Moments] = {}  # of this step's rows, by the layer that reads them
         self.sums = torch.empty(0)  # of the rows of which moments are made next
         assert strategy.chunks is not None
         self.turns = range(strategy.chunks)  # in each of them every rank has a chunk
@@ -361,7 +361,8 @@ class Worker(base.Worker):
 
         drop = Drop(p, workload.seed, step, layer, vertices, training=self.training)
         moments = self.moments.get(layer) if self.training else None
-        out: Tensor = net(loaded.block, source, drop, None, relu, moments)
+        values = moments.values if moments else None
+        out: Tensor = net(loaded.block, source, drop, None, relu, values)
         return out
 
     def _forward(self, step: int, layer: int, chunk: _Chunk) -> None:
@@ -385,21 +386,12 @@ class Worker(base.Worker):
         norm = self.net.batch_norm(layer)
         if norm is not None and self.training:
             all_reduce(self.rank, Label("moments", step, "f", layer), self.sums, self.reduce_group)
-            moments = norm.moments(self.sums, self.problem.stats.vertices)
-            self.moments[layer] = moments.requires_grad_()
+            self.moments[layer] = Moments.of(norm, self.sums, self.problem.stats.vertices)
 
     def _complete_gradient_of_moments(self, step: int, layer: int) -> None:
-        if (moments := self.moments.get(layer)) is not None:
-            assert moments.grad is not None
-            label = Label("moments", step, "b", layer)
-            all_reduce(self.rank, label, moments.grad, self.reduce_group)
-
-    def _through_moments(self, layer: int, rows: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of rows what they get through the moments before a layer."""
-        if (moments := self.moments.get(layer)) is not None:
-            assert moments.grad is not None
-            everyone = self.problem.stats.vertices
-            gradient += BatchNorm.home(rows.detach(), moments, moments.grad, everyone)
+        if layer in self.moments:
+            label, gradient = Label("moments", step, "b", layer), self.moments[layer].gradient
+            all_reduce(self.rank, label, gradient, self.reduce_group)
 
     def _forward_and_backward(self, step: int, chunk: _Chunk) -> Tensor:
         """The last layer, forward and backward; returns the chunk's part of the loss."""
@@ -425,7 +417,8 @@ class Worker(base.Worker):
         with self.rank.span(label, "compute"):
             assert loaded.gradient is not None
             out = self._compute(step, layer, loaded)
-            self._through_moments(layer + 1, out, loaded.gradient)
+            if layer + 1 in self.moments:
+                self.moments[layer + 1].add_home(out, loaded.gradient)
             backward([out], [loaded.gradient])
         if layer > self.shapes.first_varying:
             self._store_gradient(step, layer, chunk, loaded)

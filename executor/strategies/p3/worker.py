@@ -24,14 +24,14 @@ from gnnplan.executor.layers.kernels import backward, dropout, sent, together
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
-from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.ranks.whole import Held, fill, named
-from gnnplan.executor.strategies import base, graph_parallel
+from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
@@ -93,14 +93,12 @@ class Worker(base.Worker):
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
             if len(group) > 1:
                 rank.group(group)
-        edges = [self.net.layer(layer).edges for layer in range(1, problem.workload.layers + 1)]
         lists = strategy.lists(problem)
         store = strategy.store(problem)
         assert store is None or isinstance(store, Store)
         drawing = drawing_device(rank, problem, strategy.prefetch, store, lists)
-        sampler = ColumnSampler(
-            strategy.batches(problem), me, edges, rank.timeout_s, lists, drawing, rail=self.rail
-        )
+        batches, edges = strategy.batches(problem), self.net.edges
+        sampler = ColumnSampler(batches, me, edges, rank.timeout_s, lists, drawing, rail=self.rail)
         # batches that are under way between two epochs
         self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
         self.arriving = Arriving(
@@ -298,7 +296,7 @@ class Worker(base.Worker):
                 [part.block for part in share.parts[1:]],
                 [torch.from_numpy(part.source) for part in share.parts[1:]],
                 torch.from_numpy(share.own),
-                graph_parallel.targets_of(self.problem, share, HOST, share.total),
+                targets_of(self.problem, share, HOST, share.total),
             )
         )
         with self.rank.span(Label("forward", step), "compute"):

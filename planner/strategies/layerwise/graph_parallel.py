@@ -221,7 +221,13 @@ class GraphParallel(Strategy):
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(
-            self.narrow, self.staleness, self.smoothing, self.checkpoint, self.buckets, self.bits
+            self.narrow,
+            self.staleness,
+            self.smoothing,
+            self.gamma,
+            self.checkpoint,
+            self.buckets,
+            self.bits,
         )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:

@@ -46,6 +46,7 @@ class ExchangeOptions:
     narrow: bool = False  # multiply before the exchange where that shrinks the rows
     staleness: int = 0  # steps by which halo rows and gradients lag
     smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both ('gf')
+    gamma: float = 0.0  # weight of what is smoothed
     checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
     buckets: int = 1  # all-reduces in which gradients are added up (buckets.py)
     bits: int | str | None = None  # of a number that crosses; None: rows cross as they are

@@ -1,0 +1,449 @@
+"""A step over a rank's share of the graph or of a batch: layer after layer, forward and backward.
+
+Every layer is a segment of its own: its inputs are leaves, and its backward is called by hand.
+Halo rows come before a segment, and their gradients go home after it (halo.py), under the
+schedule's names (planner/strategies/layerwise/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import cache
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnplan.executor.layers.blocks import dtype_of
+from gnnplan.executor.layers.kernels import SparseRows, backward, sent, together
+from gnnplan.executor.layers.kernels.gpu import triton_kernels
+from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
+from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.norms import Moments
+from gnnplan.executor.minibatch.share import Part, Picks, Share, targets_of
+from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
+from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.whole import fill
+from gnnplan.executor.strategies import base
+from gnnplan.executor.strategies.halo import Halo, RowWeights, halo_of
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
+from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.vocabulary.schedule import Label
+
+T = TypeVar("T")
+_Segment = Callable[[], Tensor]  # computes h_l
+
+
+@dataclass
+class _Step:
+    """What a layer's forward keeps for its backward."""
+
+    leaf: Tensor  # the layer's own input rows [local, H_{l-1}]; empty if these are constant
+    # A narrow layer multiplies before the exchange. Own projected rows and own prepared rows:
+    projected: tuple[Tensor, Tensor] | None = None
+    projection: Callable[[], tuple[Tensor, Tensor]] | None = None  # computes `projected`
+    own: Tensor | None = None  # leaf of a narrow layer: the destinations' prepared rows
+    source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
+    segment: _Segment | None = None  # computes `out`
+    out: Tensor | None = None  # None if backward computes it again (checkpoint)
+    sums: Tensor | None = None  # batch norm: of the rows that count [2, H_{l-1}]
+    moments: Moments | None = None
+
+
+@dataclass
+class Seen:
+    """What a measurement has seen of a step's own rows, by layer (gradient_errors.py)."""
+
+    rows: dict[int, Tensor] = field(default_factory=dict)  # h_l [local, H_l]
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of h_l
+
+
+@dataclass
+class Worker(base.Worker):
+    """One rank, with its share of the graph or of a batch."""
+
+    rank: Rank
+    problem: Problem
+    share: InitVar[Share]
+    options: ExchangeOptions
+    net: Net
+    weights: InitVar[RowWeights | None] = None  # of adaptive bits (halo.py)
+    batch: float | None = None  # if the share is of a batch: what its loss is the mean over
+    # makes the worker that evaluates, where the share leaves out rows of which evaluation is
+    evaluator: Callable[[], Worker] | None = None
+    seen: Seen | None = None  # filled in training steps, if it is there
+
+    def __post_init__(self, share: Share, weights: RowWeights | None) -> None:
+        problem, device, host = self.problem, self.rank.device, torch.device("cpu")
+        self.shapes = problem.model
+        self.layers = range(1, len(share.parts) + 1)
+
+        def by_layer(make: Callable[[Part], T]) -> dict[int, T]:
+            """What is made of every layer's part, once where layers are alike."""
+            once = cache(make)
+            return {layer: once(part) for layer, part in enumerate(share.parts, 1)}
+
+        every = by_layer(lambda part: Exchange(self.rank, part.give, part.take, at=host))
+        exchanges = {layer: each for layer, each in every.items() if share.parts[layer - 1].meets}
+        self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
+        if share.ends is not None and share.ends.meets:
+            exchanges[len(self.layers) + 1] = Exchange(
+                self.rank, share.ends.give, share.ends.take, at=host
+            )
+            self.scored_vertices = torch.from_numpy(np.concatenate([share.own, share.ends.away]))
+        self.vertices_in_all = share.everyone
+        self.targets = targets_of(problem, share, host, self.batch)
+
+        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
+            # one by one where all of the graph would be page-locked
+            return [t.to(device) for t in tensors] if self.batch is None else sent(tensors, device)
+
+        blocks = by_layer(lambda part: part.block)
+        vertices = by_layer(lambda part: torch.from_numpy(part.source))
+        picks = {layer: made for layer, made in by_layer(Picks.of).items() if made}
+        both = self.own_vertices, self.scored_vertices
+        exchanges, self.picks, self.blocks, self.vertices, both, self.targets = together(
+            (exchanges, picks, blocks, vertices, both, self.targets), move
+        )
+        self.own_vertices, self.scored_vertices = both
+        self.scored = self.targets  # to which the last logits belong
+        self.plain_halo = Halo(self.rank, exchanges)
+        self.halo = halo_of(self.plain_halo, problem, self.options, self.vertices, weights or {})
+        self.errors = self.halo.errors
+        self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1 or the encoder reads
+        self.cached: Tensor | None = None
+        self.to_sum: Tensor | None = None  # gradient of the sum of all layers' rows
+
+    @property
+    def _current_halo(self) -> Halo:
+        """How this pass's rows cross: evaluation's do so whole, in the step that reads them."""
+        return self.halo if self.training else self.plain_halo
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return buckets_of(self.problem, self.options.buckets, self.options.narrow)
+
+    @property
+    def replays(self) -> bool:
+        """Of one rank on the full graph, where no step draws anything on the host."""
+        alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
+        workload = self.problem.workload
+        draws = workload.task == "link" or isinstance(self.features, SparseRows)
+        differs = draws or workload.varies_lr or workload.is_cut
+        return alone and not differs and triton_kernels() is not None
+
+    def keep(self, features: Tensor | SparseRows) -> None:
+        """Take features that stay, and aggregate them once if layer 1 always reads the same."""
+        self.features = features
+        if self.shapes.aggregate_cached(1):
+            assert isinstance(self.features, Tensor)
+            self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
+            reads_own = self.shapes.layers[0].reads_own
+            self.features = self.features[: self.blocks[1].n_dst if reads_own else 0].clone()
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
+        """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder)."""
+        p = self.problem.workload.dropout if self.training else 0.0
+        epoch = step if self.clock is None else self.clock
+        seed = self.problem.workload.seed
+        return Drop(p, seed, epoch, layer, vertices, training=self.training)
+
+    def _enter(self, h: Tensor, step: int, layer: int) -> _Step:
+        """Make h_{l-1} [local, H_{l-1}] the leaf of a layer (L + 1: of the decoder)."""
+        leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
+        if not (self.options.narrow and self.shapes.narrow_at(layer)):
+            norm = self.net.batch_norm(layer) if self.training else None
+            return _Step(leaf, sums=norm.sums(self._counted(leaf)) if norm else None)
+        net = self.net.layer(layer)
+        drop = self._drop(step, layer, self.vertices[layer][: leaf.shape[0]])
+        net = net.during(drop)
+
+        def projection() -> tuple[Tensor, Tensor]:
+            rows = net.prepare(leaf, drop)
+            return net.project(rows), self.blocks[layer].own_rows(rows)
+
+        return _Step(leaf, self._kept(projection), projection)
+
+    def _kept(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns, with its graph unless backward computes it again (checkpoint)."""
+        with torch.set_grad_enabled(self.training and not self.options.checkpoint):
+            return compute()
+
+    def _outgoing(self, entered: _Step) -> Tensor:
+        """The rows that the layer exchanges."""
+        return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
+
+    def _sum(self, label: Label, flat: Tensor) -> None:
+        """Sum over ranks, behind the gradients that are being summed."""
+        if self.learner is not None and self.learner.under_way:
+            begin_all_reduce(self.rank, label, flat, self.reduce_group).result()
+        else:
+            all_reduce(self.rank, label, flat, self.reduce_group)
+
+    def _moments(self, step: int, layer: int, entered: _Step) -> None:
+        """Batch norm's moments of h_{l-1}."""
+        norm, sums = self.net.batch_norm(layer), entered.sums
+        if sums is None or norm is None:
+            return
+        count, label = self.vertices_in_all, Label("moments", step, "f", layer)
+        if self.batch is None:
+            self._sum(label, sums)
+        else:  # how many rows a batch has is summed too
+            flat = torch.cat([sums.flatten(), sums.new_tensor([len(entered.leaf)])])
+            self._sum(label, flat)
+            sums, count = flat[:-1].view_as(sums), max(int(flat[-1]), 1)
+        entered.moments = Moments.of(norm, sums, count)
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        """Rows [local, H] of which batch norm's moments are.
+
+        On the full graph a vertex counts once, at its owner. In a batch a row counts wherever it is
+        computed, as in torch.nn.SyncBatchNorm.
+        """
+        return rows if self.batch is not None else rows[: len(self.own_vertices)]
+
+    def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
+        """Add to the gradient of own rows what they get through the moments."""
+        if entered.moments is not None:
+            self._sum(Label("moments", step, "b", layer), entered.moments.gradient)
+            rows = self._counted(entered.leaf)
+            entered.moments.add_home(rows, gradient[: len(rows)])
+
+    def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
+        """Forward of one layer. Leaves h_l in `entered.out`, and returns the next layer's step."""
+        self._moments(step, layer, entered)
+        lay_out = None
+        if layer > self.shapes.first_varying:
+            lay_out = self._current_halo.rows(step, layer, self._outgoing(entered))
+        with self.rank.span(Label("forward", step, layer=layer), "compute"):
+            if lay_out is None:
+                entered.segment = self._first_segment(step)
+            else:
+                entered.segment = self._segment(step, layer, entered, lay_out())
+            lay_out = None  # it has the rows as they were before they were laid out
+            out = self._kept(entered.segment)
+            entered.out = None if self.options.checkpoint else out
+            if self.seen is not None and self.training:
+                self.seen.rows[layer] = out.detach()
+            if self.summed is not None:
+                drop = self._drop(step, layer + 1, self.own_vertices)
+                self.net.add(layer, self._own(out), drop, self.summed)
+                if layer == len(self.layers):
+                    out = self.summed
+            return self._enter(out, step, layer + 1)
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Those of a layer's rows that the loss is of."""
+        return rows[: len(self.own_vertices)]
+
+    def _first_segment(self, step: int) -> _Segment:
+        """Layer 1 on constant features."""
+        net, relu, cached = self.net.layer(1), self.net.relu_after(1), self.cached
+        x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
+        if cached is not None:
+            return lambda: net.update(cached, x, x, None, relu)
+        block, drop = self.blocks[1], self._drop(step, 1, self.vertices[1])
+        if self._adds_up(2):
+            by_columns = cast(ColumnLayer, net)
+            return lambda: partial_sums(by_columns, block, net.prepare(x, drop), keep)
+        return lambda: net(block, x, drop, None, relu)
+
+    def _adds_up(self, layer: int) -> bool:
+        """Whether the layer's source rows come as partial sums, without bias and ReLU."""
+        return layer in self.picks and self.picks[layer].adds
+
+    def _segment(self, step: int, layer: int, entered: _Step, source: Tensor) -> _Segment:
+        """A function that computes h_l from own rows and halo, `source`."""
+        net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
+        local = len(self._outgoing(entered))
+        x0 = self.x0[: block.n_dst] if self.x0 is not None else None
+        if layer in self.picks:
+            source = self.picks[layer].of_rows(source)
+        source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
+        drop = self._drop(step, layer, self.vertices[layer])
+        if entered.projected is not None:
+            net = net.during(drop)
+            own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
+            if self.options.checkpoint:
+                # computed again in the backward pass
+                entered.projected = entered.projected[0][:0], own
+            return lambda: net.update(net.gather(block, source), own, own, x0, relu)
+        moments = entered.moments.values if entered.moments else None
+        # the rows are in `source`: no second copy stays
+        entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
+        if self._adds_up(layer):
+            below = cast(ColumnLayer, self.net.layer(layer - 1))
+            ends = self.net.relu_after(layer - 1)
+            return lambda: net(block, below.apply(source, ends), drop, x0, relu, moments)
+        return lambda: net(block, source, drop, x0, relu, moments)
+
+    def _backward(
+        self, step: int, layer: int, entered: _Step, above: _Step | None, home: Tensor | None
+    ) -> Tensor | None:
+        """Backward of one layer.
+
+        home: what this returned for the layer above, or the gradient of h_L. Returns the gradient
+        of this rank's rows of h_{l-1} as exchanged, complete with what peers send; None if these
+        rows are constant.
+        """
+        assert entered.segment is not None and home is not None
+        with self.rank.span(Label("backward", step, layer=layer), "compute"):
+            gradient = self._through_projection(above, home)
+            if self.seen is not None:
+                self.seen.gradients[layer] = gradient
+            out = entered.segment() if entered.out is None else entered.out
+            if self.to_sum is not None:
+                gradient = self._through_sum(step, layer, out, gradient, self.to_sum)
+            backward([out], [gradient])
+            del out
+            entered.out = entered.segment = None
+        if self.learner is not None:
+            self.learner.complete(step, layer)
+        if not entered.leaf.requires_grad:
+            return None
+        assert entered.source is not None and entered.source.grad is not None
+        of_all = entered.source.grad
+        if layer in self.picks:
+            of_all = self.picks[layer].home(of_all)
+            entered.source.grad = None
+        gradient = self._current_halo.home(step, layer, of_all)
+        self._moments_home(step, layer, entered, gradient)
+        return gradient
+
+    def _through_sum(
+        self, step: int, layer: int, out: Tensor, gradient: Tensor, to_sum: Tensor
+    ) -> Tensor:
+        """The gradient of h_l by the layer above -> also by the sum of all layers' rows."""
+        drop = self._drop(step, layer + 1, self.own_vertices)
+        by_sum = self.net.add_backward(layer, self._own(out), drop, to_sum)
+        if layer == len(self.layers):
+            return by_sum
+        self._own(gradient).add_(by_sum)
+        return gradient
+
+    def _through_projection(self, above: _Step | None, gradient: Tensor) -> Tensor:
+        """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
+        if above is None:
+            return gradient
+        assert above.projected and above.own is not None and above.projection
+        projected = above.projection() if self.options.checkpoint else above.projected
+        if above.own.grad is None:  # the layer reads its own rows through the aggregate only
+            backward([projected[0]], [gradient])
+        else:
+            backward(projected, (gradient, above.own.grad))
+        above.projected = above.own = above.source = None
+        assert above.leaf.grad is not None
+        return above.leaf.grad
+
+    def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
+        """Forward of all layers.
+
+        Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L] or the sum of all
+        layers' rows; and the encoder's output with its graph, if there is an encoder.
+        """
+        encoded, self.x0, self.summed = None, None, None
+        if self.net.jump:
+            own, dtype = len(self.own_vertices), dtype_of(self.problem.workload)
+            self.summed = torch.zeros(own, self.net.jumped, dtype=dtype, device=self.rank.device)
+        if self.net.encoder is None:
+            entered = [_Step(torch.empty(0))]
+        else:
+            with self.rank.span(Label("encode", step, "f"), "compute"):
+                drop = self._drop(step, 0, self.vertices[1][: self.features.shape[0]])
+                encoded = self.net.encode(self.features, drop)
+                if self.net.initial:
+                    self.x0 = encoded.detach().requires_grad_(self.training)
+                entered = [self._enter(encoded, step, 1)]
+        for layer in self.layers:
+            following = self._layer(step, layer, entered[-1])
+            if not self.training:
+                entered.clear()
+            entered.append(following)
+        self._moments(step, len(self.layers) + 1, entered[-1])
+        return entered, encoded
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a training step; adds gradients to the parameters' .grad.
+
+        Returns this rank's part of the loss, and its logits [own, C]; with those of fetched ends.
+        """
+        self.training, self.scored = True, self.targets
+        entered, encoded = self.forward(step)
+        end, last, above = len(self.layers) + 1, entered.pop(), None
+        # of link prediction also rows of other ranks, at which this rank's pairs end
+        last.leaf = self.plain_halo.rows(step, end, last.leaf.detach())().requires_grad_()
+        with self.rank.span(Label("loss", step), "compute"):
+            drop = self._drop(step, end, self.scored_vertices)
+            moments = last.moments.values if last.moments else None
+            logits = self.net.decode(last.leaf, drop, moments)
+            loss = self.targets.loss(logits)
+            loss.backward()  # type: ignore[no-untyped-call]
+        loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
+        gradient = last.leaf.grad
+        assert gradient is not None
+        gradient = self.plain_halo.home(step, end, gradient)
+        self._moments_home(step, end, last, gradient)
+        self.to_sum, self.summed = gradient if self.net.jump else None, None
+        del last
+        for layer in reversed(self.layers):
+            gradient = self._backward(step, layer, entered[-1], above, gradient)
+            done = entered.pop()
+            above = done if done.projected is not None else None
+            del done  # and its rows
+        if encoded is not None:
+            with self.rank.span(Label("encode", step, "b"), "compute"):
+                assert gradient is not None
+                gradient = self._through_projection(above, gradient)
+                backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
+            if self.learner is not None:
+                self.learner.complete(step, 0)
+        self.to_sum = None
+        return loss, logits
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits [own, C] without dropout and without staleness."""
+        if self.evaluator is not None:
+            whole = self.evaluator()
+            self.scored = whole.targets
+            return whole.evaluate(step)
+        self.training = False
+        drop = self._drop(step, len(self.layers) + 1, self.own_vertices)
+        return self.net.decode(self.forward(step)[0][-1].leaf, drop)
+
+    def counts(self, logits: Tensor) -> Tensor:
+        return self.scored.counts(logits)
+
+    def drain(self) -> None:
+        self.halo.drain()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: weights, the next step's stale rows, and adaptive bits."""
+        return self.trained() | self.halo.state()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from another process's state."""
+        fill(self.trained(), state)
+        self.halo.load(state)
+
+    def refill(self, step: int) -> None:
+        """Repeat a step until its stale rows are those of the weights.
+
+        A pass makes the rows right that one more layer reads, forward and then backward. A moving
+        average begins with the last pass's rows: with what came before it would be a share of them.
+        """
+        if not self.options.staleness:
+            return
+        learner, self.learner = self.learner, None  # the passes' gradients are of no use
+        gamma, self.halo.gamma = self.halo.gamma, 0.0
+        weights = {name: tensor.clone() for name, tensor in self.trained().items()}
+        for _ in range(2 * len(self.layers)):
+            self.step(step)
+            self.drain()
+        fill(self.trained(), weights)  # batch norm's averages have moved
+        self.learner, self.halo.gamma = learner, gamma
