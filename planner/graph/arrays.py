@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -103,11 +104,9 @@ def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
     with zipfile.ZipFile(path) as archive:
         nbytes = 0
 
-        def read(info: zipfile.ZipInfo, name: str) -> Array:
+        def read(info: zipfile.ZipInfo) -> Array:
             nonlocal nbytes
-            must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
-            with archive.open(info) as stream:
-                nbytes += check_header(path, name, stream, info.file_size)
+            nbytes += check_member(path, archive, info).nbytes
             must_fit(path, "what it holds", nbytes)
             with archive.open(info) as stream:
                 return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
@@ -121,13 +120,13 @@ def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
                 continue
             if name in arrays:
                 raise SpecError(f"{path}: {name}: is there twice; keep one")
-            arrays[name] = read(info, name)
+            arrays[name] = read(info)
         headers = {}
         for name, info in others.items():
             with contextlib.suppress(Exception), archive.open(info) as stream:
                 headers[name] = read_header(path, name, stream)
         for name, of in _fields_among(path, arrays, headers).items():
-            arrays[of + name] = read(others.pop(name), name)
+            arrays[of + name] = read(others.pop(name))
     return arrays, [*others]
 
 
@@ -140,7 +139,7 @@ def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
         is_x = file.stem == "x"
         with file.open("rb") as stream:
             stored = file.stat().st_size
-            size = check_header(path, file.stem, stream, stored, is_x, not is_mapped)
+            size = check_header(path, file.stem, stream, stored, is_x, not is_mapped).nbytes
         nbytes += 0 if is_mapped else size
         must_fit(path, "what it holds", nbytes)
         is_mapped = is_mapped and (is_x or size > 0)
@@ -169,13 +168,13 @@ def _is_known(name: str) -> bool:
 
 
 def _fields_among(
-    path: str, arrays: Mapping[str, Array], headers: Mapping[str, tuple[Any, ...]]
+    path: str, arrays: Mapping[str, Array], headers: Mapping[str, Header]
 ) -> dict[str, str]:
     """Which other arrays are fields, and whether of vertices or edges. Raises SpecError."""
     shapes = {
-        name: shape
-        for name, (shape, _, dtype, _) in headers.items()
-        if shape and all(shape[1:]) and dtype.kind in NUMBERS
+        name: header.shape
+        for name, header in headers.items()
+        if header.shape and all(header.shape[1:]) and header.dtype.kind in NUMBERS
         if NAME.fullmatch(name) and name != "edge_index"
     }
     if not shapes or not {"src", "dst"} <= arrays.keys():
@@ -209,10 +208,22 @@ def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0)
         )
 
 
-def read_header(
-    path: str, name: str, stream: IO[bytes]
-) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Read an npy header: (shape, whether in Fortran order, dtype, length of the header [B])."""
+class Header(NamedTuple):
+    """What an npy header says."""
+
+    shape: tuple[int, ...]
+    fortran: bool  # in Fortran order
+    dtype: np.dtype[Any]
+    begin: int  # its length [B]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array [B]."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: str, name: str, stream: IO[bytes]) -> Header:
+    """Read an npy header."""
     # at most LONGEST_HEADER bytes: a header may claim to be gigabytes long
     header = io.BytesIO(stream.read(LONGEST_HEADER))
     version = np.lib.format.read_magic(header)
@@ -225,18 +236,18 @@ def read_header(
             f"{path}: {name}: npy format {version} is not read; save plain numbers with"
             " numpy.savez_compressed"
         )
-    shape, fortran, dtype = read(header)
-    return shape, fortran, dtype, header.tell()
+    return Header(*read(header), header.tell())
 
 
 def check_header(
     path: str, name: str, stream: IO[bytes], stored: int, mapped: bool = False, fits: bool = True
-) -> int:
-    """Check an array by its header, before anything is allocated, and return its size [B].
+) -> Header:
+    """Check an array by its header, before anything is allocated.
 
     fits: it must fit the memory, unless it is mapped. Raises SpecError for pickled objects, for a
     shape that does not fit what is stored, and for an array that cannot be mapped as it is."""
-    shape, fortran, dtype, header_bytes = read_header(path, name, stream)
+    header = shape, fortran, dtype, begin = read_header(path, name, stream)
+    nbytes, stored = header.nbytes, stored - begin
     if dtype.hasobject:
         raise SpecError(
             f"{path}: {name}: holds pickled Python objects, which are never loaded; save it as"
@@ -252,17 +263,24 @@ def check_header(
             f" features] in C order, is {dtype} of shape {shape}{' in Fortran order' * fortran};"
             " save numpy.ascontiguousarray(x, numpy.float32)"
         )
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
     if fits and not mapped:
         must_fit(path, f"{name} of shape {shape}", nbytes)
-    if nbytes != (stored := stored - header_bytes):
+    if nbytes != stored:
         raise SpecError(
             f"{path}: {name}: shape {shape} needs {nbytes:,} B but {'only ' * (nbytes > stored)}"
             f"{stored:,} B are stored; the file is damaged, write it again"
         )
-    return int(nbytes)
+    return header
+
+
+def check_member(
+    path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, fits: bool = True
+) -> Header:
+    """Check an array of a .npz by its header, as `check_header` does. Raises SpecError."""
+    name = info.filename.removesuffix(".npy")
+    must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
+    with archive.open(info) as stream:
+        return check_header(path, name, stream, info.file_size, fits=fits)
 
 
 def _typed(
@@ -473,10 +491,10 @@ def _edge_index_remedy(path: str) -> str:
             file = Path(path) / "edge_index.npy"
             must_be_file(file)
             with file.open("rb") as stream:
-                shape, _, _, _ = read_header(path, "edge_index", stream)
+                shape = read_header(path, "edge_index", stream).shape
         else:
             with zipfile.ZipFile(path) as archive, archive.open("edge_index.npy") as stream:
-                shape, _, _, _ = read_header(path, "edge_index", stream)
+                shape = read_header(path, "edge_index", stream).shape
     except Exception:  # absent or damaged: the caller reports what is missing anyway
         return ""
     if len(shape) != 2 or shape[0] != 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import MASKS, check_header, must_not_swell, read_labels
+from gnnplan.planner.graph.arrays import MASKS, check_member, read_labels
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.parts import (
@@ -187,13 +187,9 @@ def _tensors(path: str) -> dict[str, Array]:
 
 
 def _arrays(path: str) -> dict[str, Array]:
-    nbytes = 0
     with reading(path, ".npz"):
         with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                must_not_swell(f"{path}: {info.filename}", info.file_size, info.compress_size)
-                with archive.open(info) as stream:
-                    nbytes += check_header(path, info.filename, stream, info.file_size)
-            must_fit(path, "what it holds", nbytes)
+            sizes = (check_member(path, archive, info).nbytes for info in archive.infolist())
+            must_fit(path, "what it holds", sum(sizes))
         with np.load(path, allow_pickle=False) as held:
             return dict(held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
+from gnnplan.planner.graph.arrays import Header, check_member
 from gnnplan.planner.graph.formats.parts import (
     Parts,
     add_edge_field,
@@ -160,7 +161,7 @@ def _binary(raw: Path, path: str) -> Parts:
     vertices = must_be_count(
         data, "num_nodes_list", _one(data, "num_nodes_list", _member(data, "num_nodes_list"))
     )
-    shape, _ = _shape(data, "edge_index")
+    shape = _header(data, "edge_index").shape
     if len(shape) != 2 or shape[0] != 2:
         raise SpecError(
             f"{data}: edge_index: must have shape [2, edges], has {list(shape)}; repeat the"
@@ -169,12 +170,8 @@ def _binary(raw: Path, path: str) -> Parts:
     sources = _rows(data, "edge_index", 0, shape[1])
     targets = _rows(data, "edge_index", shape[1], 2 * shape[1])
     parts = Parts(path, zip(sources, targets, strict=True), vertices)
-    if "node_feat" in _names(data):
-        width, dtype = _shape(data, "node_feat")
-        if len(width) == 2:
-            step = max(1, AT_ONCE // max(1, width[1] * dtype.itemsize)) * width[1]
-            rows = _rows(data, "node_feat", 0, width[0] * width[1], max(1, step))
-            parts.x = (piece.reshape(-1, width[1]) for piece in rows)
+    if "node_feat" in _names(data) and len(_header(data, "node_feat").shape) == 2:
+        parts.x = _rows_of(data, "node_feat", "vertex")
     labels = str(raw / "node-label.npz")
     if os.path.lexists(labels):
         parts.y = _member(labels, "node_label")
@@ -183,18 +180,18 @@ def _binary(raw: Path, path: str) -> Parts:
             parts.vertex_fields[name] = _member(data, name)
         elif name.startswith("edge_") and name != "edge_index":
             add_edge_field(
-                parts, "edge_attr" if name == "edge_feat" else name, _edge_rows(data, name)
+                parts, "edge_attr" if name == "edge_feat" else name, _rows_of(data, name, "edge")
             )
     return parts
 
 
-def _edge_rows(path: str, name: str) -> Iterator[Array]:
-    """An array with a row for each edge, some rows at a time."""
-    shape, _ = _shape(path, name)
-    width = int(np.prod(shape[1:], dtype=object))
+def _rows_of(path: str, name: str, of: str) -> Iterator[Array]:
+    """An array with a row for each vertex or edge, some rows at a time."""
+    shape = _header(path, name).shape
+    width = math.prod(shape[1:])
     if not shape or not width:
         raise SpecError(
-            f"{path}: {name}: must have a row of numbers for each edge, has shape {list(shape)};"
+            f"{path}: {name}: must have a row of numbers for each {of}, has shape {list(shape)};"
             " repeat the download"
         )
     step = max(1, AT_ONCE // 8 // width) * width
@@ -208,41 +205,35 @@ def _names(path: str) -> list[str]:
         return [name.removesuffix(".npy") for name in archive.namelist()]
 
 
-def _shape(path: str, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of an array of a .npz, whose size is held against what is stored."""
+def _header(path: str, name: str) -> Header:
+    """The header of an array of a .npz, whose size is held against what is stored."""
     if name not in _names(path):
         raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
     with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(f"{name}.npy")
-        must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
-        with archive.open(info) as stream:
-            check_header(path, name, stream, info.file_size, fits=False)
-        with archive.open(info) as stream:
-            shape, fortran, dtype, _ = read_header(path, name, stream)
-    if fortran and len(shape) > 1:
+        header = check_member(path, archive, archive.getinfo(f"{name}.npy"), fits=False)
+    if header.fortran and len(header.shape) > 1:
         raise SpecError(f"{path}: {name}: must be in C order; save numpy.ascontiguousarray")
-    return shape, dtype
+    return header
 
 
 def _member(path: str, name: str) -> Array:
     """A small array of a .npz."""
-    shape, _ = _shape(path, name)
-    pieces = list(_rows(path, name, 0, int(np.prod(shape, dtype=object))))
+    shape = _header(path, name).shape
+    pieces = list(_rows(path, name, 0, math.prod(shape)))
     return np.concatenate(pieces).reshape(shape) if pieces else np.empty(shape)
 
 
 def _rows(path: str, name: str, first: int, last: int, step: int = AT_ONCE // 8) -> Iterator[Array]:
     """Numbers `first` to `last` of an array of a .npz, some at a time."""
-    _, dtype = _shape(path, name)
+    header = _header(path, name)
     with (
         reading(path, ".npz"),
         zipfile.ZipFile(path) as archive,
         archive.open(f"{name}.npy") as stream,
     ):
-        _, _, _, begin = read_header(path, name, stream)
-        stream.seek(begin + first * dtype.itemsize)
+        stream.seek(header.begin + first * header.dtype.itemsize)
         for start in range(first, last, step):
-            raw = stream.read(nbytes := min(step, last - start) * dtype.itemsize)
+            raw = stream.read(nbytes := min(step, last - start) * header.dtype.itemsize)
             if len(raw) < nbytes:
                 raise SpecError(f"{path}: {name}: is cut off; repeat the download")
-            yield np.frombuffer(raw, dtype)
+            yield np.frombuffer(raw, header.dtype)
