@@ -3,6 +3,7 @@
     graph.py        the types Graph and GraphStats
     load.py         a graph by name, from one of the next three
     arrays.py       .npz files and folders of .npy files
+    masks.py        training, validation and test vertices: read, or drawn
     fields.py       numbers of vertices and edges by name, which go along with their edges
     generator.py    generated graphs
     statistics.py   graphs of which only statistics are known (datasets/*.yaml)

@@ -41,13 +41,12 @@ from gnnplan.planner.graph.graph import (
     merging_note,
     must_fit,
     narrowed,
-    random_split,
 )
+from gnnplan.planner.graph.masks import MASKS, as_mask, column, split_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, must_be_file
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
-MASKS = ("train_mask", "val_mask", "test_mask")
 ARRAYS = (
     "src",
     "dst",
@@ -335,7 +334,8 @@ def must_be_a_graph(
     fields_in(path, arrays, vertices, len(src))
     if {"y", *MASKS} & arrays.keys():  # of as many vertices
         found = read_labels(path, arrays, vertices, meta, numbers)
-        _masks(path, arrays, found.labelled, found.classes, np.random.default_rng(0), [], 0)
+        rng, notes = np.random.default_rng(0), list[str]()
+        split_of(path, _masks(path, arrays, notes), found.labelled, found.classes, rng, notes, 0)
     return vertices, len(src)
 
 
@@ -415,7 +415,8 @@ def build(
             f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
             f" {made_up.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
         )
-    train, val, test = _masks(path, arrays, labelled, classes, rng, notes, made_up.seed)
+    given = _masks(path, arrays, notes)
+    train, val, test = split_of(path, given, labelled, classes, rng, notes, made_up.seed)
     stats = GraphStats(
         name=Path(path).stem,
         source=source,
@@ -442,6 +443,15 @@ def build(
         vertex_fields=vertex_fields,
         edge_fields=edge_fields,
     )
+
+
+def _masks(path: str, arrays: Mapping[str, Array], notes: list[str]) -> dict[str, Array]:
+    """The masks among the arrays."""
+    return {
+        name: as_mask(path, name, _typed(path, arrays, name, "biuf", (1, 2)), notes)
+        for name in MASKS
+        if name in arrays
+    }
 
 
 def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tuple[Array, Array]:
@@ -645,8 +655,7 @@ def class_ids(path: str, name: str, y: Array) -> Array:
     """Labels as class ids [N], integers, or targets [N, C], or what can be neither as it is.
 
     A single column is class ids, and NaN is no label. Raises SpecError for ids beyond float64."""
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
+    y = column(y)
     if y.ndim != 1 or y.dtype.kind in "iu":
         return y
     whole = np.where(np.isnan(y), -1.0, y)
@@ -659,24 +668,6 @@ def class_ids(path: str, name: str, y: Array) -> Array:
             f" {y[first]}; if they are numbers to predict, use --task regression"
         )
     return whole.astype(np.int64)
-
-
-def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
-    """A mask [N] of booleans, or of zeros and ones; of several splits [N, S] the first, and it is
-    said. Raises SpecError."""
-    if mask.ndim == 2 and mask.shape[1] >= 1:
-        if mask.shape[1] > 1:
-            notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
-        mask = mask[:, 0]
-    if mask.dtype.kind == "b":
-        return mask
-    if (bad := ~np.isin(mask, (0, 1))).any():
-        first = int(np.flatnonzero(bad)[0])
-        raise SpecError(
-            f"{path}: {name}[{first}]: must hold booleans, or zeros and ones, found"
-            f" {mask.flat[first]}; save True or False for each vertex"
-        )
-    return mask.astype(bool)
 
 
 class Labels(NamedTuple):
@@ -784,60 +775,3 @@ def _remedy_of(label: int) -> str:
         " numpy.unique(y[y >= 0], return_inverse=True)[1]; for numbers to predict, use"
         " --task regression"
     )
-
-
-def _masks(
-    path: str,
-    arrays: Mapping[str, Array],
-    labelled: Array,
-    classes: int,
-    rng: np.random.Generator,
-    notes: list[str],
-    seed: int,
-) -> list[Array]:
-    """Training, validation and test masks [N].
-
-    Without masks labelled vertices are split at random, with a note; without labels all are.
-    Without train_mask those are trained on that the other masks leave, with a note."""
-    vertices = len(labelled)
-    if classes == 0:
-        notes.append("no labels: can be planned, not trained")
-    given = {
-        name: as_mask(path, name, _typed(path, arrays, name, "biuf", (1, 2)), notes)
-        for name in MASKS
-        if name in arrays
-    }
-    if given:
-        masks = [given.get(name, np.zeros(vertices, bool)) for name in MASKS]
-    else:
-        notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
-        masks = list(random_split(labelled, rng))
-    if given and "train_mask" not in given:
-        masks[0] = labelled & ~masks[1] & ~masks[2]
-        notes.append(
-            f"the file has no train_mask: {int(masks[0].sum()):,} vertices are trained on, all with"
-            f" a label outside of {' and '.join(given)}"
-        )
-    train, val, test = masks
-    if not train.any():
-        raise SpecError(
-            f"{path}: train_mask: marks no vertex; at least 1 of {vertices:,} must be trained on"
-        )
-    if classes and (bad := train & ~labelled).any():
-        first = int(np.flatnonzero(bad)[0])
-        raise SpecError(
-            f"{path}: y[{first}]: a training vertex needs a label, found none ({int(bad.sum()):,}"
-            " such vertices); take them out of train_mask"
-        )
-    if (shared := train & test).any():
-        raise SpecError(
-            f"{path}: train_mask, test_mask: must not overlap, share {int(shared.sum()):,} vertices"
-            f" (first: {int(np.flatnonzero(shared)[0])}); take these out of one"
-        )
-    if (train & val).any() or (val & test).any():
-        notes.append("val_mask overlaps train_mask or test_mask")
-    for name, i in (("val_mask", 1), ("test_mask", 2)):
-        if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
-            masks[i] = masks[i] & labelled
-            notes.append(f"took {unlabelled:,} vertices without label out of {name}")
-    return masks

@@ -15,8 +15,8 @@ from gnnplan.planner.graph.graph import (
     finish,
     in_neighbours,
     must_fit,
-    random_split,
 )
+from gnnplan.planner.graph.masks import random_split
 from gnnplan.planner.vocabulary.errors import SpecError
 
 # name -> default, lowest, highest; if the default is an int, the parameter must be one

@@ -360,22 +360,6 @@ def _digest_of_mapped(
     return digest, count
 
 
-def random_split(
-    labelled: Array, rng: np.random.Generator, train: float = 0.6
-) -> tuple[Array, Array, Array]:
-    """Training, validation and test masks [N] that split the labelled vertices.
-
-    `train` is the share of the first; the other two are equal: 60/20/20."""
-    order = rng.permutation(np.flatnonzero(labelled))
-    cuts = [round(train * len(order)), round((1 + train) / 2 * len(order))]
-    masks = []
-    for ids in np.split(order, cuts):
-        mask = np.zeros(len(labelled), bool)
-        mask[ids] = True
-        masks.append(mask)
-    return masks[0], masks[1], masks[2]
-
-
 def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
     """Features as float32 if that holds each of them, else as float64.
 

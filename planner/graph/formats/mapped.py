@@ -13,7 +13,6 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnplan.planner.graph.arrays import (
-    MASKS,
     meta_of,
     must_be_a_graph,
     own_features,
@@ -29,6 +28,7 @@ from gnnplan.planner.graph.formats.parts import (
     small_arrays,
 )
 from gnnplan.planner.graph.graph import AT_ONCE, Array
+from gnnplan.planner.graph.masks import MASKS
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ENDS = "src", "dst"

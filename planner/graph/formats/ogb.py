@@ -14,7 +14,6 @@ from gnnplan.planner.graph.arrays import Header, check_member
 from gnnplan.planner.graph.formats.parts import (
     Parts,
     add_edge_field,
-    masks_of,
     must_be_count,
     reading,
     tensor_array,
@@ -22,6 +21,7 @@ from gnnplan.planner.graph.formats.parts import (
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import column, matrix, narrow, tables, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
+from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -29,11 +29,11 @@ SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
 NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
 
 
-def raw_of(path: str) -> Path | None:
-    """The raw folder in, or at, `path`; None if there is none."""
+def raws_of(path: str) -> list[Path]:
+    """The raw folder in, or at, `path`, if there is one."""
     for folder in (Path(path) / "raw", Path(path)):
         if (folder / "data.npz").is_file() or (folder / "edge.csv.gz").is_file():
-            return folder
+            return [folder]
         if (folder / "triplet-type-list.csv.gz").is_file() or (
             folder / "edge_index_dict.npz"
         ).is_file():
@@ -41,32 +41,30 @@ def raw_of(path: str) -> Path | None:
                 f"{path}: has several kinds of vertices or edges, one of each is needed; give a"
                 " graph with one, such as ogbn-arxiv's"
             )
-    return None
+    return []
 
 
 def read(path: str) -> Parts:
     """Edges, features, labels and the official split; whatever else it has of them are fields.
 
     edge_feat is edge_attr, as OGB's loader of PyG names it."""
-    raw = raw_of(path)
-    assert raw is not None
-    parts = _binary(raw, path) if (raw / "data.npz").is_file() else _text(raw, path)
+    (raw,) = raws_of(path)
+    is_binary = (raw / "data.npz").is_file()
+    parts, vertices = _binary(raw, path) if is_binary else _text(raw, path)
     split = _split_of(raw.parent)
     if split is None:
         parts.notes.append("no folder split/ beside raw/")
         return parts
     parts.notes.append(f"the official split by {split.name}")
-    vertices = _vertices(parts)
     if parts.y is not None and len(parts.y) != vertices:  # before masks of so many are made
         raise SpecError(
             f"{path}: has {vertices:,} vertices, but {len(parts.y):,} labels; the download is"
             " damaged, repeat it"
         )
-    ids = _ids_of(split)
-    for name, chosen in ids.items():
-        if not chosen.size:
+    for name, ids in _ids_of(split).items():
+        if not ids.size:
             raise SpecError(f"{split}: {SPLITS[name]}: holds no vertex; repeat the download")
-    parts.masks = masks_of(str(split), vertices, ids)
+        parts.masks[name] = mask_of_ids(str(split), name, ids, vertices)
     return parts
 
 
@@ -82,11 +80,6 @@ def _ids_of(split: Path) -> dict[str, Array]:
             " DatasetSaver"
         )
     return {name: tensor_array(path, part, held[part]) for name, part in SPLITS.items()}
-
-
-def _vertices(parts: Parts) -> int:
-    assert parts.vertices is not None
-    return parts.vertices
 
 
 def _split_of(folder: Path) -> Path | None:
@@ -112,7 +105,7 @@ def _one(path: str, name: str, counts: Array) -> int:
     return must_be_count(path, name, int(counts.ravel()[0]), 2**62)
 
 
-def _text(raw: Path, path: str) -> Parts:
+def _text(raw: Path, path: str) -> tuple[Parts, int]:
     vertices = must_be_count(
         path,
         "num-node-list.csv.gz",
@@ -144,7 +137,7 @@ def _text(raw: Path, path: str) -> Parts:
             parts.vertex_fields[name] = np.concatenate([*_narrowed(str(file))])
         elif name.startswith("edge_"):
             add_edge_field(parts, name, _narrowed(str(file)))
-    return parts
+    return parts, vertices
 
 
 def _narrowed(path: str) -> Iterator[Array]:
@@ -156,7 +149,7 @@ def _narrowed(path: str) -> Iterator[Array]:
 # -- binary ----------------------------------------------------------------------------------------
 
 
-def _binary(raw: Path, path: str) -> Parts:
+def _binary(raw: Path, path: str) -> tuple[Parts, int]:
     data = str(raw / "data.npz")
     vertices = must_be_count(
         data, "num_nodes_list", _one(data, "num_nodes_list", _member(data, "num_nodes_list"))
@@ -182,7 +175,7 @@ def _binary(raw: Path, path: str) -> Parts:
             add_edge_field(
                 parts, "edge_attr" if name == "edge_feat" else name, _rows_of(data, name, "edge")
             )
-    return parts
+    return parts, vertices
 
 
 def _rows_of(path: str, name: str, of: str) -> Iterator[Array]:
