@@ -269,20 +269,17 @@ class EstimatedBatch(MiniBatch):
     def crossing(self, layer: int) -> NDArray[np.int64]:
         return np.rint(self.facts(layer).edges * self.cross).astype(np.int64)
 
-    def facts(self, layer: int) -> LayerFacts:
-        if layer not in self._facts:
-            local = self.row_counts(layer - 1)
-            sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-            if self._size > 1:
-                halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
-                sends = pairs(self.servers, True) * halo[list(self.servers)]
-            self._facts[layer] = LayerFacts(
-                self.row_counts(layer),
-                local + sends.sum(0),
-                self._shared([need.edges[layer - 1] for need in self.needs]),
-                sends,
-            )
-        return self._facts[layer]
+    def _counted(self, layer: int) -> LayerFacts:
+        sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        if self._size > 1:
+            halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
+            sends = pairs(self.servers, True) * halo[list(self.servers)]
+        return LayerFacts(
+            self.row_counts(layer),
+            self.row_counts(layer - 1) + sends.sum(0),
+            self._shared([need.edges[layer - 1] for need in self.needs]),
+            sends,
+        )
 
     def _halo(self, need: Expected, layer: int) -> float:
         """Rows of h_{l-1} that a rank needs of one other rank."""

@@ -203,12 +203,9 @@ class AloneAbove(MiniBatch):
     def crossing(self, layer: int) -> np.ndarray:
         return super().crossing(layer) * (layer == 1)
 
-    def facts(self, layer: int) -> LayerFacts:
-        if layer not in self._facts:
-            self._facts[layer] = self._first() if layer == 1 else self._above(layer)
-        return self._facts[layer]
-
-    def _above(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerFacts:
+        if layer == 1:
+            return self._first()
         meets = self.meets(layer)
         return LayerFacts(
             self.row_counts(layer),
