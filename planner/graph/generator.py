@@ -97,7 +97,7 @@ def community(source: str, given: Mapping[str, Any]) -> Graph:
         hash="",
         notes=tuple(notes),
     )
-    return finish(stats, indptr, indices, x, y, *masks)
+    return finish(Graph(stats, indptr, indices, x, y, *masks))
 
 
 def _pairs(

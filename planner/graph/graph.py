@@ -234,25 +234,16 @@ def in_neighbours(
     return rows.indptr.astype(np.int64), rows.indices.astype(np.int32), tuple(notes)
 
 
-def finish(
-    stats: GraphStats,
-    indptr: NDArray[np.int64],
-    indices: NDArray[np.int32],
-    x: Features,
-    y: Array,
-    *masks: Array,
-    vertex_fields: Mapping[str, Array] | None = None,
-    edge_fields: Mapping[str, Array] | None = None,
-) -> Graph:
-    """Make the graph: hash its content, keep features sparse if and only if most numbers are zero,
-    freeze its arrays.
+def finish(graph: Graph) -> Graph:
+    """The graph with the hash of its content, and with its arrays frozen.
 
-    masks: training, validation, test. edge_fields: in the order of `indices`. Raises SpecError for
-    features that are not finite, if they are mapped."""
-    structure, others = (indptr, indices), (y, *masks)
-    vertex_fields, edge_fields = vertex_fields or {}, edge_fields or {}
-    fields = {f"vertex {name}": array for name, array in vertex_fields.items()}
-    fields |= {f"edge {name}": array for name, array in edge_fields.items()}
+    Its features are sparse if and only if most numbers are zero. Raises SpecError for features that
+    are not finite, if they are mapped."""
+    stats, x = graph.stats, graph.x
+    structure = graph.indptr, graph.indices
+    others = graph.y, graph.train, graph.val, graph.test
+    fields = {f"vertex {name}": array for name, array in graph.vertex_fields.items()}
+    fields |= {f"edge {name}": array for name, array in graph.edge_fields.items()}
     if isinstance(x, np.memmap):
         digest, nonzeros = _digest_of_mapped(stats, x, structure, others, fields)
     else:
@@ -275,21 +266,9 @@ def finish(
     for array in frozen:
         array.flags.writeable = False  # so that the hash stays true
     stats = dataclasses.replace(
-        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(np.diff(indptr))
+        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )
-    train, val, test = masks
-    return Graph(
-        stats,
-        indptr,
-        indices,
-        x,
-        y,
-        train,
-        val,
-        test,
-        vertex_fields=vertex_fields,
-        edge_fields=edge_fields,
-    )
+    return dataclasses.replace(graph, stats=stats, x=x)
 
 
 def _feature_arrays(x: Features) -> tuple[Array, ...]:

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from gnnplan.planner.graph.graph import MOST_VERTICES, Array, must_fit
+from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.ids import must_be_ids
 from gnnplan.planner.vocabulary.errors import SpecError
 
 T = TypeVar("T")
@@ -24,22 +25,6 @@ def named(held: Mapping[str, T]) -> dict[str, T]:
     """What is held under a word for a mask, by the names of the masks."""
     words = {mask: next((w for w in words if w in held), "") for mask, words in WORDS.items()}
     return {mask: held[word] for mask, word in words.items() if word}
-
-
-def must_be_ids(path: str, name: str, ids: Array, vertices: int, first: int = 0) -> None:
-    """Raise SpecError for ids beyond the vertices; the first of them is number `first`."""
-    if ids.dtype.kind not in "iu":
-        raise SpecError(
-            f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; number the"
-            " vertices from 0 (numpy.unique(..., return_inverse=True))"
-        )
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
-        bad = np.flatnonzero((ids < 0) | (ids >= vertices))[0]
-        raise SpecError(
-            f"{path}: {name}[{first + int(bad):,}]: vertex ids must lie in [0, {vertices - 1:,}],"
-            f" found {int(ids[bad])}; ids count from 0"
-            + ("" if vertices == MOST_VERTICES else f", and there are {vertices:,} vertices")
-        )
 
 
 def mask_of_ids(path: str, name: str, ids: Array, vertices: int) -> Array:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import check_member, read_labels
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.parts import (
@@ -26,7 +25,9 @@ from gnnplan.planner.graph.formats.parts import (
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.sparse import load_matrix
 from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.labels import read_labels
 from gnnplan.planner.graph.masks import mask_of, named
+from gnnplan.planner.graph.npy import check_member
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 

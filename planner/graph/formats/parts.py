@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -17,17 +17,18 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import check_header, class_ids
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import (
     AT_ONCE,
-    MOST_CLASSES,
     MOST_VERTICES,
     Array,
     must_fit,
     narrowed,
 )
-from gnnplan.planner.graph.masks import MASKS, as_mask, must_be_ids
+from gnnplan.planner.graph.ids import must_be_ids
+from gnnplan.planner.graph.labels import class_ids
+from gnnplan.planner.graph.masks import MASKS, as_mask
+from gnnplan.planner.graph.npy import check_header
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -114,34 +115,6 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
             f"{f'; save {name}.T' if turn else '; row 0 are sources, row 1 destinations'}"
         )
     return edge_index[0], edge_index[1]
-
-
-def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> Array:
-    """Labels [N] or [N, C] by ids of vertices and the labels of these; -1 or NaN for others."""
-    found = [(ids.ravel(), class_ids(path, "labels", y)) for ids, y in sets]
-    shapes = {y.shape[1:] for _, y in found}
-    if len(shapes) > 1 or any(y.ndim > 2 for _, y in found):
-        raise SpecError(
-            f"{path}: labels of all sets must have one shape, have {shapes}; save [rows] class ids"
-            " or [rows, classes] targets in each"
-        )
-    (shape,) = shapes
-    must_fit(path, "labels", 8.0 * vertices * min(sum(shape) or 1, MOST_CLASSES))
-    dtype = np.result_type(np.int8, *(y.dtype for _, y in found))
-    labels = np.full((vertices, *shape), np.nan if dtype.kind == "f" else -1, dtype)
-    for ids, y in found:
-        labels[ids] = y
-    return labels
-
-
-def must_be_count(path: str, name: str, value: Any, most: int = MOST_VERTICES) -> int:
-    """A number of vertices or classes that a file claims. Raises SpecError."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= most:
-        raise SpecError(
-            f"{path}: {name}: must be a whole number of 0 to {most:,}, is"
-            f" {str(value)[:MOST_SHOWN]}; write the file again"
-        )
-    return int(value)
 
 
 def mapped_array(path: str, name: str | None = None) -> Array:
