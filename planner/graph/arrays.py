@@ -36,6 +36,7 @@ from gnnplan.planner.graph.graph import (
     merging_note,
     must_fit,
 )
+from gnnplan.planner.graph.ids import must_be_ids
 from gnnplan.planner.graph.labels import read_labels
 from gnnplan.planner.graph.masks import MASKS, as_mask, split_of
 from gnnplan.planner.graph.npy import Header, check_header, check_member, read_header, typed
@@ -347,14 +348,7 @@ def _checked_edges(
     meta = meta_of(path, arrays)
     vertices, counted = _count(path, arrays, meta, src, dst)
     for name, ids in (("src", src), ("dst", dst)):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
-            bad = (ids < 0) | (ids >= vertices)
-            first = int(np.flatnonzero(bad)[0])
-            raise SpecError(
-                f"{path}: {name}[{first}]: vertex ids must lie in [0, {vertices - 1:,}], found"
-                f" {int(ids[first])} ({int(bad.sum()):,} such edges); ids count from 0, and"
-                f" {counted or 'the edges'} give {vertices:,} vertices"
-            )
+        must_be_ids(path, name, ids, vertices, counted=counted or "the edges")
     return src, dst, meta, vertices, counted
 
 

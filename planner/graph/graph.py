@@ -331,7 +331,8 @@ def _digest_of_mapped(
             return digest, int(nonzeros)
     first = count = 0
     for piece in some_rows(x):
-        must_be_finite(stats.source, "x", piece, first)
+        with np.errstate(over="ignore", invalid="ignore"):
+            must_be_finite(stats.source, "x", piece.astype(np.float32, copy=False), first)
         first, count = first + len(piece), count + int(np.count_nonzero(piece))
     digest = _hash(stats.directed, (*structure, x, *others), fields)
     with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
@@ -385,16 +386,20 @@ def merging_note(x: Features) -> list[str]:
     ]
 
 
-def must_be_finite(path: str, name: str, array: Array, first: int = 0) -> None:
-    """Raises SpecError for NaN and infinities in features whose first row is row `first`."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = array.astype(np.float32, copy=False)
+def must_be_finite(
+    path: str,
+    name: str,
+    array: Array,
+    first: int = 0,
+    rule: str = "features must be finite in float32",
+) -> None:
+    """Raises SpecError for NaN and infinities in an array whose first row is row `first`."""
     finite = np.isfinite(array)
     if not finite.all():
         index = np.argwhere(~finite)[0]
         found = array[tuple(index)]
         index[0] += first
         raise SpecError(
-            f"{path}: {name}{index.tolist()}: features must be finite in float32, found {found} "
-            f"({int((~finite).sum()):,} such numbers); clean them with numpy.nan_to_num"
+            f"{path}: {name}{index.tolist()}: {rule}, found {found}"
+            f" ({int((~finite).sum()):,} such numbers); clean them with numpy.nan_to_num"
         )

@@ -11,19 +11,25 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
 
-def must_be_ids(path: str, name: str, ids: Array, vertices: int, first: int = 0) -> None:
-    """Raise SpecError for ids beyond the vertices; the first of them is number `first`."""
+def must_be_ids(
+    path: str, name: str, ids: Array, vertices: int, first: int = 0, counted: str = ""
+) -> None:
+    """Raise SpecError for ids beyond the vertices; the first of them is number `first`.
+
+    counted: what of the file gives the number of vertices."""
     if ids.dtype.kind not in "iu":
         raise SpecError(
             f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; number the"
             " vertices from 0 (numpy.unique(..., return_inverse=True))"
         )
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
-        bad = np.flatnonzero((ids < 0) | (ids >= vertices))[0]
+        bad = np.flatnonzero((ids < 0) | (ids >= vertices))
+        at, many = first + int(bad[0]), f" ({bad.size:,} such edges)" if counted else ""
+        said = f", and {counted} give" if counted else ", and there are"
         raise SpecError(
-            f"{path}: {name}[{first + int(bad):,}]: vertex ids must lie in [0, {vertices - 1:,}],"
-            f" found {int(ids[bad])}; ids count from 0"
-            + ("" if vertices == MOST_VERTICES else f", and there are {vertices:,} vertices")
+            f"{path}: {name}[{at:,}]: vertex ids must lie in [0, {vertices - 1:,}],"
+            f" found {int(ids[bad[0]])}{many}; ids count from 0"
+            + ("" if vertices == MOST_VERTICES else f"{said} {vertices:,} vertices")
         )
 
 
