@@ -78,24 +78,14 @@ class Population:
         drawn, reached = stats.batch_spread or (USUAL[stats.directed],) * 2
         # the last class: one vertex is expected beyond it [standard deviations]
         highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))
-        if not stats.directed:
-            z = np.linspace(LOWEST, highest, CLASSES)
-            share = np.exp(-z * z / 2)
-            return cls(
-                stats.vertices * share / share.sum(),
-                _lognormal(z, share, drawn, mean),
-                _lognormal(z, share, reached, mean),
-                False,
-            )
-        z = np.linspace(LOWEST, highest, CLASSES // 4)
+        z = np.linspace(LOWEST, highest, CLASSES // 4 if stats.directed else CLASSES)
         share = np.exp(-z * z / 2)
-        share_of_all, ones = share / share.sum(), np.ones(z.size)
-        return cls(
-            stats.vertices * np.outer(share_of_all, share_of_all).ravel(),
-            np.outer(_lognormal(z, share, drawn, mean), ones).ravel(),
-            np.outer(ones, _lognormal(z, share, reached, mean)).ravel(),
-            True,
-        )
+        d, r = (_lognormal(z, share, spread, mean) for spread in (drawn, reached))
+        if not stats.directed:
+            return cls(stats.vertices * share / share.sum(), d, r, False)
+        of_all = share / share.sum()
+        vertices = stats.vertices * np.outer(of_all, of_all).ravel()
+        return cls(vertices, np.repeat(d, z.size), np.tile(r, z.size), True)
 
     @property
     def all(self) -> float:

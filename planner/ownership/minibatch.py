@@ -351,7 +351,7 @@ class Batches:
             first_varying,
         )
         self._made: dict[int, MiniBatch] = {}
-        self._split: dict[MiniBatch, MiniBatch] = {}  # those of which layer 1 alone is split
+        self._split: dict[int, MiniBatch] = {}  # those of which layer 1 alone is split
         self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last
         self.steps = len(self.items_in(0))
         edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
@@ -397,16 +397,16 @@ class Batches:
 
     def at(self, step: int) -> MiniBatch:
         """The batch of a step, counted over epochs."""
+        step %= self.known
         whole = self._whole(step)
         if self.split == "all" or not whole.splits:
             return whole
-        if whole not in self._split:
-            self._split[whole] = SPLIT[self.split](whole)
-        return self._split[whole]
+        if step not in self._split:
+            self._split[step] = SPLIT[self.split](whole)
+        return self._split[step]
 
     def _whole(self, step: int) -> MiniBatch:
-        """The batch of a step with all layers split."""
-        step = step if step < self.known else step % self.known
+        """The batch of a known step with all layers split."""
         if step not in self._made:
             self._made[step] = MiniBatch(
                 self.graph,
