@@ -308,14 +308,19 @@ def collect(parts: Parts) -> dict[str, Array]:
     names = column_names(parts)
     columns = gathered(parts.path, "its edges", edge_pieces(parts), np.int32, len(names))
     arrays = {**dict(zip(names, columns, strict=True)), **small_arrays(parts)}
-    if parts.x is not None and not sp.issparse(parts.x):
-        x = parts.x if isinstance(parts.x, np.memmap) else None
-        if x is not None and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
-            arrays["x"] = x  # stays in its file
-        else:
-            pieces = [(piece,) for piece in feature_pieces(parts.x_path or parts.path, parts.x)]
-            (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
+    if (x := parts.x) is None or sp.issparse(x):
+        return arrays
+    if isinstance(x, np.memmap) and _stays(x):
+        arrays["x"] = x
+    else:
+        pieces = ((piece,) for piece in feature_pieces(parts.x_path or parts.path, x))
+        (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
     return arrays
+
+
+def _stays(x: np.memmap) -> bool:
+    """Whether mapped features stay in their file."""
+    return x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous
 
 
 def column_names(parts: Parts) -> list[str]:
@@ -341,7 +346,7 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
 
 
 def gathered(
-    path: str, what: str, pieces: Iterable[tuple[Array, ...]], dtype: Any, columns: int = 2
+    path: str, what: str, pieces: Iterable[tuple[Array, ...]], dtype: Any, columns: int
 ) -> list[Array]:
     """The pieces as whole arrays. Raises SpecError before they exceed memory."""
     kept: list[tuple[Array, ...]] = []
