@@ -2,7 +2,12 @@
 
     graph.py        the types Graph and GraphStats
     load.py         a graph by name, from one of the next three
-    arrays.py       .npz files and folders of .npy files
+    arrays.py       .npz files and folders of .npy files; a graph of arrays by name
+    npy.py          an array's header, checked before anything is allocated
+    ids.py          ids of vertices, and counts that files claim
+    features.py     features: dense, sparse, or made up
+    labels.py       class ids, multi-label targets, or numbers to predict
+    masks.py        training, validation and test vertices: read, or drawn
     fields.py       numbers of vertices and edges by name, which go along with their edges
     generator.py    generated graphs
     statistics.py   graphs of which only statistics are known (datasets/*.yaml)

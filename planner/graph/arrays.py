@@ -5,18 +5,16 @@ Every array is checked by its header before anything is allocated. Pickles are n
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
-from numpy.typing import NDArray
 
+from gnnplan.planner.graph.features import own_features, stand_in
 from gnnplan.planner.graph.fields import (
     EDGE,
     NAME,
@@ -27,9 +25,7 @@ from gnnplan.planner.graph.fields import (
     kind_of,
 )
 from gnnplan.planner.graph.graph import (
-    LARGEST_WHOLE,
     MOST_CLASSES,
-    MOST_FEATURES,
     MOST_VERTICES,
     Array,
     Features,
@@ -39,14 +35,15 @@ from gnnplan.planner.graph.graph import (
     in_neighbours,
     merging_note,
     must_fit,
-    narrowed,
-    random_split,
 )
+from gnnplan.planner.graph.ids import must_be_ids
+from gnnplan.planner.graph.labels import read_labels
+from gnnplan.planner.graph.masks import MASKS, as_mask, split_of
+from gnnplan.planner.graph.npy import Header, check_header, check_member, read_header, typed
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, must_be_file
-from gnnplan.planner.vocabulary.units import show_bytes, show_count
+from gnnplan.planner.vocabulary.units import show_count
 
-MASKS = ("train_mask", "val_mask", "test_mask")
 ARRAYS = (
     "src",
     "dst",
@@ -62,11 +59,6 @@ ARRAYS = (
 STAND_IN_FEATURES = 128
 STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
-# what libraries write for no label, besides numbers below 0: the highest of a type
-NO_LABEL = [2**bits - 1 for bits in (8, 16, 31, 32, 63, 64)]
-MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
-MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
-LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
 
 
 def read_arrays(path: str) -> tuple[dict[str, Array], list[str]]:
@@ -103,11 +95,9 @@ def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
     with zipfile.ZipFile(path) as archive:
         nbytes = 0
 
-        def read(info: zipfile.ZipInfo, name: str) -> Array:
+        def read(info: zipfile.ZipInfo) -> Array:
             nonlocal nbytes
-            must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
-            with archive.open(info) as stream:
-                nbytes += check_header(path, name, stream, info.file_size)
+            nbytes += check_member(path, archive, info).nbytes
             must_fit(path, "what it holds", nbytes)
             with archive.open(info) as stream:
                 return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
@@ -121,13 +111,13 @@ def _from_zip(path: str) -> tuple[dict[str, Array], list[str]]:
                 continue
             if name in arrays:
                 raise SpecError(f"{path}: {name}: is there twice; keep one")
-            arrays[name] = read(info, name)
+            arrays[name] = read(info)
         headers = {}
         for name, info in others.items():
             with contextlib.suppress(Exception), archive.open(info) as stream:
                 headers[name] = read_header(path, name, stream)
         for name, of in _fields_among(path, arrays, headers).items():
-            arrays[of + name] = read(others.pop(name), name)
+            arrays[of + name] = read(others.pop(name))
     return arrays, [*others]
 
 
@@ -140,7 +130,7 @@ def _from_folder(path: str) -> tuple[dict[str, Array], list[str]]:
         is_x = file.stem == "x"
         with file.open("rb") as stream:
             stored = file.stat().st_size
-            size = check_header(path, file.stem, stream, stored, is_x, not is_mapped)
+            size = check_header(path, file.stem, stream, stored, is_x, not is_mapped).nbytes
         nbytes += 0 if is_mapped else size
         must_fit(path, "what it holds", nbytes)
         is_mapped = is_mapped and (is_x or size > 0)
@@ -169,13 +159,13 @@ def _is_known(name: str) -> bool:
 
 
 def _fields_among(
-    path: str, arrays: Mapping[str, Array], headers: Mapping[str, tuple[Any, ...]]
+    path: str, arrays: Mapping[str, Array], headers: Mapping[str, Header]
 ) -> dict[str, str]:
     """Which other arrays are fields, and whether of vertices or edges. Raises SpecError."""
     shapes = {
-        name: shape
-        for name, (shape, _, dtype, _) in headers.items()
-        if shape and all(shape[1:]) and dtype.kind in NUMBERS
+        name: header.shape
+        for name, header in headers.items()
+        if header.shape and all(header.shape[1:]) and header.dtype.kind in NUMBERS
         if NAME.fullmatch(name) and name != "edge_index"
     }
     if not shapes or not {"src", "dst"} <= arrays.keys():
@@ -197,100 +187,6 @@ def _fields_among(
     return found
 
 
-def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0) -> None:
-    """Raise SpecError for what a few megabytes were made to unpack into gigabytes.
-
-    unpacked, packed: sizes [B]. most: the share of MOST_SWOLLEN that may be. Edges
-    pack tenfold, labels that most vertices lack 60-fold."""
-    if unpacked > most * MOST_SWOLLEN and unpacked > MOST_PACKED * packed:
-        raise SpecError(
-            f"{what}: unpacks to {show_bytes(unpacked)} from {show_bytes(packed)}, more than"
-            f" {MOST_PACKED} times as much; if it is meant so, store it uncompressed"
-        )
-
-
-def read_header(
-    path: str, name: str, stream: IO[bytes]
-) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Read an npy header: (shape, whether in Fortran order, dtype, length of the header [B])."""
-    # at most LONGEST_HEADER bytes: a header may claim to be gigabytes long
-    header = io.BytesIO(stream.read(LONGEST_HEADER))
-    version = np.lib.format.read_magic(header)
-    read = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
-    if read is None:
-        raise SpecError(
-            f"{path}: {name}: npy format {version} is not read; save plain numbers with"
-            " numpy.savez_compressed"
-        )
-    shape, fortran, dtype = read(header)
-    return shape, fortran, dtype, header.tell()
-
-
-def check_header(
-    path: str, name: str, stream: IO[bytes], stored: int, mapped: bool = False, fits: bool = True
-) -> int:
-    """Check an array by its header, before anything is allocated, and return its size [B].
-
-    fits: it must fit the memory, unless it is mapped. Raises SpecError for pickled objects, for a
-    shape that does not fit what is stored, and for an array that cannot be mapped as it is."""
-    shape, fortran, dtype, header_bytes = read_header(path, name, stream)
-    if dtype.hasobject:
-        raise SpecError(
-            f"{path}: {name}: holds pickled Python objects, which are never loaded; save it as"
-            " plain numbers (x.astype(...))"
-        )
-    if any(size < 0 for size in shape):
-        raise SpecError(
-            f"{path}: {name}: negative size in shape {shape}; the file is damaged, write it again"
-        )
-    if mapped and (fortran or dtype not in (np.float32, np.float64) or len(shape) != 2):
-        raise SpecError(
-            f"{path}: {name}: is mapped, not read, so it must be float32 or float64 [vertices,"
-            f" features] in C order, is {dtype} of shape {shape}{' in Fortran order' * fortran};"
-            " save numpy.ascontiguousarray(x, numpy.float32)"
-        )
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
-    if fits and not mapped:
-        must_fit(path, f"{name} of shape {shape}", nbytes)
-    if nbytes != (stored := stored - header_bytes):
-        raise SpecError(
-            f"{path}: {name}: shape {shape} needs {nbytes:,} B but {'only ' * (nbytes > stored)}"
-            f"{stored:,} B are stored; the file is damaged, write it again"
-        )
-    return int(nbytes)
-
-
-def _typed(
-    path: str, arrays: Mapping[str, Array], name: str, kinds: str, ndim: tuple[int, ...]
-) -> Array:
-    """The array `name`. Raises SpecError unless its dtype kind and dimensions are as allowed."""
-    array = arrays[name]
-    meanings = {
-        "i": "integers",
-        "u": "integers",
-        "b": "booleans",
-        "f": "real numbers",
-        "U": "a JSON string",
-    }
-    if array.dtype.kind not in kinds:
-        allowed = " or ".join(sorted({meanings[kind] for kind in kinds}))
-        raise SpecError(
-            f"{path}: {name}: must hold {allowed}, has dtype {array.dtype}; convert it with"
-            f" {name}.astype(...)"
-        )
-    if array.ndim not in ndim:
-        raise SpecError(
-            f"{path}: {name}: must have {' or '.join(map(str, ndim))} dimension(s), has shape"
-            f" {array.shape}; reshape it"
-        )
-    return array
-
-
 @dataclass(frozen=True)
 class MadeUp:
     """What is made up where a graph's arrays lack it, and what its labels are."""
@@ -308,16 +204,14 @@ def must_be_a_graph(
     """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
 
     numbers: its labels are numbers to predict, whatever they look like."""
-    src, dst = _edge_list(path, arrays, others)
-    meta = meta_of(path, arrays)
-    vertices, counted = _count(path, arrays, meta, src, dst)
-    _check_ids(path, src, dst, vertices, counted)
+    src, _, meta, vertices, _ = _checked_edges(path, arrays, others)
     if "x" in arrays or "x_indptr" in arrays:
         own_features(path, arrays, vertices)
     fields_in(path, arrays, vertices, len(src))
     if {"y", *MASKS} & arrays.keys():  # of as many vertices
         found = read_labels(path, arrays, vertices, meta, numbers)
-        _masks(path, arrays, found.labelled, found.classes, np.random.default_rng(0), [], 0)
+        rng, notes = np.random.default_rng(0), list[str]()
+        split_of(path, _masks(path, arrays, notes), found.labelled, found.classes, rng, notes, 0)
     return vertices, len(src)
 
 
@@ -335,16 +229,13 @@ def build(
     others: names of arrays that were not read. said: notes of who read them. `arrays` loses its
     edge list. Raises SpecError that names the array, the rule and the offending number."""
     notes = [*said, *([f"ignored arrays: {shown(others, 8)}"] if others else [])]
-    src, dst = _edge_list(path, arrays, others)
-    meta = meta_of(path, arrays)
-    vertices, counted = _count(path, arrays, meta, src, dst)
+    src, dst, meta, vertices, counted = _checked_edges(path, arrays, others)
     if not counted:
         notes.append("vertex count taken from the highest edge id")
         if first := min(int(src.min()), int(dst.min())):
             notes.append(
                 f"no edge has vertex 0: ids begin with {first:,}; if they count from 1, subtract 1"
             )
-    _check_ids(path, src, dst, vertices, counted)
     vertex_fields, on_edges = fields_in(path, arrays, vertices, len(src))
     stand_in_width = 0 if "x" in arrays or "x_indptr" in arrays else made_up.width
     must_fit(
@@ -376,7 +267,7 @@ def build(
         x = own_features(path, arrays, vertices)
         notes += merging_note(x)
     else:
-        x = _stand_in(indptr, stand_in_width, rng)
+        x = stand_in(indptr, stand_in_width, rng)
         notes.append(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
             f" {made_up.seed} (normal noise, one of log degree)"
@@ -397,7 +288,8 @@ def build(
             f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
             f" {made_up.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
         )
-    train, val, test = _masks(path, arrays, labelled, classes, rng, notes, made_up.seed)
+    given = _masks(path, arrays, notes)
+    train, val, test = split_of(path, given, labelled, classes, rng, notes, made_up.seed)
     stats = GraphStats(
         name=Path(path).stem,
         source=source,
@@ -412,18 +304,17 @@ def build(
         notes=tuple(notes),
         directed=directed,
     )
-    return finish(
-        stats,
-        indptr,
-        indices,
-        x,
-        y,
-        train,
-        val,
-        test,
-        vertex_fields=vertex_fields,
-        edge_fields=edge_fields,
-    )
+    masks = train, val, test
+    return finish(Graph(stats, indptr, indices, x, y, *masks, (), vertex_fields, edge_fields))
+
+
+def _masks(path: str, arrays: Mapping[str, Array], notes: list[str]) -> dict[str, Array]:
+    """The masks among the arrays."""
+    return {
+        name: as_mask(path, name, typed(path, arrays, name, "biuf", (1, 2)), notes)
+        for name in MASKS
+        if name in arrays
+    }
 
 
 def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tuple[Array, Array]:
@@ -438,7 +329,7 @@ def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tup
             )
     ends = {name: arrays[name] for name in ("src", "dst")}  # what is empty has no type
     ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
-    src, dst = (_typed(path, ends, name, "iu", (1,)) for name in ends)
+    src, dst = (typed(path, ends, name, "iu", (1,)) for name in ends)
     if len(src) != len(dst):
         raise SpecError(
             f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
@@ -447,17 +338,18 @@ def _edge_list(path: str, arrays: Mapping[str, Array], others: list[str]) -> tup
     return src, dst
 
 
-def _check_ids(path: str, src: Array, dst: Array, vertices: int, counted: str) -> None:
-    """Raises SpecError for an id beyond the vertices; `counted` names what says how many."""
+def _checked_edges(
+    path: str, arrays: Mapping[str, Array], others: list[str]
+) -> tuple[Array, Array, dict[str, Any], int, str]:
+    """src, dst, meta, the number of vertices, and what says how many, as `_count` does.
+
+    Raises SpecError for an id beyond the vertices."""
+    src, dst = _edge_list(path, arrays, others)
+    meta = meta_of(path, arrays)
+    vertices, counted = _count(path, arrays, meta, src, dst)
     for name, ids in (("src", src), ("dst", dst)):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
-            bad = (ids < 0) | (ids >= vertices)
-            first = int(np.flatnonzero(bad)[0])
-            raise SpecError(
-                f"{path}: {name}[{first}]: vertex ids must lie in [0, {vertices - 1:,}], found"
-                f" {int(ids[first])} ({int(bad.sum()):,} such edges); ids count from 0, and"
-                f" {counted or 'the edges'} give {vertices:,} vertices"
-            )
+        must_be_ids(path, name, ids, vertices, counted=counted or "the edges")
+    return src, dst, meta, vertices, counted
 
 
 def shown(names: Sequence[str], most: int) -> str:
@@ -473,10 +365,10 @@ def _edge_index_remedy(path: str) -> str:
             file = Path(path) / "edge_index.npy"
             must_be_file(file)
             with file.open("rb") as stream:
-                shape, _, _, _ = read_header(path, "edge_index", stream)
+                shape = read_header(path, "edge_index", stream).shape
         else:
             with zipfile.ZipFile(path) as archive, archive.open("edge_index.npy") as stream:
-                shape, _, _, _ = read_header(path, "edge_index", stream)
+                shape = read_header(path, "edge_index", stream).shape
     except Exception:  # absent or damaged: the caller reports what is missing anyway
         return ""
     if len(shape) != 2 or shape[0] != 2:
@@ -490,7 +382,7 @@ def meta_of(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
         return {}
     meta = from_json(
         f"{path}: meta",
-        str(_typed(path, arrays, "meta", "U", (0,))),
+        str(typed(path, arrays, "meta", "U", (0,))),
         "leave it out or write json.dumps(...)",
     )
     if not isinstance(meta, dict):
@@ -543,283 +435,3 @@ def _count(
             f" reach {MOST_VERTICES:,}"
         )
     return vertices, " and ".join(counts)
-
-
-def own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Features:
-    """The features that the file holds: [N, F] or CSR.
-
-    Raises SpecError for NaN, infinities and a broken CSR."""
-    if "x" in arrays and "x_indptr" in arrays:
-        raise SpecError(
-            f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
-        )
-    if "x" in arrays:
-        x = _typed(path, arrays, "x", "fiub", (2,))
-        if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
-            x = np.ascontiguousarray(narrowed(path, "x", x))
-        if not 1 <= x.shape[1] <= MOST_FEATURES:
-            raise SpecError(
-                f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"
-                " [vertices, features], or leave it out"
-            )
-        return x
-    return _sparse_features(path, arrays, vertices)
-
-
-def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> sp.csr_matrix:
-    for name in ("x_indices", "x_shape"):
-        if name not in arrays:
-            raise SpecError(
-                f"{path}: {name}: missing; sparse features need x_indptr, x_indices and x_shape"
-            )
-    indptr, indices, shape = (
-        _typed(path, arrays, name, "iu", (1,)) for name in ("x_indptr", "x_indices", "x_shape")
-    )
-    if len(shape) != 2 or int(shape[0]) != vertices or not 1 <= int(shape[1]) <= MOST_FEATURES:
-        raise SpecError(
-            f"{path}: x_shape: must be [{vertices}, features] with 1 to {MOST_FEATURES:,} features,"
-            f" is {shape[:4].tolist()}; save the matrix's shape"
-        )
-    if (
-        int(indptr[0]) != 0
-        or int(indptr[-1]) != len(indices)
-        or bool((indptr[1:] < indptr[:-1]).any())
-    ):
-        raise SpecError(
-            f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
-            f" {indptr[0]} to {indptr[-1]}; save the indptr of a scipy.sparse.csr_matrix"
-        )
-    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < int(shape[1]):
-        raise SpecError(
-            f"{path}: x_indices: columns must lie in [0, {int(shape[1]) - 1}], found"
-            f" {indices.min()} to {indices.max()}; save its indices, or widen x_shape"
-        )
-    if "x_data" in arrays:
-        data = narrowed(path, "x_data", _typed(path, arrays, "x_data", "fiub", (1,)))
-        if len(data) != len(indices):
-            raise SpecError(
-                f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is"
-                f" {len(data):,}; save a number for each index"
-            )
-    else:
-        data = np.ones(len(indices), np.float32)
-    x = sp.csr_matrix(
-        (data, indices.astype(np.int32), indptr.astype(np.int64)), shape=(vertices, int(shape[1]))
-    )
-    x.sum_duplicates()  # sorts too
-    return x
-
-
-def _stand_in(
-    indptr: NDArray[np.int64], width: int, rng: np.random.Generator
-) -> NDArray[np.float32]:
-    """Made-up features [N, width], without regard to labels.
-
-    They are normal noise, except for the last column, the standardised log degree."""
-    x = rng.standard_normal((len(indptr) - 1, width), dtype=np.float32)
-    degree = np.log1p(np.diff(indptr))
-    spread = degree.std()
-    x[:, -1] = (degree - degree.mean()) / spread if spread > 0 else 0
-    return x
-
-
-def class_ids(path: str, name: str, y: Array) -> Array:
-    """Labels as class ids [N], integers, or targets [N, C], or what can be neither as it is.
-
-    A single column is class ids, and NaN is no label. Raises SpecError for ids beyond float64."""
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    if y.ndim != 1 or y.dtype.kind in "iu":
-        return y
-    whole = np.where(np.isnan(y), -1.0, y)
-    if (whole != np.floor(whole)).any():
-        return y
-    if (bad := np.abs(whole) > LARGEST_WHOLE).any():
-        first = int(np.flatnonzero(bad)[0])
-        raise SpecError(
-            f"{path}: {name}[{first}]: labels must be whole class ids (NaN or -1: none), found"
-            f" {y[first]}; if they are numbers to predict, use --task regression"
-        )
-    return whole.astype(np.int64)
-
-
-def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
-    """A mask [N] of booleans, or of zeros and ones; of several splits [N, S] the first, and it is
-    said. Raises SpecError."""
-    if mask.ndim == 2 and mask.shape[1] >= 1:
-        if mask.shape[1] > 1:
-            notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
-        mask = mask[:, 0]
-    if mask.dtype.kind == "b":
-        return mask
-    if (bad := ~np.isin(mask, (0, 1))).any():
-        first = int(np.flatnonzero(bad)[0])
-        raise SpecError(
-            f"{path}: {name}[{first}]: must hold booleans, or zeros and ones, found"
-            f" {mask.flat[first]}; save True or False for each vertex"
-        )
-    return mask.astype(bool)
-
-
-class Labels(NamedTuple):
-    """Labels, the number of classes (0 without labels), and which vertices have one [N].
-
-    Class ids are int64 [N], -1 for none. Multi-label targets are uint8 or float32 [N, C]. Numbers
-    are float32 [N, C], NaN for none. Without labels all vertices count as labelled."""
-
-    y: Array
-    classes: int
-    labelled: Array
-    numbers: bool = False  # to predict, not classes
-
-
-def read_labels(
-    path: str,
-    arrays: Mapping[str, Array],
-    vertices: int,
-    meta: Mapping[str, Any],
-    numbers: bool = False,
-) -> Labels:
-    """The labels of a graph. numbers: they are numbers to predict, whatever they look like.
-
-    Else only those are that can be no labels: fractions in one column, or beyond [0, 1] in several.
-    Raises SpecError."""
-    nothing = Labels(np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool))
-    if "y" not in arrays:
-        return nothing
-    y = _typed(path, arrays, "y", "iufb", (1, 2))
-    if numbers or _are_numbers(y := class_ids(path, "y", y)):
-        found = _numbers(path, y)
-    elif y.ndim == 2:
-        labelled = ~((y == -1) | np.isnan(y)).all(1)
-        found = Labels(_targets(path, y, labelled), y.shape[1], labelled)
-    else:
-        found = Labels(y.astype(np.int64), _classes(path, y, meta), y >= 0)
-    return found if found.labelled.any() else nothing
-
-
-def _are_numbers(y: Array) -> bool:
-    """Whether these can be no labels."""
-    if y.dtype.kind != "f":
-        return False
-    known = y[np.isfinite(y)]
-    beyond = y.ndim == 1 or bool(((known < 0) | (known > 1)).any())
-    return beyond and bool((known != np.floor(known)).any())
-
-
-def _numbers(path: str, y: Array) -> Labels:
-    """Numbers to predict. Raises SpecError for infinities."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        y = y.reshape(len(y), -1).astype(np.float32)
-    if np.isinf(y).any():
-        raise SpecError(
-            f"{path}: y{np.argwhere(np.isinf(y))[0].tolist()}: numbers to predict must be finite in"
-            " float32 (NaN: none); scale them"
-        )
-    return Labels(y, y.shape[1], ~np.isnan(y).any(1), numbers=True)
-
-
-def _targets(path: str, y: Array, labelled: Array) -> Array:
-    """Targets [N, C] in [0, 1]; 0 where a vertex has none. Raises SpecError."""
-    with np.errstate(invalid="ignore"):
-        bad = ~((y >= 0) & (y <= 1)) & labelled[:, None]
-    if y.shape[1] < 1 or bad.any():
-        first, found = np.argwhere(bad)[:1].tolist(), y[bad].ravel()[:1].tolist()
-        raise SpecError(
-            f"{path}: y{first[0] if first else ''}: multi-label targets [N, C] must lie in [0, 1],"
-            f" found {found or f'shape {y.shape}'}; save 0 or 1 for each class, write -1 for all"
-            " classes of a vertex without labels, or save class ids as integers [N]"
-        )
-    y = np.where(labelled[:, None], y, np.zeros(1, y.dtype))
-    return y.astype(np.uint8 if np.isin(y, (0, 1)).all() else np.float32)
-
-
-def _classes(path: str, y: Array, meta: Mapping[str, Any]) -> int:
-    """The number of classes of the ids y [N]. Raises SpecError for what is no class id."""
-    allowed = meta.get("classes") or MOST_VERTICES
-    if (bad := (y < -1) | (y >= allowed)).any():
-        first = int(np.flatnonzero(bad)[0])
-        raise SpecError(
-            f"{path}: y[{first}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none), found"
-            f" {int(y[first])}; {_remedy_of(int(y[first]))}"
-        )
-    if meta.get("classes"):
-        return int(allowed)
-    ids = np.unique(y[y >= 0])
-    high = int(ids[-1]) if ids.size else -1
-    marks = high in NO_LABEL and int(ids[-2:][0]) != high - 1
-    if marks or high + 1 > 2 * ids.size:  # a stray id would widen the last layer, unseen
-        raise SpecError(
-            f"{path}: y[{int(y.argmax())}]: labels must be class ids 0 to C-1 without large gaps,"
-            f" but the highest is {high:,} and only {ids.size:,} ids occur; {_remedy_of(high)}"
-        )
-    return high + 1
-
-
-def _remedy_of(label: int) -> str:
-    """What to do with a number that is no class id."""
-    write = f"write -1 for no label: y = y.astype(int); y[y == {label}] = -1"
-    if label < 0 or label in NO_LABEL:
-        return write
-    return (
-        f"if {label} marks no label, {write}; else renumber them with y[y >= 0] ="
-        " numpy.unique(y[y >= 0], return_inverse=True)[1]; for numbers to predict, use"
-        " --task regression"
-    )
-
-
-def _masks(
-    path: str,
-    arrays: Mapping[str, Array],
-    labelled: Array,
-    classes: int,
-    rng: np.random.Generator,
-    notes: list[str],
-    seed: int,
-) -> list[Array]:
-    """Training, validation and test masks [N].
-
-    Without masks labelled vertices are split at random, with a note; without labels all are.
-    Without train_mask those are trained on that the other masks leave, with a note."""
-    vertices = len(labelled)
-    if classes == 0:
-        notes.append("no labels: can be planned, not trained")
-    given = {
-        name: as_mask(path, name, _typed(path, arrays, name, "biuf", (1, 2)), notes)
-        for name in MASKS
-        if name in arrays
-    }
-    if given:
-        masks = [given.get(name, np.zeros(vertices, bool)) for name in MASKS]
-    else:
-        notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
-        masks = list(random_split(labelled, rng))
-    if given and "train_mask" not in given:
-        masks[0] = labelled & ~masks[1] & ~masks[2]
-        notes.append(
-            f"the file has no train_mask: {int(masks[0].sum()):,} vertices are trained on, all with"
-            f" a label outside of {' and '.join(given)}"
-        )
-    train, val, test = masks
-    if not train.any():
-        raise SpecError(
-            f"{path}: train_mask: marks no vertex; at least 1 of {vertices:,} must be trained on"
-        )
-    if classes and (bad := train & ~labelled).any():
-        first = int(np.flatnonzero(bad)[0])
-        raise SpecError(
-            f"{path}: y[{first}]: a training vertex needs a label, found none ({int(bad.sum()):,}"
-            " such vertices); take them out of train_mask"
-        )
-    if (shared := train & test).any():
-        raise SpecError(
-            f"{path}: train_mask, test_mask: must not overlap, share {int(shared.sum()):,} vertices"
-            f" (first: {int(np.flatnonzero(shared)[0])}); take these out of one"
-        )
-    if (train & val).any() or (val & test).any():
-        notes.append("val_mask overlaps train_mask or test_mask")
-    for name, i in (("val_mask", 1), ("test_mask", 2)):
-        if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
-            masks[i] = masks[i] & labelled
-            notes.append(f"took {unlabelled:,} vertices without label out of {name}")
-    return masks

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import Array, Graph, some_rows
+from gnnplan.planner.graph.graph import Array, Graph, must_be_finite, some_rows
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
@@ -66,14 +66,7 @@ def _checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
         )
     first = 0
     for piece in some_rows(array) if array.dtype.kind == "f" else ():
-        if not (finite := np.isfinite(piece)).all():
-            index = np.argwhere(~finite)[0]
-            found = piece[tuple(index)]
-            index[0] += first
-            raise SpecError(
-                f"{path}: {name}{index.tolist()}: must be finite, found {found}"
-                f" ({int((~finite).sum()):,} such numbers); clean it with numpy.nan_to_num"
-            )
+        must_be_finite(path, name, piece, first, "must be finite")
         first += len(piece)
     kind = np.dtype(
         np.int64

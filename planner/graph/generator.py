@@ -15,8 +15,8 @@ from gnnplan.planner.graph.graph import (
     finish,
     in_neighbours,
     must_fit,
-    random_split,
 )
+from gnnplan.planner.graph.masks import random_split
 from gnnplan.planner.vocabulary.errors import SpecError
 
 # name -> default, lowest, highest; if the default is an int, the parameter must be one
@@ -97,7 +97,7 @@ def community(source: str, given: Mapping[str, Any]) -> Graph:
         hash="",
         notes=tuple(notes),
     )
-    return finish(stats, indptr, indices, x, y, *masks)
+    return finish(Graph(stats, indptr, indices, x, y, *masks))
 
 
 def _pairs(

@@ -234,25 +234,16 @@ def in_neighbours(
     return rows.indptr.astype(np.int64), rows.indices.astype(np.int32), tuple(notes)
 
 
-def finish(
-    stats: GraphStats,
-    indptr: NDArray[np.int64],
-    indices: NDArray[np.int32],
-    x: Features,
-    y: Array,
-    *masks: Array,
-    vertex_fields: Mapping[str, Array] | None = None,
-    edge_fields: Mapping[str, Array] | None = None,
-) -> Graph:
-    """Make the graph: hash its content, keep features sparse if and only if most numbers are zero,
-    freeze its arrays.
+def finish(graph: Graph) -> Graph:
+    """The graph with the hash of its content, and with its arrays frozen.
 
-    masks: training, validation, test. edge_fields: in the order of `indices`. Raises SpecError for
-    features that are not finite, if they are mapped."""
-    structure, others = (indptr, indices), (y, *masks)
-    vertex_fields, edge_fields = vertex_fields or {}, edge_fields or {}
-    fields = {f"vertex {name}": array for name, array in vertex_fields.items()}
-    fields |= {f"edge {name}": array for name, array in edge_fields.items()}
+    Its features are sparse if and only if most numbers are zero. Raises SpecError for features that
+    are not finite, if they are mapped."""
+    stats, x = graph.stats, graph.x
+    structure = graph.indptr, graph.indices
+    others = graph.y, graph.train, graph.val, graph.test
+    fields = {f"vertex {name}": array for name, array in graph.vertex_fields.items()}
+    fields |= {f"edge {name}": array for name, array in graph.edge_fields.items()}
     if isinstance(x, np.memmap):
         digest, nonzeros = _digest_of_mapped(stats, x, structure, others, fields)
     else:
@@ -275,21 +266,9 @@ def finish(
     for array in frozen:
         array.flags.writeable = False  # so that the hash stays true
     stats = dataclasses.replace(
-        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(np.diff(indptr))
+        stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )
-    train, val, test = masks
-    return Graph(
-        stats,
-        indptr,
-        indices,
-        x,
-        y,
-        train,
-        val,
-        test,
-        vertex_fields=vertex_fields,
-        edge_fields=edge_fields,
-    )
+    return dataclasses.replace(graph, stats=stats, x=x)
 
 
 def _feature_arrays(x: Features) -> tuple[Array, ...]:
@@ -352,28 +331,13 @@ def _digest_of_mapped(
             return digest, int(nonzeros)
     first = count = 0
     for piece in some_rows(x):
-        must_be_finite(stats.source, "x", piece, first)
+        with np.errstate(over="ignore", invalid="ignore"):
+            must_be_finite(stats.source, "x", piece.astype(np.float32, copy=False), first)
         first, count = first + len(piece), count + int(np.count_nonzero(piece))
     digest = _hash(stats.directed, (*structure, x, *others), fields)
     with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
         write_atomically(path, f"{digest} {count}\n", parents=True)
     return digest, count
-
-
-def random_split(
-    labelled: Array, rng: np.random.Generator, train: float = 0.6
-) -> tuple[Array, Array, Array]:
-    """Training, validation and test masks [N] that split the labelled vertices.
-
-    `train` is the share of the first; the other two are equal: 60/20/20."""
-    order = rng.permutation(np.flatnonzero(labelled))
-    cuts = [round(train * len(order)), round((1 + train) / 2 * len(order))]
-    masks = []
-    for ids in np.split(order, cuts):
-        mask = np.zeros(len(labelled), bool)
-        mask[ids] = True
-        masks.append(mask)
-    return masks[0], masks[1], masks[2]
 
 
 def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
@@ -422,16 +386,20 @@ def merging_note(x: Features) -> list[str]:
     ]
 
 
-def must_be_finite(path: str, name: str, array: Array, first: int = 0) -> None:
-    """Raises SpecError for NaN and infinities in features whose first row is row `first`."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = array.astype(np.float32, copy=False)
+def must_be_finite(
+    path: str,
+    name: str,
+    array: Array,
+    first: int = 0,
+    rule: str = "features must be finite in float32",
+) -> None:
+    """Raises SpecError for NaN and infinities in an array whose first row is row `first`."""
     finite = np.isfinite(array)
     if not finite.all():
         index = np.argwhere(~finite)[0]
         found = array[tuple(index)]
         index[0] += first
         raise SpecError(
-            f"{path}: {name}{index.tolist()}: features must be finite in float32, found {found} "
-            f"({int((~finite).sum()):,} such numbers); clean them with numpy.nan_to_num"
+            f"{path}: {name}{index.tolist()}: {rule}, found {found}"
+            f" ({int((~finite).sum()):,} such numbers); clean them with numpy.nan_to_num"
         )

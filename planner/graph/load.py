@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import quote, unquote, urlencode
 
 from gnnplan.planner.graph import formats
 from gnnplan.planner.graph.arrays import STAND_IN_FEATURES, MadeUp, build, read_arrays
@@ -53,7 +54,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             raise SpecError(
                 f"{source}: generated graphs are undirected; drop the flag that keeps direction"
             )
-        return community(source, _numbers(source, query, COMMUNITY))
+        return community(source, _numbers(source, _parameters(source, query), COMMUNITY))
     if (known := well_known(head)) and not query:
         return dataclasses.replace(
             statistics(str(DATASETS / f"{known}.yaml"), directed), source=known
@@ -87,7 +88,7 @@ def declared(source: str) -> dict[str, int]:
     head, _, query = source.partition("?")
     if head != "synthetic:community":
         return {}
-    numbers = _numbers(source, query, COMMUNITY)
+    numbers = _numbers(source, _parameters(source, query), COMMUNITY)
     return {name: numbers[name] for name in ("vertices", "features", "classes")}
 
 
@@ -126,20 +127,14 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
     """The graph of a file or a folder, and of the files that its parameters name."""
     if os.path.exists(head) and not os.path.isdir(head) and not os.path.isfile(head):
         raise SpecError(f"{source}: is a pipe, a socket or a device; give a graph's file or folder")
-    words: dict[str, str] = {}
-    others = []
-    for pair in query.split("&"):
-        name, _, value = pair.partition("=")
-        if name in ("labels", "split", "task") or (
-            name == "features" and value and not value.lstrip("+-").isdecimal()
-        ):
-            if name in words:
-                raise SpecError(f"{source}: a parameter is given twice; keep one")
-            if not value:
-                raise SpecError(f"{source}: {name} has no value; give one or leave it out")
-            words[name] = unquote(value)
-        else:
-            others.append(pair)
+    given = _parameters(source, query)
+    words = {
+        name: given.pop(name)
+        for name in (*FILE_OPTIONS, "task")
+        if name in given and not (name == "features" and given[name].lstrip("+-").isdecimal())
+    }
+    if empty := [name for name, value in words.items() if not value]:
+        raise SpecError(f"{source}: {empty[0]} has no value; give one or leave it out")
     task = words.pop("task", None)
     if task not in (None, "none", "regression"):
         raise SpecError(
@@ -148,31 +143,32 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
         )
     numbers = _numbers(
         source,
-        "&".join(others),
+        given,
         {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
     )
-    own_width = any(pair.startswith("features=") for pair in others)
-    made_up = MadeUp(
-        numbers["features"], own_width, task == "none", task == "regression", numbers["seed"]
-    )
-    extras = formats.Extras(**words, numbers=task == "regression")
+    regression, width = task == "regression", numbers["features"]
+    made_up = MadeUp(width, "features" in given, task == "none", regression, numbers["seed"])
+    extras = formats.Extras(**words, numbers=regression)
     if not extras and not formats.is_foreign(head):
         return build(source, head, *read_arrays(head), made_up, directed)
     return formats.graph_of(formats.parts_of(head, extras), source, made_up, directed)
 
 
-def _numbers(source: str, query: str, ranges: Ranges) -> dict[str, Any]:
-    """The parameters 'a=1&b=2', with defaults, checked against their ranges."""
-    values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
-    except ValueError as error:
-        raise SpecError(
-            f"{source}: parameters must read name=value&name=value, got {query!r}"
-        ) from error
-    if len({name for name, _ in pairs}) < len(pairs):
+def _parameters(source: str, query: str) -> dict[str, str]:
+    """The parameters 'a=1&b=2'."""
+    pairs = [pair.partition("=") for pair in query.split("&")] if query else []
+    if not all(mark for _, mark, _ in pairs):
+        raise SpecError(f"{source}: parameters must read name=value&name=value, got {query!r}")
+    found = {unquote(name): unquote(value) for name, _, value in pairs}
+    if len(found) < len(pairs):
         raise SpecError(f"{source}: a parameter is given twice; keep one")
-    for name, text in pairs:
+    return found
+
+
+def _numbers(source: str, given: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
+    """The parameters as numbers, with defaults, checked against their ranges."""
+    values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
+    for name, text in given.items():
         if name not in ranges:
             raise SpecError(f"{source}: unknown parameter {name!r}{suggest(name, ranges)}")
         default, low, high = ranges[name]

@@ -184,7 +184,14 @@ def for_metis(
     """A symmetric CSR and its edges' weights as 64-bit integers, which METIS need not convert.
 
     A CSR of more than MOST_EDGES edges is thinned. Raises SpecError if METIS would not fit."""
-    metis_must_fit(min(len(indices), MOST_EDGES))
+    edges = min(len(indices), MOST_EDGES)
+    need, memory = EDGE_BYTES * edges, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > memory:  # the system would kill the process without a message
+        raise SpecError(
+            f"METIS takes up to about {EDGE_BYTES} bytes per directed edge (edges: {edges:,}, so"
+            f" {show_bytes(need)}; memory of this machine: {show_bytes(memory)}); use the"
+            " partitioner hash or random (gsplit: splitter='random'), or a machine with more memory"
+        )
     if len(indices) > MOST_EDGES:
         kept = thinned(indptr, indices, MOST_EDGES)
         indptr = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[indptr]
@@ -216,19 +223,6 @@ def thinned(indptr: Array, indices: Array, most: int) -> NDArray[np.bool_]:
     del into
     threshold = (np.minimum(1, c / degrees) * 2.0**32).astype(np.uint64)
     return np.asarray(mix(pair * GOLDEN) >> np.uint64(32) < threshold[low])
-
-
-def metis_must_fit(edges: int) -> None:
-    """Raises SpecError if METIS would need more memory than the machine has.
-
-    Otherwise the system would kill the process without a message."""
-    need, memory = EDGE_BYTES * edges, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > memory:
-        raise SpecError(
-            f"METIS takes up to about {EDGE_BYTES} bytes per directed edge (edges: {edges:,}, so"
-            f" {show_bytes(need)}; memory of this machine: {show_bytes(memory)}); use the"
-            " partitioner hash or random (gsplit: splitter='random'), or a machine with more memory"
-        )
 
 
 class Stopwatch:

@@ -68,20 +68,10 @@ def statistics(path: str, directed: bool) -> GraphStats:
     spread, batch_spread = _spreads(document)
     popular, directed = data.get("train_popular", False), directed or data.get("directed", False)
     halo_rows = _halo_rows(document, vertices)
-    facts = (
-        name,
-        vertices,
-        edges,
-        features,
-        classes,
-        float(fraction),
-        multilabel,
-        sorted(halo_rows.items()),
-        directed,
-        spread,
-        batch_spread,
-        popular,
-    )
+    size = (name, vertices, edges, features, classes)
+    halos = sorted(halo_rows.items())
+    shape = (directed, spread, batch_spread, popular)
+    facts = (*size, float(fraction), multilabel, halos, *shape)
     return GraphStats(
         name=name,
         source=path,

@@ -78,24 +78,14 @@ class Population:
         drawn, reached = stats.batch_spread or (USUAL[stats.directed],) * 2
         # the last class: one vertex is expected beyond it [standard deviations]
         highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))
-        if not stats.directed:
-            z = np.linspace(LOWEST, highest, CLASSES)
-            share = np.exp(-z * z / 2)
-            return cls(
-                stats.vertices * share / share.sum(),
-                _lognormal(z, share, drawn, mean),
-                _lognormal(z, share, reached, mean),
-                False,
-            )
-        z = np.linspace(LOWEST, highest, CLASSES // 4)
+        z = np.linspace(LOWEST, highest, CLASSES // 4 if stats.directed else CLASSES)
         share = np.exp(-z * z / 2)
-        share_of_all, ones = share / share.sum(), np.ones(z.size)
-        return cls(
-            stats.vertices * np.outer(share_of_all, share_of_all).ravel(),
-            np.outer(_lognormal(z, share, drawn, mean), ones).ravel(),
-            np.outer(ones, _lognormal(z, share, reached, mean)).ravel(),
-            True,
-        )
+        d, r = (_lognormal(z, share, spread, mean) for spread in (drawn, reached))
+        if not stats.directed:
+            return cls(stats.vertices * share / share.sum(), d, r, False)
+        of_all = share / share.sum()
+        vertices = stats.vertices * np.outer(of_all, of_all).ravel()
+        return cls(vertices, np.repeat(d, z.size), np.tile(r, z.size), True)
 
     @property
     def all(self) -> float:
@@ -269,20 +259,17 @@ class EstimatedBatch(MiniBatch):
     def crossing(self, layer: int) -> NDArray[np.int64]:
         return np.rint(self.facts(layer).edges * self.cross).astype(np.int64)
 
-    def facts(self, layer: int) -> LayerFacts:
-        if layer not in self._facts:
-            local = self.row_counts(layer - 1)
-            sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-            if self._size > 1:
-                halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
-                sends = pairs(self.servers, True) * halo[list(self.servers)]
-            self._facts[layer] = LayerFacts(
-                self.row_counts(layer),
-                local + sends.sum(0),
-                self._shared([need.edges[layer - 1] for need in self.needs]),
-                sends,
-            )
-        return self._facts[layer]
+    def _counted(self, layer: int) -> LayerFacts:
+        sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        if self._size > 1:
+            halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
+            sends = pairs(self.servers, True) * halo[list(self.servers)]
+        return LayerFacts(
+            self.row_counts(layer),
+            self.row_counts(layer - 1) + sends.sum(0),
+            self._shared([need.edges[layer - 1] for need in self.needs]),
+            sends,
+        )
 
     def _halo(self, need: Expected, layer: int) -> float:
         """Rows of h_{l-1} that a rank needs of one other rank."""

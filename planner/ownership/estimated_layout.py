@@ -93,9 +93,6 @@ class EstimatedLayout:
     _facts: dict[object, LayerFacts] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    _regions: dict[int, tuple[float, float]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
     @property
     def ranks(self) -> int:
@@ -150,13 +147,13 @@ class EstimatedLayout:
 
     def _rows(self, h: int) -> tuple[float, float]:
         """Own rows and external rows of h_h that a server computes (h = 0: has)."""
-        if h not in self._regions:
-            self._regions[h] = (
-                (self._needed(h) / len(set(self.servers)), 0.0)
-                if h >= self.inside
-                else self._grown(self.inside - h)
-            )
         return self._regions[h]
+
+    @cached_property
+    def _regions(self) -> tuple[tuple[float, float], ...]:
+        grown = [self._grown(self.inside - h) for h in range(self.inside)]
+        servers, above = len(set(self.servers)), range(self.inside, self.layers + 1)
+        return (*grown, *((self._needed(h) / servers, 0.0) for h in above))
 
     def _needed(self, h: int) -> float:
         """Rows of h_h that the targets of all servers need of their owners."""

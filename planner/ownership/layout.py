@@ -396,14 +396,17 @@ class Layout:
     def facts(self, layer: int) -> LayerFacts:
         """Counts of a layer over all ranks. Layers of the same `kind` have the same object."""
         if (kind := self.kind(layer)) not in self._facts:
-            pieces = [self.piece(rank, layer) for rank in range(self.ranks)]
-            self._facts[kind] = LayerFacts(
-                np.array([p.rows for p in pieces]),
-                np.array([p.local + p.halo.size for p in pieces]),
-                np.array([p.edges for p in pieces]),
-                np.stack([p.received for p in pieces]).T,
-            )
+            self._facts[kind] = self._counted(layer)
         return self._facts[kind]
+
+    def _counted(self, layer: int) -> LayerFacts:
+        pieces = [self.piece(rank, layer) for rank in range(self.ranks)]
+        return LayerFacts(
+            np.array([p.rows for p in pieces]),
+            np.array([p.local + p.halo.size for p in pieces]),
+            np.array([p.edges for p in pieces]),
+            np.stack([p.received for p in pieces]).T,
+        )
 
     def meets(self, layer: int) -> bool:
         """Whether ranks exchange rows before the layer."""

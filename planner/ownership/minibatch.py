@@ -203,12 +203,9 @@ class AloneAbove(MiniBatch):
     def crossing(self, layer: int) -> np.ndarray:
         return super().crossing(layer) * (layer == 1)
 
-    def facts(self, layer: int) -> LayerFacts:
-        if layer not in self._facts:
-            self._facts[layer] = self._first() if layer == 1 else self._above(layer)
-        return self._facts[layer]
-
-    def _above(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerFacts:
+        if layer == 1:
+            return self._first()
         meets = self.meets(layer)
         return LayerFacts(
             self.row_counts(layer),
@@ -354,7 +351,7 @@ class Batches:
             first_varying,
         )
         self._made: dict[int, MiniBatch] = {}
-        self._split: dict[MiniBatch, MiniBatch] = {}  # those of which layer 1 alone is split
+        self._split: dict[int, MiniBatch] = {}  # those of which layer 1 alone is split
         self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last
         self.steps = len(self.items_in(0))
         edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
@@ -400,16 +397,16 @@ class Batches:
 
     def at(self, step: int) -> MiniBatch:
         """The batch of a step, counted over epochs."""
+        step %= self.known
         whole = self._whole(step)
         if self.split == "all" or not whole.splits:
             return whole
-        if whole not in self._split:
-            self._split[whole] = SPLIT[self.split](whole)
-        return self._split[whole]
+        if step not in self._split:
+            self._split[step] = SPLIT[self.split](whole)
+        return self._split[step]
 
     def _whole(self, step: int) -> MiniBatch:
-        """The batch of a step with all layers split."""
-        step = step if step < self.known else step % self.known
+        """The batch of a known step with all layers split."""
         if step not in self._made:
             self._made[step] = MiniBatch(
                 self.graph,

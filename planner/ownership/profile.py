@@ -29,6 +29,11 @@ from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 Array = NDArray[Any]
 VERSION = 1  # of the cache
 MOST_HOPS = 1000
+# of GraphStats, that a profile repeats
+FACTS = (
+    *("name", "source", "vertices", "edges", "features", "classes"),
+    *("train_vertices", "multilabel", "directed"),
+)
 
 
 def profile(
@@ -121,21 +126,13 @@ def _facts(graph: Graph | GraphStats, stats: GraphStats) -> dict[str, Any]:
         degree = {
             "min": int(low),
             "median": median,
-            "mean": stats.edges / stats.vertices,
+            **degree,
             "p90": p90,
             "p99": p99,
             "max": int(high),
         }
     return {
-        "name": stats.name,
-        "source": stats.source,
-        "vertices": stats.vertices,
-        "edges": stats.edges,
-        "features": stats.features,
-        "classes": stats.classes,
-        "train_vertices": stats.train_vertices,
-        "multilabel": stats.multilabel,
-        "directed": stats.directed,
+        **{name: getattr(stats, name) for name in FACTS},
         "statistics_only": not stats.known,
         "hash": stats.hash,
         "notes": list(stats.notes),

@@ -60,7 +60,7 @@ from written import (
 )
 
 from gnnplan.cli import main
-from gnnplan.planner.graph import arrays, formats
+from gnnplan.planner.graph import formats, npy
 from gnnplan.planner.graph.formats import Extras, convert, from_object, parts_of, text
 from gnnplan.planner.graph.formats.parts import collect
 from gnnplan.planner.graph.load import load, source_of
@@ -807,7 +807,7 @@ def test_what_was_packed_to_fill_memory_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
 ):
     path = write(tmp_path)
-    monkeypatch.setattr(arrays, "MOST_SWOLLEN", 1 << 20)  # for small files; real ones are larger
+    monkeypatch.setattr(npy, "MOST_SWOLLEN", 1 << 20)  # for small files; real ones are larger
     with pytest.raises(SpecError, match=r"unpacks to .* MB from .* kB.*store it uncompressed"):
         load(str(path))
 

@@ -35,6 +35,7 @@ from gnnplan.planner.vocabulary.files import must_be_file
 __all__ = ["FORMATS", "Extras", "MadeUp", "convert", "from_object", "parts_of", "recognise"]
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # .pt of torch before 1.6
+NONE, AS_IT_IS = Extras(), MadeUp()
 START = 512  # [B] of a file that tell its format
 
 
@@ -84,7 +85,7 @@ FOLDERS: tuple[Format, ...] = (
     Format("gnnplan's folder", lambda f: f.has("src.npy"), mapped.of_own),
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
     Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), graphsaint.read),
-    Format("OGB's folder", lambda f: ogb.raw_of(f.path) is not None, ogb.read),
+    Format("OGB's folder", lambda f: bool(ogb.raws_of(f.path)), ogb.read),
 )
 FILES: tuple[Format, ...] = (
     Format("SciPy's sparse .npz", lambda f: f.has("format.npy", "shape.npy"), sparse.read),
@@ -147,7 +148,7 @@ def is_foreign(path: str) -> bool:
         return False
 
 
-def parts_of(path: str, extras: Extras | None = None, trust: bool = False) -> Parts:
+def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:
     """What a file or a folder holds, with `extras` added.
 
     trust: load a pickle, which may run any code. Raises SpecError."""
@@ -158,7 +159,7 @@ def parts_of(path: str, extras: Extras | None = None, trust: bool = False) -> Pa
                 parts = of_object(pickle.load(stream), path)
         else:
             parts = format.read(path)
-    add(parts, Extras() if extras is None else extras)
+    add(parts, extras)
     return parts
 
 
@@ -187,8 +188,8 @@ def of_object(found: Any, path: str = "") -> Parts:
 def from_object(
     found: Any,
     directed: bool = False,
-    extras: Extras | None = None,
-    made_up: MadeUp | None = None,
+    extras: Extras = NONE,
+    made_up: MadeUp = AS_IT_IS,
     name: str = "",
 ) -> Graph:
     """The graph of another library's object, as `load` gives it of that library's file.
@@ -196,18 +197,17 @@ def from_object(
     extras: files that add features, labels, a split. made_up: what is made up if they are absent.
     Raises SpecError."""
     parts = of_object(found, name)
-    add(parts, Extras() if extras is None else extras)
-    return graph_of(parts, parts.path, made_up or MadeUp(), directed)
+    add(parts, extras)
+    return graph_of(parts, parts.path, made_up, directed)
 
 
 def graph_of(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     """The graph of the parts, checked, with notes of what was changed or made up."""
-    arrays = collect(parts)
-    return build(source, parts.path, arrays, [], made_up, directed, parts.notes)
+    return build(source, parts.path, collect(parts), [], made_up, directed, parts.notes)
 
 
 def convert(
-    source: Any, folder: str | Path, extras: Extras | None = None, trust: bool = False
+    source: Any, folder: str | Path, extras: Extras = NONE, trust: bool = False
 ) -> tuple[int, int, list[str]]:
     """Write a graph as a folder of mapped arrays: (vertices, edges, notes).
 
@@ -221,6 +221,6 @@ def convert(
         parts = parts_of(str(source), extras, trust)
     else:
         parts = of_object(source)
-        add(parts, Extras() if extras is None else extras)
+        add(parts, extras)
     vertices, edges = mapped.write(parts, folder)
     return vertices, edges, parts.notes

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import MASKS, check_header, must_not_swell, read_labels
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.parts import (
@@ -19,7 +18,6 @@ from gnnplan.planner.graph.formats.parts import (
     edge_pieces,
     gathered,
     mapped_array,
-    masks_or_ids,
     reading,
     tensor_array,
     vertices_of,
@@ -27,15 +25,12 @@ from gnnplan.planner.graph.formats.parts import (
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.sparse import load_matrix
 from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.labels import read_labels
+from gnnplan.planner.graph.masks import mask_of, named
+from gnnplan.planner.graph.npy import check_member
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
-# words for the three masks in file names and lists, the likeliest first
-WORDS = {
-    "train_mask": ("train", "train_mask", "train_idx", "tr"),
-    "val_mask": ("val", "valid", "val_mask", "val_idx", "valid_idx", "va"),
-    "test_mask": ("test", "test_mask", "test_idx", "te"),
-}
 ENDINGS = (".npy", ".csv.gz", ".csv", ".txt", ".pt")
 
 
@@ -86,21 +81,31 @@ def _vertices(parts: Parts) -> int:
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
 
 
-def _start(path: str) -> bytes:
+def _starts_with(path: str, magic: bytes) -> bool:
     must_be_file(path)
     with open(path, "rb") as stream:
-        return stream.read(8)
+        return stream.read(len(magic)) == magic
+
+
+def _is_zip(path: str) -> bool:
+    return _starts_with(path, b"PK")
+
+
+def _saved(path: str, name: str) -> Array | None:
+    """The array of a .npy (mapped) or of a .pt; None: the file is neither."""
+    if _starts_with(path, b"\x93NUMPY"):
+        return mapped_array(path)
+    if _is_zip(path) and not _holds(path, ".npy"):
+        return tensor_array(path, name, load_tensors(path))
+    return None
 
 
 def _features(path: str) -> Matrix:
     """The rows of a .npy (mapped), a sparse .npz, a .pt tensor, or a table in text."""
-    start = _start(path)
-    if start.startswith(b"\x93NUMPY"):
-        return mapped_array(path)
-    if start.startswith(b"PK") and _holds(path, "format.npy"):
+    if (saved := _saved(path, "features")) is not None:
+        return saved
+    if _is_zip(path) and _holds(path, "format.npy"):
         return load_matrix(path).tocsr()
-    if start.startswith(b"PK") and not _holds(path, ".npy"):
-        return tensor_array(path, "features", load_tensors(path))
     if not _has_ids(path):
         return text.matrix(path)
     rows = text.whole_matrix(path)
@@ -114,11 +119,8 @@ def _features(path: str) -> Matrix:
 
 def _labels(path: str, parts: Parts) -> Array:
     """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a table in text."""
-    start = _start(path)
-    if start.startswith(b"\x93NUMPY"):
-        return np.asarray(mapped_array(path))
-    if start.startswith(b"PK") and not _holds(path, ".npy"):
-        return tensor_array(path, "labels", load_tensors(path))
+    if (saved := _saved(path, "labels")) is not None:
+        return np.asarray(saved)
     return text.whole_matrix(path, _vertices(parts) if _has_ids(path) else 0)
 
 
@@ -139,20 +141,15 @@ def _holds(path: str, ending: str) -> bool:
 def _split(path: str, vertices: int) -> dict[str, Array]:
     """Masks by a folder of lists, a .npz or .pt of masks or lists, or a .json of lists."""
     if os.path.isdir(path):
-        found = {
-            mask: _list_of(file)
-            for mask, words in WORDS.items()
-            for file in [_file_of(Path(path), words)]
-            if file is not None
+        files = {
+            file.name.removesuffix(ending): str(file)
+            for ending in reversed(ENDINGS)
+            for file in Path(path).glob(f"*{ending}")
+            if file.is_file()
         }
-    elif _start(path).startswith(b"PK"):
-        held = _arrays(path) if _holds(path, ".npy") else _tensors(path)
-        found = {
-            mask: held[name]
-            for mask, words in WORDS.items()
-            for name in [next((word for word in words if word in held), None)]
-            if name is not None
-        }
+        found = {mask: _list_of(file) for mask, file in named(files).items()}
+    elif _is_zip(path):
+        found = named(_arrays(path) if _holds(path, ".npy") else _tensors(path))
     else:
         return roles(Path(path), vertices)
     if "train_mask" not in found:
@@ -160,21 +157,12 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
             f"{path}: a split needs train, val (or valid) and test: masks, or lists of vertex ids;"
             f" found {', '.join(found) or 'none'}"
         )
-    return masks_or_ids(path, vertices, {name: found[name] for name in MASKS if name in found})
+    return {name: mask_of(path, name, array, vertices) for name, array in found.items()}
 
 
-def _file_of(folder: Path, words: tuple[str, ...]) -> Path | None:
-    names = (folder / f"{word}{ending}" for word in words for ending in ENDINGS)
-    return next((file for file in names if file.is_file()), None)
-
-
-def _list_of(file: Path) -> Array:
-    start = _start(str(file))
-    if start.startswith(b"\x93NUMPY"):
-        return np.asarray(mapped_array(str(file)))
-    if start.startswith(b"PK"):
-        return tensor_array(str(file), "ids", load_tensors(str(file)))
-    return text.column(str(file))
+def _list_of(path: str) -> Array:
+    saved = _saved(path, "ids")
+    return text.column(path) if saved is None else np.asarray(saved)
 
 
 def _tensors(path: str) -> dict[str, Array]:
@@ -187,13 +175,9 @@ def _tensors(path: str) -> dict[str, Array]:
 
 
 def _arrays(path: str) -> dict[str, Array]:
-    nbytes = 0
     with reading(path, ".npz"):
         with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                must_not_swell(f"{path}: {info.filename}", info.file_size, info.compress_size)
-                with archive.open(info) as stream:
-                    nbytes += check_header(path, info.filename, stream, info.file_size)
-            must_fit(path, "what it holds", nbytes)
+            sizes = (check_member(path, archive, info).nbytes for info in archive.infolist())
+            must_fit(path, "what it holds", sum(sizes))
         with np.load(path, allow_pickle=False) as held:
             return dict(held)

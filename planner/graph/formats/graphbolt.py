@@ -15,15 +15,15 @@ from gnnplan.planner.graph.formats.parts import (
     add_edge_field,
     endpoints,
     ignored,
-    labels_of,
     mapped_array,
-    masks_of,
-    must_be_count,
     tensor_array,
 )
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import tables
 from gnnplan.planner.graph.graph import MOST_CLASSES, Array
+from gnnplan.planner.graph.ids import must_be_count
+from gnnplan.planner.graph.labels import labels_of
+from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
 
@@ -172,7 +172,7 @@ def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
                     " each",
                 )
             labels.append((ids[mask], y))
-    parts.masks = masks_of(parts.path, vertices, ids)
+    parts.masks = {name: mask_of_ids(parts.path, name, ids[name], vertices) for name in ids}
     if not labels:
         return
     parts.y = labels_of(parts.path, vertices, labels)

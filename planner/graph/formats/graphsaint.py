@@ -8,39 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.parts import (
-    Parts,
-    labels_of,
-    mapped_array,
-    masks_of,
-    masks_or_ids,
-    reading,
-)
+from gnnplan.planner.graph.formats.parts import Parts, mapped_array, reading
 from gnnplan.planner.graph.formats.sparse import load_matrix, of_matrix
 from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.labels import labels_of
+from gnnplan.planner.graph.masks import mask_of, mask_of_ids, named
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_json
 
 LARGEST_JSON = 1 << 30  # [B]
-ROLES = {
-    "train_mask": ("tr", "train"),
-    "val_mask": ("va", "val", "valid"),
-    "test_mask": ("te", "test"),
-}
 
 
 def read(path: str) -> Parts:
     """The whole graph (adj_full), its features, its labels by class_map, its split by role."""
     folder = Path(path)
-    parts = of_matrix(load_matrix(str(folder / "adj_full.npz")), str(folder / "adj_full.npz"))
-    parts.path = path
-    assert parts.vertices is not None
+    edges = str(folder / "adj_full.npz")
+    parts = of_matrix(matrix := load_matrix(edges), edges)
+    parts.path, vertices = path, int(matrix.shape[0])
     if os.path.lexists(folder / "feats.npy"):
         parts.x = mapped_array(str(folder / "feats.npy"))
     if os.path.lexists(folder / "class_map.json"):
-        parts.y = _labels(folder / "class_map.json", parts.vertices)
+        parts.y = _labels(folder / "class_map.json", vertices)
     if os.path.lexists(folder / "role.json"):
-        parts.masks = roles(folder / "role.json", parts.vertices)
+        parts.masks = roles(folder / "role.json", vertices)
     return parts
 
 
@@ -49,15 +39,13 @@ def roles(path: Path, vertices: int) -> dict[str, Array]:
     found = read_json(path, LARGEST_JSON, 'write {"tr": [ids], "va": [ids], "te": [ids]}')
     if not isinstance(found, dict):
         raise SpecError(f'{path}: must be an object {{"tr": [ids], "va": [ids], "te": [ids]}}')
-    lists = {}
-    for mask, names in ROLES.items():
-        name = next((name for name in names if name in found), None)
-        if name is not None:
-            with reading(str(path), f"{name}: a list of vertex ids"):
-                lists[mask] = np.asarray(found[name])
-    if not lists:
+    masks = {}
+    for name, ids in named(found).items():
+        with reading(str(path), f"{name}: a list of vertex ids"):
+            masks[name] = mask_of(str(path), name, np.asarray(ids), vertices)
+    if not masks:
         raise SpecError(f"{path}: must have lists tr, va, te of vertex ids, has none of them")
-    return masks_or_ids(str(path), vertices, lists)
+    return masks
 
 
 def _labels(path: Path, vertices: int) -> Array:
@@ -73,5 +61,5 @@ def _labels(path: Path, vertices: int) -> Array:
             f"{path}: must hold a class, or as many zeros and ones, for every vertex, holds"
             f" {values.dtype} of shape {list(values.shape)}; mend its values"
         )
-    masks_of(str(path), vertices, {"class_map": ids})
+    mask_of_ids(str(path), "class_map", ids, vertices)
     return labels_of(str(path), vertices, [(ids, values)])

@@ -12,14 +12,8 @@ from typing import Any, cast
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import (
-    MASKS,
-    meta_of,
-    must_be_a_graph,
-    own_features,
-    read_arrays,
-    shown,
-)
+from gnnplan.planner.graph.arrays import meta_of, must_be_a_graph, read_arrays, shown
+from gnnplan.planner.graph.features import own_features
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.formats.parts import (
     Parts,
@@ -29,6 +23,7 @@ from gnnplan.planner.graph.formats.parts import (
     small_arrays,
 )
 from gnnplan.planner.graph.graph import AT_ONCE, Array
+from gnnplan.planner.graph.masks import MASKS
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ENDS = "src", "dst"

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import MASKS, as_mask
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.parts import (
     FEATURES,
@@ -20,9 +19,11 @@ from gnnplan.planner.graph.formats.parts import (
     is_numbers,
     library,
     reading,
+    take_vertex_data,
     tensor_array,
 )
 from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.masks import MASKS
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ENTITY = b"<!ENTITY"
@@ -74,12 +75,12 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
     for name, column in fields.items():
         both = column if graph.is_directed() else np.concatenate([column, column])
         add_edge_field(parts, "edge_weight" if name == "weight" else name, both)
-    attributes = {node: data for node, data in graph.nodes(data=True)}
+    on_nodes = [of for _, of in sorted(graph.nodes(data=True), key=lambda each: number[each[0]])]
 
-    def values(names: tuple[str, ...], missing: object = None) -> tuple[str, Array] | None:
+    def values(names: tuple[str, ...], missing: object = None) -> dict[str, Array]:
         """The attribute of the first name that a node has, in the order of our numbers."""
         for name in names:
-            found = [(number[node], of[name]) for node, of in attributes.items() if name in of]
+            found = [of[name] for of in on_nodes if name in of]
             if not found:
                 continue
             if len(found) < len(nodes) and missing is None:
@@ -87,25 +88,20 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
                     f"{path}: {name}: {len(nodes) - len(found):,} of {len(nodes):,} nodes lack it;"
                     " give it to all or to none"
                 )
-            if any(isinstance(value, str) for _, value in found):
+            if any(isinstance(value, str) for value in found):
                 notes.append(f"ignored: {name}, which is text")  # Gephi's label is a name
                 continue
-            none = np.full(np.shape(found[0][1]), missing).tolist()
-            ordered: list[Any] = [none] * len(nodes)
-            for i, value in found:
-                ordered[i] = np.asarray(value).tolist()
-            return name, tensor_array(path, name, ordered)
-        return None
+            none = np.full(np.shape(found[0]), missing)
+            rows = [np.asarray(of.get(name, none)).tolist() for of in on_nodes]
+            array = tensor_array(path, name, rows)
+            return {name: array[:, None] if names == FEATURES and array.ndim == 1 else array}
+        return {}
 
-    if found := values(FEATURES):
-        parts.x = found[1][:, None] if found[1].ndim == 1 else found[1]
-    if found := values(LABELS, -1):
-        parts.y = found[1]
-    for name in MASKS:
-        if found := values((name,)):
-            parts.masks[name] = as_mask(path, name, found[1], notes)
-    in_order = sorted(attributes, key=number.__getitem__)
-    parts.vertex_fields, others = _columns([attributes[node] for node in in_order], TAKEN)
+    data = values(FEATURES) | values(LABELS, -1)
+    for mask in MASKS:
+        data |= values((mask,))
+    take_vertex_data(parts, data)
+    parts.vertex_fields, others = _columns(on_nodes, TAKEN)
     notes += ignored([*left, *others])
     return parts
 

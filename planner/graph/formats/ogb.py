@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 from collections.abc import Iterator
@@ -9,18 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
-from gnnplan.planner.graph.formats.parts import (
-    Parts,
-    add_edge_field,
-    masks_of,
-    must_be_count,
-    reading,
-    tensor_array,
-)
+from gnnplan.planner.graph.formats.parts import Parts, add_edge_field, reading, tensor_array
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import column, matrix, narrow, tables, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
+from gnnplan.planner.graph.ids import must_be_count
+from gnnplan.planner.graph.masks import mask_of_ids
+from gnnplan.planner.graph.npy import Header, check_member
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -28,11 +24,11 @@ SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
 NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
 
 
-def raw_of(path: str) -> Path | None:
-    """The raw folder in, or at, `path`; None if there is none."""
+def raws_of(path: str) -> list[Path]:
+    """The raw folder in, or at, `path`, if there is one."""
     for folder in (Path(path) / "raw", Path(path)):
         if (folder / "data.npz").is_file() or (folder / "edge.csv.gz").is_file():
-            return folder
+            return [folder]
         if (folder / "triplet-type-list.csv.gz").is_file() or (
             folder / "edge_index_dict.npz"
         ).is_file():
@@ -40,32 +36,30 @@ def raw_of(path: str) -> Path | None:
                 f"{path}: has several kinds of vertices or edges, one of each is needed; give a"
                 " graph with one, such as ogbn-arxiv's"
             )
-    return None
+    return []
 
 
 def read(path: str) -> Parts:
     """Edges, features, labels and the official split; whatever else it has of them are fields.
 
     edge_feat is edge_attr, as OGB's loader of PyG names it."""
-    raw = raw_of(path)
-    assert raw is not None
-    parts = _binary(raw, path) if (raw / "data.npz").is_file() else _text(raw, path)
+    (raw,) = raws_of(path)
+    is_binary = (raw / "data.npz").is_file()
+    parts, vertices = _binary(raw, path) if is_binary else _text(raw, path)
     split = _split_of(raw.parent)
     if split is None:
         parts.notes.append("no folder split/ beside raw/")
         return parts
     parts.notes.append(f"the official split by {split.name}")
-    vertices = _vertices(parts)
     if parts.y is not None and len(parts.y) != vertices:  # before masks of so many are made
         raise SpecError(
             f"{path}: has {vertices:,} vertices, but {len(parts.y):,} labels; the download is"
             " damaged, repeat it"
         )
-    ids = _ids_of(split)
-    for name, chosen in ids.items():
-        if not chosen.size:
+    for name, ids in _ids_of(split).items():
+        if not ids.size:
             raise SpecError(f"{split}: {SPLITS[name]}: holds no vertex; repeat the download")
-    parts.masks = masks_of(str(split), vertices, ids)
+        parts.masks[name] = mask_of_ids(str(split), name, ids, vertices)
     return parts
 
 
@@ -81,11 +75,6 @@ def _ids_of(split: Path) -> dict[str, Array]:
             " DatasetSaver"
         )
     return {name: tensor_array(path, part, held[part]) for name, part in SPLITS.items()}
-
-
-def _vertices(parts: Parts) -> int:
-    assert parts.vertices is not None
-    return parts.vertices
 
 
 def _split_of(folder: Path) -> Path | None:
@@ -111,7 +100,7 @@ def _one(path: str, name: str, counts: Array) -> int:
     return must_be_count(path, name, int(counts.ravel()[0]), 2**62)
 
 
-def _text(raw: Path, path: str) -> Parts:
+def _text(raw: Path, path: str) -> tuple[Parts, int]:
     vertices = must_be_count(
         path,
         "num-node-list.csv.gz",
@@ -143,7 +132,7 @@ def _text(raw: Path, path: str) -> Parts:
             parts.vertex_fields[name] = np.concatenate([*_narrowed(str(file))])
         elif name.startswith("edge_"):
             add_edge_field(parts, name, _narrowed(str(file)))
-    return parts
+    return parts, vertices
 
 
 def _narrowed(path: str) -> Iterator[Array]:
@@ -155,12 +144,12 @@ def _narrowed(path: str) -> Iterator[Array]:
 # -- binary ----------------------------------------------------------------------------------------
 
 
-def _binary(raw: Path, path: str) -> Parts:
+def _binary(raw: Path, path: str) -> tuple[Parts, int]:
     data = str(raw / "data.npz")
     vertices = must_be_count(
         data, "num_nodes_list", _one(data, "num_nodes_list", _member(data, "num_nodes_list"))
     )
-    shape, _ = _shape(data, "edge_index")
+    shape = _header(data, "edge_index").shape
     if len(shape) != 2 or shape[0] != 2:
         raise SpecError(
             f"{data}: edge_index: must have shape [2, edges], has {list(shape)}; repeat the"
@@ -169,12 +158,8 @@ def _binary(raw: Path, path: str) -> Parts:
     sources = _rows(data, "edge_index", 0, shape[1])
     targets = _rows(data, "edge_index", shape[1], 2 * shape[1])
     parts = Parts(path, zip(sources, targets, strict=True), vertices)
-    if "node_feat" in _names(data):
-        width, dtype = _shape(data, "node_feat")
-        if len(width) == 2:
-            step = max(1, AT_ONCE // max(1, width[1] * dtype.itemsize)) * width[1]
-            rows = _rows(data, "node_feat", 0, width[0] * width[1], max(1, step))
-            parts.x = (piece.reshape(-1, width[1]) for piece in rows)
+    if "node_feat" in _names(data) and len(_header(data, "node_feat").shape) == 2:
+        parts.x = _rows_of(data, "node_feat", "vertex")
     labels = str(raw / "node-label.npz")
     if os.path.lexists(labels):
         parts.y = _member(labels, "node_label")
@@ -183,18 +168,18 @@ def _binary(raw: Path, path: str) -> Parts:
             parts.vertex_fields[name] = _member(data, name)
         elif name.startswith("edge_") and name != "edge_index":
             add_edge_field(
-                parts, "edge_attr" if name == "edge_feat" else name, _edge_rows(data, name)
+                parts, "edge_attr" if name == "edge_feat" else name, _rows_of(data, name, "edge")
             )
-    return parts
+    return parts, vertices
 
 
-def _edge_rows(path: str, name: str) -> Iterator[Array]:
-    """An array with a row for each edge, some rows at a time."""
-    shape, _ = _shape(path, name)
-    width = int(np.prod(shape[1:], dtype=object))
+def _rows_of(path: str, name: str, of: str) -> Iterator[Array]:
+    """An array with a row for each vertex or edge, some rows at a time."""
+    shape = _header(path, name).shape
+    width = math.prod(shape[1:])
     if not shape or not width:
         raise SpecError(
-            f"{path}: {name}: must have a row of numbers for each edge, has shape {list(shape)};"
+            f"{path}: {name}: must have a row of numbers for each {of}, has shape {list(shape)};"
             " repeat the download"
         )
     step = max(1, AT_ONCE // 8 // width) * width
@@ -208,41 +193,35 @@ def _names(path: str) -> list[str]:
         return [name.removesuffix(".npy") for name in archive.namelist()]
 
 
-def _shape(path: str, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of an array of a .npz, whose size is held against what is stored."""
+def _header(path: str, name: str) -> Header:
+    """The header of an array of a .npz, whose size is held against what is stored."""
     if name not in _names(path):
         raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
     with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(f"{name}.npy")
-        must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
-        with archive.open(info) as stream:
-            check_header(path, name, stream, info.file_size, fits=False)
-        with archive.open(info) as stream:
-            shape, fortran, dtype, _ = read_header(path, name, stream)
-    if fortran and len(shape) > 1:
+        header = check_member(path, archive, archive.getinfo(f"{name}.npy"), fits=False)
+    if header.fortran and len(header.shape) > 1:
         raise SpecError(f"{path}: {name}: must be in C order; save numpy.ascontiguousarray")
-    return shape, dtype
+    return header
 
 
 def _member(path: str, name: str) -> Array:
     """A small array of a .npz."""
-    shape, _ = _shape(path, name)
-    pieces = list(_rows(path, name, 0, int(np.prod(shape, dtype=object))))
+    shape = _header(path, name).shape
+    pieces = list(_rows(path, name, 0, math.prod(shape)))
     return np.concatenate(pieces).reshape(shape) if pieces else np.empty(shape)
 
 
 def _rows(path: str, name: str, first: int, last: int, step: int = AT_ONCE // 8) -> Iterator[Array]:
     """Numbers `first` to `last` of an array of a .npz, some at a time."""
-    _, dtype = _shape(path, name)
+    header = _header(path, name)
     with (
         reading(path, ".npz"),
         zipfile.ZipFile(path) as archive,
         archive.open(f"{name}.npy") as stream,
     ):
-        _, _, _, begin = read_header(path, name, stream)
-        stream.seek(begin + first * dtype.itemsize)
+        stream.seek(header.begin + first * header.dtype.itemsize)
         for start in range(first, last, step):
-            raw = stream.read(nbytes := min(step, last - start) * dtype.itemsize)
+            raw = stream.read(nbytes := min(step, last - start) * header.dtype.itemsize)
             if len(raw) < nbytes:
                 raise SpecError(f"{path}: {name}: is cut off; repeat the download")
-            yield np.frombuffer(raw, dtype)
+            yield np.frombuffer(raw, header.dtype)

@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -17,16 +17,18 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import MASKS, as_mask, check_header, class_ids
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import (
     AT_ONCE,
-    MOST_CLASSES,
     MOST_VERTICES,
     Array,
     must_fit,
     narrowed,
 )
+from gnnplan.planner.graph.ids import must_be_ids
+from gnnplan.planner.graph.labels import class_ids
+from gnnplan.planner.graph.masks import MASKS, as_mask
+from gnnplan.planner.graph.npy import check_header
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -113,104 +115,6 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
             f"{f'; save {name}.T' if turn else '; row 0 are sources, row 1 destinations'}"
         )
     return edge_index[0], edge_index[1]
-
-
-def masks_of(path: str, vertices: int, ids: Mapping[str, Array]) -> dict[str, Array]:
-    """Masks [N] by lists of vertex ids. Raises SpecError for ids beyond the vertices, and twice."""
-    masks = {}
-    must_fit(path, f"masks of {vertices:,} vertices", 3.0 * vertices)
-    for name, chosen in ids.items():
-        chosen = np.asarray(chosen)
-        if chosen.size == 0:
-            chosen = chosen.astype(np.int64)
-        if chosen.ndim == 2 and chosen.shape[1] == 1:
-            chosen = chosen[:, 0]
-        if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
-            raise SpecError(
-                f"{path}: {name}: must be a list of vertex ids, is {chosen.dtype} of shape"
-                f" {list(chosen.shape)}; write whole numbers"
-            )
-        must_be_ids(path, name, chosen, vertices)
-        masks[name] = np.zeros(vertices, bool)
-        masks[name][chosen] = True
-        if (different := int(masks[name].sum())) < chosen.size:
-            raise SpecError(
-                f"{path}: {name}: must name every vertex once, has {chosen.size:,} ids of"
-                f" {different:,} vertices; write each once, or booleans for all"
-                f" {vertices:,} vertices if it is a mask"
-            )
-    return masks
-
-
-def masks_or_ids(path: str, vertices: int, found: Mapping[str, Array]) -> dict[str, Array]:
-    """Masks [N] by masks, of booleans or of zeros and ones, or by lists of vertex ids.
-
-    Raises SpecError for what is neither, or may be both."""
-    masks = {}
-    for name, array in found.items():
-        if array.ndim == 2 and array.shape[1] == 1:
-            array = array[:, 0]
-        flags = array.dtype.kind == "b"
-        bits = array.dtype.kind in "iuf" and array.size > 0 and bool(np.isin(array, (0, 1)).all())
-        if flags and array.shape != (vertices,):
-            raise SpecError(
-                f"{path}: {name}: must have a value for each of {vertices:,} vertices, has shape"
-                f" {list(array.shape)}; write all, or a list of ids"
-            )
-        if bits and array.shape == (vertices,) and np.unique(array).size == vertices:
-            raise SpecError(
-                f"{path}: {name}: {array.tolist()} may be ids of vertices or a mask of {vertices};"
-                f" save {name}.astype(bool) if it is a mask"
-            )
-        if flags or (bits and array.shape == (vertices,)):
-            masks[name] = array.astype(bool)
-        else:
-            masks |= masks_of(path, vertices, {name: array})
-    return masks
-
-
-def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> Array:
-    """Labels [N] or [N, C] by ids of vertices and the labels of these; -1 or NaN for others."""
-    found = [(ids.ravel(), class_ids(path, "labels", y)) for ids, y in sets]
-    shapes = {y.shape[1:] for _, y in found}
-    if len(shapes) > 1 or any(y.ndim > 2 for _, y in found):
-        raise SpecError(
-            f"{path}: labels of all sets must have one shape, have {shapes}; save [rows] class ids"
-            " or [rows, classes] targets in each"
-        )
-    (shape,) = shapes
-    must_fit(path, "labels", 8.0 * vertices * min(sum(shape) or 1, MOST_CLASSES))
-    dtype = np.result_type(np.int8, *(y.dtype for _, y in found))
-    labels = np.full((vertices, *shape), np.nan if dtype.kind == "f" else -1, dtype)
-    for ids, y in found:
-        labels[ids] = y
-    return labels
-
-
-def must_be_ids(path: str, name: str, ids: Array, vertices: int, first: int = 0) -> None:
-    """Raise SpecError for ids beyond the vertices; the first of them is number `first`."""
-    if ids.dtype.kind not in "iu":
-        raise SpecError(
-            f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; number the"
-            " vertices from 0 (numpy.unique(..., return_inverse=True))"
-        )
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
-        bad = np.flatnonzero((ids < 0) | (ids >= vertices))[0]
-        raise SpecError(
-            f"{path}: {name}[{first + int(bad):,}]: vertex ids must lie in [0, {vertices - 1:,}],"
-            f" found {int(ids[bad])}; ids count from 0"
-            + ("" if vertices == MOST_VERTICES else f", and there are {vertices:,} vertices")
-        )
-
-
-def must_be_count(path: str, name: str, value: Any, most: int = MOST_VERTICES) -> int:
-    """A number of vertices or classes that a file claims. Raises SpecError."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= most:
-        raise SpecError(
-            f"{path}: {name}: must be a whole number of 0 to {most:,}, is"
-            f" {str(value)[:MOST_SHOWN]}; write the file again"
-        )
-    return int(value)
 
 
 def mapped_array(path: str, name: str | None = None) -> Array:
@@ -362,11 +266,6 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, ...]]:
     Raises SpecError for ids beyond the vertices."""
     vertices, first = parts.vertices or MOST_VERTICES, 0
     for src, dst, *fields in pieces_of(parts.path, "its edges", parts.edges):
-        if len(src) != len(dst):
-            raise SpecError(
-                f"{parts.path}: src, dst: must have the same length, have {len(src):,} and"
-                f" {len(dst):,}; write both ends of every edge"
-            )
         for start in range(0, len(src), AT_ONCE // 8):
             piece = slice(start, start + AT_ONCE // 8)
             for name, ids in (("src", src[piece]), ("dst", dst[piece])):
@@ -409,14 +308,19 @@ def collect(parts: Parts) -> dict[str, Array]:
     names = column_names(parts)
     columns = gathered(parts.path, "its edges", edge_pieces(parts), np.int32, len(names))
     arrays = {**dict(zip(names, columns, strict=True)), **small_arrays(parts)}
-    if parts.x is not None and not sp.issparse(parts.x):
-        x = parts.x if isinstance(parts.x, np.memmap) else None
-        if x is not None and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
-            arrays["x"] = x  # stays in its file
-        else:
-            pieces = [(piece,) for piece in feature_pieces(parts.x_path or parts.path, parts.x)]
-            (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
+    if (x := parts.x) is None or sp.issparse(x):
+        return arrays
+    if isinstance(x, np.memmap) and _stays(x):
+        arrays["x"] = x
+    else:
+        pieces = ((piece,) for piece in feature_pieces(parts.x_path or parts.path, x))
+        (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
     return arrays
+
+
+def _stays(x: np.memmap) -> bool:
+    """Whether mapped features stay in their file."""
+    return x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous
 
 
 def column_names(parts: Parts) -> list[str]:
@@ -442,7 +346,7 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
 
 
 def gathered(
-    path: str, what: str, pieces: Iterable[tuple[Array, ...]], dtype: Any, columns: int = 2
+    path: str, what: str, pieces: Iterable[tuple[Array, ...]], dtype: Any, columns: int
 ) -> list[Array]:
     """The pieces as whole arrays. Raises SpecError before they exceed memory."""
     kept: list[tuple[Array, ...]] = []

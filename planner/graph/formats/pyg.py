@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from gnnplan.planner.graph.arrays import must_not_swell
 from gnnplan.planner.graph.fields import VERTEX, kind_of
 from gnnplan.planner.graph.formats.parts import (
     Parts,
     add_edge_field,
     endpoints,
     library,
-    must_be_count,
     reading,
     take_fields,
     take_vertex_data,
     tensor_array,
     vertices_of,
 )
+from gnnplan.planner.graph.ids import must_be_count
+from gnnplan.planner.graph.npy import must_not_swell
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import check_header, must_not_swell, read_header
-from gnnplan.planner.graph.formats.parts import Parts, add_edge_field, must_be_count, reading
+from gnnplan.planner.graph.formats.parts import Parts, add_edge_field, reading
 from gnnplan.planner.graph.graph import must_fit
+from gnnplan.planner.graph.ids import must_be_count
+from gnnplan.planner.graph.npy import check_member
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -24,16 +25,12 @@ def load_matrix(path: str) -> Any:
     with reading(path, "a sparse matrix"):
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():  # before scipy allocates what headers claim
-                name = info.filename.removesuffix(".npy")
-                must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
-                with archive.open(info) as stream:
-                    nbytes += check_header(path, name, stream, info.file_size)
-                with archive.open(info) as stream:
-                    _, _, dtype, _ = read_header(path, name, stream)
-                if name in PLACES and dtype.kind not in "iu":  # scipy would round them
+                header, name = check_member(path, archive, info), info.filename.removesuffix(".npy")
+                nbytes += header.nbytes
+                if name in PLACES and header.dtype.kind not in "iu":  # scipy would round them
                     raise SpecError(
-                        f"{path}: {name}: must hold integers, has dtype {dtype}; write it again"
-                        " with scipy.sparse.save_npz"
+                        f"{path}: {name}: must hold integers, has dtype {header.dtype}; write it"
+                        " again with scipy.sparse.save_npz"
                     )
             must_fit(path, "what it holds", nbytes)
         matrix = sp.load_npz(path)

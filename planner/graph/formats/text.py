@@ -14,10 +14,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import must_not_swell
 from gnnplan.planner.graph.fields import NAME
-from gnnplan.planner.graph.formats.parts import Parts, masks_of, must_be_count, must_be_ids, reading
+from gnnplan.planner.graph.formats.parts import Parts, reading
 from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
+from gnnplan.planner.graph.ids import must_be_count, must_be_ids
+from gnnplan.planner.graph.masks import mask_of_ids
+from gnnplan.planner.graph.npy import must_not_swell
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -249,7 +251,7 @@ def whole_matrix(path: str, vertices: int = 0) -> Array:
     ids = _whole(path, table[:, head.ids])
     must_be_ids(path, "its ids", ids, MOST_VERTICES)
     vertices = max(vertices, int(ids.max(initial=-1)) + 1)
-    masks_of(path, vertices, {f"its column {head.names[head.ids]}": ids})
+    mask_of_ids(path, f"its column {head.names[head.ids]}", ids, vertices)
     rest = np.delete(table, [head.ids, *head.numbers], 1)
     must_fit(path, f"rows of {vertices:,} vertices", 8.0 * vertices * rest.shape[1])
     rows = np.full((vertices, rest.shape[1]), np.nan)
