@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
@@ -42,6 +44,7 @@ from gnnplan.planner.graph.graph import Whole
 T = TypeVar("T")
 VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
 PARTS = 4
+NO_ROWS_OF_ITS_OWN = "a module's own tensors cannot have a row per vertex of yours, fields can"
 EACH = 4  # rows of each whole number, if there are enough
 WITHIN = 1e-9
 
@@ -140,7 +143,7 @@ def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -
 
 def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     """What the user's code makes, or Unfit with its line."""
-    held = sum(p.numel() * 8 for p in module.parameters())
+    held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
     try:
         with (
             _one_product(),
@@ -153,11 +156,22 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     except Unfit as unfit:
         raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
     except (Exception, SystemExit) as error:
-        words = (str(error).strip().splitlines() or [""])[0]
+        words = (str(error).strip().splitlines() or [_code_of(error)])[0]
+        counted = isinstance(error, RuntimeError) and f"({small.vertices})" in words
         raise Unfit(
             f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
             f" ({type(error).__name__}: {words:.150})"
+            + (
+                f"; that graph has {small.vertices} vertices: {NO_ROWS_OF_ITS_OWN}"
+                if counted
+                else ""
+            )
         ) from error
+
+
+def _code_of(error: BaseException) -> str:
+    """The line that raised it, for errors without words, as those of assert."""
+    return traceback.extract_tb(error.__traceback__)[-1].line or ""
 
 
 @contextmanager
@@ -334,7 +348,8 @@ def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -
         raise Unfit(
             f"its {what} in {mode} is another when its calls of torch run in pieces, on parts"
             f" of a graph (off by {gap:.3g} of {largest:.3g}): something of it is not in these"
-            " calls, as code outside torch, or numbers that were kept from an earlier call"
+            " calls, as code outside torch, or numbers that were kept from an earlier call; or it"
+            " reads how many vertices there are, or their places, as x.size(0) and torch.arange do"
         )
 
 
