@@ -165,7 +165,7 @@ WAYS = {
     "time.sleep(100)": r"line \d+: forward on a graph of 53 vertices takes more than 1 s",
     "[1 for _ in iter(int, 1)]": r"line \d+: forward on a graph of 53 vertices takes more than 1 s",
     "torch.ones(10_000_000_000)": r"line \d+: forward fails on a small graph .*allocate memory",
-    "sys.exit(3)": rr"line \d+: forward fails on a small graph of 64 features \(SystemExit: 3\)",
+    "sys.exit(3)": r"line \d+: forward fails on a small graph of 64 features \(SystemExit: 3\)",
     "input()": r"line \d+: forward fails on a small graph",
 }
 
