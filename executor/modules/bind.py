@@ -20,6 +20,7 @@ FEATURES = (
     *("nfeat", "n_feat", "node_feat", "node_feats", "node_features"),
 )
 EDGES = ("edge_index", "edges", "adj", "adj_t", "edge_idx")
+MATRICES = ("adj", "adj_t")  # of these, which hold what edges weigh in PyG's sparse tensors
 GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
 DATA = ("data", "batch", "graph")
 
@@ -122,6 +123,11 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
             takes[parameter] = "data"
             attributes = {"edge_index": "edge_index", **fields}
         elif parameter in EDGES:
+            if parameter in MATRICES and "edge_weight" in edge:
+                raise Unfit(
+                    f"forward asks for {parameter}, which holds the graph's edge_weight, and would"
+                    " get edge_index, which does not; take edge_index and edge_weight"
+                )
             takes[parameter] = "edge_index"
         elif parameter in FEATURES and (is_needed or not takes):
             takes[parameter] = "vertex x"

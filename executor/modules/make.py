@@ -149,9 +149,17 @@ class _blamed:
         words = str(error).strip().splitlines() or [""]
         place = f"{self.file}{f', line {lines[-1]}' if lines else ''}: " if self.file else ""
         raise SpecError(
-            f"{place}{self.what} ({type(error).__name__}: {words[0]:.200}); run it with python to"
-            " see more"
+            f"{place}{self.what} ({type(error).__name__}: {words[0]:.200}); {_remedy(error)}"
         ) from error
+
+
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return (
+            "the file is imported, not run: what reads arguments, exits or trains belongs under"
+            ' if __name__ == "__main__"'
+        )
+    return "run it with python to see more"
 
 
 def _arguments(

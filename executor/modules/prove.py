@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +43,7 @@ from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
+NO_ROWS_OF_ITS_OWN = "a module's own tensors cannot have a row per vertex of yours, fields can"
 WITHIN = 1e-9
 
 
@@ -68,11 +71,22 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     except Unfit as unfit:
         raise type(unfit)(f"{line_of(unfit, module)}{unfit}") from None
     except (Exception, SystemExit) as error:
-        words = (str(error).strip().splitlines() or [""])[0]
+        words = (str(error).strip().splitlines() or [_code_of(error)])[0]
+        counted = isinstance(error, RuntimeError) and f"({small.vertices})" in words
         raise Unfit(
             f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
             f" ({type(error).__name__}: {words:.150})"
+            + (
+                f"; that graph has {small.vertices} vertices: {NO_ROWS_OF_ITS_OWN}"
+                if counted
+                else ""
+            )
         ) from error
+
+
+def _code_of(error: BaseException) -> str:
+    """The line that raised it, for errors without words, as those of assert."""
+    return traceback.extract_tb(error.__traceback__)[-1].line or ""
 
 
 @contextmanager
@@ -217,7 +231,9 @@ def must_compute(
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(binding, small, torch.float64)
         run = partial(_output, own, binding, values, partial(shared, is_training))
+        numbers = [_numbers_of(own)]
         expected = _guarded(module, small, run)
+        numbers.append(_numbers_of(own))
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
@@ -228,6 +244,13 @@ def must_compute(
                 raise Unfit(
                     "its second call on a graph makes other rows than its first: it keeps numbers"
                     " between calls, or changes what it is given; let forward change neither"
+                )
+        numbers.append(_numbers_of(own))
+        for before, after in pairwise(numbers):
+            if changed := [name for name in before if after.get(name) != before[name]]:
+                raise Unfit(
+                    f"forward changes self.{changed[0]} from call to call, and it is recorded once;"
+                    " leave that out, or train a module per value"
                 )
         try:
             output, tensors = tried(values, is_training)
@@ -260,6 +283,16 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
 
 
+def _numbers_of(module: nn.Module) -> dict[str, int | float]:
+    """Plain numbers that a module and its parts keep, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (int, float))
+    }
+
+
 def _output(
     module: nn.Module,
     binding: Bound,
@@ -284,7 +317,8 @@ def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -
         raise Unfit(
             f"its {what} in {mode} is another when its calls of torch run in pieces, on parts"
             f" of a graph (off by {gap:.3g} of {largest:.3g}): something of it is not in these"
-            " calls, as code outside torch, or numbers that were kept from an earlier call"
+            " calls, as code outside torch, or numbers that were kept from an earlier call; or it"
+            " reads how many vertices there are, or their places, as x.size(0) and torch.arange do"
         )
 
 

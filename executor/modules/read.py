@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules import live
-from gnnplan.executor.modules.bind import Fields, GraphFields
+from gnnplan.executor.modules.bind import Fields, GraphFields, bound
 from gnnplan.executor.modules.chain import NoChain
 from gnnplan.executor.modules.convert import converted
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
@@ -139,6 +139,7 @@ def read(
             torch.random.fork_rng(devices=[]),
             redirect_stdout(sys.stderr),
         ):
+            bound(module, ["x", *graph.vertex], list(graph.edge))  # or Unfit
             materialise(module, graph, workload.seed)
             return _understood(
                 module, arguments, workload, graph, folder, own_widths, (file, name, sha256)
@@ -319,10 +320,10 @@ def _understood_again(
 ) -> Parameters | Pieces:
     """What a plan's module is trained as. Raises SpecError if that is not what was planned."""
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
-    made = made.to(dtype)
     graph = GraphFields(module.features, module.classes, **_fields_of(module))
     try:
         materialise(made, graph, workload.seed)
+        made = made.to(dtype)
         if module.cut:
             pieces, _ = followed(made, graph, dtype)
             found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]

@@ -12,6 +12,7 @@ module that did it: an `Opaque`."""
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -263,10 +265,16 @@ def record(
     with the line."""
     opaque = set(parts)
     while True:
+        before = _states_outside_torch()
         try:
             with _recording(module, given, vertices, opaque, parts) as recorder:
-                output = call()
-                return recorder.finished(output)
+                recorded = recorder.finished(call())
+            if before != _states_outside_torch():
+                raise Unfit(
+                    "forward draws random numbers of Python's or numpy's, which other ranks would"
+                    " draw otherwise; only dropout is drawn alike everywhere"
+                )
+            return recorded
         except _Unseen as unseen:
             if unseen.path in opaque or not unseen.path:
                 if unseen.is_in_place:
@@ -297,6 +305,11 @@ class _Recorder(TorchFunctionMode):
         self.versions: dict[int, int] = {}
         self.alive: list[Any] = []  # so that ids stay
         self.names = {id(t): name for name, t in tensors_of(module).items()}
+        self.learned = {  # names of parameters, by where their numbers are
+            parameter.untyped_storage().data_ptr(): name
+            for name, parameter in module.named_parameters()
+            if parameter.numel()
+        }
         self.edges: dict[int, Node] = {}  # by their number: the last edge set of so many
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.within: list[str] = [""]
@@ -329,6 +342,8 @@ class _Recorder(TorchFunctionMode):
         if name in MADE and (len(args) > 1 or name.endswith("_like")):
             return self._filled(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
+        if args and _writes(name):
+            self._must_not_be_learned(node, args[0])
         before = torch.get_rng_state() if func not in DROPOUTS else None
         if func in DROPOUTS:
             p, training, in_place = dropout_of(args, kwargs)
@@ -346,6 +361,18 @@ class _Recorder(TorchFunctionMode):
                 " otherwise; only dropout is drawn alike everywhere"
             )
         return self._result(node, args, kwargs, result)
+
+    def _must_not_be_learned(self, node: Node, tensor: Any) -> None:
+        """Raise Unfit if what a call changes in place is a parameter, or its `data`."""
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            return
+        with torch._C.DisableTorchFunction():
+            name = self.learned.get(tensor.untyped_storage().data_ptr())
+        if name is not None:
+            raise Unfit(
+                f"{node.place}{node.what} changes {name} in place, which would be lost; compute"
+                " with a new tensor, as a clamped one, and leave parameters to the optimizer"
+            )
 
     def _filled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A tensor of one number, of whose example nothing but its type matters."""
@@ -519,6 +546,20 @@ class _Recorder(TorchFunctionMode):
             if not self._is_seen(output):
                 raise _Unseen(self.within[-1])
         return Recorded(self.nodes, self.inputs, self.of[id(output)], self.vertices)
+
+
+def _states_outside_torch() -> tuple[Any, ...]:
+    """Where Python's and numpy's generators are."""
+    state: Any = np.random.get_state()
+    _, words, place, *_ = state
+    return random.getstate(), bytes(words), place
+
+
+def _writes(name: str) -> bool:
+    """Whether a call of this name changes its first argument in place."""
+    is_operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    is_method = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return is_operator or is_method or name == "__setitem__"
 
 
 def _item(values: Any, i: int) -> Any:

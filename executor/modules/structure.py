@@ -30,6 +30,13 @@ def edge_index_of(whole: Whole) -> Tensor:
     return torch.from_numpy(np.stack([whole.indices.astype(np.int64), readers]))
 
 
+TURNED = (
+    "the graph's from end to start, and a part knows the edges into its vertices; leave out what"
+    " turns them: torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]) is the product"
+    " of a sparse matrix of them with x"
+)
+
+
 def keys(edges: Tensor, vertices: int) -> Tensor:
     """A number per edge [E] by which it is known; edges: ids [2, E]."""
     return edges[1] * vertices + edges[0]
@@ -154,10 +161,21 @@ class Structure:
                 made: Any = edges
             elif node.name == "g":
                 made = dgl_graph(whole, edges, fields, source)
+            elif node.name.startswith("vertex "):
+                raise Unfit(self._chosen_by(node))
             else:
                 made = fields[node.name.removeprefix("edge ")]
             self._put(values, node, made)
         return values
+
+    def _chosen_by(self, rows: Node) -> str:
+        """That edges are made of rows of vertices, which are known only where a layer runs."""
+        name = rows.name.removeprefix("vertex ")
+        place = next((node.place for node in self.nodes if rows in node.reads), "")
+        return (
+            f"{place}forward chooses edges by {name} of vertices; weigh them instead, with 0 for"
+            " those to leave out, or choose them before, in the graph's file"
+        )
 
     def _put(self, values: Values, node: Node, value: Any) -> None:
         values.update(dict.fromkeys(self.equal[node], value))
@@ -346,6 +364,13 @@ class Structure:
                 continue
             self._compare(node, values, source, sets, own, here)
 
+    def _are_turned(self, edges: Tensor, n: int) -> bool:
+        """Whether edges are the graph's, from end to start."""
+        given = self.small.inputs.get("edge_index")
+        return given is not None and bool(
+            torch.isin(keys(given.value.flip(0), n), keys(edges, n)).all()
+        )
+
     def _must_be_the_same(
         self, node: Node, source: Tensor, edges: Tensor, own: int, n: int
     ) -> None:
@@ -359,6 +384,8 @@ class Structure:
             there = keys(node.value[:, mine[node.value[1]]], n).sort().values
             ok = torch.equal(found, there)
         if not ok:
+            if self._are_turned(node.value, n):
+                raise Unfit(f"{node.place}{node.what} makes other edges, {TURNED}")
             raise Unfit(
                 f"{node.place}{node.what} makes other edges of a part of the graph than of the"
                 " whole, as some edges by their places, or edges that the graph lacks; give"

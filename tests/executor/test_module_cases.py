@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gnnplan.cli import app
 from gnnplan.executor.modules.bind import GraphFields
-from gnnplan.executor.modules.read import UserModule, read
+from gnnplan.executor.modules.read import UserModule, read, read_again
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -136,3 +136,100 @@ def test_what_a_file_prints_is_not_in_the_document(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*command, "--set", "gpus_per_server=2"])
     assert json.loads(done.stdout)["workload"]["module"]["cut"] in (True, False)
     assert "loading my model" in done.stderr and "forward" in done.stderr
+
+
+WEIGHTED = GraphFields(6, 3, edge={"edge_weight": ((), "<f4", 0)})
+MATRIX = "return self.c(self.a(x, adj_t).relu(), adj_t)"
+
+
+def test_a_matrix_that_holds_weights_is_not_taken_for_edges_without(tmp_path: Path) -> None:
+    """PyG's adj_t of a weighted graph was trained as edge_index: without the weights."""
+    model = written(tmp_path, MATRIX, given="x, adj_t")
+    with pytest.raises(SpecError, match="asks for adj_t, which holds the graph's edge_weight"):
+        read(model, Workload(), WEIGHTED)
+    assert read(model, Workload(), GraphFields(6, 3))
+
+
+def test_lazy_parameters_of_a_plan_in_float64_are_made_again(tmp_path: Path) -> None:
+    """Ranks made them from rows in float32, with parameters in float64, and ended."""
+    model = written(tmp_path, "return self.c(self.lazy(x, edge_index).relu(), edge_index)")
+    file = tmp_path / "model.py"
+    file.write_text(
+        file.read_text().replace("self.first,", "self.lazy = SAGEConv(-1, 8)\n        self.first,")
+    )
+    user = read(model, Workload(dtype="float64"), GraphFields(6, 3))
+    workload = Workload(dtype="float64", module=user.description, **user.fields)
+    assert read_again(workload)
+
+
+def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import argparse\nargparse.ArgumentParser().exit(2)\n")
+    with pytest.raises(SpecError, match=r"line 2: .*SystemExit: 2\); the file is imported, not"):
+        read(f"{tmp_path / 'model.py'}:Net", Workload(), GraphFields(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "return self.c(self.a(x, edge_index) + torch.ones(600, 8), edge_index)",
+            "cannot have a row",
+        ),
+        (
+            "return self.c(self.a(x, edge_index) / float(x.size(0)) ** 0.5, edge_index)",
+            "how many vertices",
+        ),
+        (
+            "kept = x[edge_index[0], 0] > x[edge_index[1], 0]\n"
+            "return self.c(self.a(x, edge_index), edge_index[:, kept])",
+            "line 15: forward chooses edges by x of vertices",
+        ),
+        ("return self.c(self.a(x, edge_index), edge_index.flip(0))", "from end to start"),
+        (
+            "self.first.weight.data.clamp_(-9, 9)\nreturn self.c(self.first(x), edge_index)",
+            "line 15: clamp changes first.weight in place, which would be lost",
+        ),
+        (
+            "with torch.no_grad():\n    self.first.weight *= 1.0\nreturn self.c(self.first(x), edge_index)",
+            "line 16: .* changes first.weight in place, which would be lost",
+        ),
+        (
+            "import random\nh = self.a(x, edge_index)\n"
+            "return self.c(h * 0 if random.random() < 1e-9 else h + 1, edge_index)",
+            "draws random numbers of Python's or numpy's",
+        ),
+        (
+            "import numpy\nh = self.a(x, edge_index)\n"
+            "return self.c(h * 0 if numpy.random.rand() < 1e-9 else h + 1, edge_index)",
+            "draws random numbers of Python's or numpy's",
+        ),
+        ("return self.c(self.a(x, edge_index), edge_index[:, ::2])", "edges by their places"),
+        (
+            "self.calls = getattr(self, 'calls', 0) + 1\n"
+            "return self.c(self.a(x, edge_index) * (1 if self.calls < 4 else 2), edge_index)",
+            "forward changes self.calls from call to call",
+        ),
+    ],
+    ids=[
+        "rows of its own",
+        "vertices",
+        "chosen",
+        "turned",
+        "data",
+        "operator",
+        "random",
+        "numpy",
+        "places",
+        "counted calls",
+    ],
+)
+def test_a_refusal_says_what_the_code_does(tmp_path: Path, body: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        asked(tmp_path, body)
+
+
+def test_an_error_without_words_is_told_by_its_code(tmp_path: Path) -> None:
+    """A GATConv without edge_dim that is given edge_attr said 'AssertionError' alone."""
+    body = "assert x.dim() == 3\nreturn self.c(self.a(x, edge_index) + 1, edge_index)"
+    with pytest.raises(SpecError, match=r"line 15: .*AssertionError: assert x.dim\(\) == 3"):
+        asked(tmp_path, body)
