@@ -184,7 +184,10 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> 
             "return self.c(self.a(x, edge_index), edge_index[:, kept])",
             "line 15: forward chooses edges by x of vertices",
         ),
-        ("return self.c(torch.tanh(self.a(x, edge_index)), edge_index.flip(0))", "from end to start"),
+        (
+            "return self.c(torch.tanh(self.a(x, edge_index)), edge_index.flip(0))",
+            "from end to start",
+        ),
         (
             "self.first.weight.data.clamp_(-9, 9)\nreturn self.c(self.first(x), edge_index)",
             "line 15: clamp changes first.weight in place, which would be lost",
