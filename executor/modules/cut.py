@@ -5,7 +5,7 @@ A call is one of these, as running it shows:
     fixed       of parameters and numbers alone
     free        as fixed, with as many equal rows as there are vertices
     structure   of edges and their fields alone
-    rows        one row per vertex, made of that vertex's own rows
+    rows        one row per vertex, made of its own rows or, through edges, of its neighbours'
     inner       of edges and rows: it stands between rows that are read and rows that are made
 
 Rows have a level. Those of the features are of level 0. What reads rows of level l of neighbours
@@ -135,7 +135,8 @@ class _Cutter:
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 
     def _merge(self) -> None:
-        """Have equal calls be one, but for those whose values are changed in place."""
+        """Have equal calls be one: not dropout, batch norm, opaque modules, or what is changed in
+        place."""
         changed: set[Node] = set()
         for node in self.live:
             target = node.changes
@@ -392,7 +393,7 @@ class _Cutter:
         self.live = live_nodes(self.recorded.output)
 
     def _sum(self, node: Node) -> Sum | None:
-        """What a call adds up in zeros [N, H], if that are rows [N, H] of the edges' sources."""
+        """The sum of rows [N, H] of edges' sources that a call makes in zeros, if it makes one."""
         if len(node.args) != 4 or node.args[1] != 0:
             return None
         into, _, readers, messages = (
@@ -411,7 +412,9 @@ class _Cutter:
             ):
                 return None
             weight, read = some[0], others[0]
-        if edges is None or read.what not in ("index_select", "getitem") or into.value.any():
+        if edges is None or read.what not in ("index_select", "getitem"):
+            return None
+        if self.kind[into] not in (FREE, FIXED) or into in self.learned:
             return None
         rows = [each for each in read.reads if self.kind[each] == ROWS]
         places = [each for each in read.reads if self.kind[each] == STRUCTURE]
@@ -422,7 +425,9 @@ class _Cutter:
             return None
         if not (readers.value.reshape(len(reader), -1) == reader[:, None]).all():
             return None
-        return Sum(rows[0], edges, weight)
+        messages = rows[0].value[source] if weight is None else rows[0].value[source] * weight.value
+        added_up = torch.zeros_like(rows[0].value).index_add(0, reader, messages)
+        return Sum(rows[0], edges, weight) if differing(node.value, added_up) is None else None
 
     def _made(self) -> dict[Node, int]:
         """The piece that makes each value of rows: 3 (l - 1) + PREPARE, GATHER or UPDATE."""
@@ -448,9 +453,8 @@ class _Cutter:
         return made
 
     def _delay(self, made: dict[Node, int]) -> None:
-        """Have rows that only a later update reads made there, of rows that are there anyway.
-
-        They are neither exchanged then nor made for others' rows."""
+        """Move rows to the first update that reads them, if no earlier piece does and their own
+        inputs are kept until then: so they are neither exchanged nor made for the halo."""
         at = made | {
             n: 3 * (self.level[n] - 1) + GATHER for n in self.live if self.kind[n] == INNER
         }

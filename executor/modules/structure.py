@@ -62,8 +62,8 @@ class Table:
 
 
 class Edges(NamedTuple):
-    """Edges and weights of a sum. of_sources: into all of a block's sources, for the gathering goes
-    on with their sums; else into its destinations."""
+    """Edges and weights of a sum. of_sources: there is one per source of the block, as later calls
+    of the gathering read it; else one per destination."""
 
     edges: Node
     weight: Node | None
@@ -79,7 +79,7 @@ class Local:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its tensors [B]."""
+        """Memory of its dense tensors, each storage once [B]."""
         of_sums = [value for block in self.sums.values() for value in vars(block).values()]
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -113,7 +113,7 @@ class Structure:
                 first = by_call.setdefault(node.key(self.first), node)
                 self.first[node] = first
                 self.equal.setdefault(first, []).append(node)
-        self.read: set[Node] = set()  # of a block, by calls of layers
+        self.read: set[Node] = set()  # by calls of layers
         self.sums: dict[Sum, Edges] = {}
         for program in self.programs:
             self.read |= {self.first[edges] for edges in program.drawn.values()}
@@ -187,8 +187,7 @@ class Structure:
         reads: Callable[[Node], list[Node]],
         value: Callable[[Node], Any],
     ) -> None:
-        """Have the values of `wanted` and of no others; a call's go after the last that reads
-        them."""
+        """Compute `wanted` and keep nothing else: a value goes after its last reader."""
         needed, todo = set(wanted), list(wanted)
         while todo:
             new = set(reads(todo.pop())) - needed

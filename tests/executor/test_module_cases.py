@@ -236,3 +236,18 @@ def test_an_error_without_words_is_told_by_its_code(tmp_path: Path) -> None:
     body = "assert x.dim() == 3\nreturn self.c(self.a(x, edge_index) + 1, edge_index)"
     with pytest.raises(SpecError, match=r"line 15: .*AssertionError: assert x.dim\(\) == 3"):
         asked(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        "torch.zeros_like(h).index_add(0, edge_index[1], h[edge_index[0]], alpha=0.5)",
+        "torch.zeros_like(h[:, 1:]).index_add(0, edge_index[1], h[edge_index[0], 1:])",
+        "(0 * self.first.bias).repeat(h.size(0), 1).index_add(0, edge_index[1], h[edge_index[0]])",
+    ],
+    ids=["alpha", "fewer columns", "into a parameter"],
+)
+def test_what_only_looks_like_a_sum_is_run_as_it_is_written(tmp_path: Path, added: str) -> None:
+    """Our sum was taken for these, and the proof then refused them in words of something else."""
+    body = f"h = torch.tanh(self.a(x, edge_index))\nm = {added}\nreturn self.c(h + m.sum(1, keepdim=True), edge_index)"
+    assert asked(tmp_path, body).pieces
