@@ -104,16 +104,25 @@ class Work:
         out = replace(self, gathers=[])
         for gather in self.gathers:
             nbytes = gather.rows * gather.width * itemsize
-            passed = 2.0 * nbytes + INDEX * gather.rows if gather.how == "pick" else 0.0
-            if gather.how == "put" and gather.width < VECTOR:
-                passed = PUT_PASSES * nbytes
-            elif gather.how == "put":
-                out.gathers.append(gather._replace(into=gather.rows))
+            if gather.how == "pick":
+                out.passes(2.0 * nbytes + INDEX * gather.rows, nbytes)
             elif gather.how == "sum":
                 out.gathers.append(gather)
-            out.elementwise_bytes += passed
-            out.sized += passed * float(np.log(max(nbytes, 1)))
+            elif gather.width < VECTOR:
+                out.passes(PUT_PASSES * nbytes, nbytes)
+            else:
+                out.gathers.append(gather._replace(into=gather.rows))
         return out
+
+    def passes(self, nbytes: float, size: float) -> None:
+        """An element-wise operation reads and writes so many bytes, of a tensor of that size."""
+        self.elementwise_bytes += nbytes
+        self.sized += _sized(nbytes, size)
+
+    def multiplies(self, nbytes: float, size: float) -> None:
+        """A product reads and writes so many bytes."""
+        self.gemm_bytes += nbytes
+        self.sized += _sized(nbytes, size)
 
     @property
     def tensor_bytes(self) -> float:
@@ -176,8 +185,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = made and not func._schema.is_mutable
         is_view = is_view and all(t.untyped_storage() in storages for t in made)
         if not is_view:
-            self.work.elementwise_bytes += 2 * sum(casts)
-            self.work.sized += sum(2 * size * float(np.log(max(size, 1))) for size in casts)
+            for size in casts:
+                self.work.passes(2 * size, size)
             unread = (kwargs or {}).get("out", args[0] if name in UNREAD else None)
             self._does(name, args, [tensor for tensor in read if tensor is not unread], made)
         return out
@@ -199,7 +208,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.launches += 1
         tensors = [*read, *made]
         sizes = [_bytes(tensor) for tensor in tensors]
-        before = work.gemm_bytes + work.elementwise_bytes
+        largest = max(sizes, default=0)
         gathered = _gather_of(name, args, made)
         if gathered:
             work.gathers.append(gathered)
@@ -212,13 +221,15 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 rows, h_in = first.shape
                 after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
                 work.products.append((rows, h_in, second.shape[0], after))
-            work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
+            work.multiplies(_bytes(first) + _bytes(second) + _bytes(made[0]), largest)
         else:
-            work.elementwise_bytes += sum(sizes)
+            work.passes(sum(sizes), largest)
             each = EXPONENTIALS.get(name.rstrip("_"), 0.0)
             work.exponentials += each * sum(tensor.numel() for tensor in made)
-        passed = work.gemm_bytes + work.elementwise_bytes - before
-        work.sized += passed * float(np.log(max([*sizes, 1])))
+
+
+def _sized(nbytes: float, size: float) -> float:
+    return nbytes * float(np.log(max(size, 1)))
 
 
 def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:

@@ -6,8 +6,9 @@ layers. Rows that are handed from one layer to the next lie side by side in one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -79,6 +80,7 @@ class Pieces:
     dtype: torch.dtype
     loops: bool  # the module's graph has self-loops, as DGL's
     binding: Bound
+    locals: WeakKeyDictionary[Block, Local] = field(default_factory=WeakKeyDictionary)
 
     @property
     def layers(self) -> int:
@@ -93,8 +95,10 @@ class Pieces:
         return Place(tensors, modules, vertices, _no_draw, self.dtype)
 
     def local(self, block: Block) -> Local:
-        """What layers read of a block's edges."""
-        return self.structure.of_block(block, self.place(block.n_src))
+        """What layers read of a block's edges, which is made once."""
+        if block not in self.locals:
+            self.locals[block] = self.structure.of_block(block, self.place(block.n_src))
+        return self.locals[block]
 
     @property
     def owners(self) -> dict[nn.Parameter, list[int]]:

@@ -39,7 +39,7 @@ from gnnplan.executor.modules.record import (
     tensors_of,
 )
 from gnnplan.executor.modules.small import VERTICES, Small, block_of, given_of, needs_loops
-from gnnplan.executor.modules.structure import Structure
+from gnnplan.executor.modules.structure import Structure, edges_in
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
@@ -131,9 +131,8 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
     pieces = Pieces(module, training, evaluation, structure, dtype, small.whole.loops, binding)
     for own in small.parts:
         block, source = block_of(small.whole, own)
-        readers = block.per_edge(torch.arange(block.n_dst))
-        edges = torch.stack([block.indices.long(), readers])
-        structure.look(pieces.place(small.vertices), small.whole, source, edges, block.n_dst)
+        place, edges = pieces.place(small.vertices), edges_in(block)
+        structure.look(place, small.whole, source, edges, block.n_dst)
     return pieces, small
 
 

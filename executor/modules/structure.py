@@ -37,6 +37,12 @@ TURNED = (
 )
 
 
+def edges_in(block: Block) -> Tensor:
+    """Source and reader of each edge of a block, among its sources, int64 [2, E]."""
+    readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
+    return torch.stack([block.indices.long(), readers])
+
+
 def keys(edges: Tensor, vertices: int) -> Tensor:
     """A number per edge [E] by which it is known; edges: ids [2, E]."""
     return edges[1] * vertices + edges[0]
@@ -104,7 +110,6 @@ class Structure:
     tables: WeakKeyDictionary[Whole, Mapping[Node | str, Any]] = field(
         default_factory=WeakKeyDictionary
     )
-    blocks: WeakKeyDictionary[Block, Local] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         by_call: dict[Hashable, Node] = {}
@@ -246,36 +251,33 @@ class Structure:
         return self.tables[whole]
 
     def of_block(self, block: Block, place: Place) -> Local:
-        """What layers read on a block, which is found once."""
-        if block not in self.blocks:
-            assert block.whole is not None and block.source is not None
-            tables = self.on_whole(block.whole, place)
-            source, device = block.source.cpu(), block.indptr.device
-            here = replace(place, vertices=block.n_src)
-            with torch.no_grad():
-                values = self._given_of_block(block, source, tables)
-                own = {of for of in self.sums.values() if not self._is_the_block(of)}
-                of_sums = {node for of in own for node in (of.edges, of.weight) if node is not None}
-                self._run(
-                    values,
-                    self.read | of_sums,
-                    self._looks_up,
-                    lambda node: self._value(node, values, here, source, tables),
-                )
-                sums = {of: _block(of, values, block) for of in own}
-            read = {each for node in self.read for each in self.equal[node]}
-            self.blocks[block] = Local(
-                {node: _moved(value, device) for node, value in values.items() if node in read},
-                {of: edges.to(device) for of, edges in sums.items()},
+        """What layers read on a block."""
+        assert block.whole is not None and block.source is not None
+        tables = self.on_whole(block.whole, place)
+        source, device = block.source.cpu(), block.indptr.device
+        here = replace(place, vertices=block.n_src)
+        with torch.no_grad():
+            values = self._given_of_block(block, source, tables)
+            own = {of for of in self.sums.values() if not self._is_the_block(of)}
+            of_sums = {node for of in own for node in (of.edges, of.weight) if node is not None}
+            self._run(
+                values,
+                self.read | of_sums,
+                self._looks_up,
+                lambda node: self._value(node, values, here, source, tables),
             )
-        return self.blocks[block]
+            sums = {of: _block(of, values, block) for of in own}
+        read = {each for node in self.read for each in self.equal[node]}
+        return Local(
+            {node: _moved(value, device) for node, value in values.items() if node in read},
+            {of: edges.to(device) for of, edges in sums.items()},
+        )
 
     def _given_of_block(
         self, block: Block, source: Tensor, tables: Mapping[Node | str, Any]
     ) -> Values:
         assert block.whole is not None
-        readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
-        edges = torch.stack([block.indices.long(), readers]).cpu()
+        edges = edges_in(block).cpu()
         names = self.fields_of(block.whole)
         fields = {name: tables[name].at(source[edges]) for name in names}
         return self.given(block.whole, edges, fields, source)
