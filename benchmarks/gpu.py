@@ -18,6 +18,7 @@ Stages, each in a process of its own:
     streams     what recording spans costs, launches and waits of a step, a step as a CUDA graph
     further     as `one`, of rows in bfloat16 and in few bits, columns, tiles, split layers, and
                 rows in the server's memory
+    modules     as `one`, of modules as PyG's users write them, beside each by itself
     sampling    neighbours drawn by the GPU and by the host
     references  trainings of one, shared and further on the CPU, whose losses theirs must be
 
@@ -59,6 +60,7 @@ STAGES = {
     "one": "training.run",
     "shared": "training.run",
     "further": "training.run",
+    "modules": "training.run",
     "streams": "streams.run",
     "sampling": "sampling.run",
     "peers": "peers.run",
@@ -67,7 +69,7 @@ STAGES = {
 # stages and their seconds, in the order of what they tell
 FIRST = "kernels:90 peers:90 one:50 tests:55 measure:60 shared:70 streams:35 further:60 sampling:25"
 MORE = "further:80 shared:80 peers:50:batches one:60"
-TRAINED = ("one", "shared", "further")  # whose losses are compared with the CPU's
+TRAINED = ("one", "shared", "further", "modules")  # whose losses are compared with the CPU's
 CLOSING_S, LEAST_S = 8.0, 15.0  # kept for the page; with less left no stage begins
 MOST_PACKED = 15_000_000  # [B]
 

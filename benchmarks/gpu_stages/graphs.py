@@ -40,6 +40,12 @@ def csr(device: torch.device, vertices: int, edges: int, local: bool) -> tuple[T
     return indptr, (keys % vertices).int()
 
 
+def edge_index(graph: Graph) -> Tensor:
+    """Sources and readers of all edges, int64 [2, E]."""
+    readers = np.repeat(np.arange(graph.stats.vertices), graph.degree)
+    return torch.from_numpy(np.stack([graph.indices, readers]))
+
+
 def graph(device: torch.device, vertices: int, edges: int, features: int, classes: int) -> Graph:
     """A graph to train on: features and labels are random, half of the vertices are trained on."""
     draw = np.random.default_rng(0)

@@ -205,13 +205,9 @@ def pyg_edges(problem: Problem, device: torch.device) -> Epoch:
     """PyG on an edge index: a row per edge."""
     imported("torch_geometric")
     assert problem.graph is not None
-    return _training(problem, device, _pyg_layers(problem), _edge_index(problem.graph).to(device))
-
-
-def _edge_index(graph: Graph) -> Tensor:
-    """Sources and readers of all edges, int64 [2, E]."""
-    readers = np.repeat(np.arange(graph.stats.vertices), graph.degree)
-    return torch.from_numpy(np.stack([graph.indices, readers]))
+    return _training(
+        problem, device, _pyg_layers(problem), graphs.edge_index(problem.graph).to(device)
+    )
 
 
 def _pyg_layers(problem: Problem) -> list[torch.nn.Module]:
@@ -363,7 +359,9 @@ def neighbor_loader(problem: Problem, device: torch.device) -> Iterator[Tensor]:
     assert graph is not None
     loader = NeighborLoader(
         library.data.Data(
-            x=torch.tensor(graph.x), y=torch.tensor(graph.y).long(), edge_index=_edge_index(graph)
+            x=torch.tensor(graph.x),
+            y=torch.tensor(graph.y).long(),
+            edge_index=graphs.edge_index(graph),
         ),
         num_neighbors=list(workload.fanouts),
         input_nodes=torch.tensor(graph.train),

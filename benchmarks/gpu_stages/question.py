@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
@@ -23,6 +24,12 @@ def workload(setting: Setting, **more: Any) -> dict[str, Any]:
     hidden = 8 if setting.small else 256
     fixed = {"model": "sage", "layers": 3, "dropout": 0.5, "seed": 3, "lr": 1e-3}
     return {**fixed, "hidden": hidden, **more}
+
+
+def of_module(name: str, **more: Any) -> dict[str, Any]:
+    """A workload of a module of modules.py, as it is."""
+    path = Path(__file__).with_name("modules.py")
+    return {"model": f"{path}:{name}", "seed": 3, "lr": 1e-3, **more}
 
 
 def batches(setting: Setting) -> dict[str, Any]:

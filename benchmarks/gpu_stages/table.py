@@ -11,7 +11,7 @@ from typing import Any
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 from gpu_stages.record import Row
 
-TRAINED = ("one", "shared", "further")
+TRAINED = ("one", "shared", "further", "modules")
 NOTHING = "-"
 WIDEST = 250  # characters of a line of the digest
 
@@ -234,6 +234,7 @@ def _training(rows: list[Row]) -> list[str]:
             "epoch": _seconds("epoch_s"),
             "predicted": _seconds("predicted_s"),
             "launched one by one": _seconds("one_by_one_s"),
+            "the module alone": _seconds("alone_s"),
             "bytes equal": _text("bytes_equal"),
             "order equal": _text("order_equal"),
             "memory": _bytes("memory_bytes"),
@@ -316,6 +317,7 @@ TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "one": _training,
     "shared": _training,
     "further": _training,
+    "modules": _training,
     "references": _references,
     "measure": _measure,
     "streams": _streams,
@@ -373,6 +375,7 @@ BRIEF: dict[str, Brief] = {
     "one": _TRAINED,
     "shared": _TRAINED,
     "further": _TRAINED,
+    "modules": _TRAINED,
     "measure": ((_has("range"), ("constant",), _text("value")),),
     "streams": (
         (

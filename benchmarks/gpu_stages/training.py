@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 import gnnplan
 from gnnplan.executor.launch.checks import trainable
@@ -31,6 +32,8 @@ from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.trace import overlap, read_traces
 from gpu_stages import question
+from gpu_stages.clock import whole_s
+from gpu_stages.graphs import edge_index
 from gpu_stages.record import LeftOut, Record, Row, Setting
 
 # Epochs that are trained; those whose losses must be the CPU's, and how nearly: later ones drift
@@ -74,6 +77,8 @@ FURTHER = (
     (4, "tensor3d(x=2,y=1,z=2)", "float32"),
     (4, "offload(chunks=2)", "bfloat16"),
 )
+# modules.py: users' modules, and on how many ranks
+MODULES = ("Gcn", "Sage", "Gat", "SageMax", "Transformer", "Tag", "Gen", "Appnp")
 # The share of the memory of graph_parallel's data that there is instead. On a CPU the memory of
 # an offload's devices and that of their server are one.
 TIGHT, TIGHT_SMALL = 0.6, 0.95
@@ -88,9 +93,10 @@ class Case:
     model: str = "sage"
     dtype: str = "float32"
     tight: bool = False  # in less memory than graph_parallel needs
+    module: str = ""  # of modules.py, instead of a model
 
     def __str__(self) -> str:
-        model = f" of {self.model}" if self.model != "sage" else ""
+        model = f" of {self.module or self.model}" if self.module or self.model != "sage" else ""
         dtype = f" in {self.dtype}" if self.dtype != "float32" else ""
         memory = " in little memory" if self.tight else ""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
@@ -107,7 +113,8 @@ def cases(setting: Setting) -> dict[str, list[Case]]:
     if setting.small:
         further = [Case("offload(chunks=8)", tight=True), Case("graph_parallel(bits=2)", 2)]
         one = [Case("graph_parallel"), Case("data_parallel")]
-        return {"one": one, "shared": [Case("pipegcn", 2)], "further": further}
+        modules = [Case("graph_parallel", module="Gat")]
+        return {"one": one, "shared": [Case("pipegcn", 2)], "further": further, "modules": modules}
     models = [Case("graph_parallel", model=model) for model in ("gcn", "gat", "gcnii", "resgcn")]
     return {
         "one": [*map(Case, FULL), *models, *map(Case, MINI[:2])],
@@ -115,6 +122,13 @@ def cases(setting: Setting) -> dict[str, list[Case]]:
         "further": [
             Case("offload", tight=True),
             *(Case(strategy, ranks, dtype=dtype) for ranks, strategy, dtype in FURTHER),
+        ],
+        "modules": [
+            *(Case("graph_parallel", module=module) for module in MODULES),
+            *(Case("graph_parallel", 2, module=module) for module in MODULES[1:4]),
+            Case("data_parallel", module="Sage"),
+            Case("offload(chunks=4)", module="Gat"),
+            Case("gnnpipe(chunks=4)", 2, module="Gcn"),
         ],
     }
 
@@ -164,10 +178,13 @@ def _plan(setting: Setting, case: Case) -> gnnplan.Plan:
     more: dict[str, Any] = {"dtype": case.dtype, **(question.batches(setting) if is_mini else {})}
     if case.model in ("gcnii", "resgcn"):
         more |= {"layers": 4 if setting.small else 8}
+    if case.module:
+        workload = question.of_module(case.module, epochs=EPOCHS, **more)
+    else:
+        workload = question.workload(setting, model=case.model, epochs=EPOCHS, **more)
     servers = 2 if case.strategy.startswith("granndis") else 1
     cluster = question.cluster(setting, case.ranks // servers, servers)
     graph = question.graph(setting)
-    workload = question.workload(setting, model=case.model, epochs=EPOCHS, **more)
     if case.tight:
         whole = gnnplan.plan(graph, cluster, workload, strategy="graph_parallel", ranks=case.ranks)
         memory = whole.document["best"]["predicted"]["memory"]
@@ -224,7 +241,8 @@ def _trained(setting: Setting, case: Case) -> Row:
         "case": str(case),
         "strategy": str(chosen(plan.document)),
         "ranks": case.ranks,
-        "model": case.model,
+        "model": case.module or case.model,
+        "alone_s": _alone_s(setting, case, plan) if case.module and case.ranks == 1 else None,
         "dtype": case.dtype,
         "backend": run.document["backend"],
         "epoch_s": median(warm_epochs(run.metrics)),
@@ -242,3 +260,25 @@ def _trained(setting: Setting, case: Case) -> Row:
         "overlapped": hidden / moved if moved else None,
         "wrong": wrong,
     }
+
+
+def _alone_s(setting: Setting, case: Case, plan: gnnplan.Plan) -> float:
+    """Seconds of an epoch of the module by itself on this device, as PyG's examples train it."""
+    from gpu_stages import modules
+
+    graph, device = plan.problem.graph, setting.torch_device
+    assert graph is not None
+    x, y = torch.tensor(graph.x, device=device), torch.tensor(graph.y, device=device).long()
+    train = torch.tensor(graph.train, device=device).nonzero()[:, 0]
+    edges = edge_index(graph).to(device)
+    module = getattr(modules, case.module)(x.shape[1], graph.stats.classes).to(device)
+    optimizer = torch.optim.Adam(module.parameters(), lr=plan.problem.workload.lr)
+
+    def epoch() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(module(x, edges)[train], y[train]).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        epoch()
+    return whole_s(device, epoch, setting.small)

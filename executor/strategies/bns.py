@@ -50,6 +50,10 @@ class Worker(base.Worker):
     def buckets(self) -> list[Bucket]:
         return self.whole.buckets
 
+    @property
+    def replays(self) -> bool:
+        return self.whole.replays and not self._samples()
+
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         worker = self.whole
         if self._samples():
@@ -57,7 +61,7 @@ class Worker(base.Worker):
                 parts = [self._sampled(part, step, n) for n, part in enumerate(self.share.parts, 1)]
                 worker = self._on(replace(self.share, parts=parts))
             worker.features, worker.cached = self.whole.features, self.whole.cached
-        worker.learner = self.learner
+        worker.learner, worker.clock = self.learner, self.clock
         return worker.step(step)
 
     def evaluate(self, step: int) -> Tensor:

@@ -99,6 +99,7 @@ class Problem:
     # placement[r] is the GPU of rank r, counted over all servers (cluster/placement.py chooses it);
     # empty: all GPUs in order
     placement: tuple[int, ...] = ()
+    replayed: bool = True  # a step's kernels are launched at once where they can be (`replays`)
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -224,7 +225,11 @@ class Problem:
         """
         alone = self.cluster.device.kind == "cuda" and self.ranks == 1
         differs = self.workload.varies_lr or self.workload.is_cut
-        return alone and self.workload.mode == "full" and not differs
+        return self.replayed and alone and self.workload.mode == "full" and not differs
+
+    def launching(self, replayed: bool) -> Problem:
+        """The same problem for a strategy whose steps are `replayed`, or are not."""
+        return self if replayed or not self.replays else replace(self, replayed=False)
 
     @property
     def servers(self) -> tuple[int, ...]:

@@ -85,6 +85,7 @@ class Strategy(ABC):
     # published names of variants, and the knobs that each sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     rounds_rows: ClassVar[bool] = False  # whether its rows may be bfloat16; see ROUNDING
+    replays: ClassVar[bool] = False  # whether one rank launches a step at once; Problem.replays
     # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
     examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train
@@ -230,12 +231,14 @@ class Strategy(ABC):
         Broadcasts over clusters: where the cluster's numbers are arrays [problems, 1], so are the
         seconds.
         """
+        problem = problem.launching(self.replays)
         return problem.known.recent(
             "prediction", (self, problem), lambda: predict(problem, self.built(problem))
         )
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Every rank's tasks. The simulator plays them; the executor is held to them."""
+        problem = problem.launching(self.replays)
         return build_schedule(problem, self.program(problem), steps)
 
     def traffic(self, problem: Problem) -> list[Phase]:

@@ -178,7 +178,7 @@ def registers(kernel, given, warps, arch, x):
     for number, name in enumerate(kernel.arg_names):
         if name in given:
             signature[name], constants[(number,)] = "constexpr", given[name]
-        elif "stride" in name or name in ("rows", "width", "added", "count", "seed", "layer"):
+        elif "stride" in name or name in ("rows", "width_units", "added", "count", "seed", "layer"):
             signature[name] = "i32"
         else:
             signature[name] = POINTERS.get(name, "*fp32" if name in WIDE else x)
@@ -189,19 +189,22 @@ def registers(kernel, given, warps, arch, x):
         file.write(made.asm["cubin"])
         file.flush()
         told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True)
-    return map(int, re.search(rb"REG:(\\d+) STACK:(\\d+)", told.stdout).groups())
+    together = re.findall(r"ld.global.v(\\d)", made.asm["ptx"])  # words
+    return *map(int, re.search(rb"REG:(\\d+) STACK:(\\d+)", told.stdout).groups()), *together
 
 skip = () if len(sys.argv) > 2 else (256,)
 for arch in map(int, sys.argv[1:]):
     for x, dtype in (("*fp32", torch.float32), ("*bf16", torch.bfloat16)):
         of = torch.empty(0, dtype=dtype)
-        for columns in (64, 256):
+        for unit, columns in ((16, 64), (16, 256), (4, 128)):  # the last: of 100 columns
             edges = ours._edges(columns * dtype.itemsize)
-            given = {"COLUMNS": columns, "EDGES": edges, "SUM": tl.float32}
-            print(arch, x, "spmm", columns, *registers(ours._spmm, given, 1, arch, x))
+            given = {"UNIT": unit, "COLUMNS": columns, "EDGES": edges, "SUM": tl.float32}
+            used, spilled, *together = registers(ours._spmm, given, 1, arch, x)
+            print(arch, x, "spmm", columns, used, spilled)
+            assert together and int(together[0]) * 4 == min(16, unit * dtype.itemsize), together
         given = {"FIRST": 0, "THRESHOLD": 0, "SCALE": 2.0, "ROWS": 4, "WORDS": 64, "SUM": tl.float32}
         given |= {"WIDTH": 256, "STRIDE": 256}
-        print(arch, x, "dropout", 256, *registers(ours._dropout, given, 4, arch, x))
+        print(arch, x, "dropout", 256, *registers(ours._dropout, given, 4, arch, x)[:2])
         for width in (64, 256):
             columns, edges, sums, warps = ours._head_shape(width, of)
             given = {"WIDTH": width, "HEADS": 4, "SLOPE": 0.2, "COLUMNS": columns, "EDGES": edges}
@@ -212,7 +215,7 @@ for arch in map(int, sys.argv[1:]):
                 ("gatv2", ours._attend, gatv2), ("gatv2 home", ours._attend_home, gatv2),
                 ("gatv2 readers", ours._pairs_home, {}),
             ):
-                print(arch, x, name, width, *registers(kernel, given | more, warps, arch, x))
+                print(arch, x, name, width, *registers(kernel, given | more, warps, arch, x)[:2])
 """
 
 

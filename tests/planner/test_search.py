@@ -29,7 +29,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import GraphParallel, base, parse
 from gnnplan.planner.strategies.program import account
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
@@ -651,6 +651,21 @@ def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch: pytest.
     fastest = found.ranked[0]
     assert not fastest.strategy.exact and fastest.problem.ranks == 2
     assert found.best.strategy.exact and found.best.problem.ranks == 1
+
+
+def test_kernels_launched_one_by_one_are_priced_so():
+    """GNNPipe on one GPU was priced as if a step were one CUDA graph, in which a
+    launch costs next to nothing: GNNPipe took seven times as long on an H200."""
+    graph = load("synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0")
+    assert isinstance(graph, Graph)
+    cluster = with_ranks(read_cluster("l4_box"), 1)
+    problem = Problem(graph.stats, graph, Workload(layers=3, hidden=32), cluster)
+    one_by_one = problem.launching(replayed=False)
+    for name, is_replayed in (("graph_parallel", True), ("bns(p=0.5)", True), ("gnnpipe", False)):
+        strategy = parse(name).settle(problem)
+        epoch_s = strategy.predict(problem).epoch_s
+        slow_s = strategy.predict(one_by_one).epoch_s
+        assert (epoch_s < 0.5 * slow_s) if is_replayed else epoch_s == slow_s, name
 
 
 # -- how much is computed --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ Shapes: R destinations, S sources, E edges; H numbers a row, which are heads x W
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -75,10 +76,10 @@ def _rows(x, stride, which, column, mask, SUM: tl.constexpr):
 
 @triton.jit
 def _spmm(
-    indptr, indices, weight, x, stride, add, added, stride_add, out, width,
-    COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
+    indptr, indices, weight, x, stride_units, add, added, stride_add, out, width_units,
+    UNIT: tl.constexpr, COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row, stride, width = tl.program_id(0).to(tl.int64), stride_units * UNIT, width_units * UNIT
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     total = tl.zeros([COLUMNS], SUM)
@@ -108,11 +109,12 @@ def spmm(
     add = None if add is None else _by_rows(add)
     out = x.new_empty(rows, width)
     if out.numel():
-        columns = min(MOST_COLUMNS, _power(width))
+        # rows are read by as many numbers together as divide them, and Triton has to see that
+        columns, unit = min(MOST_COLUMNS, _power(width)), gcd(16, x.stride(0), width)
         _spmm[(rows, triton.cdiv(width, columns))](
-            indptr, indices, weight, x, x.stride(0), add,
-            *((0, 0) if add is None else (len(add), add.stride(0))),
-            out, width, columns, _edges(columns * x.element_size()), _sum_of(x), num_warps=1,
+            indptr, indices, weight, x, x.stride(0) // unit, add,
+            *((0, 0) if add is None else (len(add), add.stride(0))), out, width // unit,
+            unit, columns, _edges(columns * x.element_size()), _sum_of(x), num_warps=1,
         )  # fmt: skip
     return out
 

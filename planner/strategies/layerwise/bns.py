@@ -67,6 +67,7 @@ class BNS(Strategy):
     family: ClassVar[str] = "bns"
     claim: ClassVar[float] = 1e-6
     rounds_rows: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.bns"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("bns(p=0.5)"),

@@ -118,6 +118,7 @@ class GraNNDis(Strategy):
 
     family: ClassVar[str] = "granndis"
     rounds_rows: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
     examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
     claim: ClassVar[float] = 1e-6

@@ -111,6 +111,7 @@ class GraphParallel(Strategy):
         "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
     }
     rounds_rows: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("graph_parallel"),
