@@ -118,6 +118,7 @@ class _Training:
         patience = problem.workload.patience
         self.best = patience and Best(worker.trained(), patience, problem.metric in FALLING)
         self.replay: Replay[tuple[Tensor, Tensor | int]] | None = None
+        self.unrepeatable = ""  # why a step of a user's module cannot become a CUDA graph
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
             self.gradient_errors = _measuring(worker, self.learner)
@@ -192,8 +193,8 @@ class _Training:
         tested = None
         for step in range(epoch * self.steps, (epoch + 1) * self.steps):
             started = now()
-            if self._replays(step):
-                part, answers = self._replayed(step)
+            if self._replays(step) and (replayed := self._replayed(step)):
+                part, answers = replayed
                 seconds += now() - started
                 loss, counts = loss + part, counts + answers
                 continue
@@ -257,10 +258,10 @@ class _Training:
         """Whether the step is launched as one; those that are recorded are not."""
         if step < self.rank.traced or self.gradient_errors or not self.worker.replays:
             return False
-        return self.replay is not None or is_small(self.rank.device)
+        return self.replay is not None or (not self.unrepeatable and is_small(self.rank.device))
 
-    def _replayed(self, step: int) -> tuple[Tensor, Tensor | int]:
-        """The loss of a step, and what the metric counts."""
+    def _replayed(self, step: int) -> tuple[Tensor, Tensor | int] | None:
+        """The loss of a step, and what the metric counts; None if it cannot be done so."""
 
         def enqueue() -> tuple[Tensor, Tensor | int]:
             self.learner.zero()
@@ -269,7 +270,14 @@ class _Training:
             return loss, self._counts(logits)
 
         if self.replay is None:
-            self.replay = Replay(self.worker, enqueue, self.rank.device)
+            try:
+                self.replay = Replay(self.worker, enqueue, self.rank.device)
+            except RuntimeError as error:
+                if not self.problem.workload.is_cut:
+                    raise
+                # nothing of it was done: while torch records a graph no kernel runs
+                self.unrepeatable = str(error).partition("\n")[0]
+                return None
         return self.replay(step)
 
     def _counts(self, logits: Tensor) -> Tensor | int:

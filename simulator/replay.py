@@ -57,7 +57,7 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
     steps = min(len(metrics), MOST_EPOCHS) * batches
     must_be_playable(problem, steps)
     schedule = candidate.strategy.schedule(problem, steps)
-    played = play(schedule, problem.cost)
+    played = play(schedule, candidate.problem.cost)
     comparison = compare(
         candidate, schedule, played.spans, played.epoch_s(batches), measured, metrics, ranks
     )

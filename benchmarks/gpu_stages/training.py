@@ -179,6 +179,7 @@ def _plan(setting: Setting, case: Case) -> gnnplan.Plan:
     if case.model in ("gcnii", "resgcn"):
         more |= {"layers": 4 if setting.small else 8}
     if case.module:
+        more |= {"fanout": more["fanout"][:2]} if is_mini else {}  # it has two layers
         workload = question.of_module(case.module, epochs=EPOCHS, **more)
     else:
         workload = question.workload(setting, model=case.model, epochs=EPOCHS, **more)
@@ -247,7 +248,7 @@ def _trained(setting: Setting, case: Case) -> Row:
         "backend": run.document["backend"],
         "epoch_s": median(warm_epochs(run.metrics)),
         "one_by_one_s": median(row["epoch_s"] for row in run.metrics[2:5]),
-        "predicted_s": found["step"]["predicted_s"] * found["batches"],
+        "predicted_s": found["step"]["predicted_s"],
         "bytes_equal": bytes_equal,
         "bytes": sum(found["bytes"]["counted"].values()),
         "order_equal": order["equal"],

@@ -148,6 +148,7 @@ class Noted:
         default_factory=lambda: defaultdict(list)
     )
     keeps_inputs: bool = False
+    reads_host: bool = False
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,6 +176,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages = {tensor.untyped_storage() for tensor in read}
         name = func.overloadpacket.__name__.split(".")[-1]
         casts = _casts(read, made[0]) if name.rstrip("_") in ARITHMETIC else []
+        if self.part != "structure" and _reads_host(func, args):
+            self.noted.reads_host = True
         events = self.noted.events[self.part]
         events += [(size, self.part) for size in casts]
         for tensor in made:
@@ -235,6 +238,15 @@ def _sized(nbytes: float, size: float) -> float:
 def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:
     """Bytes of operands of another type, of which CPUs make a copy for as long as they compute."""
     return [t.numel() * made.itemsize for t in read if t.ndim and t.dtype != made.dtype]
+
+
+def _reads_host(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a GPU's host waits: for a value, or for how many rows there are."""
+    by_place = func.overloadpacket is torch.ops.aten.index  # which counts only where a mask is true
+    if by_place:
+        return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(args[1]))
+    waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return bool(waits & set(func.tags))
 
 
 def flops_of(works: Sequence[Work]) -> list[tuple[float, float]]:
@@ -386,6 +398,7 @@ def count(
         forward_events=events("gather", "update"),
         backward_events=events("update backward", "gather backward"),
         structure=structure(),
+        reads_host=any(note.reads_host for note in noted),
     )
 
 

@@ -132,8 +132,7 @@ class Worker(base.Worker):
         alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
         workload = self.problem.workload
         draws = workload.task == "link" or isinstance(self.features, SparseRows)
-        differs = draws or workload.varies_lr or workload.is_cut
-        return alone and not differs and triton_kernels() is not None
+        return alone and workload.repeats and not draws and triton_kernels() is not None
 
     def keep(self, features: Tensor | SparseRows) -> None:
         """Take features that stay, and aggregate them once if layer 1 always reads the same."""

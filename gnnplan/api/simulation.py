@@ -137,6 +137,7 @@ class Simulation(View):
     ) -> None:
         steps, noise, repetitions = playing.steps, playing.noise, playing.repetitions
         problem, strategy = moved(base, strategy, settings_of(overrides), exact)
+        problem = problem.launching(strategy.replays)
         playing.must_be_of(problem.ranks)
         batches = strategy.steps(problem)
         must_be_playable(problem, batches)

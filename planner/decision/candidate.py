@@ -37,6 +37,7 @@ class Candidate:
         it needs."""
         strategy = strategy.settle(problem)
         strategy.check(problem)
+        problem = problem.launching(strategy.replays)
         if why := objective.uncovered(problem, strategy):
             raise SpecError(why)
         return cls(strategy, strategy.predict(problem), problem, objective)

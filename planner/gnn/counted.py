@@ -114,6 +114,7 @@ class Counted(Spec):
     forward_events: tuple[Event, ...]
     backward_events: tuple[Event, ...]
     structure: Structure = Structure()
+    reads_host: bool = False  # a step waits until the host has read a value of it, or a shape
 
 
 def between(part: Counted, whole: Counted, at: float, share: float) -> Counted:

@@ -337,6 +337,13 @@ class Workload(Fields):
         return self.module is not None and self.module.cut
 
     @property
+    def repeats(self) -> bool:
+        """Whether the host launches the same kernels with the same arguments in every step."""
+        layers = self.module.layers if self.module else ()
+        reads_host = any(layer.counted and layer.counted.reads_host for layer in layers)
+        return not self.varies_lr and not reads_host
+
+    @property
     def is_converted(self) -> bool:
         """Whether it is the user's module of convolutions, whose parameters are put into ours."""
         return self.module is not None and self.model != "own"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from gnnplan.planner.cluster.here import gpus_here
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -31,11 +32,15 @@ Model = TypeVar("Model", bound=BaseModel)
 def read_cluster(name_or_path: str) -> Cluster:
     """A cluster from a YAML file or a preset.
 
-    The cluster 'local' is the one that `gnnplan measure` left in the cache directory, or else a
-    preset of cautious defaults. Raises SpecError with file, line and field."""
+    The cluster 'local' is the one that `gnnplan measure` left in the cache directory, or else this
+    machine's GPUs as their presets have them, or else a preset of two cautious CPU ranks. Raises
+    SpecError with file, line and field."""
     path = _file_of(name_or_path, PRESETS)
-    if name_or_path == "local" and (measured := cache_dir() / "local.yaml").exists():
-        path = measured
+    if name_or_path == "local":
+        if (measured := cache_dir() / "local.yaml").exists():
+            path = measured
+        elif gpus := gpus_here():
+            return gpus
     document = read_yaml(path)
     return checked(Cluster, document.data, document)
 

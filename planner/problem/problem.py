@@ -220,16 +220,15 @@ class Problem:
         """Whether all kernels of a step are launched as one (executor/ranks/replay.py).
 
         Steps that fill more of a GPU's memory are not. Their kernels take longer than launches, so
-        the host is ahead. Nor are those of a learning rate that changes: its number is a kernel's
-        argument, which a replay repeats. A user's module may do what no graph repeats.
+        the host is ahead. Nor are those that differ (Workload.repeats).
         """
         alone = self.cluster.device.kind == "cuda" and self.ranks == 1
-        differs = self.workload.varies_lr or self.workload.is_cut
-        return self.replayed and alone and self.workload.mode == "full" and not differs
+        return self.replayed and alone and self.workload.mode == "full" and self.workload.repeats
 
     def launching(self, replayed: bool) -> Problem:
         """The same problem for a strategy whose steps are `replayed`, or are not."""
-        return self if replayed or not self.replays else replace(self, replayed=False)
+        same = self.ranks > 1 or replayed == self.replayed
+        return self if same else replace(self, replayed=replayed)
 
     @property
     def servers(self) -> tuple[int, ...]:

@@ -88,11 +88,23 @@ def dropout_mask(
 
 def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
     """A word per vertex, int64 [R], from which the words of its columns follow."""
-    key = torch.zeros(1, dtype=torch.int64)
+    key = 0
     for number in numbers:
-        key = mix((key + number + 1) * GOLDEN)
-    # as a number: to copy a tensor to a GPU the host would wait for it
-    return mix((vertices + int(key)) * GOLDEN)
+        key = _mixed((key + number + 1) * GOLDEN)
+    return mix((vertices + _signed(key)) * GOLDEN)
+
+
+def _mixed(z: int) -> int:
+    """`mix` of a number."""
+    z &= 2**64 - 1
+    z = (z ^ (z >> 30)) * _MIX1 & 2**64 - 1
+    z = (z ^ (z >> 27)) * _MIX2 & 2**64 - 1
+    return z ^ (z >> 31)
+
+
+def _signed(z: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return z - 2**64 if z >= 2**63 else z
 
 
 def _threshold(p: float) -> int:

@@ -1,0 +1,91 @@
+"""The GPUs of this machine, as `nvidia-smi` tells of them, before `gnnplan measure` has."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from gnnplan.planner.cluster.readings import read
+from gnnplan.planner.cluster.spec import PRESETS, Cluster
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import read_yaml
+
+OURS = 0.9  # of a GPU's memory, as in presets
+UNKNOWN = "l4_box"  # whose rates a GPU has that no preset tells of: few GPUs are slower
+
+
+def gpus_here() -> Cluster | None:
+    """One server of the GPUs that CUDA_VISIBLE_DEVICES leaves; None if there are none.
+
+    Rates and links are those of the preset whose GPUs have the same model, or else of UNKNOWN.
+    """
+    queried = _nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+    found = [line.rsplit(", ", 1) for line in queried.splitlines() if ", " in line]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(found) if visible is None else min(len(found), len(visible.split(",")))
+    if not count or visible == "":
+        return None
+    name, memory = found[0]
+    of_model = [each for each in _presets() if _model(each.device.name) == _model(name)]
+    base = of_model[0] if of_model else next(p for p in _presets() if p.name == UNKNOWN)
+    provenance = dict(base.provenance)
+    if not of_model:
+        provenance = dict.fromkeys(provenance, f"generic default ({base.device.name})")
+    update: dict[str, object] = {"name": name}
+    if memory.isdigit():
+        update["memory"] = OURS * int(memory) * 2**20
+        provenance["device.memory"] = f"nvidia-smi, x {OURS}"
+    alone = {"servers": 1, "gpus_per_server": count, "islands": (), "switches": (), "nics": ()}
+    device = base.device.model_copy(update=update)
+    cluster = base.model_copy(
+        update={"name": "local", "device": device, "provenance": provenance, **alone}
+    )
+    return (count > 1 and _wired(cluster)) or _unwired(cluster)
+
+
+def _wired(cluster: Cluster) -> Cluster | None:
+    """With the islands, switches and NICs of `nvidia-smi topo -m`, where it tells of just these."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "nvidia-smi topo -m"
+        path.write_text(_nvidia_smi("topo", "-m"), "utf-8")
+        with suppress(SpecError):
+            found = read(cluster, (), path)
+            return found if found.gpus_per_server == cluster.gpus_per_server else None
+    return None
+
+
+def _unwired(cluster: Cluster) -> Cluster:
+    return cluster.model_copy(update={"island": None, "switch": None})
+
+
+@cache
+def _presets() -> Sequence[Cluster]:
+    """Presets of GPUs, those of whole servers first."""
+    paths = sorted(PRESETS.glob("*.yaml"), key=lambda path: (not path.stem.startswith("dgx"), path))
+    clusters = (Cluster.model_validate(read_yaml(path).data) for path in paths)
+    return [each for each in clusters if each.device.kind == "cuda"]
+
+
+def _model(name: str) -> str:
+    """'H200' of 'NVIDIA H200 SXM 141GB', '2080 Ti' of 'NVIDIA GeForce RTX 2080 Ti'."""
+    found = re.search(r"\b(?:[A-Z]{1,3}\d{1,4}\w?|\d{4})(?: (?:Ti|SUPER))?\b", name)
+    return found[0] if found else name
+
+
+def _nvidia_smi(*words: str) -> str:
+    """What it prints; '' where there is none, or no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        told = subprocess.run([program, *words], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if told.returncode else told.stdout
