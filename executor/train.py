@@ -255,8 +255,9 @@ class _Training:
         return no_counts(self.problem, self.rank.device, training)
 
     def _replays(self, step: int) -> bool:
-        """Whether the step is launched as one; those that are recorded are not."""
-        if step < self.rank.traced or self.gradient_errors or not self.worker.replays:
+        """Whether the step is launched as one; the first epochs are not, to be recorded."""
+        recorded = (self.before + TRACED_EPOCHS) * self.steps
+        if step < recorded or self.gradient_errors or not self.worker.replays:
             return False
         return self.replay is not None or (not self.unrepeatable and is_small(self.rank.device))
 
@@ -270,6 +271,7 @@ class _Training:
             return loss, self._counts(logits)
 
         if self.replay is None:
+            self.rank.traced = min(self.rank.traced, step)
             try:
                 self.replay = Replay(self.worker, enqueue, self.rank.device)
             except RuntimeError as error:

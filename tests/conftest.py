@@ -4,6 +4,7 @@ user's, and which tests run when."""
 import gc
 import multiprocessing.process
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,12 +84,18 @@ def dataset() -> Callable[[str], str]:
 @pytest.fixture(scope="session", autouse=True)
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One cache for all tests of a session, other workers' too: METIS cuts a graph once. It is not
-    the user's, for what `gnnplan measure` has found of this machine is none of their business."""
+    the user's, for what `gnnplan measure` has found of this machine is none of their business, nor
+    are its GPUs: 'local' is of two CPU ranks."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GNNPLAN_CACHE", str(folder / "cache"))
+        if shutil.which("nvidia-smi"):
+            without = tmp_path_factory.mktemp("without_gpus")
+            (without / "nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
+            (without / "nvidia-smi").chmod(0o755)
+            patch.setenv("PATH", str(without), prepend=os.pathsep)
         yield
 
 

@@ -2,6 +2,7 @@
 
     kernels.py     kernels      aggregation, dropout, products, attention against the card's rates
     peers.py       peers        epochs beside PyG's and DGL's
+    modules.py     users' modules that training.py trains
     training.py    one, shared  plan, train, validate: one rank; two and four that share the card
                    further      the same with rounded rows, columns, tiles, the server's memory
                    references   the same on the CPU

@@ -208,8 +208,6 @@ def _run(plan: gnnplan.Plan, case: Case, out: Path, on_cpu: bool, epochs: int) -
     plan.write(out / "plan.json")
     Options(eval_every=0, checkpoint_every=0).write(out)
     rank: Rank = open_rank(on_cpu=on_cpu)
-    # the device's clock is then read in half of the epochs only
-    rank.traced = strategy.steps(problem) * epochs // 2
     try:
         train(rank, problem, strategy, out, epochs, 0)
     finally:

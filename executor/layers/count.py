@@ -66,6 +66,7 @@ FREE = (
     "new_empty",
     "empty_strided",
     "new_empty_strided",
+    "is_pinned",
     "sparse_compressed_tensor",
     "values",
 )
@@ -244,7 +245,8 @@ def _reads_host(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a GPU's host waits: for a value, or for how many rows there are."""
     by_place = func.overloadpacket is torch.ops.aten.index  # which counts only where a mask is true
     if by_place:
-        return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(args[1]))
+        places = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
+        return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in places)
     waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return bool(waits & set(func.tags))
 

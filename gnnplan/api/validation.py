@@ -102,6 +102,11 @@ class Validation(View):
         steps = "" if batches == 1 else f" of {show_count(batches, 'step')}"
         lines.append(f"{self.strategy}, {show_count(epochs, 'epoch')}{steps}; seconds per {unit}")
         lines.append(times(result, unit))
+        if result["replayed"]:
+            lines.append(
+                "operations are of epochs that launched them one by one, to be recorded; other"
+                " epochs launched a step at once"
+            )
         exposed = result["exposed"]
         lines.append(
             f"communication per {unit}: {show_time(exposed['measured_s'])} exposed (predicted"
@@ -145,7 +150,9 @@ def times(result: dict[str, Any], unit: str) -> Table:
         column("predicted", "predicted_s", show_time),
         column("measured", "measured_s", show_time),
         column("prediction off", "predicted_error", show_error),
-        (f"share of {unit}", lambda row: show_percent(row["measured_s"] / step["measured_s"])),
+        None
+        if result["replayed"]
+        else (f"share of {unit}", lambda row: show_percent(row["measured_s"] / step["measured_s"])),
         ("simulated, where it differs", simulated_cell) if differs else None,
     )
 

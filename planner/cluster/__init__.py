@@ -13,6 +13,7 @@
     placement.py     which GPU each rank sits on
     link_fit.py      from timed messages to a link
     readings.py      from the files of nccl-tests and nvidia-smi to a cluster
+    here.py          this machine's GPUs
     scaling.py       a cluster with some of its numbers multiplied
     doubt.py         how far its constants may be off, and clusters drawn from that
 

@@ -17,6 +17,7 @@ from gnnplan.planner.decision.room import must_fit_servers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.minibatch.host_memory import fullest
+from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -41,6 +42,12 @@ class Candidate:
         if why := objective.uncovered(problem, strategy):
             raise SpecError(why)
         return cls(strategy, strategy.predict(problem), problem, objective)
+
+    def launched_one_by_one(self) -> Candidate:
+        """The same where no step is launched at once: epochs that are recorded are not."""
+        problem = replace(self.problem, replayed=False)
+        predicted = predict(problem, self.strategy.built(problem))
+        return replace(self, predicted=predicted, problem=problem)
 
     def that_fits(self) -> Candidate:
         """The same. Raises Infeasible where a server or a device has too little memory."""

@@ -155,6 +155,7 @@ def _row(name: str, predicted: float | None, simulated: float | None, measured: 
 
 def compare(
     candidate: Candidate,
+    recorded: Candidate,
     schedule: Schedule,
     simulated: list[Span],
     simulated_epoch_s: float,
@@ -164,7 +165,8 @@ def compare(
 ) -> dict[str, Any]:
     """The document of `gnnplan validate`: all times per epoch, which is one step of a full graph.
 
-    `candidate` is the plan's choice, evaluated; `simulated` are the spans of playing `schedule`;
+    `candidate` is the plan's choice, evaluated; `recorded` is the same as its recorded epochs were
+    launched, and `simulated` are the spans of playing `schedule` so;
     `metrics` and `ranks` are what `read_run` returns. Times are medians without the epochs that
     warm up.
     """
@@ -182,7 +184,7 @@ def compare(
         median(warm_epochs(metrics)),
     )
     rows = compare_operations(
-        prediction, per_operation(simulated, steady), per_operation(measured, warm)
+        recorded.predicted, per_operation(simulated, steady), per_operation(measured, warm)
     )
     volume = _compare_bytes(candidate, schedule, batches, metrics, ranks)
     device = _compare_devices(problem.cluster.device.kind, ranks)
@@ -192,6 +194,7 @@ def compare(
         "batches": batches,
         "device": device,
         "step": step,
+        "replayed": recorded is not candidate,
         "operations": rows,
         "exposed": _row(
             "exposed communication",
@@ -207,7 +210,7 @@ def compare(
         "rows": rows_by_class(ranks),
         "diagnosis": diagnose(
             step,
-            rows,
+            rows if recorded is candidate else (),
             volume_equal=volume["equal"],
             disorder=disorder,
             same_device=device["equal"],
@@ -378,6 +381,9 @@ def diagnose(
         )
     missed = step["predicted_error"]
     step_fits = abs(missed) <= TOLERANCE
+    if not rows:
+        off = f"the {unit} is {show_error(missed)} off: {MEASURE}"
+        return "the prediction holds" if step_fits else off
     errors = {
         row["operation"]: error for row in rows if (error := share_of_step(row, step)) is not None
     }

@@ -741,7 +741,7 @@ class Counted(LayerPasses):
     def compute(self, tape: Tape) -> None:
         assert self.spec.counted is not None
         if self.redrawn:
-            tape.touch(opening(self.spec, self.rows, self.sources, self.edges))
+            tape.touch(opening(self.on_gpu, self.spec, self.rows, self.sources, self.edges))
         self._play(tape, self.spec.counted.forward_events)
 
     def compute_backward(self, tape: Tape) -> None:
@@ -856,9 +856,13 @@ def block(
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
 
 
-def opening(spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
-    """The most memory while a user's module makes what it reads of a block's edges [B]."""
-    return amount(spec.counted.structure.most, rows, sources, edges) if spec.counted else 0.0
+def opening(on_gpu: bool, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
+    """The most memory while a user's module makes what it reads of a block's edges [B].
+
+    The host makes it, so that a GPU has only what stays."""
+    if spec.counted is None or on_gpu:
+        return 0.0
+    return amount(spec.counted.structure.most, rows, sources, edges)
 
 
 def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Number]:

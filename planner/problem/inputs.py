@@ -11,7 +11,6 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from gnnplan.planner.cluster.here import gpus_here
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -39,8 +38,11 @@ def read_cluster(name_or_path: str) -> Cluster:
     if name_or_path == "local":
         if (measured := cache_dir() / "local.yaml").exists():
             path = measured
-        elif gpus := gpus_here():
-            return gpus
+        else:
+            from gnnplan.planner.cluster.here import gpus_here  # whose imports ranks do without
+
+            if gpus := gpus_here():
+                return gpus
     document = read_yaml(path)
     return checked(Cluster, document.data, document)
 

@@ -29,9 +29,10 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 # Rows are left out where training vertices need at most this share of all rows of all layers
 MOST_NEEDED = 2 / 3
-# Of a kernel that is launched with all others of a step [s]. On an H200 a step of 58 kernels, which
-# run for 190 us, took 223 us (2026-11-27).
-REPLAYED_LAUNCH = 0.6e-6
+# Of a kernel that is launched with all others of a step, and of the least that any runs for [s]. On
+# an H200 a step on 1,000 vertices and 10,000 edges took 223 us (2026-11-27): its bytes and flops
+# take 28 us, and plans count 69 launches.
+REPLAYED_LAUNCH = 2.8e-6
 LISTS = ("islands", "switches", "nics")  # fields of a cluster that list GPUs of a server
 
 

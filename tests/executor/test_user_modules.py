@@ -1092,3 +1092,26 @@ def test_a_module_is_read_without_torchs_compiler(tmp_path: Path, fork_server: F
         assert process.ended(60)[0] == 0, (tmp_path / "stderr").read_text()
     finally:
         process.close()
+
+
+@pytest.mark.parametrize(("picks", "repeats"), [("self.places", True), ("self.mask", False)])
+def test_a_module_whose_layers_wait_for_the_host_is_no_cuda_graph(
+    tmp_path: Path, picks: str, repeats: bool
+) -> None:
+    """To read where a mask is true a GPU's host waits, which a CUDA graph cannot; a place it need
+    not know. Dropout waits for nothing."""
+    path = tmp_path / "net.py"
+    path.write_text(f"""{PYG}
+class Net(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.second = GCNConv(in_channels, 8), GCNConv(4, out_channels)
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+        self.register_buffer("places", torch.arange(0, 8, 2))
+
+    def forward(self, x, edge_index):
+        h = F.dropout(F.silu(self.first(x, edge_index)), 0.5, self.training)
+        return self.second(h[:, {picks}], edge_index)
+""")
+    workload = with_module(Workload(), read(f"{path}:Net", Workload(), GRAPH), ())
+    assert workload.is_cut and workload.repeats == repeats

@@ -178,7 +178,10 @@ def _during_setup(
     held = _read(problem, layout)
     for layer, spec in enumerate(problem.model.layers, 1):
         f = layout.facts(layer)
-        passing.append(np.zeros(problem.ranks) + opening(spec, f.rows, f.sources, f.edges))
+        passing.append(
+            np.zeros(problem.ranks)
+            + opening(problem.model.on_gpu, spec, f.rows, f.sources, f.edges)
+        )
     most = np.asarray(held + np.max(passing, axis=0))
     if problem.model.aggregate_cached(1):
         most = np.asarray(np.maximum(most, held + _constant(problem, layout)))
