@@ -225,10 +225,9 @@ def test_presets_are_whole_and_say_where_numbers_come_from(name):
     needed |= {"inter_node.bandwidth", "inter_node.latency"} if cluster.inter_node else set()
     needed |= {"price"} if cluster.price else set()
     assert needed <= set(cluster.provenance)
+    sources = "datasheet", "printed", "derived", "assumed", "generic default", "measured"
     for field, text in cluster.provenance.items():
-        assert text.startswith(("datasheet", "printed", "derived", "assumed", "generic default")), (
-            field
-        )
+        assert text.startswith(sources), field
 
 
 def test_datasheet_times_efficiency():
