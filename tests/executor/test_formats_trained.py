@@ -37,7 +37,7 @@ from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.planner.evidence.recorded import read_run
 from gnnplan.planner.graph import formats
 from gnnplan.planner.problem.problem import with_ranks
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 
 EPOCHS, HIDDEN, LR = 3, 16, 0.05
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
