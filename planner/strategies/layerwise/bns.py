@@ -26,9 +26,8 @@ epoch. See also graph_parallel.py, step.py and memory.py; executor/strategies/bn
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,8 +37,7 @@ from gnnplan.planner.graph.streams import BOUNDARY
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import bits
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Example, Memory
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
 from gnnplan.planner.strategies.layerwise.on_parts import OnParts
@@ -72,19 +70,6 @@ class BNS(OnParts):
         Example("bns(p=0.3,narrow=True)", ranks=3),
         Example("bns(p=0.5,bits=4)"),
     )
-
-    @classmethod
-    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """None: what a sample costs in accuracy is not known of a graph; users ask for it."""
-        return iter(())
-
-    @classmethod
-    def absent(cls, problem: Problem) -> str:
-        return ""
-
-    @classmethod
-    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        return bits.sentences(problem, fastest)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)

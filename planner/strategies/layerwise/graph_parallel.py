@@ -63,7 +63,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Strategy
 from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, Policy
@@ -138,7 +137,7 @@ class GraphParallel(OnParts):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        told = bits.sentences(problem, fastest)
+        told = super().explain(problem, fastest)
         if not problem.needs_few_rows:
             return told
         trained = problem.stats.train_vertices / problem.stats.vertices

@@ -8,8 +8,9 @@ is executor/strategies/graph_parallel.py, which reads the same options.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from gnnplan.planner.gnn.few_bits import ADAPTIVE
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -59,6 +60,19 @@ class OnParts(Strategy):
 
         mine = lossy(self.exchange_options)
         return isinstance(other, type(self)) and mine == lossy(other.exchange_options)
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        """None: what it costs in accuracy is not known of a graph; users ask for it."""
+        return iter(())
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        return ""
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        return bits.sentences(problem, fastest)
 
     def with_less_memory(self) -> Strategy | None:
         if self.exchange_options.checkpoint:
