@@ -8,7 +8,8 @@ import a_tenth
 import numpy as np
 import pytest
 import torch
-from ranks import ForkServer, Ranks
+
+from gnnplan.testing.ranks import ForkServer, Ranks
 
 collect_ignore = ["zoo.py", "zoo_dgl.py"]  # files as users have them
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from plain import Plain, Read, difference
-from ranks import Case, Ranks
 from torch import Tensor
 
 from gnnplan.planner.strategies.layerwise.bns import Sample
 from gnnplan.planner.strategies.layerwise.exchange import Crossing
+from gnnplan.testing.plain import Plain, Read, difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

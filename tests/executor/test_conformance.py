@@ -13,7 +13,6 @@ import pytest
 from examples import NIGHT
 from jumping import jumping
 from pairwise import covered
-from ranks import Case, Ranks, Result
 
 from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.strategies import families, parse
@@ -26,6 +25,7 @@ from gnnplan.planner.vocabulary.trace import (
     transfer_times,
     write_traces,
 )
+from gnnplan.testing.ranks import Case, Ranks, Result
 
 pytestmark = pytest.mark.timeout(110)
 

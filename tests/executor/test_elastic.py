@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Case, ForkServer, Ranks, Result
 
 from gnnplan.cli import app
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
@@ -21,6 +20,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, Joined, named
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -14,13 +14,13 @@ import pytest
 from examples import NIGHT
 from jumping import jumping
 from pairwise import covered, pairs
-from plain import difference, train_plainly
-from ranks import Case, Ranks, Result
 
 from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies import parse
+from gnnplan.testing.plain import difference, train_plainly
+from gnnplan.testing.ranks import Case, Ranks, Result
 
 pytestmark = pytest.mark.timeout(110)
 NIGHTLY = pytest.mark.nightly

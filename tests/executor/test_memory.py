@@ -21,7 +21,6 @@ from counting import counted
 from jumping import jumping
 from libraries import multiply
 from pairwise import covered
-from ranks import Case, ForkServer, Ranks
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
@@ -34,6 +33,7 @@ from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Jump, Residual, Workload
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
+from gnnplan.testing.ranks import Case, ForkServer, Ranks
 
 T = TypeVar("T")
 glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")

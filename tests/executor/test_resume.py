@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from examples import NIGHT
-from ranks import Case, ForkServer, Ranks, Result
 from safetensors.torch import save_file
 
 from gnnplan.cli import app
@@ -28,6 +27,7 @@ from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.trace import recorded_order
+from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result
 
 pytestmark = pytest.mark.timeout(110)
 

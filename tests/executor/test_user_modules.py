@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Case, ForkServer, Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -40,6 +39,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.p3.slices import Slices
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, ForkServer, Ranks
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
 GRAPH = GraphFields(FEATURES, CLASSES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_strategies import GRAPHS, cluster, problem_of
+from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_strategies import GRAPHS, cluster, problem_of
+from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse

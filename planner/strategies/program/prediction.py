@@ -39,6 +39,10 @@ class Prediction:
         """That of an epoch, counted from 0."""
         return self.of_period[epoch % self.period] if self.of_period else self
 
+    def over(self, epochs: range) -> Prediction:
+        """The mean of some epochs: of no more than a period."""
+        return mean([self.at(epoch) for epoch in epochs[: self.period]])
+
     @property
     def bytes_total(self) -> int:
         return sum(self.bytes.values())
