@@ -36,7 +36,6 @@ class Delayed(OnParts):
     """r: epochs after which a halo row is refreshed; the others are as in graph parallelism."""
 
     r: int = 2
-    narrow: bool = False
     checkpoint: bool = False
     buckets: int = 1
     bits: int | str | None = None
@@ -45,7 +44,7 @@ class Delayed(OnParts):
     executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("delayed"),
-        Example("delayed(r=3,narrow=True,checkpoint=True)", ranks=3),
+        Example("delayed(r=3,checkpoint=True)", ranks=3),
         Example("delayed(bits=4,buckets=2)"),
     )
     claim: ClassVar[float] = 1e-6
@@ -53,8 +52,7 @@ class Delayed(OnParts):
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(
-            self.narrow,
-            EveryPeriod("stay", self.r) if self.r > 1 else Policy(),
+            policy=EveryPeriod("stay", self.r) if self.r > 1 else Policy(),
             checkpoint=self.checkpoint,
             buckets=self.buckets,
             bits=self.bits,

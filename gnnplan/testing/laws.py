@@ -6,6 +6,7 @@ the right way.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,8 +22,17 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GNNPipe, Offload, Prediction, Strategy, Tensor3D
+from gnnplan.planner.strategies import (
+    GNNPipe,
+    Offload,
+    Prediction,
+    Strategy,
+    Tensor3D,
+    named,
+    parse,
+)
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
+from gnnplan.planner.strategies.program.drawing import draw
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.simulator.player import Played, TaskGraph, critical_path, play, serial
 
@@ -370,3 +380,24 @@ def crossing(
         links["inter_node"] += across
         links["intra_node"] += wire - across
     return {where: n for where, n in links.items() if n}
+
+
+# -- words and drawings ----------------------------------------------------------------------------
+
+
+def must_survive_words_and_json(strategy: Strategy) -> None:
+    assert parse(str(strategy)) == strategy
+    assert named(strategy.name, json.loads(json.dumps(strategy.knobs()))) == strategy
+
+
+def drawing_of(strategy: Strategy, ranks: int, layers: int, steps: int, **what: Any) -> str:
+    """Some steps on a small graph, each rank on a server of its own."""
+    graph = load("synthetic:community?vertices=200&edges=2000&features=16&classes=4&seed=0")
+    assert isinstance(graph, Graph)
+    batches = {"batch": 16, "fanout": (3,) * layers} if strategy.mode == "mini" else {}
+    workload = Workload.model_validate(
+        {"model": "sage", "layers": layers, "hidden": 8, "mode": strategy.mode, **batches}
+    )
+    where = cluster(ranks, 1, inter=1e9, intra=1e9)
+    problem = Problem(graph.stats, graph, workload, where)
+    return draw(strategy.settle(problem).schedule(problem, steps), **what)

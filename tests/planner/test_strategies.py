@@ -1,7 +1,6 @@
 """Laws over every family: closed form, schedule and memory tell one story, and the story bends the
 right way."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, product
@@ -57,6 +56,7 @@ from gnnplan.testing.laws import (
     Told,
     bytes_of_the_schedule_are_those_of_predict,
     cluster,
+    must_survive_words_and_json,
     problem_of,
     problems,
     statistics,
@@ -618,9 +618,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_knobs_survive_words_and_json(family: type[Strategy], data: st.DataObject):
-    strategy = data.draw(knobs_of(family))
-    assert parse(str(strategy)) == strategy
-    assert named(strategy.name, json.loads(json.dumps(strategy.knobs()))) == strategy
+    must_survive_words_and_json(data.draw(knobs_of(family)))
 
 
 @pytest.mark.parametrize(

@@ -186,21 +186,18 @@ class Holds:
         """Rows that leave for peers or gradients that come from them, beside the layer's own."""
         model, f = self.model, self._counts(layer)
         width, b = model.exchanged_width(layer, self.options.narrow), model.itemsize
+        policy, bits = self.options.policy, self.options.bits
+        leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
+        # where rows stay, those that come are put among them
+        put = comes * width * b * (policy.stays and (way == "f" or bits is None))
         whole = np.asarray(f.given * width * b)
-        if self.options.bits is None:
-            policy = self.options.policy
-            coming = f.taken if way == "f" else f.given
-            kept = coming * width * b * policy.stays  # what comes takes its place among those
-            return np.asarray(whole * (not policy.lags) + kept)
-        packed = (f.given + f.taken) * few_bits.row_bytes(width, b, self.options.bits)
-        leaves = f.given if way == "f" else f.taken
+        if bits is None:
+            return np.asarray(whole * (not policy.lags) + put)
+        packed = (f.given + f.taken) * few_bits.row_bytes(width, b, bits)
         room = few_bits.room(leaves * width, b, self.problem.cluster.device.kind)
-        if (
-            self.options.bits == few_bits.ADAPTIVE
-        ):  # the rows of a kind, packed and unpacked, on the way
-            comes = f.taken if way == "f" else f.given
+        if bits == few_bits.ADAPTIVE:  # the rows of a kind, packed and unpacked, on the way
             room = np.maximum(room + packed, comes * width * b)
-        return np.asarray(packed + (np.maximum(whole, room) if way == "b" else room))
+        return np.asarray(packed + put + (np.maximum(whole, room) if way == "b" else room))
 
     def _copied(self, layer: int) -> Number:
         """A copy of the layer's source rows, own and halo together."""
