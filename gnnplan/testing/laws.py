@@ -390,7 +390,7 @@ def must_survive_words_and_json(strategy: Strategy) -> None:
     assert named(strategy.name, json.loads(json.dumps(strategy.knobs()))) == strategy
 
 
-def drawing_of(strategy: Strategy, ranks: int, layers: int, steps: int, **what: Any) -> str:
+def drawing_of(strategy: Strategy, world: int, layers: int, steps: int, **what: Any) -> str:
     """Some steps on a small graph, each rank on a server of its own."""
     graph = load("synthetic:community?vertices=200&edges=2000&features=16&classes=4&seed=0")
     assert isinstance(graph, Graph)
@@ -398,6 +398,6 @@ def drawing_of(strategy: Strategy, ranks: int, layers: int, steps: int, **what: 
     workload = Workload.model_validate(
         {"model": "sage", "layers": layers, "hidden": 8, "mode": strategy.mode, **batches}
     )
-    where = cluster(ranks, 1, inter=1e9, intra=1e9)
+    where = cluster(world, 1, inter=1e9, intra=1e9)
     problem = Problem(graph.stats, graph, workload, where)
     return draw(strategy.settle(problem).schedule(problem, steps), **what)
