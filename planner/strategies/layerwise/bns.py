@@ -20,28 +20,23 @@ rounded are drawn apart from each other, so a sum is still on average that of al
 A rank samples its blocks anew in every epoch (`lay`). It keeps the whole ones for evaluation.
 
 Source: Wan et al., BNS-GCN (MLSys 2022), Algorithm 1; there one sample serves all layers of an
-epoch. See also graph_parallel.py, step.py and memory.py; executor/strategies/bns.py.
+epoch. See also vanishing.py, exchange.py and step.py; executor/strategies/vanishing.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block, weighs_edges
 from gnnplan.planner.graph.sampling import GOLDEN, Ids, key_of, mix
 from gnnplan.planner.graph.streams import BOUNDARY
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory
-from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.base import Example
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
 from gnnplan.planner.strategies.layerwise.on_parts import OnParts
-from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ROUNDING = 1e-9  # 0.07 of 100 rows are 7, though 0.07 * 100 is a little more
@@ -78,15 +73,6 @@ class BNS(OnParts):
                 f"bns: p is the share of halo rows that is sent, in [0, 1], not {self.p:g}; use"
                 f" p={P}"
             )
-        for number, layer in enumerate(problem.model.layers, 1):
-            softmax = layer.heads or layer.sums > 1
-            if self.p < 1 and (softmax or (layer.counted and not layer.counted.linear)):
-                raise SpecError(
-                    "bns: a sample stands for all edges only in a weighted sum over them, and layer"
-                    f" {number} of {problem.workload.called} has"
-                    f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
-                    " another model"
-                )
         super().check(problem)
 
     @property
@@ -99,42 +85,6 @@ class BNS(OnParts):
             buckets=self.buckets,
             bits=self.bits,
         )
-
-    def program(self, problem: Problem) -> Program:
-        whole = super().program(problem)
-        laid = self._laid(problem, problem.layout())
-        if not laid.any():
-            return whole
-        step = [Op("lay", host=("lay", laid, 0)), *whole.at(0)]
-        return replace(whole, known=lambda: [step], at=lambda t: step)
-
-    def _sampled_layers(self, problem: Problem) -> list[int]:
-        """Layers of which an epoch takes a sample."""
-        varying = range(problem.model.first_varying + 1, problem.workload.layers + 1)
-        return [layer for layer in varying if self.p < 1 and problem.layout().meets(layer)]
-
-    def _laid(self, problem: Problem, whole: Layout | EstimatedLayout) -> np.ndarray:
-        """Edges of the blocks of which each rank takes a sample in an epoch [ranks]."""
-        sampled = [whole.facts(layer).edges for layer in self._sampled_layers(problem)]
-        return np.sum(sampled, axis=0) if sampled else np.zeros(problem.ranks, dtype=np.int64)
-
-    def memory(self, problem: Problem) -> Memory:
-        """Bytes per rank by use: those of an epoch's sample, and whole blocks beside its own."""
-        use = super().memory(problem)
-        whole = layerwise_memory.blocks(problem, problem.layout())
-        model, blocks = problem.model, np.zeros(problem.ranks)
-        for layer in self._sampled_layers(problem):
-            f = self.exchange_options.facts(problem, problem.layout(), layer)
-            spec, kind = model.layers[layer - 1], problem.workload.model
-            blocks = blocks + block(kind, model, spec, f.rows, f.sources, f.edges)
-            if not weighs_edges(kind, spec):  # those of a sample do
-                blocks = blocks + 2 * model.itemsize * f.edges
-            blocks = blocks + 8 * f.given
-        targets = 16 * problem.layout().facts(problem.workload.layers).rows
-        return use | {"graph": whole + blocks + targets * (blocks > 0)}
-
-
-# -- the sample ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

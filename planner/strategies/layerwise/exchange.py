@@ -51,6 +51,10 @@ class Policy:
     others: Literal["stay", "vanish", "lag"] = "stay"
     period: int = 1
 
+    def __post_init__(self) -> None:
+        if self.lags and not self.whole:
+            raise ValueError(f"{self}: rows that lag all cross, and `fresh` is not asked; leave it")
+
     def fresh(self, ids: Ids, crossing: Crossing) -> Ids:
         """Which of an owner's rows `ids` [n] that the reader reads cross: places, ascending."""
         return np.arange(ids.size)

@@ -23,6 +23,7 @@ from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Batches, preparation
+from gnnplan.planner.strategies.layerwise.vanishing import blocks, check_sums, with_laying
 from gnnplan.planner.strategies.program.program import Program
 
 
@@ -82,6 +83,8 @@ class OnParts(Strategy):
     def check(self, problem: Problem) -> None:
         options = self.exchange_options
         self.check_mode(problem)
+        if options.policy.vanishes:
+            check_sums(self.family, problem)
         check_buckets(self.name, problem, options.buckets)
         bits.check_bits(self.name, options.bits, problem, adapts=self.adapts)
         self.check_vertices(problem)
@@ -97,15 +100,11 @@ class OnParts(Strategy):
         return preparation(problem, problem.layout())
 
     def memory(self, problem: Problem) -> Memory:
-        return layerwise_memory.memory(
-            problem,
-            self.built(problem),
-            problem.layout(),
-            self.exchange_options,
-            self.layouts(problem),
-        )
+        rows, options, batches = problem.layout(), self.exchange_options, self.layouts(problem)
+        use = layerwise_memory.memory(problem, self.built(problem), rows, options, batches)
+        return use | {"graph": blocks(problem, options)} if options.policy.vanishes else use
 
     def program(self, problem: Problem) -> Program:
-        return layerwise.program(
-            problem, problem.layout(), self.exchange_options, self.layouts(problem)
-        )
+        rows, options, batches = problem.layout(), self.exchange_options, self.layouts(problem)
+        program = layerwise.program(problem, rows, options, batches)
+        return with_laying(problem, program) if options.policy.vanishes else program

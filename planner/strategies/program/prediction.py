@@ -65,6 +65,8 @@ def mean(epochs: Sequence[Prediction]) -> Prediction:
     first, count = epochs[0], len(epochs)
     if count == 1:
         return first
+    sent = [{op: nbytes for op, nbytes in each.bytes.items() if nbytes} for each in epochs]
+    epochs = [replace(each, bytes=of_op) for each, of_op in zip(epochs, sent, strict=True)]
 
     def added(name: str) -> dict[str, Any]:
         """What a field has by name, of all epochs."""
@@ -79,6 +81,6 @@ def mean(epochs: Sequence[Prediction]) -> Prediction:
         name: sum(getattr(each, name) for each in epochs) / count for name in seconds
     }
     for name in ("bytes", "bytes_by_link"):
-        means[name] = {key: round(sent / count) for key, sent in added(name).items()}
+        means[name] = {key: round(number / count) for key, number in added(name).items()}
     means["by_op"] = {op: took / count for op, took in added("by_op").items()}
     return replace(first, of_period=tuple(epochs), **means)

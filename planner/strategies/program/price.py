@@ -95,7 +95,7 @@ def bytes_of(
         if not op.moves:
             continue
         by_link = moved(problem, op)
-        if by_link or (op.sent is None and not op.chunks):  # else nobody sends anything
+        if by_link or not op.chunks:  # no chunk is exchanged of which nobody sends anything
             by_op[op.op] += times * sum(by_link.values())
         for link, nbytes in by_link.items():
             links[link] += times * nbytes
