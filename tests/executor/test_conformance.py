@@ -30,7 +30,7 @@ from gnnplan.testing.runs import (
 from gnnplan.testing.runs import test_order_of_operations as test_order_of_operations
 from gnnplan.testing.runs import test_set_up_bytes as test_set_up_bytes
 from gnnplan.testing.runs import (
-    test_validate_finds_bytes_and_order_as_predicted as test_validate_finds_bytes_and_order_as_predicted,
+    test_validate_finds_no_fault as test_validate_finds_no_fault,
 )
 
 pytestmark = pytest.mark.timeout(110)
