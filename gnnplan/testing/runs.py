@@ -148,7 +148,8 @@ def test_validate_finds_no_fault(played: Played) -> None:
     simulated = play(played.schedule, played.candidate.problem.cost)
     epoch_s = simulated.epoch_s(played.steps, played.prediction.period)
     measured = played.spans, played.result.metrics, played.ranks
-    told = compare(played.candidate, played.schedule, simulated.spans, epoch_s, *measured)
+    found = played.candidate, played.candidate, played.schedule, simulated.spans, epoch_s
+    told = compare(*found, *measured)
     assert told["bytes"]["equal"] and told["order"]["equal"], told["diagnosis"]
     assert REPORT not in told["diagnosis"]
 
