@@ -11,7 +11,6 @@ An activity that takes time is one SimPy event; a dependency is none."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,6 +20,7 @@ import simpy
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.vocabulary.errors import Deadlock, Mismatch
+from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
@@ -73,9 +73,9 @@ class Played:
         ends = [self._step_ends[step] for step in steps_by_time if step % steps == steps - 1]
         return [b - a for a, b in pairwise(ends)] if len(ends) > 1 else [self.end_s]
 
-    def epoch_s(self, steps: int) -> float:
-        """Duration of an epoch in the steady state: the median of `epochs_s` [s]."""
-        return statistics.median(self.epochs_s(steps))
+    def epoch_s(self, steps: int, period: int = 1) -> float:
+        """Duration of an epoch in the steady state: `typical` of `epochs_s` [s]."""
+        return typical(self.epochs_s(steps), period)
 
     @property
     def step_s(self) -> float:

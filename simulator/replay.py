@@ -21,7 +21,7 @@ from gnnplan.planner.vocabulary.units import show_count
 from gnnplan.simulator.player import play
 
 MOST_TASKS = 4_000_000  # of a simulation: beyond, it takes minutes and many GB
-MOST_EPOCHS = 5  # of a run that are played
+MOST_EPOCHS = 5  # of a run that are played, or as many as differ
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
     if cluster:
         problem = replace(problem, cluster=same_shape(read_cluster(cluster), problem.cluster))
     candidate = evaluate(problem, chosen(document))
-    batches = candidate.strategy.steps(problem)
-    steps = min(len(metrics), MOST_EPOCHS) * batches
+    batches, period = candidate.strategy.steps(problem), candidate.predicted.period
+    steps = min(len(metrics), max(MOST_EPOCHS, period + 1)) * batches
     must_be_playable(problem, steps)
     schedule = candidate.strategy.schedule(problem, steps)
     played = play(schedule, candidate.problem.cost)
@@ -62,9 +62,8 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
     if any(row.get("replayed") for row in metrics):
         recorded = candidate.launched_one_by_one()
         spans = play(schedule, recorded.problem.cost).spans
-    comparison = compare(
-        candidate, recorded, schedule, spans, played.epoch_s(batches), measured, metrics, ranks
-    )
+    epoch_s = played.epoch_s(batches, period)
+    comparison = compare(candidate, recorded, schedule, spans, epoch_s, measured, metrics, ranks)
     run = Run.of(str(directory), candidate, comparison, metrics)
     return Replay(run, candidate, measured, metrics, ranks)
 

@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FAMILIES, parse
-from gnnplan.planner.strategies.program.drawing import draw
+from gnnplan.testing.laws import drawing_of
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "strategies"
-DEVICE = Device(memory=1e9, gemm=1e12, memory_bandwidth=1e11)
 # page, and which of its drawings -> strategy, ranks (each on a server of its own), layers, steps, what is drawn
 DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "graph_parallel": ("graph_parallel", 2, 2, 1, {}),
@@ -45,15 +39,7 @@ DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("page", DRAWN)
 def test_a_page_has_the_drawing_of_its_program(page: str):
     name, ranks, layers, steps, what = DRAWN[page]
-    graph = load("synthetic:community?vertices=200&edges=2000&features=16&classes=4&seed=0")
-    assert isinstance(graph, Graph)
-    strategy = parse(name)
-    batches = {"batch": 16, "fanout": (3,) * layers} if strategy.mode == "mini" else {}
-    workload = Workload(model="sage", layers=layers, hidden=8, mode=strategy.mode, **batches)
-    link = Link(bandwidth=1e9)
-    cluster = Cluster(servers=ranks, device=DEVICE, intra_node=link, inter_node=link)
-    problem = Problem(graph.stats, graph, workload, cluster)
-    drawing = draw(strategy.settle(problem).schedule(problem, steps), **what)
+    drawing = drawing_of(parse(name), ranks, layers, steps, **what)
     text = (PAGES / f"{page.split(',')[0]}.md").read_text(encoding="utf-8")
     assert f"```\n{drawing}\n```" in text, f"{page}.md should have\n{drawing}"
 

@@ -1,6 +1,7 @@
 """The examples do what their first lines say, each in an empty folder."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,30 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert EXAMPLES[name] in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_package_runs_the_kit_on_its_strategy(tmp_path: Path) -> None:
+    """`delayed`, installed with its entry point: less than a page of code, all tests of the kit."""
+    package, site = FOLDER / "delayed", tmp_path / "site"
+    assert len((package / "gnnplan_delayed.py").read_text(encoding="utf-8").splitlines()) <= 80
+    copy = shutil.copytree(package, tmp_path / "delayed")  # a build leaves files behind
+    install = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
+    path = f"{site}{os.pathsep}{FOLDER.parent}"
+    env = os.environ | {"PYTHONPATH": path, "GNNPLAN_CACHE": str(tmp_path / "cache")}
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(copy), "-W", "error"]
+    for command in ([*install, str(site), str(copy)], ["pytest", *options, str(copy)]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=copy,
+            env=env | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_example_is_run() -> None:

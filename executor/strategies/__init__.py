@@ -3,11 +3,11 @@
 They are named as in planner/strategies/, and record their spans under the labels of its schedules.
 
     base.py             what each of them offers the training loop
-    graph_parallel.py   layer after layer over a layout, halos exchanged before each
+    graph_parallel.py   graph parallel, PipeGCN, bns: halos exchanged before each layer
     layerwise.py        its step, forward and backward
-    halo.py             its exchanges: in the step that reads the rows or one before, in few bits
+    halo.py             its exchanges: which rows are fresh, which stay or lag; in few bits
     constant_rows.py    its features, fetched at set-up
-    bns.py              graph parallel over the blocks of an epoch's sample
+    vanishing.py        graph parallel over blocks from which rows vanish that are not fresh (bns)
     gradient_errors.py  how far a step's gradient is from the exact one
     feature_parallel.py sums over edges on columns of all rows
     tensor3d.py         a tile of every tensor on each rank of a grid

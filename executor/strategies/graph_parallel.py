@@ -1,4 +1,8 @@
-"""Graph parallel: a step layer after layer (layerwise.py), over this rank's part of a Layout."""
+"""Strategies on parts of the graph: a step layer after layer (layerwise.py) over a rank's part.
+
+It is the executor of every strategy that is told by its exchange options alone: graph_parallel,
+pipegcn, bns, and those of packages (planner/strategies/layerwise/on_parts.py).
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,21 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
 from gnnplan.executor.strategies.halo import RowWeights
 from gnnplan.executor.strategies.layerwise import Worker
+from gnnplan.executor.strategies.vanishing import Vanishing
 from gnnplan.planner.gnn.few_bits import ADAPTIVE
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraphParallel
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import FRESH, ExchangeOptions
+from gnnplan.planner.strategies.layerwise.on_parts import OnParts
 
 
-def open_worker(rank: Rank, problem: Problem, strategy: GraphParallel, first: int) -> Worker:
+def open_worker(rank: Rank, problem: Problem, strategy: OnParts, first: int) -> Worker | Vanishing:
     """This rank's part of the strategy."""
-    layout = problem.layout()
+    layout, options = problem.layout(), strategy.exchange_options
     assert isinstance(layout, Layout)
-    return worker_on(rank, problem, layout, strategy.exchange_options, trim=strategy.trim)
+    if options.policy.vanishes:
+        return Vanishing(rank, problem, layout, options)
+    return worker_on(rank, problem, layout, options, trim=bool(strategy.layouts(problem)))
 
 
 def worker_on(
@@ -66,7 +73,7 @@ def worker_on(
     assert isinstance(trimmed, Layout)
     worker = loaded(trimmed, options)
     worker.evaluator = lambda: loaded(
-        layout, replace(options, staleness=0, smoothing="", bits=None)
+        layout, replace(options, policy=FRESH, smoothing="", bits=None)
     )
     return worker
 

@@ -3,20 +3,25 @@
     what a layer reads [S, H]    own rows | halo, by sender    rows come from their owners
     its gradient       [S, H]    own rows | halo               the halo's goes to them, who add it
 
-What a step reads was sent in the same step (`Halo`), or one step before (`StaleHalo`), beside
-computation on the comm lane. That lane reads and fills buffers that stay: memory does not depend on
-how far it lags behind. In a `QuantizedHalo` either of the two crosses in few bits per number, and
-in an `AdaptiveHalo` each row has its own. An exchange is counted when its step comes to it, and
-recorded under the schedule's label.
+A policy says which rows are fresh in a step (planner/strategies/layerwise/exchange.py). They cross
+in the step that reads them, and the others stay as they came last, zero before that (`Halo`). Or
+all are read one step late, and cross beside computation on the comm lane (`StaleHalo`). That lane
+reads and fills buffers that stay: memory does not depend on how far it lags behind. In a
+`QuantizedHalo` either of the two crosses in few bits per number, and in an `AdaptiveHalo` each row
+has its own. An exchange is counted when its step comes to it, and recorded under the schedule's
+label.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,26 +30,47 @@ from gnnplan.executor.layers.kernels import Mix, pack, pack_mixed, unpack, unpac
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.planner.gnn.few_bits import ADAPTIVE
+from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
 from gnnplan.planner.vocabulary.schedule import Label
 
 _Key = tuple[str, int]  # way ('f': rows, 'b': gradients) and layer
 RowWeights = Mapping[tuple[str, int], Tensor]  # of rows that leave ('out') or come ('in'), by layer
 
 
+class Fresh(NamedTuple):
+    """The rows of a layer that cross in a step."""
+
+    exchange: Exchange
+    given: Tensor | None  # their places among the rows that this rank gives; None: all
+    taken: Tensor | None  # and in its halo
+
+    def leaving(self, way: str) -> Tensor | None:
+        """Places among own rows of those that leave, or among the halo's gradients; None: all."""
+        return self.exchange.positions if way == "f" else self.taken
+
+    def swap(self, way: str, leaving: Tensor, into: Tensor | None = None) -> Tensor:
+        """Send them, or their gradients home -> those that come, in `into` if given."""
+        return (self.exchange.forward if way == "f" else self.exchange.backward)(leaving, into)
+
+
 @dataclass
 class Halo:
-    """Rows cross as they are, in the step that reads them."""
+    """Fresh rows cross as they are, in the step that reads them."""
 
     rank: Rank
     exchanges: Mapping[int, Exchange]  # by layer; a layer that has none reads own rows only
-    gamma: float = field(default=0.0, init=False)  # weight of a moving average
-    # of stale exchanges: what the next step uses
+    policy: Policy = FRESH
+    vertices: Mapping[int, Tensor] = field(default_factory=dict)  # whose each layer's sources are
+    seed: int = 0
+    anew: bool = field(default=False, init=False)  # all rows cross, and count as they are
+    # rows and gradients that came in earlier steps and are used in the next
     pending: dict[_Key, Future[Tensor]] = field(default_factory=dict, init=False)
     # 'f:l2' -> per step ||used - true||^2 and ||true||^2
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[int, int], Fresh] = field(default_factory=dict, init=False)
 
     def rows(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
         """Exchange rows [local, H] before a layer -> a function that lays out what it reads."""
@@ -60,17 +86,58 @@ class Halo:
         return own
 
     def _fetch(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
-        source, exchange = self._room(layer, rows), self.exchanges[layer]
+        source, stays = self._room(layer, rows), self.policy.stays
         # to write nothing behind own rows would still count as a change of them
-        into = None if source is rows else source[len(rows) :]
-        with self._recorded(step, layer, "f", rows):
-            exchange.forward(exchange.pack(rows), into)
+        halo = None if source is rows else source[len(rows) :]
+        with self._swapped(step, layer, "f", rows, None if stays else halo) as came:
+            if stays and halo is not None:
+                halo.copy_(self._last(step, layer, "f", came))
         return lambda: _with_own(source, rows)
 
     def _send_home(self, step: int, layer: int, own: Tensor, halo: Tensor) -> None:
-        exchange = self.exchanges[layer]
-        with self._recorded(step, layer, "b", halo):
-            exchange.add_home(own, exchange.backward(halo))
+        with self._swapped(step, layer, "b", halo) as came:
+            self.exchanges[layer].add_home(own, self._last(step, layer, "b", came))
+
+    @contextmanager
+    def _swapped(
+        self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Fresh ones of these rows leave, and those of peers have come, in `into` if given."""
+        fresh = self._fresh(step, layer)
+        with self._recorded(step, layer, way, rows):
+            leaving = fresh.leaving(way)
+            yield fresh.swap(way, rows if leaving is None else rows.index_select(0, leaving), into)
+
+    def _last(self, step: int, layer: int, way: str, came: Tensor) -> Tensor:
+        """All rows as they came last, of which some have come now."""
+        if not self.policy.stays:
+            return came
+        key, fresh = (way, layer), self._fresh(step, layer)
+        places = fresh.taken if way == "f" else fresh.given
+        if places is None:
+            kept = came
+        elif key in self.pending:
+            kept = self.pending[key].result()
+        else:
+            kept = came.new_zeros(self.exchanges[layer].rows(way)[1], came.shape[1])
+        self.pending[key] = there(kept if places is None else kept.index_copy_(0, places, came))
+        return kept
+
+    def _fresh(self, step: int, layer: int) -> Fresh:
+        """The rows that cross."""
+        whole, turn = self.exchanges[layer], (step % self.policy.period, layer)
+        if not self.policy.stays or self.anew:
+            return Fresh(whole, None, None)
+        if turn not in self._parts:
+            positions, ids = whole.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
+            rows = ids[positions], whole.gives, ids[ids.size - sum(whole.take) :], whole.take
+            crossing = Crossing(self.seed, step, layer, self.rank.rank)
+            given, taken = fresh_places(self.policy, *rows, crossing)
+            give, take = [positions[places] for places in given], np.array([*map(len, taken)])
+            both = (torch.from_numpy(np.concatenate(each)) for each in (given, taken))
+            places = (each.to(self.rank.device) for each in both)
+            self._parts[turn] = Fresh(Exchange(self.rank, give, take), *places)
+        return self._parts[turn]
 
     def _room(self, layer: int, rows: Tensor) -> Tensor:
         """A buffer for own rows and halo [S, H]; the own rows if there are no others."""
@@ -80,8 +147,8 @@ class Halo:
     def _recorded(
         self, step: int, layer: int, way: str, rows: Tensor
     ) -> AbstractContextManager[None]:
-        """The span of an exchange of such rows, whose bytes are counted now."""
-        label, exchange = Label("halo", step, way, layer), self.exchanges[layer]
+        """The span of an exchange of fresh ones of such rows, whose bytes are counted now."""
+        label, exchange = Label("halo", step, way, layer), self._fresh(step, layer).exchange
         nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
         return self.rank.span(label, "comm", nbytes)
 
@@ -89,11 +156,11 @@ class Halo:
         self, step: int, layer: int, way: str, leaving: Tensor, into: Tensor | None = None
     ) -> Callable[[], Tensor]:
         """A function that sends packed rows or gradients, and returns those that come."""
-        exchange, recorded = self.exchanges[layer], self._recorded(step, layer, way, leaving)
+        fresh, recorded = self._fresh(step, layer), self._recorded(step, layer, way, leaving)
 
         def cross() -> Tensor:
             with recorded:
-                return (exchange.forward if way == "f" else exchange.backward)(leaving, into)
+                return fresh.swap(way, leaving, into)
 
         return cross
 
@@ -125,8 +192,10 @@ class Halo:
 class StaleHalo(Halo):
     """Rows cross as they are and are used one step later, or a moving average of them."""
 
-    smoothed: str  # ways of which averages are used
-    arriving: Tensor  # buffer for what is received and then smoothed, one exchange after the other
+    smoothed: str = ""  # ways of which averages are used
+    gamma: float = 0.0  # the average's weight
+    # buffer for what is received and then smoothed, one exchange after the other
+    arriving: Tensor = field(default_factory=lambda: torch.empty(0))
     leaving: dict[_Key, Tensor] = field(default_factory=dict, init=False)  # buffers
 
     def _fetch(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
@@ -179,47 +248,39 @@ class StaleHalo(Halo):
             self.errors.setdefault(f"{way}:l{layer}", []).append(squares)
         if way not in self.smoothed:
             return received
-        return received * (1 - self.gamma) if used is None else used.lerp_(received, 1 - self.gamma)
+        weight = 1.0 if self.anew else 1 - self.gamma
+        return received * weight if used is None else used.lerp_(received, weight)
 
 
 @dataclass
 class QuantizedHalo(Halo):
     """Rows cross in few bits per number, in the step that reads them or one before."""
 
-    vertices: Mapping[int, Tensor]  # whose each layer's source rows are
-    seed: int
-    stale: bool
-    bits: int
+    bits: int = 0
 
-    def _fetch(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
-        source = self._room(layer, rows)
-        packed = self._cross_packed(step, layer, "f", rows)
-        halo = source[len(source) - self.exchanges[layer].rows("f")[1] :]
-        with self.rank.span(Label("unpack", step, "f", layer), "compute"):
-            halo.zero_() if packed is None else self._unpack(("f", layer), packed, halo)
-        return lambda: _with_own(source, rows)
-
-    def _send_home(self, step: int, layer: int, own: Tensor, halo: Tensor) -> None:
-        packed = self._cross_packed(step, layer, "b", halo)
-        with self.rank.span(Label("unpack", step, "b", layer), "compute"):
-            if packed is not None:
-                received = own.new_empty(len(packed), own.shape[1])
-                self.exchanges[layer].add_home(own, self._unpack(("b", layer), packed, received))
-
-    def _cross_packed(self, step: int, layer: int, way: str, rows: Tensor) -> Tensor | None:
-        """Send the rows that peers read, or the halo's gradients -> what this step uses."""
-        vertices = self.vertices[layer]
+    @contextmanager
+    def _swapped(
+        self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        fresh, key, vertices = self._fresh(step, layer), (way, layer), self.vertices[layer]
+        positions = fresh.leaving(way)
         numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
         with self.rank.span(Label("pack", step, way, layer), "compute"):
-            positions = self.exchanges[layer].positions if way == "f" else None
-            whose = vertices[len(vertices) - len(rows) :] if way == "b" else vertices[positions]
-            leaving = self._pack((way, layer), rows, positions, whose, *numbers)
+            whose = vertices[len(vertices) - len(rows) :] if way == "b" else vertices
+            whose = whose if positions is None else whose[positions]
+            leaving = self._pack(key, rows, positions, whose, *numbers)
         cross = self._crossing(step, layer, way, leaving)
-        if not self.stale:
-            return cross()
-        earlier = self.pending.pop((way, layer), None)
-        self.pending[way, layer] = self.rank.submit("comm", cross)
-        return None if earlier is None else earlier.result()
+        packed = self._late(key, cross) if self.policy.lags else cross()
+        with self.rank.span(Label("unpack", step, way, layer), "compute"):
+            if into is None:
+                into = rows.new_empty(fresh.exchange.rows(way)[1], rows.shape[1])
+            yield into.zero_() if packed is None else self._unpack(key, packed, into)
+
+    def _late(self, key: _Key, cross: Callable[[], Tensor]) -> Tensor | None:
+        """Begin to cross, for the next step to use -> what was sent one step ago."""
+        earlier = self._arrived(*key)
+        self.pending[key] = self.rank.submit("comm", cross)
+        return earlier
 
     def _pack(
         self, key: _Key, rows: Tensor, positions: Tensor | None, whose: Tensor, *numbers: int
@@ -238,7 +299,7 @@ class AdaptiveHalo(QuantizedHalo):
     Sender and receiver choose alike, from the rows that have crossed.
     """
 
-    weights: RowWeights
+    weights: RowWeights = field(default_factory=dict)
     mixes: dict[tuple[str, str, int], Mix] = field(default_factory=dict, init=False)  # by end, key
 
     def _pack(
@@ -297,14 +358,14 @@ def halo_of(
 ) -> Halo:
     """The halo of training, where `whole` is that of evaluation; weights: of adaptive bits."""
     rank, exchanges, model = whole.rank, whole.exchanges, problem.model
-    stale = options.staleness > 0
+    policy = options.policy
+    rows = rank, exchanges, policy, vertices, problem.workload.seed
+    if options.bits == ADAPTIVE:
+        return AdaptiveHalo(*rows, bits=4, weights=weights)
     if options.bits is not None:
-        packed = rank, exchanges, vertices, problem.workload.seed, stale
-        if options.bits == ADAPTIVE:
-            return AdaptiveHalo(*packed, 4, weights)
-        return QuantizedHalo(*packed, int(options.bits))
-    if not stale:
-        return whole
+        return QuantizedHalo(*rows, bits=int(options.bits))
+    if not policy.lags:
+        return whole if policy.whole else Halo(*rows)
     smoothed = options.smoothing.replace("g", "b")
     sizes = [
         exchanges[layer].rows(way)[1] * model.exchanged_width(layer, options.narrow)
@@ -314,6 +375,30 @@ def halo_of(
     ]
     dtype = dtype_of(problem.workload)
     arriving = torch.empty(max(sizes, default=0), dtype=dtype, device=rank.device)
-    halo = StaleHalo(rank, exchanges, smoothed, arriving)
-    halo.gamma = options.gamma
-    return halo
+    return StaleHalo(*rows, smoothed=smoothed, gamma=options.gamma, arriving=arriving)
+
+
+def fresh_places(
+    policy: Policy,
+    given: Ids,
+    gives: Sequence[int],
+    taken: Ids,
+    takes: Sequence[int],
+    crossing: Crossing,
+) -> tuple[list[Ids], list[Ids]]:
+    """Which rows of those given to each peer, and taken from each, are fresh: places among all.
+
+    given, taken: ids, peer after peer, so many of each. crossing: with this rank as the reader.
+    """
+
+    def places(ids: Ids, counts: Sequence[int], readers: Iterable[int]) -> list[Ids]:
+        some = zip(pairwise(np.cumsum([0, *counts]).tolist()), readers, strict=True)
+        return [
+            start + policy.fresh(ids[start:end], crossing._replace(reader=reader))
+            for (start, end), reader in some
+        ]
+
+    return (
+        places(given, gives, range(len(gives))),
+        places(taken, takes, [crossing.reader] * len(takes)),
+    )

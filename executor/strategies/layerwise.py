@@ -30,7 +30,7 @@ from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.halo import Halo, RowWeights, halo_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
@@ -431,18 +431,19 @@ class Worker(base.Worker):
         self.halo.load(state)
 
     def refill(self, step: int) -> None:
-        """Repeat a step until its stale rows are those of the weights.
+        """Repeat a step until the rows that it reads of others are those of the weights.
 
         A pass makes the rows right that one more layer reads, forward and then backward. A moving
         average begins with the last pass's rows: with what came before it would be a share of them.
         """
-        if not self.options.staleness:
+        policy = self.options.policy
+        if not (policy.lags or policy.stays):
             return
         learner, self.learner = self.learner, None  # the passes' gradients are of no use
-        gamma, self.halo.gamma = self.halo.gamma, 0.0
+        self.halo.anew = True
         weights = {name: tensor.clone() for name, tensor in self.trained().items()}
         for _ in range(2 * len(self.layers)):
             self.step(step)
             self.drain()
         fill(self.trained(), weights)  # batch norm's averages have moved
-        self.learner, self.halo.gamma = learner, gamma
+        self.learner, self.halo.anew = learner, False

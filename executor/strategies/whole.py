@@ -14,7 +14,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import graph_parallel
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 
 
 class Scored(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from gnnplan.planner.evidence.validate import (
 from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import apply_overrides
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.strategies import Prediction, Strategy
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify
@@ -32,7 +33,7 @@ from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
 from gnnplan.simulator.flows import ByFlows
 from gnnplan.simulator.noise import Noise, epochs, percentiles
-from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
+from gnnplan.simulator.player import Played, TaskGraph, critical_path, play, serial
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
 # repetitions that every plan may have, and tasks of all repetitions where there are more: seconds
@@ -113,7 +114,7 @@ class Playing:
         schedule = strategy.schedule(problem, self.steps * batches)
         task_graph = TaskGraph(schedule, problem.cost)
         played = play(schedule, problem.cost, task_graph=task_graph)
-        out = {"simulated_s": played.epoch_s(batches)}
+        out = {"simulated_s": played.epoch_s(batches, candidate.predicted.period)}
         if noise := self.noise:
             out |= percentiles(
                 epochs(schedule, problem.cost, batches, noise, self.repetitions, task_graph)
@@ -146,7 +147,8 @@ class Simulation(View):
         if trace:
             make_folder(trace)
         notify(f"writing the schedule of {strategy}")
-        prediction = strategy.predict(problem)
+        prediction, steady = strategy.predict(problem), range(min(1, steps - 1), steps)
+        period, over = prediction.period, prediction.over(steady)
         if steps > 1:
             schedule = strategy.schedule(problem, steps * batches)
         notify(f"playing {len(schedule.tasks):,} tasks")
@@ -166,27 +168,28 @@ class Simulation(View):
             ranks = range(schedule.ranks)
             write_traces(trace, traced.spans, ranks, schedule.ranks, "simulated", "simulator")
         last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
-        steady = range(min(1, steps - 1), steps)
         self.document: dict[str, Any] = {
             "strategy": {"name": strategy.name, **strategy.knobs()},
             "ranks": problem.ranks,
             "steps": schedule.steps,
             "tasks": len(schedule.tasks),
             "simulated": {
-                "epoch_s": played.epoch_s(batches),
+                "epoch_s": played.epoch_s(batches, period),
                 "end_s": played.end_s,
                 "critical_path_s": critical_path_s,
                 "serial_s": serial_s,
                 "bytes": schedule.bytes_by_op(last),
-                "operations": per_operation(by_epoch(played.spans, batches), steady),
+                "operations": per_operation(by_epoch(played.spans, batches), steady, period),
             },
             "predicted": {
-                "epoch_s": float(prediction.epoch_s),
-                "bytes": prediction.bytes,
-                "operations": predicted_per_operation(prediction),
+                "epoch_s": float(over.epoch_s),
+                "bytes": prediction.at(steps - 1).bytes,  # as those simulated, of the last epoch
+                "operations": predicted_per_operation(over),
             },
             "trace": str(trace) if trace else None,
         }
+        if period > 1:
+            self.document["epochs"] = _epoch_by_epoch(schedule, played, prediction, batches, steady)
         if noise:
             self.document["noise"] = {
                 "jitter": noise.jitter,
@@ -197,6 +200,7 @@ class Simulation(View):
                 **percentiles(disturbed),
             }
         cluster, self._steps, self._batches = problem.cluster, steps, batches
+        self._period = period
         self._title = (
             f"{strategy} on {cluster.name} ({show_count(cluster.servers, 'server')} x"
             f" {cluster.gpus_per_server})"
@@ -218,6 +222,18 @@ class Simulation(View):
             f"epoch simulated {show_time(totals_s[0])}, predicted {show_time(totals_s[1])};"
             f" {sent or 'nothing sent'}",
         ]
+        if each := self.document.get("epochs"):
+            lines.append(
+                table(
+                    f"epochs differ, and repeat after {self._period}",
+                    each,
+                    column("epoch"),
+                    column("simulated", "simulated_s", show_time),
+                    column("predicted", "predicted_s", show_time),
+                    column("bytes simulated", "simulated_bytes", show_bytes),
+                    column("bytes predicted", "predicted_bytes", show_bytes),
+                )
+            )
         noise = self.document.get("noise")
         if noise:
             lines.append(
@@ -245,6 +261,25 @@ class Simulation(View):
             which = f" of the first repetition with {describe_noise(noise)}" if noise else ""
             lines.append(f"traces{which} in {trace}; open them at ui.perfetto.dev")
         return lines
+
+
+def _epoch_by_epoch(
+    schedule: Schedule, played: Played, prediction: Prediction, batches: int, epochs: range
+) -> list[dict[str, Any]]:
+    """Seconds and bytes of each of these epochs, of a strategy whose epochs differ."""
+    sent = Counter[int]()
+    for task in schedule.tasks:
+        sent[task.label.step // batches] += sum(schedule.bytes_by_op([task]).values())
+    return [
+        {
+            "epoch": epoch + 1,
+            "simulated_s": seconds,
+            "predicted_s": float(prediction.at(epoch).epoch_s),
+            "simulated_bytes": sent[epoch],
+            "predicted_bytes": prediction.at(epoch).bytes_total,
+        }
+        for epoch, seconds in zip(epochs, played.epochs_s(batches), strict=True)
+    ]
 
 
 class Sweep(View):

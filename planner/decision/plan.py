@@ -25,7 +25,7 @@ from gnnplan.planner.graph.load import declared, load
 from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.inputs import checked, with_new_names
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, named
+from gnnplan.planner.strategies import Prediction, Strategy, named
 from gnnplan.planner.vocabulary.errors import Mismatch, OtherData, SpecError
 from gnnplan.planner.vocabulary.files import (
     MOST_SHOWN,
@@ -155,9 +155,15 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
             **({"host_bytes": candidate.host_bytes} if candidate.host_bytes else {}),
             "bottleneck": p.bottleneck,
             "by_op": {kind: float(seconds) for kind, seconds in p.by_op.items()},
+            **({"period": [_epoch(each) for each in p.of_period]} if p.of_period else {}),
             **({} if candidate.dollars is None else {"epoch_dollars": candidate.dollars}),
         },
     }
+
+
+def _epoch(p: Prediction) -> dict[str, Any]:
+    """One of several epochs that differ."""
+    return {"epoch_s": float(p.epoch_s), "bytes": p.bytes}
 
 
 def counted(candidate: Candidate) -> dict[str, float]:

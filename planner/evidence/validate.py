@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import WARM_UP, rows_by_class, warm_epochs
 from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
 from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import LANES, Span, overlap, recorded_order, transfer_times
 from gnnplan.planner.vocabulary.units import show_percent
@@ -82,8 +82,8 @@ def by_epoch(spans: Iterable[Span], batches: int) -> list[Span]:
     ]
 
 
-def per_operation(spans: Iterable[Span], steps: range) -> dict[str, float]:
-    """Median seconds of each operation per step.
+def per_operation(spans: Iterable[Span], steps: range, period: int = 1) -> dict[str, float]:
+    """Median seconds of each operation per step; where steps differ, `typical` ones of a period.
 
     The seconds of a computation are those of its slowest rank. A collective counts from when its
     last rank has joined: the waiting of the others is no part of it. Operations that only wait are
@@ -105,9 +105,9 @@ def per_operation(spans: Iterable[Span], steps: range) -> dict[str, float]:
         where = operation(label), step_of[label]
         step_s[where] = step_s.get(where, 0.0) + seconds
     seconds_by_operation: dict[str, list[float]] = {}
-    for (name, _), seconds in step_s.items():
+    for (name, _), seconds in sorted(step_s.items(), key=lambda item: item[0][1]):
         seconds_by_operation.setdefault(name, []).append(seconds)
-    return {name: median(values) for name, values in seconds_by_operation.items()}
+    return {name: typical(values, period) for name, values in seconds_by_operation.items()}
 
 
 def predicted_per_operation(prediction: Prediction) -> dict[str, float]:
@@ -168,23 +168,25 @@ def compare(
     `candidate` is the plan's choice, evaluated; `recorded` is the same as its recorded epochs were
     launched, and `simulated` are the spans of playing `schedule` so;
     `metrics` and `ranks` are what `read_run` returns. Times are medians without the epochs that
-    warm up.
+    warm up; of epochs that differ, means of the medians of those that are alike.
     """
-    problem, prediction = candidate.problem, candidate.predicted
+    problem, period = candidate.problem, candidate.predicted.period
     batches = candidate.strategy.steps(problem)
     disorder = first_disorder(schedule, measured, len(metrics) * batches)
     simulated, measured = by_epoch(simulated, batches), by_epoch(measured, batches)
     warm = range(min(WARM_UP, len(metrics) - 1), len(metrics))
-    played = schedule.steps // batches
+    prediction, played = candidate.predicted.over(warm), schedule.steps // batches
     steady = range(min(1, played - 1), played)
     step = _row(
         "step",
         float(prediction.epoch_s),
         simulated_epoch_s,
-        median(warm_epochs(metrics)),
+        typical(warm_epochs(metrics), period),
     )
     rows = compare_operations(
-        recorded.predicted, per_operation(simulated, steady), per_operation(measured, warm)
+        recorded.predicted.over(warm),
+        per_operation(simulated, steady, period),
+        per_operation(measured, warm, period),
     )
     volume = _compare_bytes(candidate, schedule, batches, metrics, ranks)
     device = _compare_devices(problem.cluster.device.kind, ranks)
@@ -228,19 +230,23 @@ def _compare_bytes(
 ) -> dict[str, Any]:
     """Bytes sent, over all ranks and epochs, by operation.
 
-    Where every epoch draws its own batches, the prediction is of the first epoch. Then the run is
-    compared with the schedule, epoch by epoch, as far as the schedule has the batches that were
-    drawn.
+    Every epoch's are compared with those predicted of it. Where every epoch draws its own batches,
+    the prediction is of the first epoch. Then the run is compared with the schedule, as far as the
+    schedule has the batches that were drawn.
     """
     prediction, epochs = candidate.predicted, len(metrics)
     counted = Counter[str]()
     for rank in ranks:
         counted.update(rank["bytes"])
     setup_counted = sum(sum(rank["setup_bytes"].values()) for rank in ranks)
-    predicted = {op: nbytes * epochs for op, nbytes in prediction.bytes.items()}
+    predicted = Counter[str]()
+    for epoch in range(epochs):
+        predicted.update(prediction.at(epoch).bytes)
     drawn = candidate.strategy.drawn_steps(candidate.problem)
     if drawn is None:
-        compared, equal = epochs, dict(counted) == predicted
+        each = [prediction.at(epoch).bytes_total for epoch in range(epochs)]
+        told = [row.get("bytes", sent) for row, sent in zip(metrics, each, strict=True)]
+        compared, equal = epochs, counted == predicted and told == each
     else:
         compared = min(epochs, drawn // batches, schedule.steps // batches)
         scheduled = [0] * compared
@@ -249,7 +255,7 @@ def _compare_bytes(
                 scheduled[task.label.step // batches] += sum(schedule.bytes_by_op([task]).values())
         equal = scheduled == [row.get("bytes") for row in metrics[:compared]]
     return {
-        "predicted": predicted,
+        "predicted": dict(predicted),
         "counted": dict(counted),
         "setup_predicted": prediction.setup_bytes,
         "setup_counted": setup_counted,

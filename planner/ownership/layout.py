@@ -65,16 +65,22 @@ class LayerFacts:
     rows: np.ndarray  # [ranks], destinations
     sources: np.ndarray  # [ranks], rows read: local ones and halo
     edges: np.ndarray  # [ranks], without self edges
-    sends: np.ndarray  # [ranks, ranks]: sends[i, j] rows go from i to j before the layer
+    halo: np.ndarray  # [ranks, ranks]: halo[i, j] rows of i are there when j computes the layer
     # rows of h_{l-1} that each rank has made, if it made some for other ranks alone [ranks]
     made: np.ndarray | None = None
     # if these are partial sums: how many each rank adds up to the sources that it reads [ranks]
     added: np.ndarray | None = None
     # destinations whose own row is with another rank, which adds its part of the sum [ranks]
     away: np.ndarray | None = None
+    fresh: np.ndarray | None = None  # rows of the halo that cross before the layer, if not all
 
     def __post_init__(self) -> None:
         self.sends.setflags(write=False)  # so that what is found out about them can be kept
+
+    @property
+    def sends(self) -> np.ndarray:
+        """Rows that go from i to j before the layer [ranks, ranks]."""
+        return self.halo if self.fresh is None else self.fresh
 
     @cached_property
     def returned(self) -> np.ndarray:
@@ -84,12 +90,17 @@ class LayerFacts:
     @cached_property
     def local(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has before the halo comes [ranks]."""
-        return np.asarray(self.sources - self.taken) if self.made is None else self.made
+        return np.asarray(self.sources - self.there) if self.made is None else self.made
 
     @property
     def present(self) -> np.ndarray:
         """Rows of h_{l-1} that are with each rank when the halo is there, read or not [ranks]."""
-        return np.asarray(self.local + self.taken)
+        return np.asarray(self.local + self.there)
+
+    @cached_property
+    def there(self) -> np.ndarray:
+        """Halo rows that are with each rank, whenever they came [ranks]."""
+        return np.asarray(self.halo.sum(0))
 
     @cached_property
     def given(self) -> np.ndarray:
@@ -98,7 +109,7 @@ class LayerFacts:
 
     @cached_property
     def taken(self) -> np.ndarray:
-        """Halo rows that each rank gets [ranks]."""
+        """Halo rows that each rank gets before the layer [ranks]."""
         return np.asarray(self.sends.sum(0))
 
 

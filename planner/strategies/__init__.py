@@ -23,12 +23,16 @@ from gnnplan.planner.strategies.base import Strategy as Strategy
 from gnnplan.planner.strategies.base import parse_call, read_list, read_size
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
 from gnnplan.planner.strategies.layerwise.bns import BNS as BNS
+from gnnplan.planner.strategies.layerwise.exchange import Crossing as Crossing
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions as ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import Policy as Policy
 from gnnplan.planner.strategies.layerwise.feature_parallel import (
     FeatureParallel as FeatureParallel,
 )
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
 from gnnplan.planner.strategies.layerwise.offload import Offload as Offload
+from gnnplan.planner.strategies.layerwise.on_parts import OnParts as OnParts
 from gnnplan.planner.strategies.layerwise.tensor3d import Tensor3D as Tensor3D
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit

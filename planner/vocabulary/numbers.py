@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from statistics import mean, median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,3 +38,12 @@ def slowest(seconds: Number) -> Number:
     """
     out: Number = np.max(np.atleast_1d(seconds), axis=-1, keepdims=np.ndim(seconds) > 1)
     return out
+
+
+def typical(values: Sequence[float], period: int = 1) -> float:
+    """The median of numbers in order; where each is like that a period later, the mean of medians.
+
+    >>> typical([1.0, 2.0, 9.0]), typical([1.0, 5.0, 1.0, 7.0, 3.0], period=2)
+    (2.0, 3.5)
+    """
+    return mean(median(values[first::period]) for first in range(min(period, len(values))))

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from plain import Plain, Read
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import GOLDEN, mix
 from gnnplan.executor.layers.kernels.hashed_dropout import vertex_keys
 from gnnplan.planner.graph.streams import ROUNDING
+from gnnplan.testing.plain import Plain, Read
 
 Round = Callable[[Tensor], Tensor]
 

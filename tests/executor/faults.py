@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from ranks import Case, Result
 from started import Start, Started
 
 from gnnplan.cli import app
+from gnnplan.testing.ranks import Case, Result
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 FULL: dict[str, Any] = {"model": "sage", "layers": 3, "hidden": 8, "dropout": 0.3}

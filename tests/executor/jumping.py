@@ -7,13 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from ranks import Case
-
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules import live
 from gnnplan.executor.modules.parameters import Parameters, Where
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer, Workload
+from gnnplan.testing.ranks import Case
 
 
 def jumping(case: Case, folder: Path, widths: Sequence[int], jump: Jump) -> Case:

@@ -49,8 +49,9 @@ from faults import (
     train_through,
 )
 from pairwise import cover, pairs
-from ranks import Case, ForkServer, Ranks, Result
 from started import Hang, Orphans, starting
+
+from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result
 
 CHAIN = 5  # faults that hit one training
 CASES = [

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from ranks import Case, Ranks
 from safetensors.torch import load_file
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, aggregate, linear
@@ -18,6 +17,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.strategies.base import ROUNDING
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

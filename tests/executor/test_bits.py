@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from crossing import Adapting, by_reader, crossed, reading, rounded, uniform
-from plain import Plain, difference
-from ranks import Case, Ranks
 from test_bns import sampled
 from torch import Tensor
 
 from gnnplan.planner.strategies import parse
+from gnnplan.testing.plain import Plain, difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from plain import Plain, Read, difference
-from ranks import Case, Ranks
 from torch import Tensor
 
-from gnnplan.planner.strategies.layerwise.bns import drawn
+from gnnplan.planner.strategies.layerwise.bns import Sample
+from gnnplan.planner.strategies.layerwise.exchange import Crossing
+from gnnplan.testing.plain import Plain, Read, difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -31,7 +32,7 @@ def sampled(plain: Plain, part: np.ndarray, p: float, seed: int, step: int, laye
     for reader in range(part.max() + 1):
         for owner in set(range(part.max() + 1)) - {reader}:
             ids = np.flatnonzero(edges[part == reader].any(0) & (part == owner))
-            kept = ids[drawn(ids, p, seed, step, layer, reader)]
+            kept = ids[Sample("vanish", p=p).fresh(ids, Crossing(seed, step, layer, reader))]
             scale[np.ix_(part == reader, kept)] = ids.size / max(kept.size, 1)
     return scale
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ForkServer
 from safetensors.torch import save_file
 
 import gnnplan
 from gnnplan.executor.launch import check as checking
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import ForkServer
 
 OWN = """
 import torch.nn.functional as F

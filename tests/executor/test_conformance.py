@@ -3,9 +3,7 @@ that were predicted."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,26 @@ import pytest
 from examples import NIGHT
 from jumping import jumping
 from pairwise import covered
-from ranks import Case, Ranks, Result
 
 from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.strategies import families, parse
-from gnnplan.planner.vocabulary.schedule import Collective, Load, Send
 from gnnplan.planner.vocabulary.trace import (
-    LANES,
-    Span,
-    read_traces,
     recorded_order,
-    transfer_times,
-    write_traces,
+)
+from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.runs import Played
+from gnnplan.testing.runs import (
+    test_a_measured_trace_survives_its_file as test_a_measured_trace_survives_its_file,
+)
+from gnnplan.testing.runs import test_bytes_of_every_operation as test_bytes_of_every_operation
+from gnnplan.testing.runs import test_evaluation_is_not_counted as test_evaluation_is_not_counted
+from gnnplan.testing.runs import (
+    test_nothing_starts_before_what_it_waits_for as test_nothing_starts_before_what_it_waits_for,
+)
+from gnnplan.testing.runs import test_order_of_operations as test_order_of_operations
+from gnnplan.testing.runs import test_set_up_bytes as test_set_up_bytes
+from gnnplan.testing.runs import (
+    test_validate_finds_no_fault as test_validate_finds_no_fault,
 )
 
 pytestmark = pytest.mark.timeout(110)
@@ -345,31 +351,6 @@ SETTINGS += [  # of families that have none above: their own examples
 ]
 
 
-class Played:
-    """A run beside its schedule and prediction. Evaluated after every epoch: that must not show
-    anywhere."""
-
-    def __init__(self, result: Result) -> None:
-        self.result, self.world, self.epochs = result, result.world, result.case.epochs
-        problem = result.case.problem(result.world)
-        strategy = result.case.settled(problem)
-        self.steps = strategy.steps(problem)
-        self.schedule, self.prediction = (
-            strategy.schedule(problem, result.case.epochs * self.steps),
-            strategy.predict(problem),
-        )
-        # every epoch has other edges: prediction is of the first
-        self.redrawn = strategy.mode == "mini"
-
-    @cached_property
-    def spans(self) -> list[Span]:
-        return self.result.spans
-
-    @cached_property
-    def ranks(self) -> list[dict[str, Any]]:
-        return [self.result.rank(rank) for rank in range(self.world)]
-
-
 def option(word: str) -> tuple[str, Any]:
     """'fanout=3,2' -> ('fanout', (3, 2))"""
     name, value = word.split("=")
@@ -439,103 +420,6 @@ def played(
 def test_every_family_is_here() -> None:
     assert {type(parse(setting[2])) for setting in SETTINGS} == set(families())
     assert any(getattr(parse(setting[2]), "staleness", 0) for setting in SETTINGS)
-
-
-def test_order_of_operations(played: Played) -> None:
-    """Per rank and lane, step by step; and the set-up before them."""
-    assert {span.lane for span in played.spans} <= set(LANES)
-    for rank in range(played.world):
-        for lane in LANES:
-            recorded = [
-                label
-                for label in recorded_order(played.spans, rank, lane)
-                if not label.endswith(":s-1")
-            ]
-            assert recorded == [str(task.label) for task in played.schedule.lane(rank, lane)], (
-                rank,
-                lane,
-            )
-        once = [span.label for span in played.spans if span.rank == rank and span.step < 0]
-        assert once == [str(task.label) for task in played.schedule.setup if task.rank == rank]
-
-
-def test_nothing_starts_before_what_it_waits_for(played: Played) -> None:
-    """On its own rank, by the schedule's arrows; those into earlier steps are what staleness
-    means."""
-    spans = {(span.rank, span.label): span for span in played.spans}
-    arrows = 0
-    for task in played.schedule.tasks:
-        for before in task.after:
-            if before.step >= 0:
-                arrows += 1
-                first, then = spans[task.rank, str(before)], spans[task.rank, str(task.label)]
-                assert first.end <= then.start, (
-                    f"{then.label} of rank {task.rank} began before {first.label} had ended"
-                )
-    assert arrows
-
-
-def test_bytes_of_every_operation(played: Played) -> None:
-    """Counted = scheduled per rank and operation = predicted in all; spans carry the same."""
-    counted: Counter[str] = Counter()
-    for rank, left in enumerate(played.ranks):
-        scheduled = played.schedule.bytes_by_op(
-            task for task in played.schedule.tasks if task.rank == rank
-        )
-        assert left["bytes"] == {op: nbytes for op, nbytes in scheduled.items() if nbytes}
-        counted.update(left["bytes"])
-    if played.redrawn:
-        first = played.schedule.bytes_by_op(
-            task for task in played.schedule.tasks if task.label.step < played.steps
-        )
-        assert {op: n for op, n in first.items() if n} == {
-            op: n for op, n in played.prediction.bytes.items() if n
-        }
-    else:
-        assert counted == {
-            op: nbytes * played.epochs for op, nbytes in played.prediction.bytes.items() if nbytes
-        }
-        assert counted.total() == played.prediction.bytes_total * played.epochs
-    spans = {(span.rank, span.label): span.nbytes for span in played.spans}
-    for task in played.schedule.setup + played.schedule.tasks:
-        expected = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
-        assert spans[task.rank, str(task.label)] == expected, (task.rank, str(task.label))
-
-
-def test_set_up_bytes(played: Played) -> None:
-    counted: Counter[str] = Counter()
-    for left in played.ranks:
-        counted.update(left["setup_bytes"])
-    assert counted.total() == played.prediction.setup_bytes
-    assert counted == {
-        op: nbytes
-        for op, nbytes in played.schedule.bytes_by_op(played.schedule.setup).items()
-        if nbytes
-    }
-
-
-def test_evaluation_is_not_counted(played: Played) -> None:
-    """Every epoch was evaluated, and its line says the bytes of training alone."""
-    steps, tasks = played.steps, played.schedule.tasks
-    of_epoch = [
-        sum(played.schedule.bytes_by_op(t for t in tasks if t.label.step // steps == e).values())
-        for e in range(played.epochs)
-    ]
-    assert [row["bytes"] for row in played.result.metrics] == of_epoch
-    assert of_epoch[0] == played.prediction.bytes_total
-    metric = played.result.case.problem(played.world).metric
-    assert all(row[f"val_{metric}"] is not None for row in played.result.metrics)
-
-
-def test_a_measured_trace_survives_its_file(played: Played, tmp_path) -> None:
-    write_traces(tmp_path, played.spans, range(played.world), played.world, "measured", "gloo")
-    assert read_traces(tmp_path) == played.spans
-    assert all(span.start <= span.end for span in played.spans)
-    tasks = played.schedule.setup + played.schedule.tasks
-    collectives = {
-        str(task.label) for task in tasks if isinstance(task.work, Collective) and task.work.nbytes
-    }
-    assert set(transfer_times(played.spans)) == collectives
 
 
 @pytest.mark.parametrize(

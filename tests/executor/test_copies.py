@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Case
 from torch import Tensor
 
 from gnnplan.executor.layers.copies import Staging
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.vocabulary.trace import recorded_order
+from gnnplan.testing.ranks import Case
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Case
 
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch import sampler
@@ -18,6 +17,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, Strategy
+from gnnplan.testing.ranks import Case
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)

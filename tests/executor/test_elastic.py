@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Case, ForkServer, Ranks, Result
 
 from gnnplan.cli import app
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
@@ -21,6 +20,8 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, Joined, named
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result
+from gnnplan.testing.runs import must_go_on_from_another_plan
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -102,16 +103,7 @@ def test_a_trace_begins_with_the_plan(run_ranks: Ranks, graphs: dict[str, str]) 
 def test_stale_rows_are_made_of_the_weights_that_go_on(
     after: str, run_ranks: Ranks, graphs: dict[str, str]
 ) -> None:
-    """Without dropout they are those of an exact step: so is the next one, forward and backward.
-    SGD, since Adam makes steps of the rounding of biases before a batch norm."""
-    plain = {**NORMED, "dropout": 0.0, "optimizer": "sgd", "lr": 0.3}
-    case = Case("graph_parallel", graphs["rough"], plain, epochs=4)
-    unbroken = run_ranks.alone(replace(case, epochs=5))
-    broken = run_ranks(2, [replace(case, checkpoint_every=2)])[0]
-    resumed = run_ranks(3, [replace(case, strategy=after, epochs=5, resume=str(broken.out))])[0]
-    for name, weight in unbroken.weights.items():
-        torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-4, atol=1e-6)
-    assert not resumed.rank(0)["staleness"] and resumed.rank(0)["epochs"] == 1
+    must_go_on_from_another_plan(run_ranks, after, 3, graphs["rough"], NORMED)
 
 
 def test_history_is_made_of_the_weights_that_go_on(

@@ -14,13 +14,14 @@ import pytest
 from examples import NIGHT
 from jumping import jumping
 from pairwise import covered, pairs
-from plain import difference, train_plainly
-from ranks import Case, Ranks, Result
 
 from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies import parse
+from gnnplan.testing.plain import difference, train_plainly
+from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.runs import must_train_as_one_process, one_process
 
 pytestmark = pytest.mark.timeout(110)
 NIGHTLY = pytest.mark.nightly
@@ -66,35 +67,6 @@ def workload(model: str, **more: object) -> dict[str, object]:
     return {"model": model, "layers": 4, "hidden": 8, "dropout": 0.0, "lr": 0.05, "seed": 3, **more}
 
 
-_references: dict[str, Result] = {}
-
-
-def reference(run_ranks: Ranks, case: Case) -> Result:
-    case = replace(case, strategy="graph_parallel", servers=1)
-    if str(case) not in _references:
-        _references[str(case)] = run_ranks.alone(case)
-    return _references[str(case)]
-
-
-def assert_equal(
-    run_ranks: Ranks,
-    world: int,
-    cases: list[Case],
-    weights: float,
-    losses: float,
-    idle: tuple[str, ...] = (),
-) -> None:
-    """Final weights, every epoch's loss and accuracies; tolerances are relative."""
-    for case, result in zip(cases, run_ranks(world, cases), strict=True):
-        alone = reference(run_ranks, case)
-        assert difference(result.weights, alone.weights, idle) <= weights, str(case)
-        assert result.losses == pytest.approx(alone.losses, rel=losses), str(case)
-        assert len(result.scores) == len(alone.scores)
-        both = zip(result.scores, alone.scores, strict=True)
-        assert all(a == pytest.approx(b, abs=1e-12) for a, b in both if None not in (a, b))
-        assert None not in result.scores[-3:], str(case)
-
-
 # -- one process -----------------------------------------------------------------------------------
 
 
@@ -119,7 +91,7 @@ def test_one_process_is_plain_training(
     how = workload(model, dtype="float64", dropout=dropout, optimizer=optimizer)
     case = Case("graph_parallel", graphs[graph], how, directed=directed)
     losses, weights = train_plainly(case)
-    alone = reference(run_ranks, case)
+    alone = one_process(run_ranks, case)
     assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
     assert difference(alone.weights, weights) <= 1e-9, str(case)
 
@@ -173,7 +145,7 @@ def test_float64_weights(
 ) -> None:
     how = workload(model, dtype="float64", dropout=dropout, optimizer=optimizer)
     case = Case(strategy, graphs["rough"], how, servers, eval_every=2)
-    assert_equal(run_ranks, world, [case], weights=1e-9, losses=1e-9)
+    must_train_as_one_process(run_ranks, world, [case], weights=1e-9, losses=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +157,9 @@ def test_float32_losses(
     """Weights under plain SGD only, since Adam divides rounding by rounding."""
     model = MODELS[SETTINGS.index((world, servers, strategy)) % len(MODELS)]
     sgd = Case(strategy, graphs["rough"], workload(model, dropout=0.5, optimizer="sgd"), servers)
-    assert_equal(run_ranks, world, [sgd], weights=1e-4, losses=1e-4)
+    must_train_as_one_process(run_ranks, world, [sgd], weights=1e-4, losses=1e-4)
     adam = Case(strategy, graphs["rough"], workload("sage", optimizer="adam", lr=0.01), servers)
-    assert_equal(run_ranks, world, [adam], weights=1.0, losses=1e-4)
+    must_train_as_one_process(run_ranks, world, [adam], weights=1.0, losses=1e-4)
 
 
 ROUNDED = [
@@ -210,7 +182,7 @@ def test_bfloat16_losses(
     model = "gcn" if strategy == "offload(chunks=4)" else "gcnii"
     how = workload(model, dtype="bfloat16", dropout=0.5, optimizer="sgd")
     case = Case(strategy, graphs["rough"], how, servers)
-    (ranks,), alone = run_ranks(world, [case]), reference(run_ranks, case)
+    (ranks,), alone = run_ranks(world, [case]), one_process(run_ranks, case)
     assert ranks.losses == pytest.approx(alone.losses, rel=2**-9)
     assert difference(ranks.weights, alone.weights) <= 0.01
 
@@ -225,7 +197,7 @@ def test_columns_that_bfloat16_does_not_hold_cross_whole(
     np.savez(tmp_path / "wide.npz", **arrays)
     how = workload("sage", dtype="bfloat16", optimizer="sgd")
     case = Case("graph_parallel", str(tmp_path / "wide.npz"), how)
-    (ranks,), alone = run_ranks(2, [case]), reference(run_ranks, case)
+    (ranks,), alone = run_ranks(2, [case]), one_process(run_ranks, case)
     assert ranks.losses == pytest.approx(alone.losses, rel=2**-9)
     assert difference(ranks.weights, alone.weights) <= 0.01
 
@@ -263,7 +235,7 @@ def test_awkward_graphs(
 ) -> None:
     how = workload(model, dtype="float64", dropout=0.5, optimizer=optimizer)
     case = Case(strategy, graphs[graph], how, servers, directed=directed)
-    assert_equal(run_ranks, world, [case], weights=1e-9, losses=1e-9)
+    must_train_as_one_process(run_ranks, world, [case], weights=1e-9, losses=1e-9)
 
 
 # -- sparse features -------------------------------------------------------------------------------
@@ -287,7 +259,7 @@ def test_sparse_features_in_one_process(
         )
         assert case.problem(1).model.reads_sparse(case.problem(1).model.first_varying)
         losses, weights = train_plainly(case)
-        alone = reference(run_ranks, case)
+        alone = one_process(run_ranks, case)
         assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
         assert difference(alone.weights, weights) <= 1e-9, str(case)
 
@@ -318,7 +290,7 @@ def test_sparse_features_on_ranks(
 ) -> None:
     how = workload(model, dtype="float64", dropout=dropout)
     case = Case(strategy, graphs["sparse"], how, servers, eval_every=2)
-    assert_equal(run_ranks, world, [case], weights=1e-9, losses=1e-9)
+    must_train_as_one_process(run_ranks, world, [case], weights=1e-9, losses=1e-9)
 
 
 # -- attention, residual blocks, norms -------------------------------------------------------------
@@ -370,7 +342,7 @@ def test_one_process_is_plain_training_of_blocks(
         work = workload(dtype="float64", dropout=dropout, optimizer=optimizer_for(how), **how)
         case = Case("graph_parallel", graphs[graph], work, directed=directed, eval_every=2)
         losses, weights = train_plainly(case)
-        alone = reference(run_ranks, case)
+        alone = one_process(run_ranks, case)
         assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
         assert difference(alone.weights, weights, idle(how)) <= 1e-9, str(case)
         assert any("running_var" in name for name in weights) == (how.get("norm") == "batch")
@@ -414,7 +386,7 @@ def test_ranks_train_blocks_as_one_process(
     graph, dropout = ("rough", 0.5) if world < 4 else ("multi", 0.0)
     work = workload(dtype="float64", dropout=dropout, optimizer=optimizer_for(how), **how)
     case = Case(strategy, graphs[graph], work, servers, eval_every=2)
-    assert_equal(run_ranks, world, [case], 1e-9, 1e-9, idle(how))
+    must_train_as_one_process(run_ranks, world, [case], 1e-9, 1e-9, idle(how))
 
 
 # -- rows of all layers that meet at the end -------------------------------------------------------
@@ -438,7 +410,7 @@ def test_rows_of_all_layers_meet_on_any_ranks(
     widths = (8, 10, 6, 4) if jump.of == "cat" else (10 if jump.linear else classes,) * 4
     case = jumping(case, tmp_path, widths, jump)
     losses, weights = train_plainly(case)
-    alone = reference(run_ranks, case)
+    alone = one_process(run_ranks, case)
     assert alone.losses == pytest.approx(losses, rel=1e-9)
     assert difference(alone.weights, weights) <= 1e-9
     cases = [
@@ -446,4 +418,4 @@ def test_rows_of_all_layers_meet_on_any_ranks(
         replace(case, strategy="granndis(depth=1,narrow=True,buckets=4)", servers=2),
         replace(case, strategy="gnnpipe(stages=2,chunks=1,checkpoint=True)"),
     ]
-    assert_equal(run_ranks, 4, cases, 1e-9, 1e-9)
+    must_train_as_one_process(run_ranks, 4, cases, 1e-9, 1e-9)

@@ -10,7 +10,6 @@ import pytest
 import scipy.sparse as sp
 import torch
 from examples import NIGHT
-from ranks import Case, Ranks
 from test_memory import counted
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
 from gnnplan.planner.vocabulary.files import cache_dir
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

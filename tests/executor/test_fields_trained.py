@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Case, Ranks
 from torch.nn import functional as F
 from written import quiet
 
@@ -23,6 +22,7 @@ from gnnplan.executor.modules.bind import bound
 from gnnplan.executor.modules.read import with_user_module
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, Ranks
 
 N, EPOCHS, LR = 40, 4, 0.05
 MODEL = """

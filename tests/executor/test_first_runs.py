@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Case
 from started import Start
 
 from gnnplan.cli import app
@@ -20,6 +19,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import gnnpipe
 from gnnplan.planner.strategies import GNNPipe, parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCURACIES = ("train_accuracy", "val_accuracy", "test_accuracy")

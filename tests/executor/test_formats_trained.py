@@ -22,7 +22,6 @@ import scipy.io
 import scipy.sparse as sp
 import torch
 import written
-from ranks import Case, Ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,7 +36,8 @@ from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.planner.evidence.recorded import read_run
 from gnnplan.planner.graph import formats
 from gnnplan.planner.problem.problem import with_ranks
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.testing.ranks import Case, Ranks
 
 EPOCHS, HIDDEN, LR = 3, 16, 0.05
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from plain import difference
-from ranks import Case, Ranks
 
 from gnnplan.executor.layers.copies import Staging
 from gnnplan.executor.ranks.opening import open_rank
@@ -25,6 +23,8 @@ from gnnplan.executor.train import train
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import LANES, recorded_order
+from gnnplan.testing.plain import difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pairwise import covered
 from pretend_device import CUDA, Device, pretend_device
-from ranks import Case
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.gnn.footprint import summing
+from gnnplan.testing.ranks import Case
 
 __all__ = ["pretend_device"]
 

@@ -3,7 +3,6 @@ executor's errors are those of brute force, and within the bound, is in test_rec
 
 import numpy as np
 import pytest
-from ranks import Case
 
 from gnnplan.executor.launch.checks import must_be_measurable
 from gnnplan.executor.launch.options import Options
@@ -11,6 +10,7 @@ from gnnplan.executor.strategies.gradient_errors import LayerConstants, bounds, 
 from gnnplan.planner.evidence.recorded import gradient_error
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case
 
 
 def test_two_layers_by_hand() -> None:
@@ -58,7 +58,7 @@ def test_errors_of_rows_pass_layers() -> None:
 @pytest.mark.parametrize("model", ["gcn", "sage"])
 @pytest.mark.parametrize("directed", [False, True])
 def test_the_operators_norm(graphs: dict[str, str], model: str, directed: bool) -> None:
-    from plain import Plain
+    from gnnplan.testing.plain import Plain
 
     case = Case("pipegcn", graphs["rough"], {"model": model, "layers": 2}, directed=directed)
     dense = Plain(case).operator.numpy()

@@ -12,12 +12,12 @@ import pytest
 import torch
 from examples import NIGHT
 from pairwise import covered
-from plain import Plain, difference
-from ranks import Case, Ranks, Result
 from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.planner.ownership.layout import Expansion, expand
+from gnnplan.testing.plain import Plain, difference
+from gnnplan.testing.ranks import Case, Ranks, Result
 
 pytestmark = pytest.mark.timeout(110)
 

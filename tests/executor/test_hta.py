@@ -14,10 +14,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from ranks import Case, Ranks
 
 from gnnplan.planner.vocabulary.hta import write_for_hta
 from gnnplan.planner.vocabulary.trace import Span, read_traces
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes]
 

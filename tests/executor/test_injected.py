@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from faults import CASES, EVERY, PHASES, Fault, epochs_of, small_disk, train_through
-from ranks import Case, Ranks
 from started import Start
+
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = [
     pytest.mark.timeout(600),

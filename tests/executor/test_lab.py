@@ -13,13 +13,13 @@ import uuid
 from pathlib import Path
 
 import pytest
-from ranks import Case, Ranks, Result
 from started import Start
 
 from gnnplan.cli import app
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.planner.decision.plan import question, read
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, Ranks, Result
 
 GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain import difference
-from ranks import Case, Ranks
 
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.testing.plain import difference
+from gnnplan.testing.ranks import Case, Ranks
 
 
 def test_lanes_without_threads_work_here_and_now() -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from pairwise import covered
 from pretend_device import CUDA, Device, OnDevice, pretend_device
-from ranks import Case, Ranks, Result
 
 from gnnplan.executor import train
 from gnnplan.executor.layers.kernels import sent
@@ -23,6 +22,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.cluster import spec
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
+from gnnplan.testing.ranks import Case, Ranks, Result
 
 __all__ = ["pretend_device"]
 

@@ -2,7 +2,8 @@
 of another case runs at night."""
 
 import pytest
-from ranks import Case, Ranks
+
+from gnnplan.testing.ranks import Case, Ranks
 
 GRAPH = "synthetic:community?vertices=4000&edges=24000&features=16&classes=5"
 DEEP = {"model": "gcnii", "layers": 4, "hidden": 48, "dropout": 0.5}

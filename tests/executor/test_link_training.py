@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain import Plain, difference
-from ranks import Case, Ranks
 from test_minibatch_exactness import drawn_operator
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,6 +17,8 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.links import LinkTargets, compared
 from gnnplan.planner.graph.links import Pairs, edges_of, held_out_pairs, pairs_of
 from gnnplan.planner.graph.sampling import frontier
+from gnnplan.testing.plain import Plain, difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plain import difference, train_plainly
-from ranks import Case, Ranks
 
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.ranks.memory import resident
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.testing.plain import difference, train_plainly
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ForkServer
 from started import Start, Started
 
 from gnnplan.cli import app
 from gnnplan.executor.ranks.gathered import gather_all, gather_bytes
 from gnnplan.executor.ranks.meeting import join, on_this_machine, store_of_this_machine
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import ForkServer
 
 GRAPH = "synthetic:community?vertices=2000&edges=20000&features=16&classes=4&seed=0"
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from counting import counted
 from jumping import jumping
 from libraries import multiply
 from pairwise import covered
-from ranks import Case, ForkServer, Ranks
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
@@ -34,6 +33,9 @@ from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Jump, Residual, Workload
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
+from gnnplan.testing.fixtures import fresh_ranks as fresh_ranks
+from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.runs import must_fill_as_predicted
 
 T = TypeVar("T")
 glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
@@ -352,16 +354,6 @@ def uses(name: str) -> set[Hashable]:
     return {strategy, made, *re.findall(r"(\w+)=", knobs)}
 
 
-@pytest.fixture(scope="module")
-def fresh_ranks(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
-) -> Iterator[Ranks]:
-    """Processes of our own: those of other tests have code for their shapes of products already."""
-    ranks = Ranks(fork_server, tmp_path_factory.mktemp("memory"), memory=True)
-    yield ranks
-    ranks.close()
-
-
 @glibc
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
 def test_the_watch_does_not_wait_for_its_turn() -> None:
@@ -396,21 +388,6 @@ def test_predicted_memory_is_what_a_run_fills(
     world, case = RUNS[name]
     case = replace(case, graph=case.graph if ":" in case.graph else dataset(case.graph))
     must_fill_as_predicted(world, case, fresh_ranks)
-
-
-def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
-    """The fullest rank's to 5 %, every rank's to 8 %. Runs are of 30 to 200 MB, so that Python's
-    own objects are small beside them. What a step keeps for the next is there in the second. On a busy
-    machine the watch sleeps through some short peaks: it has one in every epoch."""
-    case = replace(case, epochs=6)
-    (result,) = fresh_ranks(world, [case])
-    problem = case.problem(world)
-    use = case.settled(problem).memory(problem)
-    of_training = (nbytes for what, nbytes in use.items() if what not in BESIDE_TRAINING)
-    predicted = sum(of_training, np.zeros(world))
-    measured = np.array([result.rank(rank)["peak_bytes"] for rank in range(world)])
-    assert predicted.max() == pytest.approx(measured.max(), rel=0.05), use
-    assert predicted == pytest.approx(measured, rel=0.08), use
 
 
 @glibc

@@ -18,13 +18,13 @@ import torch
 from examples import NIGHT
 from jumping import jumping
 from pairwise import covered
-from plain import Plain, difference
-from ranks import Case, Ranks
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.graph.sampling import Frontier, frontier, seeds_of
+from gnnplan.testing.plain import Plain, difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from examples import NIGHT
-from ranks import Case, ForkServer, Ranks
 from test_own_layers import EXAMPLE
 from test_user_modules import MODULES, libraries, loaded, logits_of, made, ours, theirs
 
 import gnnplan
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.testing.ranks import Case, ForkServer, Ranks
 
 __all__ = ["libraries"]  # a fixture of all tests here
 

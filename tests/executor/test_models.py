@@ -16,8 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from libraries import multiply
-from plain import Plain
-from ranks import Case, Ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,6 +38,8 @@ from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.testing.plain import Plain
+from gnnplan.testing.ranks import Case, Ranks
 
 MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2")
 DTYPES = (torch.float64, torch.float32)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import ForkServer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.testing.ranks import ForkServer
 
 KINDS = [
     ({"optimizer": "sgd"}, torch.optim.SGD, {}),

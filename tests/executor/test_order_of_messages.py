@@ -17,11 +17,11 @@ import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Case, Ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
+from gnnplan.testing.ranks import Case, Ranks
 
 # what is begun at once: ends of operations, each with a name that all its ranks give it
 Begun = frozenset[tuple[Any, ...]]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Case, Ranks
 
 from gnnplan.executor.modules import own
 from gnnplan.executor.modules.own import own_layers, with_user_model
@@ -20,6 +19,7 @@ from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, Ranks
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-model.md"

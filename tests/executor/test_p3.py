@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from pairwise import covered
-from plain import Plain, difference
-from ranks import Case, Ranks
 from test_minibatch_exactness import assert_as_one_process, batches_of, workload
 from torch import Tensor
 
@@ -19,6 +17,8 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import p3
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.plain import Plain, difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Case
 from torch.distributed import HashStore, PrefixStore
 
 from gnnplan.cli import app
@@ -28,6 +27,7 @@ from gnnplan.executor.ranks.checkpoint import Checkpoints
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, Mismatch, SpecError
+from gnnplan.testing.ranks import Case
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 CASE = Case("graph_parallel", GRAPH, servers=2)

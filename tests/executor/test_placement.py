@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Case, ForkServer, Ranks, Result, meeting
 
 from gnnplan.executor.launch import launcher as launch
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.vocabulary.trace import recorded_order
+from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result, meeting
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Case
 
 from gnnplan import __version__
 from gnnplan.executor.launch import preflight
@@ -26,6 +25,7 @@ from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 HERE = torch.__version__.partition("+")[0]

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from ranks import Case, ForkServer, Ranks
+
+from gnnplan.testing.ranks import Case, ForkServer, Ranks
 
 
 @pytest.mark.timeout(110)

@@ -18,13 +18,13 @@ import torch
 from crossing import crossed
 from jumping import jumping
 from pairwise import covered, pairs
-from plain import Plain, Read, difference
-from ranks import Case, Ranks
 from torch import Tensor
 
 from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
+from gnnplan.testing.plain import Plain, Read, difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ForkServer
 
 from gnnplan.cli import app
 from gnnplan.executor.launch.checks import last_of, must_be_new
@@ -19,6 +18,7 @@ from gnnplan.executor.launch.launcher import unwound_by_signals
 from gnnplan.executor.ranks.checkpoint import onwards
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import ForkServer
 
 pytestmark = pytest.mark.timeout(110)
 

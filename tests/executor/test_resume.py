@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from examples import NIGHT
-from ranks import Case, ForkServer, Ranks, Result
 from safetensors.torch import save_file
 
 from gnnplan.cli import app
@@ -27,7 +26,8 @@ from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.trace import recorded_order
+from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.runs import must_resume
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -109,33 +109,6 @@ def world_of(case: Case) -> int:
     return min(2, max(example.ranks for example in type(parse(case.strategy)).examples))
 
 
-def same(broken: Result, unbroken: Result) -> None:
-    """In weights, and in all that a run leaves but its times and its processes' memory."""
-    weights = unbroken.weights
-    assert broken.weights.keys() == weights.keys() and all(
-        torch.equal(broken.weights[name], p) for name, p in weights.items()
-    )
-    timeless = [
-        [
-            {n: value for n, value in row.items() if n not in ("epoch_s", "peak_memory_bytes")}
-            for row in run.metrics
-        ]
-        for run in (broken, unbroken)
-    ]
-    assert timeless[0] == timeless[1]
-    for rank in range(unbroken.world):
-        one, other = broken.rank(rank), unbroken.rank(rank)
-        assert len(one["rss_bytes"]) == one["epochs"] == other["epochs"]
-        assert all(
-            one[name] == other[name]
-            for name in ("bytes", "setup_bytes", "rows", "staleness", "gradient_errors")
-        )
-        for lane in ("compute", "copy", "comm", "reduce"):
-            assert recorded_order(broken.spans, rank, lane) == recorded_order(
-                unbroken.spans, rank, lane
-            )
-
-
 @pytest.mark.parametrize(
     "case",
     CASES,
@@ -146,16 +119,9 @@ def test_broken_off_and_resumed_is_unbroken(
 ) -> None:
     """Broken off an epoch after its last checkpoint: that epoch is trained again. By night this is the
     second checkpoint."""
-    case, world = replace(case, graph=graphs[case.graph]), world_of(case)
+    case = replace(case, graph=graphs[case.graph])
     broken_off, last = (5, 7) if NIGHT else (3, 5)
-    unbroken, broken = run_ranks(
-        world, [replace(case, epochs=last), replace(case, epochs=broken_off, checkpoint_every=2)]
-    )
-    before = unbroken.weights
-    # there is something left to learn
-    assert not all(torch.equal(broken.weights[name], p) for name, p in before.items())
-    resumed = run_ranks(world, [replace(case, epochs=last, resume=str(broken.out))])[0]
-    same(resumed, unbroken)
+    must_resume(run_ranks, world_of(case), case, broken_off, last)
 
 
 def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Case
 
 from gnnplan.executor import train as module
 from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler
@@ -23,6 +22,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.vocabulary.errors import LostRank
+from gnnplan.testing.ranks import Case
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}

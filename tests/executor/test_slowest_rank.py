@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import SECONDS, Case, ForkServer, _train, meeting
+
+from gnnplan.testing.ranks import SECONDS, Case, ForkServer, _train, meeting
 
 DELAY = 0.2  # [s] of rank 1 in every step, after all ranks have met
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from examples import NIGHT
-from ranks import Case, Ranks
 
 from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import draw, key_of
 from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from plain import difference
-from ranks import Case, Ranks
+
+from gnnplan.testing.plain import difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.processes]
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain import Plain, difference, train_plainly, trained
-from ranks import Case, Ranks
 from test_minibatch_exactness import train_plainly_in_batches
 
 from gnnplan.executor.launch.checks import must_have_rates
@@ -20,6 +18,8 @@ from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.planner.gnn.workload import PARTS, Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.plain import Plain, difference, train_plainly, trained
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plain import difference
-from ranks import Case, Ranks
 
 from gnnplan.planner.ownership.layout import Layout
+from gnnplan.testing.plain import difference
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Case, ForkServer, Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -37,9 +36,10 @@ from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.p3.slices import Slices
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, ForkServer, Ranks
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
 GRAPH = GraphFields(FEATURES, CLASSES)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Case, Ranks
 from zoo_table import (
     CLASSES,
     FAMILIES,
@@ -35,6 +34,7 @@ from gnnplan.planner import strategies as planner
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, Ranks
 
 UNSEEN = 89  # vertices of a graph on which no module was looked at
 # of every way to be cut one: our own layers, dropout on edges, batch norm, fields, shared layers,

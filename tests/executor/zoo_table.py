@@ -23,7 +23,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pytest
 import torch
-from ranks import Case, Ranks, Result, with_fields
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -42,6 +41,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.ranks import Case, Ranks, Result, with_fields
 
 HERE = Path(__file__).parent
 FEATURES, CLASSES = 12, 4  # of the graph `rough`

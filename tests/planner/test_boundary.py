@@ -13,9 +13,11 @@ from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import BNS, GraphParallel
-from gnnplan.planner.strategies.layerwise.bns import drawn
+from gnnplan.planner.strategies.layerwise.bns import Sample
+from gnnplan.planner.strategies.layerwise.exchange import Crossing
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
@@ -25,6 +27,10 @@ CLUSTER = Cluster(
     device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10),
     intra_node=Link(bandwidth=1e8),
 )
+
+
+def drawn(ids: np.ndarray, p: float, *crossing: int) -> np.ndarray:
+    return Sample("vanish", p=p).fresh(ids, Crossing(*crossing))
 
 
 def problem(**workload: object) -> Problem:
@@ -76,15 +82,19 @@ def test_the_whole_boundary_is_predicted_as_graph_parallelism():
 
 def test_fewer_rows_and_edges_are_held_and_computed():
     asked = problem()
-    whole, sample = asked.layout(), BNS(p=0.2).layout(asked)
-    assert sample.facts(1) is whole.facts(1)  # constant features: nothing is exchanged for them
-    f, all_of = sample.facts(2), whole.facts(2)
+    whole = asked.layout()
+
+    def facts(p: float, layer: int) -> LayerFacts:
+        return BNS(p=p).exchange_options.facts(asked, whole, layer)
+
+    assert facts(0.2, 1) is whole.facts(1)  # constant features: nothing is exchanged for them
+    f, all_of = facts(0.2, 2), whole.facts(2)
     assert (f.sources < all_of.sources).all() and (f.edges < all_of.edges).all()
     within = [
         int((np.asarray(whole.block(rank, 2)[1]) < whole.piece(rank, 2).local).sum())
         for rank in range(4)
     ]
-    assert (BNS(p=0).layout(problem()).facts(2).edges == within).all()
+    assert (facts(0, 2).edges == within).all()
     held = [sum(BNS(p=p).memory(problem()).values()).max() for p in (0.1, 0.9)]
     assert held[0] < held[1]
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_strategies import GRAPHS, cluster, problem_of
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
@@ -22,6 +21,7 @@ from gnnplan.planner.strategies.program.drawing import draw
 from gnnplan.planner.strategies.program.price import price_of
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.simulator.player import Played, play
+from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
 
 def problem(model: str = "gcn", layers: int = 3, where: Any = None, **workload: Any) -> Problem:

@@ -8,7 +8,8 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster, read_workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, step
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.step import step
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = load("synthetic:community?vertices=120&edges=900&features=40&classes=5")

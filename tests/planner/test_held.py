@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_strategies import GRAPHS, cluster, problem_of
 
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
@@ -18,6 +17,7 @@ from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
 TWO = problem_of(GRAPHS[1], cluster(1, 2))
 MINI = problem_of(GRAPHS[1], cluster(2, 1), mode="mini", batch=20, fanout=(3, 3), layers=2)

@@ -1,10 +1,8 @@
 """Laws over every family: closed form, schedule and memory tell one story, and the story bends the
 right way."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -17,10 +15,10 @@ from pairwise import covered
 
 from gnnplan.papers.formulas import hybrid_bytes
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.search import families, search
 from gnnplan.planner.gnn.footprint import COMMUNICATOR
-from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer, Workload
+from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer
 from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
@@ -37,7 +35,6 @@ from gnnplan.planner.strategies import (
     GraphParallel,
     GSplit,
     Offload,
-    Prediction,
     Strategy,
     Tensor3D,
     named,
@@ -45,62 +42,30 @@ from gnnplan.planner.strategies import (
     parse,
 )
 from gnnplan.planner.strategies.gnnpipe.balance import balance
-from gnnplan.planner.strategies.layerwise.buckets import CLAIM
 from gnnplan.planner.strategies.layerwise.granndis import SHARED
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.strategies.program.flowshop import MANY
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
-from gnnplan.simulator.player import Played, TaskGraph, critical_path, play, serial
+from gnnplan.planner.vocabulary.schedule import Collective, Send
+from gnnplan.simulator.player import Played, play
+from gnnplan.testing.laws import (
+    GRAPHS,
+    LAWS,
+    ROUND,
+    Told,
+    bytes_of_the_schedule_are_those_of_predict,
+    cluster,
+    must_survive_words_and_json,
+    problem_of,
+    problems,
+    statistics,
+    steady_bytes,
+    sums,
+    with_better,
+)
 
 STEPS = 4
-ROUND = 1e-9  # what rounding may do to a sum of seconds
-
-
-def community(vertices: int, edges: int, seed: int = 0) -> Graph:
-    graph = load(
-        f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5&seed={seed}"
-    )
-    assert isinstance(graph, Graph)
-    return graph
-
-
-def statistics(graph: Graph) -> GraphStats:
-    """The same graph, of which only the statistics are known."""
-    return replace(graph.stats, known=False)
-
-
-# dense to all isolated
-GRAPHS = (community(400, 6000), community(120, 900, 1), community(60, 100, 2), community(24, 0, 3))
-
-
-def cluster(
-    servers: int = 2,
-    gpus: int = 2,
-    inter: float = 1e9,
-    intra: float = 1e10,
-    latency: float = 1e-6,
-    **device: Any,
-) -> Cluster:
-    gpu = Device(
-        **{"memory": 1e12, "gemm": 1e11, "memory_bandwidth": 1e11, "launch": 1e-6, **device}
-    )
-    return Cluster(
-        servers=servers,
-        gpus_per_server=gpus,
-        device=gpu,
-        intra_node=Link(bandwidth=intra, latency=latency),
-        inter_node=Link(bandwidth=inter, latency=latency),
-    )
-
-
-def problem_of(
-    graph: Graph | GraphStats, where: Cluster, method: str = "metis", **workload: Any
-) -> Problem:
-    known = isinstance(graph, Graph)
-    asked = Workload(**{"model": "gcn", "hidden": 64, **workload})
-    return Problem(graph.stats if known else graph, graph if known else None, asked, where, method)
 
 
 def variants(problem: Problem) -> Iterator[Strategy]:
@@ -147,233 +112,8 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         yield settled
 
 
-def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
-    return st.floats(np.log10(low), np.log10(high)).map(lambda x: float(10**x))
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    where = cluster(
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 3)),
-        inter=draw(log_uniform(1e6, 1e10)),
-        intra=draw(log_uniform(1e7, 1e11)),
-        latency=draw(log_uniform(1e-7, 1e-3)),
-        gemm=draw(log_uniform(1e9, 1e13)),
-        memory_bandwidth=draw(log_uniform(1e9, 1e12)),
-        launch=draw(log_uniform(1e-7, 1e-4)),
-        overlap_tax=draw(st.sampled_from([0.0, 0.4])),
-        **draw(
-            st.sampled_from(
-                [
-                    {},
-                    {
-                        "gather": {4: 1e9, 64: {1e4: 2e10, 1e6: 5e9}},
-                        "row_latency": 2e-8,
-                        "row_bandwidth": 5e9,
-                    },
-                ]
-            )
-        ),
-    )
-    model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"]))
-    norm = None if model in ("gcnii", "sgc") else draw(st.sampled_from([None, "layer", "batch"]))
-    return problem_of(
-        draw(st.sampled_from(GRAPHS)),
-        where,
-        model=model,
-        norm=norm,
-        heads=1,
-        layers=draw(st.integers(1, 6)),
-        hidden=draw(st.sampled_from([3, 16, 64])),
-        dropout=draw(st.sampled_from([0.0, 0.5])),
-        optimizer=draw(st.sampled_from(["adam", "sgd"])),
-        dtype=draw(st.sampled_from(["float32", "float64"])),
-    )
-
-
 def some(law_examples: int = 12) -> Any:
     return settings(deadline=None, max_examples=examples(law_examples))
-
-
-# -- laws of every strategy --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the planner and the simulator say of a strategy, for all laws: to play takes longest."""
-
-    problem: Problem
-    faster: Problem  # the same on better hardware
-    strategy: Strategy
-
-    @cached_property
-    def steps(self) -> int:
-        return self.strategy.steps(self.problem)
-
-    @cached_property
-    def predicted(self) -> Prediction:
-        return self.strategy.predict(self.problem)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        return self.strategy.schedule(self.problem, max(6, 3 * self.steps))
-
-    @cached_property
-    def task_graph(self) -> TaskGraph:
-        return TaskGraph(self.schedule, self.problem.cost)
-
-    @cached_property
-    def alone(self) -> Played:
-        """Without contention."""
-        return self.played(contention=False)
-
-    @cached_property
-    def contended(self) -> Played:
-        return self.played(contention=True)
-
-    def played(self, contention: bool) -> Played:
-        cost, graph = self.problem.cost, self.task_graph
-        return play(self.schedule, cost, contention=contention, task_graph=graph)
-
-
-def critical_path_simulated_serial(told: Told) -> None:
-    cost = told.problem.cost
-    bounds = [
-        critical_path(told.schedule, cost, told.task_graph),
-        told.alone.end_s,
-        told.contended.end_s,
-        serial(told.schedule, cost, told.task_graph),
-    ]
-    assert all(low <= high * (1 + ROUND) for low, high in pairwise(bounds)), bounds
-    # without contention nothing else delays
-    assert bounds[0] == pytest.approx(bounds[1], rel=ROUND)
-
-
-def closed_form_is_the_simulation_within_the_claim(told: Told) -> None:
-    """Transfers of a synchronous step or of a pipeline do not meet on a wire, so contention does
-    not matter, unless gradients are summed in several buckets. A stale step's all-reduce does meet exchanges: its closed form lies between the two
-    simulations and close to the contended one. So do a hybrid's members, who send at once through
-    their server's one card."""
-    problem, strategy, closed = told.problem, told.strategy, float(told.predicted.epoch_s)
-    alone, contended = (each.epoch_s(told.steps) for each in (told.alone, told.contended))
-    buckets = getattr(strategy, "buckets", 1)
-    claim = strategy.claim if buckets == 1 else max(strategy.claim, CLAIM)
-    assert abs(closed / contended - 1) <= claim, (closed, contended)
-    if getattr(strategy, "staleness", 0):
-        assert alone * (1 - ROUND) <= closed
-        assert buckets > 1 or closed <= contended * (1 + ROUND)
-    elif buckets > 1:
-        assert alone * (1 - ROUND) <= closed
-        assert abs(closed / contended - 1) <= CLAIM, (closed, contended)
-    elif isinstance(strategy, Tensor3D):  # groups beside each other share their servers' cards
-        assert alone * (1 - ROUND) <= closed
-    elif isinstance(strategy, GNNPipe) and strategy.members(problem) > 1:
-        # without edges members never meet, and the claim alone holds
-        assert not problem.stats.edges or alone * 0.95 <= closed
-        apart = any(
-            len({problem.servers[rank] for rank in strategy.group(problem, s)}) > 1
-            for s in range(problem.ranks // strategy.members(problem))
-        )
-        # no card between members, and something ties them; 26.1 % was found, with 1-4 rows a
-        # member
-        if problem.stats.edges and not apart:
-            assert abs(closed / contended - 1) <= 0.30, (closed, contended)
-    elif isinstance(strategy, GNNPipe):
-        assert max(abs(closed / alone - 1), abs(closed / contended - 1)) <= 0.05, (
-            closed,
-            alone,
-            contended,
-        )
-    else:
-        assert abs(closed / alone - 1) <= strategy.claim, (closed, alone)
-
-
-def parts_of_the_epoch_add_up(told: Told) -> None:
-    p = told.predicted
-    assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
-    assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
-    assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9)
-    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
-
-
-def better_hardware_is_never_slower(told: Told) -> None:
-    faster, schedule = told.faster, told.schedule
-    predicted = float(told.strategy.predict(faster).epoch_s)
-    assert predicted <= float(told.predicted.epoch_s) * (1 + ROUND)
-    # a plan is work and order: no time in it
-    assert told.strategy.schedule(faster, max(6, 3 * told.steps)) == schedule
-    simulated = play(schedule, faster.cost, contention=False).end_s
-    assert simulated <= told.alone.end_s * (1 + ROUND)
-
-
-def bytes_of_the_schedule_are_those_of_predict(told: Told) -> None:
-    p, steps, schedule = told.predicted, told.steps, told.schedule
-    assert steady_bytes(schedule, 1, steps) == steady_bytes(schedule, 2, steps) == p.bytes
-    assert sum(p.bytes_by_link.values()) == p.bytes_total
-    assert crossing(schedule, told.problem, steps) == p.bytes_by_link
-    assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes
-    assert all(isinstance(n, int) and n > 0 for n in [*p.bytes.values(), *p.bytes_by_link.values()])
-
-
-def every_wait_names_a_task_and_every_rank_has_the_same_meetings(told: Told) -> None:
-    known = {(t.rank, t.label) for t in told.schedule.tasks}
-    meetings: dict[Any, set[int]] = {}
-    for t in told.schedule.tasks:
-        assert all((t.rank, label) in known or label.step < 0 for label in t.after)
-        if isinstance(t.work, Collective):
-            meetings.setdefault((t.label, t.work.group), set()).add(t.rank)
-    assert all(set(group) == ranks for (_, group), ranks in meetings.items())
-
-
-def memory_is_told_by_rank_and_use(told: Told) -> None:
-    problem, memory = told.problem, told.strategy.memory(told.problem)
-    assert all(
-        use.shape == (problem.ranks,) and (use >= 0).all() and np.isfinite(use).all()
-        for use in memory.values()
-    )
-    total = sum(memory.values())
-    assert (total > memory["parameters"] + memory["optimizer"]).all()
-    assert (memory["runtime"] > 0).all()
-    # a stage of SGC that only propagates has no weights
-    assert ((memory["optimizer"] > 0) == (memory["parameters"] > 0)).all()
-    # a rank may have only rows that it hands to the others
-    # with checkpoints one layer keeps nothing but its features
-    # a chunk that reads a constant aggregate has no edges on its device
-    assert memory["graph"].any() or isinstance(told.strategy, Offload)
-    assert memory["activations"].any() or getattr(told.strategy, "checkpoint", False)
-    assert memory["parameters"].sum() >= problem.model.weights * problem.model.itemsize
-
-
-LAWS = (
-    critical_path_simulated_serial,
-    closed_form_is_the_simulation_within_the_claim,
-    parts_of_the_epoch_add_up,
-    better_hardware_is_never_slower,
-    bytes_of_the_schedule_are_those_of_predict,
-    every_wait_names_a_task_and_every_rank_has_the_same_meetings,
-    memory_is_told_by_rank_and_use,
-)
-
-
-def with_better(problem: Problem, what: str, factor: float) -> Problem:
-    """The problem on hardware of which one number is `factor` times as good."""
-    c = problem.cluster
-    assert c.inter_node
-    intra, inter, device = c.intra_node, c.inter_node, c.device
-    if what == "intra":
-        intra = Link(bandwidth=intra.bandwidth * factor, latency=intra.latency)
-    elif what == "inter":
-        inter = Link(bandwidth=inter.bandwidth * factor, latency=inter.latency)
-    elif what == "latency":
-        intra, inter = (
-            Link(bandwidth=link.bandwidth, latency=link.latency / factor) for link in (intra, inter)
-        )
-    else:
-        better = getattr(device, what) * (factor if what != "launch" else 1 / factor)
-        device = device.model_copy(update={what: better})
-    update = {"intra_node": intra, "inter_node": inter, "device": device}
-    return replace(problem, cluster=c.model_copy(update=update))
 
 
 @given(
@@ -410,10 +150,6 @@ def test_groups_that_sit_alike_do_not_fill_the_same_ports(where: Cluster, bound:
     strategy = GNNPipe(2, 8).settle(problem)
     simulated = play(strategy.schedule(problem, 6), problem.cost).step_s
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(simulated, rel=bound)
-
-
-def sums(p: Prediction) -> float:
-    return float(p.compute_s) + float(p.comm_s) + float(p.bubble_s)
 
 
 def best_of(problem: Problem) -> dict[str, float]:
@@ -466,47 +202,6 @@ def test_where_the_cut_between_servers_lies_changes_the_answer():
 
 
 # -- bytes -----------------------------------------------------------------------------------------
-
-
-def steady_bytes(schedule: Schedule, epoch: int = 1, steps: int = 1) -> dict[str, int]:
-    return {
-        op: n
-        for op, n in schedule.bytes_by_op(
-            t for t in schedule.tasks if t.label.step // steps == epoch
-        ).items()
-        if n
-    }
-
-
-def crossing(schedule: Schedule, problem: Problem, steps: int = 1) -> dict[str, int]:
-    """Bytes of an epoch of so many steps by class of link, read off the schedule; a ring over ranks
-    in order leaves each server once."""
-    links = {"intra_node": 0, "inter_node": 0}
-    for task in schedule.tasks:
-        if task.label.step // steps == 1 and isinstance(task.work, (Send, Collective)):
-            sent = (
-                task.work.sent
-                if isinstance(task.work, Collective)
-                else ((task.work.peer, task.work.nbytes),)
-            )
-            for peer, nbytes in sent:
-                if peer < 0:
-                    continue
-                links[problem.cost.link_name(task.rank, peer)] += nbytes
-    rings: dict[tuple[Any, tuple[int, ...]], int] = {}
-    for t in schedule.tasks:
-        if (
-            t.label.step // steps == 1
-            and isinstance(t.work, Collective)
-            and t.work.op == "all_reduce"
-        ):
-            rings[t.label, t.work.group] = rings.get((t.label, t.work.group), 0) + t.work.nbytes
-    for (_, group), wire in rings.items():
-        visited = len({problem.servers[rank] for rank in group})
-        across = wire * visited // len(group) if visited > 1 else 0
-        links["inter_node"] += across
-        links["intra_node"] += wire - across
-    return {where: n for where, n in links.items() if n}
 
 
 @given(problems())
@@ -923,9 +618,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_knobs_survive_words_and_json(family: type[Strategy], data: st.DataObject):
-    strategy = data.draw(knobs_of(family))
-    assert parse(str(strategy)) == strategy
-    assert named(strategy.name, json.loads(json.dumps(strategy.knobs()))) == strategy
+    must_survive_words_and_json(data.draw(knobs_of(family)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gnnplan
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner import strategies
@@ -21,6 +22,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLANNER = """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -50,21 +52,37 @@ def open_worker(rank, problem, strategy, first):
 """
 
 
+def installed(
+    folder: Path, patch: pytest.MonkeyPatch, family: str, point: str, **modules: str
+) -> Iterator[Path]:
+    """A folder of installed packages, with one of these modules that adds a family."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    about = folder / f"{family}-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {family}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[gnnplan.strategies]\n{family} = {point}\n")
+    patch.syspath_prepend(folder)
+    forget()
+    yield folder
+    forget()
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of installed packages, with the package `echo`."""
-    (tmp_path / "echo_planner.py").write_text(PLANNER)
-    (tmp_path / "echo_executor.py").write_text(EXECUTOR)
-    about = tmp_path / "echo-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: echo\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[gnnplan.strategies]\necho = echo_planner:Echo\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    forget()
-    yield tmp_path
-    forget()
-    for name in ("echo_planner", "echo_executor"):
-        sys.modules.pop(name, None)
+    """The package `echo`."""
+    modules = {"echo_planner": PLANNER, "echo_executor": EXECUTOR}
+    yield from installed(tmp_path, monkeypatch, "echo", "echo_planner:Echo", **modules)
+
+
+@pytest.fixture
+def delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package of examples/delayed, whose epochs differ."""
+    text = (EXAMPLES / "delayed" / "gnnplan_delayed.py").read_text(encoding="utf-8")
+    point = "gnnplan_delayed:Delayed"
+    yield from installed(tmp_path, monkeypatch, "delayed", point, gnnplan_delayed=text)
 
 
 def forget() -> None:
@@ -98,6 +116,32 @@ def test_it_explains_itself(install: Path):
     assert sum(line.startswith("An echo of 200 vertices: echo") for line in told) == 1
     names = vars(sys.modules[explain.__module__])
     assert not [family.__name__ for family in strategies.FAMILIES if family.__name__ in names]
+
+
+def test_epochs_that_differ_are_told_one_by_one(delayed: Path):
+    """A mean of three, rounded, was taken for each of them."""
+    graph = "synthetic:community?vertices=200&edges=1200&features=8&classes=3&seed=0"
+    fields = {"model": "gcn", "layers": 2, "hidden": 8}
+    two = {"servers": 1, "gpus_per_server": 2}
+    plan = gnnplan.plan(graph, "p3_p100", strategy="delayed(r=3)", overrides=two, **fields)
+    predicted = plan.document["best"]["predicted"]
+    each = [sum(epoch["bytes"].values()) for epoch in predicted["period"]]
+    assert len(each) == 3 and len(set(each)) > 1
+    assert predicted["bytes_total"] == pytest.approx(sum(each) / 3, abs=2)
+    seconds = [epoch["epoch_s"] for epoch in predicted["period"]]
+    assert predicted["epoch_s"] == pytest.approx(sum(seconds) / 3)
+    played = plan.simulate(steps=6)
+    told = played.document["epochs"]
+    assert [row["epoch"] for row in told] == [2, 3, 4, 5, 6]
+    for row in told:
+        sent = each[(row["epoch"] - 1) % 3]
+        assert row["predicted_bytes"] == row["simulated_bytes"] == sent
+        assert row["simulated_s"] == pytest.approx(row["predicted_s"], rel=1e-6)
+    assert "epochs differ, and repeat after 3" in str(played)
+    assert played.epoch_s == pytest.approx(predicted["epoch_s"], rel=1e-6)
+    few = plan.simulate(steps=2).document  # of one epoch alone, and so is the prediction
+    assert few["simulated"]["epoch_s"] == pytest.approx(few["predicted"]["epoch_s"], rel=1e-6)
+    assert few["predicted"]["bytes"] == few["simulated"]["bytes"]
 
 
 @pytest.mark.parametrize(

@@ -20,30 +20,23 @@ rounded are drawn apart from each other, so a sum is still on average that of al
 A rank samples its blocks anew in every epoch (`lay`). It keeps the whole ones for evaluation.
 
 Source: Wan et al., BNS-GCN (MLSys 2022), Algorithm 1; there one sample serves all layers of an
-epoch. See also graph_parallel.py, step.py and memory.py; executor/strategies/bns.py.
+epoch. See also vanishing.py, exchange.py and step.py; executor/strategies/vanishing.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block, weighs_edges
 from gnnplan.planner.graph.sampling import GOLDEN, Ids, key_of, mix
 from gnnplan.planner.graph.streams import BOUNDARY
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import bits
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions, preparation
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.base import Example
+from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
+from gnnplan.planner.strategies.layerwise.on_parts import OnParts
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ROUNDING = 1e-9  # 0.07 of 100 rows are 7, though 0.07 * 100 is a little more
@@ -51,7 +44,7 @@ P = 0.1  # BNS-GCN, Sec. 4: as accurate as the whole halo on its graphs
 
 
 @dataclass(frozen=True)
-class BNS(Strategy):
+class BNS(OnParts):
     """Graph parallelism on a sample of the boundary.
 
     p: share of the halo rows of each pair of ranks that is sent in an epoch, in [0, 1].
@@ -66,37 +59,12 @@ class BNS(Strategy):
 
     family: ClassVar[str] = "bns"
     claim: ClassVar[float] = 1e-6
-    rounds_rows: ClassVar[bool] = True
-    replays: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.bns"
+    executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("bns(p=0.5)"),
         Example("bns(p=0.3,narrow=True)", ranks=3),
         Example("bns(p=0.5,bits=4)"),
     )
-
-    @property
-    def exact(self) -> bool:
-        return self.p == 1 and self.bits is None
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return isinstance(other, BNS) and (self.p, self.bits) == (other.p, other.bits)
-
-    @classmethod
-    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """None: what a sample costs in accuracy is not known of a graph; users ask for it."""
-        return iter(())
-
-    @classmethod
-    def absent(cls, problem: Problem) -> str:
-        return ""
-
-    @classmethod
-    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        return bits.sentences(problem, fastest)
-
-    def with_less_memory(self) -> Strategy | None:
-        return None if self.checkpoint else replace(self, checkpoint=True)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -105,138 +73,33 @@ class BNS(Strategy):
                 f"bns: p is the share of halo rows that is sent, in [0, 1], not {self.p:g}; use"
                 f" p={P}"
             )
-        for number, layer in enumerate(problem.model.layers, 1):
-            softmax = layer.heads or layer.sums > 1
-            if self.p < 1 and (softmax or (layer.counted and not layer.counted.linear)):
-                raise SpecError(
-                    "bns: a sample stands for all edges only in a weighted sum over them, and layer"
-                    f" {number} of {problem.workload.called} has"
-                    f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
-                    " another model"
-                )
-        check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits, problem)
-        self.check_vertices(problem)
+        super().check(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
+        policy = FRESH if self.p == 1 else Sample("vanish", p=self.p)
         return ExchangeOptions(
-            self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, bits=self.bits
+            self.narrow,
+            policy,
+            checkpoint=self.checkpoint,
+            buckets=self.buckets,
+            bits=self.bits,
         )
 
-    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
-        """The layout of an epoch's sample, with as many edges as samples have on average."""
-        whole = problem.layout()
-        return problem.known.answer(("boundary", whole, self.p), lambda: sample(whole, self.p))
 
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        return preparation(problem, problem.layout())
+@dataclass(frozen=True)
+class Sample(Policy):
+    """A share p of the rows of each pair of ranks is fresh, other ones in each step and layer."""
 
-    def program(self, problem: Problem) -> Program:
-        whole = layerwise.program(problem, self.layout(problem), self.exchange_options)
-        laid = self._laid(problem, problem.layout())
-        if not laid.any():
-            return whole
-        step = [Op("lay", host=("lay", laid, 0)), *whole.at(0)]
-        return replace(whole, known=lambda: [step], at=lambda t: step)
+    p: float = P
 
-    def _sampled_layers(self, problem: Problem) -> list[int]:
-        """Layers of which an epoch takes a sample."""
-        varying = range(problem.model.first_varying + 1, problem.workload.layers + 1)
-        return [layer for layer in varying if self.p < 1 and problem.layout().meets(layer)]
+    def fresh(self, ids: Ids, crossing: Crossing) -> Ids:
+        count = self.count(ids, crossing)
+        if count == ids.size:
+            return np.arange(count)
+        words = mix((ids.astype(np.uint64) + key_of(BOUNDARY, *crossing)) * GOLDEN)
+        return np.sort(np.argsort(words, kind="stable")[:count])
 
-    def _laid(self, problem: Problem, whole: Layout | EstimatedLayout) -> np.ndarray:
-        """Edges of the blocks of which each rank takes a sample in an epoch [ranks]."""
-        sampled = [whole.facts(layer).edges for layer in self._sampled_layers(problem)]
-        return np.sum(sampled, axis=0) if sampled else np.zeros(problem.ranks, dtype=np.int64)
-
-    def memory(self, problem: Problem) -> Memory:
-        """Bytes per rank by use: those of an epoch's sample, and whole blocks beside its own."""
-        use = layerwise_memory.memory(
-            problem, self.built(problem), self.layout(problem), self.exchange_options
-        )
-        whole = layerwise_memory.blocks(problem, problem.layout())
-        model, blocks = problem.model, np.zeros(problem.ranks)
-        for layer in self._sampled_layers(problem):
-            f = self.layout(problem).facts(layer)
-            spec, kind = model.layers[layer - 1], problem.workload.model
-            blocks = blocks + block(kind, model, spec, f.rows, f.sources, f.edges)
-            if not weighs_edges(kind, spec):  # those of a sample do
-                blocks = blocks + 2 * model.itemsize * f.edges
-            blocks = blocks + 8 * f.given
-        targets = 16 * problem.layout().facts(problem.workload.layers).rows
-        return use | {"graph": whole + blocks + targets * (blocks > 0)}
-
-
-# -- the sample ------------------------------------------------------------------------------------
-
-
-def drawn(ids: Ids, p: float, seed: int, epoch: int, layer: int, reader: int) -> Ids:
-    """Which of the halo rows `ids` [n] that a rank reads of a peer are sent: places, ascending."""
-    count = int(counts(np.array(ids.size), p))
-    if count == ids.size:
-        return np.arange(count)
-    words = mix((ids.astype(np.uint64) + key_of(BOUNDARY, seed, epoch, layer, reader)) * GOLDEN)
-    return np.sort(np.argsort(words, kind="stable")[:count])
-
-
-def counts(rows: np.ndarray, p: float) -> np.ndarray:
-    """How many of so many rows are sent: the share p, rounded up."""
-    return np.ceil(p * np.asarray(rows) - ROUNDING).astype(np.int64)
-
-
-def sample(whole: Layout | EstimatedLayout, p: float) -> Layout | EstimatedLayout:
-    """The same rows, with so many halo rows and edges as a sample has."""
-    out: _SampledLayout | _SampledEstimate
-    if isinstance(whole, Layout):
-        out = object.__new__(_SampledLayout)
-    else:
-        out = object.__new__(_SampledEstimate)
-    out.__dict__.update(whole.__dict__, p=p, whole=whole, sampled={})
-    return out
-
-
-class _Sample:
-    """What differs in a sampled layout."""
-
-    p: float
-    whole: Layout | EstimatedLayout
-    sampled: dict[object, LayerFacts]
-
-    def facts(self, layer: int) -> LayerFacts:
-        if layer <= self.whole.first_varying:
-            return self.whole.facts(layer)
-        if (kind := self.whole.kind(layer)) not in self.sampled:
-            self.sampled[kind] = self._counted_sample(layer)
-        return self.sampled[kind]
-
-    def _counted_sample(self, layer: int) -> LayerFacts:
-        f = self.whole.facts(layer)
-        sends = counts(f.sends, self.p)
-        shares = np.divide(sends, f.sends, out=np.zeros(f.sends.shape), where=f.sends > 0)
-        edges = f.edges - ((1 - shares) * _halo_edges(self.whole, layer)).sum(0)
-        sources = f.sources - f.taken + sends.sum(0)
-        return LayerFacts(f.rows, sources, np.rint(edges).astype(np.int64), sends)
-
-
-class _SampledLayout(_Sample, Layout):
-    pass
-
-
-class _SampledEstimate(_Sample, EstimatedLayout):
-    pass
-
-
-def _halo_edges(whole: Layout | EstimatedLayout, layer: int) -> np.ndarray:
-    """Edges of a layer by whose rows they read: [ranks, ranks], from owner to reader."""
-    f = whole.facts(layer)
-    if isinstance(whole, EstimatedLayout):
-        share = whole.leaving(whole.vertices / whole.ranks) * f.edges
-        return np.asarray(share * f.sends / np.maximum(f.taken, 1e-30))
-    out = np.zeros(f.sends.shape)
-    for reader in range(whole.ranks):
-        piece, (_, columns) = whole.piece(reader, layer), whole.block(reader, layer)
-        read = np.bincount(columns, minlength=piece.local + piece.halo.size)[piece.local :]
-        owner = np.repeat(np.arange(whole.ranks), piece.received)
-        out[:, reader] = np.bincount(owner, weights=read, minlength=whole.ranks)
-    return out
+    def count(self, ids: Ids, crossing: Crossing) -> int:
+        """Their share, rounded up."""
+        return math.ceil(self.p * ids.size - ROUNDING)

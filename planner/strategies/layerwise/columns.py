@@ -28,6 +28,7 @@ from gnnplan.planner.gnn.footprint import Prepared
 from gnnplan.planner.gnn.model import Layer, Model
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.layerwise.step import finish, moments
 from gnnplan.planner.strategies.program.held import Held
@@ -246,7 +247,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     nothing = np.zeros((ranks, ranks), dtype=np.int64)
     facts = {layer: LayerFacts(own, own, np.zeros(ranks), nothing) for layer in like.values()}
     encoded = own if model.encoder else np.zeros(ranks)
-    holds = Holds(problem, model, facts, like, encoded, True, False, False)
+    holds = Holds(problem, model, facts, like, encoded, ExchangeOptions(narrow=True))
 
     def of_columns(width: int) -> np.ndarray:
         """Rows of `width` numbers that have as many numbers as a rank's columns of all rows."""

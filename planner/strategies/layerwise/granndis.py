@@ -74,8 +74,9 @@ from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim
-from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
+from gnnplan.planner.strategies.layerwise.step import Batches, preparation
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 

@@ -62,17 +62,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from gnnplan.planner.gnn.few_bits import ADAPTIVE
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import bits
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
-from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
-from gnnplan.planner.strategies.layerwise.step import Batches, ExchangeOptions, preparation
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.base import Example, Strategy
+from gnnplan.planner.strategies.layerwise.buckets import pays
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, Policy
+from gnnplan.planner.strategies.layerwise.on_parts import OnParts
+from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_percent
 
@@ -81,7 +76,7 @@ GAMMA = 0.95  # PipeGCN, Sec. 3.4
 
 
 @dataclass(frozen=True)
-class GraphParallel(Strategy):
+class GraphParallel(OnParts):
     """Graph parallelism (staleness 0) and PipeGCN (staleness 1).
 
     staleness: steps by which halo rows and gradients lag, 0 or 1.
@@ -110,8 +105,7 @@ class GraphParallel(Strategy):
         "pipegcn_g": {"staleness": 1, "smoothing": "g"},
         "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
     }
-    rounds_rows: ClassVar[bool] = True
-    replays: ClassVar[bool] = True
+    adapts: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("graph_parallel"),
@@ -126,23 +120,6 @@ class GraphParallel(Strategy):
     # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
     # form follows
     claim: ClassVar[float] = 0.25
-
-    @property
-    def exact(self) -> bool:
-        return self.staleness == 0 and self.bits is None
-
-    @property
-    def carries(self) -> str:
-        rows = "halo rows and gradients of the step before" if self.staleness else ""
-        each = "each row's bits" if self.bits == ADAPTIVE else ""
-        return " and ".join(filter(None, (rows, each)))
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return (
-            isinstance(other, GraphParallel)
-            and (self.name, self.bits) == (other.name, other.bits)
-            and (not self.smoothing or self.gamma == other.gamma)
-        )
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -160,7 +137,7 @@ class GraphParallel(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        told = bits.sentences(problem, fastest)
+        told = super().explain(problem, fastest)
         if not problem.needs_few_rows:
             return told
         trained = problem.stats.train_vertices / problem.stats.vertices
@@ -171,9 +148,6 @@ class GraphParallel(Strategy):
             f" {show_percent(problem.needed_share)} of all layers' rows ({source}), and trim leaves"
             " out the others",
         ]
-
-    def with_less_memory(self) -> Strategy | None:
-        return None if self.checkpoint else replace(self, checkpoint=True)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -204,8 +178,7 @@ class GraphParallel(Strategy):
             )
         if self.trim:
             check_trim(problem, self.family)
-        check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits, problem, adapts=True)
+        super().check(problem)
         if self.bits is not None and self.smoothing:
             raise SpecError(
                 f"{self.name}: a moving average is of whole rows, and with bits they arrive packed"
@@ -217,13 +190,12 @@ class GraphParallel(Strategy):
                 f"{self.name}: bfloat16's 8 bits are too few for a moving average (smoothing:"
                 f" {self.smoothing!r}, dtype: bfloat16); use pipegcn, or --dtype float32"
             )
-        self.check_vertices(problem)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(
             self.narrow,
-            self.staleness,
+            Policy("lag" if self.staleness else "stay"),
             self.smoothing,
             self.gamma,
             self.checkpoint,
@@ -231,28 +203,8 @@ class GraphParallel(Strategy):
             self.bits,
         )
 
-    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
-        return problem.layout()
-
     def layouts(self, problem: Problem) -> Batches:
         return (problem.trimmed(problem.layout()),) if self.trim else ()
-
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        return preparation(problem, problem.layout())
-
-    def memory(self, problem: Problem) -> Memory:
-        return layerwise_memory.memory(
-            problem,
-            self.built(problem),
-            problem.layout(),
-            self.exchange_options,
-            self.layouts(problem),
-        )
-
-    def program(self, problem: Problem) -> Program:
-        return layerwise.program(
-            problem, problem.layout(), self.exchange_options, self.layouts(problem)
-        )
 
 
 def check_trim(problem: Problem, family: str) -> None:

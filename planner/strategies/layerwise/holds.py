@@ -29,6 +29,7 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.vocabulary.numbers import Number
 
@@ -39,9 +40,8 @@ class Holds:
 
     `model` is the problem's, or the same with other orders of product and aggregation. `like` has
     for each layer the first with the same counts, which `facts` has. The encoder makes `encoded`
-    rows. `narrow`, `checkpoint` and `bits` are as in ExchangeOptions; where an exchange is `stale`,
-    what leaves has buffers of its own (memory.py). Operations hand on the size of the rows that
-    they make, or of these rows' gradient.
+    rows. Where rows lag or stay, these have buffers of their own (memory.py). Operations hand on
+    the size of the rows that they make, or of these rows' gradient.
     """
 
     problem: Problem
@@ -49,10 +49,7 @@ class Holds:
     facts: Mapping[int, LayerFacts]
     like: Mapping[int, int]
     encoded: np.ndarray
-    narrow: bool
-    checkpoint: bool
-    stale: bool
-    bits: int | str | None = None
+    options: ExchangeOptions
     scored: Scored | None = None
     _footprints: dict[object, Footprint] = field(default_factory=dict)
 
@@ -80,11 +77,11 @@ class Holds:
         held.at(self._unpicked(layer))
         held.at(need.forward, self._applied(layer))
         made = self._made(layer)
-        if not self.checkpoint:
+        if not self.options.checkpoint:
             held.keep(need.kept, self._applied(layer))
         else:
             held.keep(made)
-            if self.narrow and model.narrow_at(layer):
+            if self.options.narrow and model.narrow_at(layer):
                 held.keep(Prepared.of(model, spec, f.sources - halo).dropped)
             elif varies and not (layer == 1 and model.hands_on_initial):
                 held.free(np.where(halo > 0, held.handed_on, 0.0))  # the copy has these rows
@@ -108,7 +105,7 @@ class Holds:
             most = most + copied
         held.at(most)
         held.keep(logits)
-        if self.checkpoint:
+        if self.options.checkpoint:
             held.free(held.handed_on)  # h_L
         if model.jump:
             held.free(self._summed * (model.decoder is not None))  # else the logits
@@ -123,7 +120,7 @@ class Holds:
         added, width = addition(model, layer, self._own), self._row_bytes(layer)
         held.at(held.handed_on, added.backward)
         gradient = np.maximum(held.handed_on, added.gradient)
-        if self.checkpoint:
+        if self.options.checkpoint:
             held.at(gradient, need.forward, self._applied(layer))
             held.at(gradient, need.backward, self._applied(layer))
         else:
@@ -137,17 +134,17 @@ class Holds:
             held.at(gradient, f.sources * width + self._unpicked(layer))
             held.handed_on = f.present * width
             held.at(held.handed_on + self._crossing(layer, "b"))
-            if self.narrow and model.narrow_at(layer):
+            if self.options.narrow and model.narrow_at(layer):
                 h_in = model.layers[layer - 1].h_in
                 held.handed_on = f.local * h_in * model.itemsize
         held.free(self._copied(layer))
-        if self.checkpoint and layer > 1:
+        if self.options.checkpoint and layer > 1:
             held.free(self._checkpointed(layer))
 
     def _checkpointed(self, layer: int) -> Number:
         """Rows of which a layer's own are computed again, unless they are in the copy."""
         model, f = self.model, self._counts(layer)
-        if not (self.narrow and model.narrow_at(layer)):
+        if not (self.options.narrow and model.narrow_at(layer)):
             return np.where(self._halo(layer) > 0, 0.0, self._made(layer - 1))
         spec, local = model.layers[layer - 1], f.sources - self._halo(layer)
         return self._made(layer - 1) + Prepared.of(model, spec, local).dropped
@@ -178,31 +175,33 @@ class Holds:
 
     def _halo(self, layer: int) -> np.ndarray:
         """Rows that come in every step."""
-        return self._counts(layer).taken * (layer > self.model.first_varying)
+        return self._counts(layer).there * (layer > self.model.first_varying)
 
     def _row_bytes(self, layer: int) -> int:
         """Of a row that the layer exchanges."""
         model = self.model
-        return model.exchanged_width(layer, self.narrow) * model.itemsize
+        return model.exchanged_width(layer, self.options.narrow) * model.itemsize
 
     def _crossing(self, layer: int, way: str) -> Number:
         """Rows that leave for peers or gradients that come from them, beside the layer's own."""
         model, f = self.model, self._counts(layer)
-        width, b = model.exchanged_width(layer, self.narrow), model.itemsize
+        width, b = model.exchanged_width(layer, self.options.narrow), model.itemsize
+        policy, bits = self.options.policy, self.options.bits
+        leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
+        # where rows stay, those that come are put among them
+        put = comes * width * b * (policy.stays and (way == "f" or bits is None))
         whole = np.asarray(f.given * width * b)
-        if self.bits is None:
-            return np.asarray(whole * (not self.stale))
-        packed = (f.given + f.taken) * few_bits.row_bytes(width, b, self.bits)
-        leaves = f.given if way == "f" else f.taken
+        if bits is None:
+            return np.asarray(whole * (not policy.lags) + put)
+        packed = (f.given + f.taken) * few_bits.row_bytes(width, b, bits)
         room = few_bits.room(leaves * width, b, self.problem.cluster.device.kind)
-        if self.bits == few_bits.ADAPTIVE:  # the rows of a kind, packed and unpacked, on the way
-            comes = f.taken if way == "f" else f.given
+        if bits == few_bits.ADAPTIVE:  # the rows of a kind, packed and unpacked, on the way
             room = np.maximum(room + packed, comes * width * b)
-        return np.asarray(packed + (np.maximum(whole, room) if way == "b" else room))
+        return np.asarray(packed + put + (np.maximum(whole, room) if way == "b" else room))
 
     def _copied(self, layer: int) -> Number:
         """A copy of the layer's source rows, own and halo together."""
-        kept = self.checkpoint and self.narrow and self.model.narrow_at(layer)
+        kept = self.options.checkpoint and self.options.narrow and self.model.narrow_at(layer)
         picked = self._counts(layer).made is not None
         copied = (self._halo(layer) > 0) | kept | picked
         return np.asarray(self._counts(layer).sources * self._row_bytes(layer) * copied)
@@ -228,6 +227,6 @@ class Holds:
             if f.away is not None:
                 model = model.without_ends(layer)
             self._footprints[key] = footprint(
-                kind, model, layer, *counts, narrow=self.narrow, local=f.local
+                kind, model, layer, *counts, narrow=self.options.narrow, local=f.local
             )
         return self._footprints[key]

@@ -6,6 +6,7 @@ The fullest moment of the fullest batch decides (holds.py); here is what stays f
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,12 +16,8 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, before_training
-from gnnplan.planner.strategies.layerwise.step import (
-    Batches,
-    ExchangeOptions,
-    loaded_bytes,
-    local_rows,
-)
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.step import Batches, loaded_bytes, local_rows
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Program
 
@@ -57,11 +54,11 @@ def memory(
         # on a CPU the device's memory is the server's, which has the features of all batches
         use["features"] = loaded + (features if problem.cluster.device.kind == "cpu" else 0.0)
     for batch, count in times.items():
-        use["halo"] = use["halo"] + _stale_buffers(problem, batch, options)
+        use["halo"] = use["halo"] + _kept_rows(problem, batch, options)
         use["halo"] = use["halo"] + _assigned_bits(problem, batch, options)
         use["graph"] = use["graph"] + blocks(problem, batch, count)
     training = sum((use[name] for name in ("features", "activations", "halo", "buffers")), zero)
-    most = _during_setup(problem, program, layout)
+    most = _during_setup(problem, program, layout, options)
     if len(batches) == 1:
         # the batch's rows and edges, and stale rows, stay meanwhile
         staying = use["halo"] + loaded
@@ -85,21 +82,23 @@ def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -
     return np.asarray(total + count * 16 * f.rows)
 
 
-def _stale_buffers(
+def _kept_rows(
     problem: Problem, layout: Layout | EstimatedLayout, options: ExchangeOptions
 ) -> np.ndarray:
-    """Bytes of the buffers of stale exchanges, which stay from step to step [ranks].
+    """Bytes of rows and gradients that are kept from step to step [ranks].
 
-    Per layer there are rows that leave and come, and gradients that leave and come. One more buffer
-    serves all layers in turn for what is smoothed.
+    Per layer these are the halo's rows and the gradients of rows given, as they came last. Where
+    they lag, what leaves has buffers too, and one more serves all layers in turn for what is
+    smoothed.
     """
     stays, smoothed = np.zeros((2, problem.ranks))
-    if not options.staleness:
+    if not (options.policy.lags or options.policy.stays):
         return stays
+    buffers, bits = (2, options.bits) if options.policy.lags else (1, None)
     for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
         f = layout.facts(layer)
-        width = options.row_bytes(problem.model, layer)
-        stays = stays + 2 * (f.taken + f.given) * width
+        width = replace(options, bits=bits).row_bytes(problem.model, layer)
+        stays = stays + buffers * (f.taken + f.given) * width
         rows, gradients = "f" in options.smoothing, "g" in options.smoothing
         smoothed = np.maximum(smoothed, np.maximum(f.taken * rows, f.given * gradients) * width)
     return np.asarray(stays + smoothed)
@@ -148,17 +147,17 @@ def _during_evaluation(
     model, most = problem.model, np.zeros(problem.ranks)
     for layer, spec in enumerate(model.layers, 1):
         f = layout.facts(layer)
-        halo = f.taken * (layer > model.first_varying)
+        halo = f.there * (layer > model.first_varying)
         need = footprint(
             problem.workload.model,
             model,
             layer,
             *(f.rows, f.sources, f.edges),
             narrow=options.narrow,
-            local=f.sources - f.taken,
+            local=f.local,
         )
         copied = (halo > 0) * f.sources * model.exchanged_width(layer, options.narrow)
-        inputs = (f.sources - f.taken) * spec.h_in * (layer > model.first_varying)
+        inputs = f.local * spec.h_in * (layer > model.first_varying)
         if model.encoder and layer > 1:  # what the encoder makes stays until the end
             inputs = inputs + local_rows(layout, 0) * model.encoder[1]
         inputs = inputs + layout.row_counts(len(model.layers)) * model.jumped
@@ -167,7 +166,10 @@ def _during_evaluation(
 
 
 def _during_setup(
-    problem: Problem, program: Program, layout: Layout | EstimatedLayout
+    problem: Problem,
+    program: Program,
+    layout: Layout | EstimatedLayout,
+    options: ExchangeOptions,
 ) -> np.ndarray:
     """The most bytes held while constant rows arrive and layer 1's aggregate is made [ranks]."""
     passing = [
@@ -177,7 +179,7 @@ def _during_setup(
     ]
     held = _read(problem, layout)
     for layer, spec in enumerate(problem.model.layers, 1):
-        f = layout.facts(layer)
+        f = options.facts(problem, layout, layer)
         passing.append(
             np.zeros(problem.ranks)
             + opening(problem.model.on_gpu, spec, f.rows, f.sources, f.edges)

@@ -46,7 +46,7 @@ def _growth(problem: Problem, strategy: Strategy) -> float:
     if isinstance(layout, Layout):
         held = sum(layout.rows(rank, 0).size for rank in range(layout.ranks)) / servers
     else:
-        held = float((layout.facts(1).sources - layout.facts(1).taken).sum()) / servers
+        held = float(layout.facts(1).local.sum()) / servers
     return 1 + max(held - own, 0.0) / own
 
 

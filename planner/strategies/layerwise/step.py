@@ -16,7 +16,7 @@ planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -28,6 +28,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
@@ -39,24 +40,6 @@ from gnnplan.planner.vocabulary.schedule import Compute
 Batches = Sequence[Layout | EstimatedLayout]
 
 
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """How layers exchange rows, and what they keep for the backward pass."""
-
-    narrow: bool = False  # multiply before the exchange where that shrinks the rows
-    staleness: int = 0  # steps by which halo rows and gradients lag
-    smoothing: str = ""  # of stale rows ('f'), gradients ('g') or both ('gf')
-    gamma: float = 0.0  # weight of what is smoothed
-    checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
-    buckets: int = 1  # all-reduces in which gradients are added up (buckets.py)
-    bits: int | str | None = None  # of a number that crosses; None: rows cross as they are
-
-    def row_bytes(self, model: Model, layer: int) -> int:
-        """Bytes of a row that crosses before the layer."""
-        width = model.exchanged_width(layer, self.narrow)
-        return few_bits.row_bytes(width, model.itemsize, self.bits)
-
-
 def program(
     problem: Problem,
     layout: Layout | EstimatedLayout,
@@ -65,18 +48,20 @@ def program(
     batch_at: Callable[[int], int] = lambda step: 0,
 ) -> Program:
     """One step over the layout, or one step over each of its batches: step t over `batch_at(t)`."""
-    layouts = batches or (layout,)  # estimated batches are equal
+    layouts, period = batches or (layout,), options.policy.period  # estimated batches are equal
     ops = {
-        each: list(step(problem, each, options, loads=len(batches) > 1))
+        (each, t): list(step(problem, each, options, loads=len(batches) > 1, at=t))
         for each in dict.fromkeys(layouts)
+        for t in range(period)
     }
-    known = [ops[each] for each in layouts]
+    known = [ops[each, t] for t in range(period) for each in layouts]
     return Program(
         lambda: known,
-        len(known),
-        lambda t: known[batch_at(t)],
+        len(layouts),
+        lambda t: ops[layouts[batch_at(t)], t % period],
         lambda: setup(problem, layout),
-        options.staleness,
+        int(options.policy.lags),
+        period=period,
     )
 
 
@@ -86,8 +71,9 @@ def step(
     options: ExchangeOptions,
     loads: bool = False,
     scored: Scored | None = None,
+    at: int = 0,
 ) -> Iterator[Op]:
-    """The operations of one step, in order.
+    """The operations of step `at`, in order.
 
     With `loads` the step begins by loading the constant rows of its batch. scored: edges that the
     loss is of, whose ends cross as the rows of a layer L + 1; None: the loss is of labels.
@@ -97,14 +83,18 @@ def step(
     layers.
     """
     model, layers = problem.model, problem.workload.layers
+    policy, lags = options.policy, options.policy.lags
     # layer -> the first layer with the same work and bytes
     first_seen: dict[object, int] = {}
     like = {
         layer: first_seen.setdefault(alike_as(model, layout, layer, options.narrow), layer)
         for layer in range(1, layers + 1)
     }
-    facts = {layer: layout.facts(layer) for layer in first_seen.values()}
-    meets = {layer: layout.meets(layer) for layer in first_seen.values()}
+    facts = {layer: options.facts(problem, layout, layer, at) for layer in first_seen.values()}
+    meets = {
+        layer: layout.meets(layer) and (policy.whole or bool(f.halo.any()))
+        for layer, f in facts.items()
+    }
 
     @cache
     def halo(layer: int, way: str) -> Op | None:
@@ -127,15 +117,14 @@ def step(
         if moved is None:
             return done
         if way == "f":  # fresh rows have arrived in their place, others were unpacked there
-            arrived = options.staleness == 0 or options.bits is not None
-            rows = f.local if arrived else f.present
+            rows = f.present if policy.stays or (lags and options.bits is None) else f.local
             done = done + model.lay_out(layer, rows, options.narrow)
         if f.added is not None:
             done = done + model.apply(layer - 1, f.sources, f.added)[0 if way == "f" else 1]
         elif f.made is not None:
             done = done + model.pick(layer, f.sources, f.present)[0 if way == "f" else 1]
         overlapped: Number = 0.0
-        if options.staleness:
+        if lags:
             overlapped = np.maximum(moved.sent_bytes.sum(1), moved.sent_bytes.sum(0))
         return done + Compute(overlapped_bytes=overlapped)
 
@@ -192,10 +181,7 @@ def step(
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
     encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
-    narrow, checkpoint, stale = options.narrow, options.checkpoint, options.staleness > 0
-    holds = Holds(
-        problem, model, facts, like, encoded, narrow, checkpoint, stale, options.bits, scored
-    )
+    holds = Holds(problem, model, facts, like, encoded, options, scored)
 
     if loads:
         yield Op("load", loaded=loaded_bytes(problem, layout))

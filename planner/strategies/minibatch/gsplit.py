@@ -83,7 +83,7 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
-from gnnplan.planner.strategies.layerwise.step import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned

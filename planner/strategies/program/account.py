@@ -30,7 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest, times, total
 from gnnplan.planner.strategies.program import flowshop, lanes
 from gnnplan.planner.strategies.program.beside import waited_s
-from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.strategies.program.prediction import Prediction, mean
 from gnnplan.planner.strategies.program.price import (
     Identity,
     Price,
@@ -44,10 +44,16 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 
 def predict(problem: Problem, program: Program) -> Prediction:
-    """One epoch: the mean of its known steps, times the steps that it has."""
+    """One epoch: the mean of its known steps, times the steps that it has; each of a period."""
     known = list(program.known())
     if any(op.chunks for op in known[0]):
         return flowshop.predict(problem, program)
+    starts = range(0, len(known), len(known) // program.period)
+    return mean([_epoch(problem, program, known[at : at + starts.step]) for at in starts])
+
+
+def _epoch(problem: Problem, program: Program, known: list[Step]) -> Prediction:
+    """The epoch of these known steps."""
     # steps that are alike are one object, many times
     different = {id(step): [(op.identity, op) for op in step] for step in _once(known)}
     steps = [different[id(step)] for step in known]

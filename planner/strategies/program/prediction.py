@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.units import show_percent
@@ -13,7 +15,8 @@ class Prediction:
     """One epoch in steady state, without contention between operations that overlap.
 
     Bytes are sums over all ranks; each byte is counted once, where it is sent. Seconds are arrays
-    [problems, 1] where the cluster's numbers are.
+    [problems, 1] where the cluster's numbers are. Where epochs differ it is their mean, in whole
+    bytes, and has each of a period.
     """
 
     epoch_s: Number
@@ -25,6 +28,20 @@ class Prediction:
     setup_bytes: int
     # operation kind -> seconds of its slowest rank
     by_op: dict[str, Number] = field(default_factory=dict)
+    of_period: tuple[Prediction, ...] = ()  # its epochs, if they differ
+
+    @property
+    def period(self) -> int:
+        """Epochs after which they repeat."""
+        return max(len(self.of_period), 1)
+
+    def at(self, epoch: int) -> Prediction:
+        """That of an epoch, counted from 0."""
+        return self.of_period[epoch % self.period] if self.of_period else self
+
+    def over(self, epochs: range) -> Prediction:
+        """The mean of some epochs: of no more than a period."""
+        return mean([self.at(epoch) for epoch in epochs[: self.period]])
 
     @property
     def bytes_total(self) -> int:
@@ -41,3 +58,29 @@ class Prediction:
         largest = max(shares, key=lambda k: float(shares[k]))
         share = float(shares[largest]) / max(float(self.epoch_s), 1e-12)
         return f"{largest} ({show_percent(share)})"
+
+
+def mean(epochs: Sequence[Prediction]) -> Prediction:
+    """The mean of the epochs of a period; of one, itself."""
+    first, count = epochs[0], len(epochs)
+    if count == 1:
+        return first
+    sent = [{op: nbytes for op, nbytes in each.bytes.items() if nbytes} for each in epochs]
+    epochs = [replace(each, bytes=of_op) for each, of_op in zip(epochs, sent, strict=True)]
+
+    def added(name: str) -> dict[str, Any]:
+        """What a field has by name, of all epochs."""
+        sums = dict[str, Any]()
+        for each in epochs:
+            for key, number in getattr(each, name).items():
+                sums[key] = sums.get(key, 0) + number
+        return sums
+
+    seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
+    means: dict[str, Any] = {
+        name: sum(getattr(each, name) for each in epochs) / count for name in seconds
+    }
+    for name in ("bytes", "bytes_by_link"):
+        means[name] = {key: round(number / count) for key, number in added(name).items()}
+    means["by_op"] = {op: took / count for op, took in added("by_op").items()}
+    return replace(first, of_period=tuple(epochs), **means)

@@ -141,9 +141,10 @@ class Program:
     """The steps of training.
 
     An epoch has `steps` of them; the first ones are `known`, and the others are taken to be like
-    these. `at(t)` is step t of training, counted over all epochs. Operations are made when they are
-    asked for: the same objects where steps are alike, for an operation is priced once however often
-    it occurs.
+    these. Epochs need not be alike: epoch e + `period` is like epoch e, and the steps of a whole
+    period are known where that is more than 1. `at(t)` is step t of training, counted over all
+    epochs. Operations are made when they are asked for: the same objects where steps are alike, for
+    an operation is priced once however often it occurs.
     """
 
     known: Callable[[], Iterable[Step]]
@@ -156,6 +157,7 @@ class Program:
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
     order: Order | None = None  # None: step after step (order.py)
     in_flight: int = 1  # steps after which all that overlaps is under way
+    period: int = 1  # epochs after which they repeat
 
     @property
     def setup_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Real ranks for tests: processes over Gloo on 127.0.0.1 that stay up and train one case after the
 other.
 
-`run_ranks(world, cases)` (a fixture in conftest.py) gives a Result per case, made of what the ranks
+`run_ranks(world, cases)` (a fixture in fixtures.py) gives a Result per case, made of what the ranks
 left on disk. Importing torch takes seconds of a processor. One process imports it, the fork server,
 and ranks are forks of it (run as a script this file is the fork server). The ranks of a world size
 start when they are first needed; a rank reads a case per line and answers a line per case. A rank
@@ -64,7 +64,7 @@ class Case:
         from gnnplan.planner.problem.problem import Problem
 
         graph = with_fields(load(self.graph, self.directed), self.fields)
-        device = {
+        device: dict[str, Any] = {
             "kind": self.device,
             "memory": "24GB",
             "gemm": "14TFLOP/s",
@@ -75,7 +75,7 @@ class Case:
                 "product_code": code_of(torch.float32),
                 "product_code_bfloat16": code_of(torch.bfloat16),
             }
-        islands = (
+        islands: dict[str, Any] = (
             {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}
             if self.islands and world > 1
             else {}
@@ -136,11 +136,12 @@ class Result:
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Bytes by operation, peak memory, backend."""
-        return json.loads((self.out / f"rank{rank}.json").read_text())
+        left: dict[str, Any] = json.loads((self.out / f"rank{rank}.json").read_text())
+        return left
 
     def fullest(self) -> int:
         """The peak of the rank that filled most [bytes]."""
-        return max(self.rank(rank)["peak_bytes"] for rank in range(self.world))
+        return int(max(self.rank(rank)["peak_bytes"] for rank in range(self.world)))
 
     @property
     def spans(self) -> list[Any]:
@@ -186,7 +187,9 @@ class ForkServer:
         self.socket, its = socket.socketpair()
         env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with its:
-            self.process = subprocess.Popen([sys.executable, __file__], stdin=its, env=env)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", __file__], stdin=its.fileno(), env=env
+            )
 
     def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
         socket.send_fds(self.socket, [json.dumps(request).encode() + b"\n"], files)
@@ -265,7 +268,7 @@ class World:
     ) -> None:
         folder.mkdir(parents=True)
         self.store, env = meeting(world)
-        env["GNNPLAN_CACHE"] = os.environ["GNNPLAN_CACHE"]
+        env |= {name: value for name, value in os.environ.items() if name == "GNNPLAN_CACHE"}
         if not cuda:
             env["CUDA_VISIBLE_DEVICES"] = ""
         if memory:
@@ -418,7 +421,8 @@ def be_rank() -> None:
         # of a second
         if known != len(sys.modules):
             known = len(sys.modules)
-            gc.collect(), gc.freeze()
+            gc.collect()
+            gc.freeze()
         torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
         case = Case(**request["case"])
         if closely:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import Case
 from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import dropout_mask
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.testing.ranks import Case
 
 # layer, h_{l-1} [N, H] -> (which of S rows each of N reads, as the operator [N, S]; those rows
 # prepared [S, H], the N own ones first)
@@ -71,7 +71,7 @@ class Plain:
             options["weight_decay"] = how.weight_decay
         self.optimizer = kind(self.w.values(), lr=how.lr, **options)
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward ----------------------------------------------------------------------------------
 
     def drop(self, h: Tensor, step: int | None, layer: int) -> Tensor:
         """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None
@@ -170,6 +170,7 @@ class Plain:
         w = self.w[f"layers.{layer}.weight"]
         if self.model == "gcnii":
             beta = math.log(self.workload.theta / layer + 1)
+            assert x0 is not None
             mixed = (1 - self.workload.alpha) * gathered + self.workload.alpha * x0
             return ((1 - beta) * mixed + beta * mixed @ w.T).relu()
         bias = self.w[f"layers.{layer}.bias"]
@@ -232,7 +233,7 @@ class Plain:
         """Weights, and batch norm's running moments."""
         return self.w | self.running
 
-    # -- training ----------------------------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------
 
     def loss(self, logits: Tensor) -> Tensor:
         return self.loss_of(logits[self.train], self.y)
@@ -242,7 +243,7 @@ class Plain:
             return (F.l1_loss if self.workload.loss == "mae" else F.mse_loss)(logits, y.double())
         if self.graph.stats.multilabel:
             return F.binary_cross_entropy_with_logits(logits, y.double())
-        weight = self.workload.class_weights
+        weight: Any = self.workload.class_weights
         if weight == "balanced":
             counts = self.y.bincount(minlength=self.graph.stats.classes).double()
             weight = (len(self.y) / int((counts > 0).sum()) / counts).tolist()
@@ -256,7 +257,7 @@ class Plain:
 
     def descend(self, objective: Tensor) -> None:
         self.optimizer.zero_grad()
-        objective.backward()
+        objective.backward()  # type: ignore[no-untyped-call]
         if self.workload.clip:
             torch.nn.utils.clip_grad_norm_(self.w.values(), self.workload.clip)
         self.optimizer.step()

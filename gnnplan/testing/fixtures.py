@@ -1,0 +1,99 @@
+"""Ranks and graphs that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gnnplan.testing.ranks import ForkServer, Ranks
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Where ranks come from."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+# Gloo's threads look up a hundred times a second: ranks that have nothing to do any more end
+@pytest.fixture(scope="package")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Ranks]:
+    """run_ranks(world, cases) -> a Result per case; run_ranks.alone(case) is the one process that
+    they must equal."""
+    ranks = Ranks(fork_server, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks(
+    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
+) -> Iterator[Ranks]:
+    """Processes of our own: those of other tests have code for their shapes of products already."""
+    ranks = Ranks(fork_server, tmp_path_factory.mktemp("memory"), memory=True)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Small awkward graphs as files: every trap on purpose.
+
+    rough    60 vertices, 6 of them isolated, self-loops and duplicates in the file, edges one way,
+             4 classes
+    islands  two components of 30 that METIS separates, so that two ranks have no halo; training
+             vertices on one only
+    multi    rough with 5 labels per vertex
+    sparse   rough with 40 features that are mostly zero, some rows empty and one full
+    """
+    folder = tmp_path_factory.mktemp("graphs")
+    random = np.random.default_rng(7)
+    n, width = 60, 12
+    x = random.standard_normal((n, width), dtype=np.float32)
+    y = random.integers(0, 4, n)
+    y[:4] = range(4)
+    train, val, test = (random.permutation(n) % 3 == i for i in range(3))
+    masks = {"train_mask": train, "val_mask": val & ~train, "test_mask": test & ~val & ~train}
+    src, dst = random.integers(0, n - 6, (2, 150))  # the last six stay isolated
+    loops = np.arange(0, n, 7)
+    src, dst = np.concatenate([src, src[:20], loops]), np.concatenate([dst, dst[:20], loops])
+    np.savez(folder / "rough.npz", src=src, dst=dst, x=x, y=y, **masks)
+    np.savez(folder / "multi.npz", src=src, dst=dst, x=x, y=random.random((n, 5)) < 0.4, **masks)
+    thin = np.random.default_rng(8).standard_normal((n, 40)) * (
+        np.random.default_rng(9).random((n, 40)) < 0.05
+    )
+    thin[3] = 1.0
+    thin[10:15] = 0.0
+    indptr, columns = np.concatenate([[0], np.cumsum((thin != 0).sum(1))]), np.nonzero(thin)[1]
+    np.savez(
+        folder / "sparse.npz",
+        src=src,
+        dst=dst,
+        y=y,
+        **masks,
+        x_indptr=indptr,
+        x_indices=columns,
+        x_data=thin[thin != 0],
+        x_shape=[n, 40],
+    )
+    a, b = random.integers(0, 30, (2, 120))
+    c, d = random.integers(30, 60, (2, 120))
+    ring = np.arange(30)
+    src = np.concatenate([a, c, ring, 30 + ring])
+    dst = np.concatenate([b, d, (ring + 1) % 30, 30 + (ring + 1) % 30])
+    first = np.arange(n) < 30
+    np.savez(
+        folder / "islands.npz",
+        src=src,
+        dst=dst,
+        x=x,
+        y=y,
+        train_mask=first & train,
+        val_mask=first & ~train,
+        test_mask=~first,
+    )
+    return {path.stem: str(path) for path in Path(folder).glob("*.npz")}

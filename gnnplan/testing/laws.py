@@ -1,0 +1,403 @@
+"""Laws over every strategy: closed form, schedule and memory tell one story, and the story bends
+the right way.
+
+`problems()` draws what strategies are asked about; `Told` is what they say, for all LAWS.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import (
+    GNNPipe,
+    Offload,
+    Prediction,
+    Strategy,
+    Tensor3D,
+    named,
+    parse,
+)
+from gnnplan.planner.strategies.layerwise.buckets import CLAIM
+from gnnplan.planner.strategies.program.drawing import draw
+from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
+from gnnplan.simulator.player import Played, TaskGraph, critical_path, play, serial
+
+ROUND = 1e-9  # what rounding may do to a sum of seconds
+
+
+def community(vertices: int, edges: int, seed: int = 0) -> Graph:
+    graph = load(
+        f"synthetic:community?vertices={vertices}&edges={edges}&features=40&classes=5&seed={seed}"
+    )
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def statistics(graph: Graph) -> GraphStats:
+    """The same graph, of which only the statistics are known."""
+    return replace(graph.stats, known=False)
+
+
+# dense to all isolated
+GRAPHS = (community(400, 6000), community(120, 900, 1), community(60, 100, 2), community(24, 0, 3))
+
+
+def cluster(
+    servers: int = 2,
+    gpus: int = 2,
+    inter: float = 1e9,
+    intra: float = 1e10,
+    latency: float = 1e-6,
+    **device: Any,
+) -> Cluster:
+    gpu = Device(
+        **{"memory": 1e12, "gemm": 1e11, "memory_bandwidth": 1e11, "launch": 1e-6, **device}
+    )
+    return Cluster(
+        servers=servers,
+        gpus_per_server=gpus,
+        device=gpu,
+        intra_node=Link(bandwidth=intra, latency=latency),
+        inter_node=Link(bandwidth=inter, latency=latency),
+    )
+
+
+def problem_of(
+    graph: Graph | GraphStats, where: Cluster, method: str = "metis", **workload: Any
+) -> Problem:
+    asked = Workload(**{"model": "gcn", "hidden": 64, **workload})
+    if isinstance(graph, GraphStats):
+        return Problem(graph, None, asked, where, method)
+    return Problem(graph.stats, graph, asked, where, method)
+
+
+def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(np.log10(low), np.log10(high)).map(lambda x: float(10**x))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    where = cluster(
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        inter=draw(log_uniform(1e6, 1e10)),
+        intra=draw(log_uniform(1e7, 1e11)),
+        latency=draw(log_uniform(1e-7, 1e-3)),
+        gemm=draw(log_uniform(1e9, 1e13)),
+        memory_bandwidth=draw(log_uniform(1e9, 1e12)),
+        launch=draw(log_uniform(1e-7, 1e-4)),
+        overlap_tax=draw(st.sampled_from([0.0, 0.4])),
+        **draw(
+            st.sampled_from(
+                [
+                    {},
+                    {
+                        "gather": {4: 1e9, 64: {1e4: 2e10, 1e6: 5e9}},
+                        "row_latency": 2e-8,
+                        "row_bandwidth": 5e9,
+                    },
+                ]
+            )
+        ),
+    )
+    model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"]))
+    norm = None if model in ("gcnii", "sgc") else draw(st.sampled_from([None, "layer", "batch"]))
+    return problem_of(
+        draw(st.sampled_from(GRAPHS)),
+        where,
+        model=model,
+        norm=norm,
+        heads=1,
+        layers=draw(st.integers(1, 6)),
+        hidden=draw(st.sampled_from([3, 16, 64])),
+        dropout=draw(st.sampled_from([0.0, 0.5])),
+        optimizer=draw(st.sampled_from(["adam", "sgd"])),
+        dtype=draw(st.sampled_from(["float32", "float64"])),
+    )
+
+
+# -- laws of every strategy ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the planner and the simulator say of a strategy, for all laws: to play takes longest."""
+
+    problem: Problem
+    faster: Problem  # the same on better hardware
+    strategy: Strategy
+
+    @cached_property
+    def steps(self) -> int:
+        return self.strategy.steps(self.problem)
+
+    @cached_property
+    def predicted(self) -> Prediction:
+        return self.strategy.predict(self.problem)
+
+    @property
+    def period(self) -> int:
+        return self.predicted.period
+
+    @property
+    def played_steps(self) -> int:
+        """Two epochs of every kind, after the first one."""
+        return max(6, (2 * self.period + 1) * self.steps)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.strategy.schedule(self.problem, self.played_steps)
+
+    @cached_property
+    def task_graph(self) -> TaskGraph:
+        return TaskGraph(self.schedule, self.problem.cost)
+
+    @cached_property
+    def alone(self) -> Played:
+        """Without contention."""
+        return self.played(contention=False)
+
+    @cached_property
+    def contended(self) -> Played:
+        return self.played(contention=True)
+
+    def played(self, contention: bool) -> Played:
+        cost, graph = self.problem.cost, self.task_graph
+        return play(self.schedule, cost, contention=contention, task_graph=graph)
+
+
+def critical_path_simulated_serial(told: Told) -> None:
+    cost = told.problem.cost
+    bounds = [
+        critical_path(told.schedule, cost, told.task_graph),
+        told.alone.end_s,
+        told.contended.end_s,
+        serial(told.schedule, cost, told.task_graph),
+    ]
+    assert all(low <= high * (1 + ROUND) for low, high in pairwise(bounds)), bounds
+    # without contention nothing else delays
+    assert bounds[0] == pytest.approx(bounds[1], rel=ROUND)
+
+
+def closed_form_is_the_simulation_within_the_claim(told: Told) -> None:
+    """Of every epoch of a period. Transfers of a synchronous step or of a pipeline do not meet on a
+    wire, so contention does not matter, unless gradients are summed in several buckets. A stale
+    step's all-reduce does meet exchanges: its closed form lies between the two simulations and
+    close to the contended one. So do a hybrid's members, who send at once through their server's
+    one card."""
+    both = (each.epochs_s(told.steps) for each in (told.alone, told.contended))
+    alike = [[median(epochs[e :: told.period]) for e in range(told.period)] for epochs in both]
+    for e, (alone, contended) in enumerate(zip(*alike, strict=True), 1):  # the first is not there
+        _closed_form_is_near(told, float(told.predicted.at(e).epoch_s), alone, contended)
+
+
+def _closed_form_is_near(told: Told, closed: float, alone: float, contended: float) -> None:
+    problem, strategy = told.problem, told.strategy
+    buckets = getattr(strategy, "buckets", 1)
+    claim = strategy.claim if buckets == 1 else max(strategy.claim, CLAIM)
+    assert abs(closed / contended - 1) <= claim, (closed, contended)
+    if told.strategy.built(problem).late:
+        assert alone * (1 - ROUND) <= closed
+        assert buckets > 1 or closed <= contended * (1 + ROUND)
+    elif buckets > 1:
+        assert alone * (1 - ROUND) <= closed
+        assert abs(closed / contended - 1) <= CLAIM, (closed, contended)
+    elif isinstance(strategy, Tensor3D):  # groups beside each other share their servers' cards
+        assert alone * (1 - ROUND) <= closed
+    elif isinstance(strategy, GNNPipe) and strategy.members(problem) > 1:
+        # without edges members never meet, and the claim alone holds
+        assert not problem.stats.edges or alone * 0.95 <= closed
+        apart = any(
+            len({problem.servers[rank] for rank in strategy.group(problem, s)}) > 1
+            for s in range(problem.ranks // strategy.members(problem))
+        )
+        # no card between members, and something ties them; 26.1 % was found, with 1-4 rows a
+        # member
+        if problem.stats.edges and not apart:
+            assert abs(closed / contended - 1) <= 0.30, (closed, contended)
+    elif isinstance(strategy, GNNPipe):
+        assert max(abs(closed / alone - 1), abs(closed / contended - 1)) <= 0.05, (
+            closed,
+            alone,
+            contended,
+        )
+    else:
+        assert abs(closed / alone - 1) <= strategy.claim, (closed, alone)
+
+
+def parts_of_the_epoch_add_up(told: Told) -> None:
+    for p in (told.predicted, *told.predicted.of_period):
+        _parts_add_up(p)
+
+
+def _parts_add_up(p: Prediction) -> None:
+    assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
+    assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
+    assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9)
+    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
+
+
+def better_hardware_is_never_slower(told: Told) -> None:
+    faster, schedule = told.faster, told.schedule
+    predicted = float(told.strategy.predict(faster).epoch_s)
+    assert predicted <= float(told.predicted.epoch_s) * (1 + ROUND)
+    # a plan is work and order: no time in it
+    assert told.strategy.schedule(faster, told.played_steps) == schedule
+    simulated = play(schedule, faster.cost, contention=False).end_s
+    assert simulated <= told.alone.end_s * (1 + ROUND)
+
+
+def bytes_of_the_schedule_are_those_of_predict(told: Told) -> None:
+    """Epoch by epoch."""
+    steps, schedule = told.steps, told.schedule
+    for epoch in range(1, 2 * told.period + 1):
+        p = told.predicted.at(epoch)
+        assert steady_bytes(schedule, epoch, steps) == p.bytes
+        assert sum(p.bytes_by_link.values()) == p.bytes_total
+        assert crossing(schedule, told.problem, steps, epoch) == p.bytes_by_link
+        counts = [*p.bytes.values(), *p.bytes_by_link.values()]
+        assert all(isinstance(n, int) and n > 0 for n in counts)
+    sent = schedule.bytes_by_op(schedule.setup)
+    assert sum(sent.values()) == told.predicted.setup_bytes
+
+
+def every_wait_names_a_task_and_every_rank_has_the_same_meetings(told: Told) -> None:
+    known = {(t.rank, t.label) for t in told.schedule.tasks}
+    meetings: dict[Any, set[int]] = {}
+    for t in told.schedule.tasks:
+        assert all((t.rank, label) in known or label.step < 0 for label in t.after)
+        if isinstance(t.work, Collective):
+            meetings.setdefault((t.label, t.work.group), set()).add(t.rank)
+    assert all(set(group) == ranks for (_, group), ranks in meetings.items())
+
+
+def memory_is_told_by_rank_and_use(told: Told) -> None:
+    problem, memory = told.problem, told.strategy.memory(told.problem)
+    assert all(
+        use.shape == (problem.ranks,) and (use >= 0).all() and np.isfinite(use).all()
+        for use in memory.values()
+    )
+    total = sum(memory.values())
+    assert (total > memory["parameters"] + memory["optimizer"]).all()
+    assert (memory["runtime"] > 0).all()
+    # a stage of SGC that only propagates has no weights
+    assert ((memory["optimizer"] > 0) == (memory["parameters"] > 0)).all()
+    # a rank may have only rows that it hands to the others
+    # with checkpoints one layer keeps nothing but its features
+    # a chunk that reads a constant aggregate has no edges on its device
+    assert memory["graph"].any() or isinstance(told.strategy, Offload)
+    assert memory["activations"].any() or getattr(told.strategy, "checkpoint", False)
+    assert memory["parameters"].sum() >= problem.model.weights * problem.model.itemsize
+
+
+LAWS = (
+    critical_path_simulated_serial,
+    closed_form_is_the_simulation_within_the_claim,
+    parts_of_the_epoch_add_up,
+    better_hardware_is_never_slower,
+    bytes_of_the_schedule_are_those_of_predict,
+    every_wait_names_a_task_and_every_rank_has_the_same_meetings,
+    memory_is_told_by_rank_and_use,
+)
+
+
+def with_better(problem: Problem, what: str, factor: float) -> Problem:
+    """The problem on hardware of which one number is `factor` times as good."""
+    c = problem.cluster
+    assert c.inter_node
+    intra, inter, device = c.intra_node, c.inter_node, c.device
+    if what == "intra":
+        intra = Link(bandwidth=intra.bandwidth * factor, latency=intra.latency)
+    elif what == "inter":
+        inter = Link(bandwidth=inter.bandwidth * factor, latency=inter.latency)
+    elif what == "latency":
+        intra, inter = (
+            Link(bandwidth=link.bandwidth, latency=link.latency / factor) for link in (intra, inter)
+        )
+    else:
+        better = getattr(device, what) * (factor if what != "launch" else 1 / factor)
+        device = device.model_copy(update={what: better})
+    update = {"intra_node": intra, "inter_node": inter, "device": device}
+    return replace(problem, cluster=c.model_copy(update=update))
+
+
+def sums(p: Prediction) -> float:
+    return float(p.compute_s) + float(p.comm_s) + float(p.bubble_s)
+
+
+def steady_bytes(schedule: Schedule, epoch: int = 1, steps: int = 1) -> dict[str, int]:
+    return {
+        op: n
+        for op, n in schedule.bytes_by_op(
+            t for t in schedule.tasks if t.label.step // steps == epoch
+        ).items()
+        if n
+    }
+
+
+def crossing(
+    schedule: Schedule, problem: Problem, steps: int = 1, epoch: int = 1
+) -> dict[str, int]:
+    """Bytes of an epoch of so many steps by class of link, read off the schedule; a ring over ranks
+    in order leaves each server once."""
+    links = {"intra_node": 0, "inter_node": 0}
+    for task in schedule.tasks:
+        if task.label.step // steps == epoch and isinstance(task.work, (Send, Collective)):
+            sent = (
+                task.work.sent
+                if isinstance(task.work, Collective)
+                else ((task.work.peer, task.work.nbytes),)
+            )
+            for peer, nbytes in sent:
+                if peer < 0:
+                    continue
+                links[problem.cost.link_name(task.rank, peer)] += nbytes
+    rings: dict[tuple[Any, tuple[int, ...]], int] = {}
+    for t in schedule.tasks:
+        if (
+            t.label.step // steps == epoch
+            and isinstance(t.work, Collective)
+            and t.work.op == "all_reduce"
+        ):
+            rings[t.label, t.work.group] = rings.get((t.label, t.work.group), 0) + t.work.nbytes
+    for (_, group), wire in rings.items():
+        visited = len({problem.servers[rank] for rank in group})
+        across = wire * visited // len(group) if visited > 1 else 0
+        links["inter_node"] += across
+        links["intra_node"] += wire - across
+    return {where: n for where, n in links.items() if n}
+
+
+# -- words and drawings ----------------------------------------------------------------------------
+
+
+def must_survive_words_and_json(strategy: Strategy) -> None:
+    assert parse(str(strategy)) == strategy
+    assert named(strategy.name, json.loads(json.dumps(strategy.knobs()))) == strategy
+
+
+def drawing_of(strategy: Strategy, world: int, layers: int, steps: int, **what: Any) -> str:
+    """Some steps on a small graph, each rank on a server of its own."""
+    graph = load("synthetic:community?vertices=200&edges=2000&features=16&classes=4&seed=0")
+    assert isinstance(graph, Graph)
+    batches = {"batch": 16, "fanout": (3,) * layers} if strategy.mode == "mini" else {}
+    workload = Workload.model_validate(
+        {"model": "sage", "layers": layers, "hidden": 8, "mode": strategy.mode, **batches}
+    )
+    where = cluster(world, 1, inter=1e9, intra=1e9)
+    problem = Problem(graph.stats, graph, workload, where)
+    return draw(strategy.settle(problem).schedule(problem, steps), **what)

@@ -1,0 +1,268 @@
+"""What a run of real ranks is held to: what ranks do is what the schedule says, with the bytes and
+the memory that were predicted; and a resumed run is the unbroken one.
+
+The tests take a fixture `played`, a run beside its schedule and prediction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.evidence.validate import REPORT, compare
+from gnnplan.planner.strategies.base import BESIDE_TRAINING
+from gnnplan.planner.vocabulary.schedule import Collective, Load, Send
+from gnnplan.planner.vocabulary.trace import (
+    LANES,
+    Span,
+    read_traces,
+    recorded_order,
+    transfer_times,
+    write_traces,
+)
+from gnnplan.simulator.player import play
+from gnnplan.testing.plain import difference
+from gnnplan.testing.ranks import Case, Ranks, Result
+
+
+class Played:
+    """A run beside its schedule and prediction. Evaluated after every epoch: that must not show
+    anywhere."""
+
+    def __init__(self, result: Result) -> None:
+        self.result, self.world, self.epochs = result, result.world, result.case.epochs
+        problem = result.case.problem(result.world)
+        strategy = result.case.settled(problem)
+        self.steps, self.candidate = strategy.steps(problem), Candidate.of(problem, strategy)
+        self.schedule = strategy.schedule(problem, result.case.epochs * self.steps)
+        self.prediction = self.candidate.predicted
+        # every epoch has other edges: prediction is of the first
+        self.redrawn = strategy.mode == "mini"
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        return self.result.spans
+
+    @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        return [self.result.rank(rank) for rank in range(self.world)]
+
+
+def test_order_of_operations(played: Played) -> None:
+    """Per rank and lane, step by step; and the set-up before them."""
+    assert {span.lane for span in played.spans} <= set(LANES)
+    for rank in range(played.world):
+        for lane in LANES:
+            recorded = [
+                label
+                for label in recorded_order(played.spans, rank, lane)
+                if not label.endswith(":s-1")
+            ]
+            assert recorded == [str(task.label) for task in played.schedule.lane(rank, lane)], (
+                rank,
+                lane,
+            )
+        once = [span.label for span in played.spans if span.rank == rank and span.step < 0]
+        assert once == [str(task.label) for task in played.schedule.setup if task.rank == rank]
+
+
+def test_nothing_starts_before_what_it_waits_for(played: Played) -> None:
+    """On its own rank, by the schedule's arrows; those into earlier steps are what staleness
+    means."""
+    spans = {(span.rank, span.label): span for span in played.spans}
+    arrows = 0
+    for task in played.schedule.tasks:
+        for before in task.after:
+            if before.step >= 0:
+                arrows += 1
+                first, then = spans[task.rank, str(before)], spans[task.rank, str(task.label)]
+                assert first.end <= then.start, (
+                    f"{then.label} of rank {task.rank} began before {first.label} had ended"
+                )
+    assert arrows
+
+
+def test_bytes_of_every_operation(played: Played) -> None:
+    """Counted = scheduled per rank and operation = predicted in all; spans carry the same."""
+    counted: Counter[str] = Counter()
+    for rank, left in enumerate(played.ranks):
+        scheduled = played.schedule.bytes_by_op(
+            task for task in played.schedule.tasks if task.rank == rank
+        )
+        assert left["bytes"] == {op: nbytes for op, nbytes in scheduled.items() if nbytes}
+        counted.update(left["bytes"])
+    if played.redrawn:
+        first = played.schedule.bytes_by_op(
+            task for task in played.schedule.tasks if task.label.step < played.steps
+        )
+        assert {op: n for op, n in first.items() if n} == {
+            op: n for op, n in played.prediction.bytes.items() if n
+        }
+    else:
+        predicted: Counter[str] = Counter()
+        for epoch in range(played.epochs):
+            predicted.update(played.prediction.at(epoch).bytes)
+        assert counted == +predicted
+    spans = {(span.rank, span.label): span.nbytes for span in played.spans}
+    for task in played.schedule.setup + played.schedule.tasks:
+        expected = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
+        assert spans[task.rank, str(task.label)] == expected, (task.rank, str(task.label))
+
+
+def test_set_up_bytes(played: Played) -> None:
+    counted: Counter[str] = Counter()
+    for left in played.ranks:
+        counted.update(left["setup_bytes"])
+    assert counted.total() == played.prediction.setup_bytes
+    assert counted == {
+        op: nbytes
+        for op, nbytes in played.schedule.bytes_by_op(played.schedule.setup).items()
+        if nbytes
+    }
+
+
+def test_evaluation_is_not_counted(played: Played) -> None:
+    """Every epoch was evaluated, and its line says the bytes of training alone."""
+    steps, tasks = played.steps, played.schedule.tasks
+    of_epoch = [
+        sum(played.schedule.bytes_by_op(t for t in tasks if t.label.step // steps == e).values())
+        for e in range(played.epochs)
+    ]
+    assert [row["bytes"] for row in played.result.metrics] == of_epoch
+    known = 1 if played.redrawn else played.epochs
+    assert of_epoch[:known] == [played.prediction.at(e).bytes_total for e in range(known)]
+    metric = played.result.case.problem(played.world).metric
+    assert all(row[f"val_{metric}"] is not None for row in played.result.metrics)
+
+
+def test_validate_finds_no_fault(played: Played) -> None:
+    """Epoch by epoch; so it blames neither."""
+    simulated = play(played.schedule, played.candidate.problem.cost)
+    epoch_s = simulated.epoch_s(played.steps, played.prediction.period)
+    measured = played.spans, played.result.metrics, played.ranks
+    found = played.candidate, played.candidate, played.schedule, simulated.spans, epoch_s
+    told = compare(*found, *measured)
+    assert told["bytes"]["equal"] and told["order"]["equal"], told["diagnosis"]
+    assert REPORT not in told["diagnosis"]
+
+
+def test_a_measured_trace_survives_its_file(played: Played, tmp_path: Path) -> None:
+    write_traces(tmp_path, played.spans, range(played.world), played.world, "measured", "gloo")
+    assert read_traces(tmp_path) == played.spans
+    assert all(span.start <= span.end for span in played.spans)
+    tasks = played.schedule.setup + played.schedule.tasks
+    collectives = {
+        str(task.label) for task in tasks if isinstance(task.work, Collective) and task.work.nbytes
+    }
+    assert set(transfer_times(played.spans)) == collectives
+
+
+def must_resume(
+    run_ranks: Ranks, world: int, case: Case, broken_off: int = 3, last: int = 5
+) -> None:
+    """Broken off an epoch after its last checkpoint, that epoch is trained again; to the bit."""
+    unbroken, broken = run_ranks(
+        world, [replace(case, epochs=last), replace(case, epochs=broken_off, checkpoint_every=2)]
+    )
+    before = unbroken.weights
+    # there is something left to learn
+    assert not all(torch.equal(broken.weights[name], p) for name, p in before.items())
+    resumed = run_ranks(world, [replace(case, epochs=last, resume=str(broken.out))])[0]
+    same(resumed, unbroken)
+
+
+def same(broken: Result, unbroken: Result) -> None:
+    """In weights, and in all that a run leaves but its times and its processes' memory."""
+    weights = unbroken.weights
+    assert broken.weights.keys() == weights.keys() and all(
+        torch.equal(broken.weights[name], p) for name, p in weights.items()
+    )
+    timeless = [
+        [
+            {n: value for n, value in row.items() if n not in ("epoch_s", "peak_memory_bytes")}
+            for row in run.metrics
+        ]
+        for run in (broken, unbroken)
+    ]
+    assert timeless[0] == timeless[1]
+    for rank in range(unbroken.world):
+        one, other = broken.rank(rank), unbroken.rank(rank)
+        assert len(one["rss_bytes"]) == one["epochs"] == other["epochs"]
+        assert all(
+            one[name] == other[name]
+            for name in ("bytes", "setup_bytes", "rows", "staleness", "gradient_errors")
+        )
+        for lane in ("compute", "copy", "comm", "reduce"):
+            assert recorded_order(broken.spans, rank, lane) == recorded_order(
+                unbroken.spans, rank, lane
+            )
+
+
+def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
+    """The fullest rank's to 5 %, every rank's to 8 %. Runs are of 30 to 200 MB, so that Python's
+    own objects are small beside them. What a step keeps for the next is there in the second. On a
+    busy machine the watch sleeps through some short peaks: it has one in every epoch."""
+    case = replace(case, epochs=6)
+    (result,) = fresh_ranks(world, [case])
+    problem = case.problem(world)
+    use = case.settled(problem).memory(problem)
+    of_training = (nbytes for what, nbytes in use.items() if what not in BESIDE_TRAINING)
+    predicted = sum(of_training, np.zeros(world))
+    measured = np.array([result.rank(rank)["peak_bytes"] for rank in range(world)])
+    assert predicted.max() == pytest.approx(measured.max(), rel=0.05), use
+    assert predicted == pytest.approx(measured, rel=0.08), use
+
+
+_references: dict[str, Result] = {}
+
+
+def one_process(run_ranks: Ranks, case: Case) -> Result:
+    """The case as one process trains it."""
+    alone = "data_parallel" if case.workload.get("mode") == "mini" else "graph_parallel"
+    case = replace(case, strategy=alone, servers=1)
+    if str(case) not in _references:
+        _references[str(case)] = run_ranks.alone(case)
+    return _references[str(case)]
+
+
+def must_train_as_one_process(
+    run_ranks: Ranks,
+    world: int,
+    cases: list[Case],
+    weights: float,
+    losses: float,
+    idle: tuple[str, ...] = (),
+) -> None:
+    """Final weights, every epoch's loss and accuracies; tolerances are relative."""
+    for case, result in zip(cases, run_ranks(world, cases), strict=True):
+        alone = one_process(run_ranks, case)
+        assert difference(result.weights, alone.weights, idle) <= weights, str(case)
+        assert result.losses == pytest.approx(alone.losses, rel=losses), str(case)
+        assert len(result.scores) == len(alone.scores)
+        both = zip(result.scores, alone.scores, strict=True)
+        assert all(a == pytest.approx(b, abs=1e-12) for a, b in both if None not in (a, b))
+        assert None not in result.scores[-3:], str(case)
+
+
+def must_go_on_from_another_plan(
+    run_ranks: Ranks, after: str, world: int, graph: str, workload: dict[str, Any]
+) -> None:
+    """What a strategy carries is made of the weights that it goes on with. Without dropout it is
+    that of an exact step: so is the next one, forward and backward. SGD, since Adam makes steps of
+    the rounding of biases before a batch norm."""
+    plain = {**workload, "dropout": 0.0, "optimizer": "sgd", "lr": 0.3}
+    case = Case("graph_parallel", graph, plain, epochs=4)
+    unbroken = run_ranks.alone(replace(case, epochs=5))
+    broken = run_ranks(2, [replace(case, checkpoint_every=2)])[0]
+    resumed = run_ranks(world, [replace(case, strategy=after, epochs=5, resume=str(broken.out))])[0]
+    for name, weight in unbroken.weights.items():
+        torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-4, atol=1e-6)
+    assert not resumed.rank(0)["staleness"] and resumed.rank(0)["epochs"] == 1

@@ -1,0 +1,110 @@
+"""Strategies whose ranks have a part of the graph each and exchange halo rows before every layer.
+
+What they differ in is their `exchange_options`: all that is asked of a strategy follows from these.
+A strategy of a package of its own derives from `OnParts` as graph_parallel and bns do; its executor
+is executor/strategies/graph_parallel.py, which reads the same options.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar, Self
+
+from gnnplan.planner.gnn.few_bits import ADAPTIVE
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import bits
+from gnnplan.planner.strategies.base import Memory, Strategy
+from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.layerwise import step as layerwise
+from gnnplan.planner.strategies.layerwise.buckets import check_buckets
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.step import Batches, preparation
+from gnnplan.planner.strategies.layerwise.vanishing import blocks, check_sums, with_laying
+from gnnplan.planner.strategies.program.program import Program
+
+
+class OnParts(Strategy):
+    """A rank has a part of the graph, and exchanges halo rows as `exchange_options` say."""
+
+    rounds_rows: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
+    adapts: ClassVar[bool] = False  # whether rows may have bits of their own (bits='adaptive')
+
+    @property
+    @abstractmethod
+    def exchange_options(self) -> ExchangeOptions:
+        """How layers exchange rows."""
+
+    @property
+    def exact(self) -> bool:
+        options = self.exchange_options
+        return options.policy.whole and not options.policy.lags and options.bits is None
+
+    @property
+    def carries(self) -> str:
+        policy, carried = self.exchange_options.policy, list[str]()
+        if policy.lags:
+            carried.append("halo rows and gradients of the step before")
+        if policy.stays:
+            carried.append("halo rows and gradients as they came last")
+        if self.exchange_options.bits == ADAPTIVE:
+            carried.append("each row's bits")
+        return " and ".join(carried)
+
+    def approximates_as(self, other: Strategy) -> bool:
+        def lossy(options: ExchangeOptions) -> ExchangeOptions:
+            return replace(options, narrow=False, checkpoint=False, buckets=1)
+
+        mine = lossy(self.exchange_options)
+        return isinstance(other, type(self)) and mine == lossy(other.exchange_options)
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        """None: what it costs in accuracy is not known of a graph; users ask for it."""
+        return iter(())
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        return ""
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        return bits.sentences(problem, fastest)
+
+    def with_less_memory(self) -> Strategy | None:
+        if self.exchange_options.checkpoint:
+            return None
+        return replace(self, checkpoint=True)  # type: ignore[call-arg]  # its knob
+
+    def check(self, problem: Problem) -> None:
+        options = self.exchange_options
+        self.check_mode(problem)
+        if options.policy.vanishes:
+            check_sums(self.family, problem)
+        check_buckets(self.name, problem, options.buckets)
+        bits.check_bits(self.name, options.bits, problem, adapts=self.adapts)
+        self.check_vertices(problem)
+
+    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
+        return problem.layout()
+
+    def layouts(self, problem: Problem) -> Batches:
+        """The layout of the rows that are trained on, if that is not the whole one."""
+        return ()
+
+    def preparation(self, problem: Problem) -> dict[str, float]:
+        return preparation(problem, problem.layout())
+
+    def memory(self, problem: Problem) -> Memory:
+        rows, options, batches = problem.layout(), self.exchange_options, self.layouts(problem)
+        use = layerwise_memory.memory(problem, self.built(problem), rows, options, batches)
+        return use | {"graph": blocks(problem, options)} if options.policy.vanishes else use
+
+    def program(self, problem: Problem) -> Program:
+        rows, options, batches = problem.layout(), self.exchange_options, self.layouts(problem)
+        program = layerwise.program(problem, rows, options, batches)
+        return with_laying(problem, program) if options.policy.vanishes else program

@@ -1,0 +1,67 @@
+"""What it takes that rows vanish that are not fresh: every step cuts blocks down to the others.
+
+A rank lays its blocks out anew (`lay`), and keeps the whole ones for evaluation. Edges of the rows
+that come weigh as much more as there are fewer of them, which is right in a weighted sum alone. In
+the executor it is executor/strategies/vanishing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from gnnplan.planner.gnn.footprint import block, weighs_edges
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.errors import SpecError
+
+
+def check_sums(family: str, problem: Problem) -> None:
+    """Raises SpecError if a layer does more with its edges than to sum over them."""
+    for number, layer in enumerate(problem.model.layers, 1):
+        softmax = layer.heads or layer.sums > 1
+        if softmax or (layer.counted and not layer.counted.linear):
+            raise SpecError(
+                f"{family}: a sample stands for all edges only in a weighted sum over them, and"
+                f" layer {number} of {problem.workload.called} has"
+                f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or another"
+                " model"
+            )
+
+
+def with_laying(problem: Problem, program: Program) -> Program:
+    """The program, whose steps begin with `lay` where a layer's rows cross."""
+    laid = np.zeros(problem.ranks, dtype=np.int64)
+    for layer in _cut_layers(problem):
+        laid = laid + problem.layout().facts(layer).edges
+    if not laid.any():
+        return program
+    lay = Op("lay", host=("lay", laid, 0))
+    steps = [[lay, *step] for step in program.known()]
+    return replace(program, known=lambda: steps, at=lambda t: steps[t % len(steps)])
+
+
+def blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
+    """Bytes of the whole blocks, and of a step's own beside them [ranks]."""
+    model, kind, cut = problem.model, problem.workload.model, np.zeros(problem.ranks)
+    for layer in _cut_layers(problem):
+        f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
+        cut = cut + block(kind, model, spec, f.rows, f.sources, f.edges)
+        if not weighs_edges(kind, spec):  # those that are left do
+            cut = cut + 2 * model.itemsize * f.edges
+        cut = cut + 8 * f.given
+    targets = 16 * problem.layout().facts(problem.workload.layers).rows
+    return np.asarray(
+        layerwise_memory.blocks(problem, problem.layout()) + cut + targets * (cut > 0)
+    )
+
+
+def _cut_layers(problem: Problem) -> Iterator[int]:
+    """Layers whose rows cross."""
+    for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
+        if problem.layout().meets(layer):
+            yield layer
