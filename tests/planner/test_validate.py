@@ -83,7 +83,9 @@ def test_a_small_operation_that_is_far_off_is_seen():
     """Errors were in per cent of the step: 30 times too long stood there as '+0%'."""
     step = row("step", 99.0, 100.0, simulated=99.0)
     operations = [row("update", None, 20.0), row("all_reduce", 3.0, 0.1)]
-    _, update, cells = times({"step": step, "operations": operations}, "epoch").rows
+    _, update, cells = times(
+        {"replayed": False, "step": step, "operations": operations}, "epoch"
+    ).rows
     assert cells[:5] == ["all_reduce", "3.00 s", "100.0 ms", "30x too long", "0 %"]
     assert update[1:5] == ["-", "20.00 s", "-", "20 %"]
     assert simulated_cell(step) == "" and simulated_cell(row("loss", 2.0, 2.0)) == "1.00 s"
@@ -201,8 +203,8 @@ def test_small_operations_do_not_stand_beside_the_step():
 
     operations = [row("forward", 0.5, 0.6), row("loss", 0.03, 0.01), row("update", 0.001, 0.01)]
     step = {key: value for key, value in row("", 1.0, 1.0).items() if key != "operation"}
-    table = times({"step": step, "operations": operations}, "epoch")
+    table = times({"replayed": False, "step": step, "operations": operations}, "epoch")
     assert [cells[0] for cells in table.rows] == ["epoch", "forward", "2 small ones"]
     assert table.rows[2][1:3] == ["31.0 ms", "20.0 ms"]
-    one = times({"step": step, "operations": operations[:2]}, "epoch")
+    one = times({"replayed": False, "step": step, "operations": operations[:2]}, "epoch")
     assert one.rows[2][0] == "loss"
