@@ -2,16 +2,18 @@
 
 DGL and PyG run one operation after the other: rows are copied before and after a product, and what
 is summed is weighed, biased and activated apart. A problem of theirs is ours but for these passes
-(planner/gnn/passes.py)."""
+(planner/gnn/operations.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from gnnplan.planner.gnn.model import Layer, Model
+from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, ROWS, SOURCES, Amount
+from gnnplan.planner.gnn.layer import Layer, Played
+from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.trace import Work
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.numbers import Number
 
 COPIED = 2  # passes over rows around a product
 APPLIED, APPLIED_BACKWARD = 3, 2  # over outputs; the backward pass does both
@@ -26,42 +28,50 @@ class TheirModel(Model):
 
     own_laid_out = 0  # in COPIED
 
-    def forward_numbers(
-        self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool
-    ) -> Number:
-        spec, sparse = self.layers[layer - 1], self.reads_sparse(layer)
+    def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
+        told, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
+        narrow = narrow and self.narrow_at(layer)
         applied = APPLIED * (spec.weights > 0) + MIXED * self.hands_on_initial
-        width = spec.multiplied if narrow or sparse else spec.h_in
+        width = spec.multiplied if narrow or self.reads_sparse(layer) else spec.h_in
         per_source = 0 if self.aggregate_cached(layer) else COPIED * width
         per_source += EXPONENTIALS * (spec.sums > 1) * spec.h_in
         per_source += 0 if narrow else _activated(spec)
-        return applied * rows * spec.h_out + per_source * sources
+        again = APPLIED_BACKWARD + MIXED_BACKWARD * self.hands_on_initial
+        projected = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * LOCAL
+        return replace(
+            told,
+            ways=self._theirs(
+                told.ways,
+                applied * spec.h_out * ROWS + per_source * SOURCES,
+                again * spec.h_out * ROWS,
+            ),
+            project=self._theirs(told.project, projected),
+        )
 
-    def backward_numbers(
-        self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool
-    ) -> Number:
-        forward = self.forward_numbers(layer, rows, sources, edges, narrow)
-        hashed = self.forward(layer, rows, sources, edges, narrow).hash_ops
-        applied = APPLIED_BACKWARD + MIXED_BACKWARD * self.hands_on_initial
-        numbers = applied * rows * self.layers[layer - 1].h_out
-        return forward + numbers + DROPPED * hashed
-
-    def project_numbers(self, spec: Layer, rows: Number) -> tuple[Number, Number]:
-        forward = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * rows
-        return forward, forward + DROPPED * self.hashed(spec, rows)
-
-    def encode_numbers(self, rows: Number) -> tuple[Number, Number]:
+    @property
+    def encodes(self) -> Played:
         assert self.encoder
-        h_in, h_out = self.encoder
-        forward = COPIED * (h_out if self.nonzeros else h_in + h_out) * rows
-        hashed = self.hashed(self.encoder_inputs, rows, self.nonzeros > 0)
-        return forward, forward + DROPPED * hashed
+        told, (h_in, h_out) = super().encodes, self.encoder
+        copied = COPIED * (h_out if self.nonzeros else h_in + h_out) * ROWS
+        return replace(told, ways=self._theirs(told.ways, copied))
 
-    def decode_numbers(self, rows: Number) -> tuple[Number, Number]:
-        assert self.decoder and self.decoder_inputs
-        spec = self.decoder_inputs
-        forward = (COPIED * sum(self.decoder) + _activated(spec)) * rows
-        return forward, forward + DROPPED * self.hashed(spec, rows)
+    @property
+    def decodes(self) -> Played:
+        assert self.decoder
+        told = super().decodes
+        copied = (COPIED * sum(self.decoder) + _activated(self.decoder_inputs)) * ROWS
+        return replace(told, ways=self._theirs(told.ways, copied))
+
+    def _theirs(
+        self, ways: tuple[Work, Work], numbers: Amount, again: Amount = NOTHING
+    ) -> tuple[Work, Work]:
+        """The work with their numbers in the forward pass; the backward pass has more."""
+        dropped = DROPPED * ways[0].amounts.get("hash_ops", NOTHING)
+        back = numbers + again + dropped
+        return self._with(ways[0], numbers), self._with(ways[1], back)
+
+    def _with(self, work: Work, numbers: Amount) -> Work:
+        return replace(work, amounts=work.amounts | {"elementwise_bytes": self.itemsize * numbers})
 
 
 def _activated(spec: Layer) -> int:

@@ -33,7 +33,7 @@ from gnnplan.planner.gnn.counted import (
     Linear,
     Structure,
 )
-from gnnplan.planner.gnn.model import VECTOR
+from gnnplan.planner.gnn.operations import VECTOR
 
 # (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
 SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))

@@ -32,7 +32,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm, norm_of
-from gnnplan.planner.gnn import model as gnn
+from gnnplan.planner.gnn import layer as gnn
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
 

@@ -2,8 +2,12 @@
 
     fields.py       what a user may say of it, with rule, default and meaning
     workload.py     the specification that a user gives, and which fields go together
-    model.py        widths, parameters and work of each layer
-    passes.py       how often element-wise operations pass over a layer's tensors
+    model.py        a model's layers, and the work of each
+    layer.py        what a kind of layer does, operation by operation
+    operations.py   what torch does for each operation, in both passes: work, and what is kept
+    trace.py        how operations follow each other, and gradients go back through them
+    products.py     products of rows with a matrix, and the shapes that oneDNN makes code for
+    amounts.py      amounts that are linear in a block's rows, sources and edges
     few_bits.py     rows in few bits per number: their bytes and work
     footprint.py    memory of each layer while it is trained
     counted.py      work and memory of a layer of the user's own, as counted by the executor

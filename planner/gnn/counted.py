@@ -13,16 +13,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import Compute, Gather
 from gnnplan.planner.vocabulary.spec import Spec
 
 Linear = tuple[float, float, float, float]  # per row, per source, per edge, and besides
 NOTHING: Linear = (0.0, 0.0, 0.0, 0.0)
 
 
-def amount(linear: Linear, rows: Number, sources: Number, edges: Number) -> Number:
-    """The number for a block.
+def amount(linear: Linear, rows: Any, sources: Any, edges: Any) -> Any:
+    """The number for a block, whose counts are numbers, or amounts.
 
     >>> amount((1.0, 2.0, 0.5, 3.0), 10, 20, 100)
     103.0
@@ -41,7 +39,7 @@ class CountedGather(Spec):
 
 
 class CountedWork(Spec):
-    """Work of one pass of a layer (Compute)."""
+    """Work of one pass of a layer (schedule.Compute)."""
 
     flops: Linear = NOTHING  # but for weights' gradients
     gemm_bytes: Linear = NOTHING
@@ -51,24 +49,6 @@ class CountedWork(Spec):
     gathers: tuple[CountedGather, ...] = ()
     launches: int = Field(0, ge=0)
     weight_gradient_flops: Linear = NOTHING
-
-    def on(self, rows: Number, sources: Number, edges: Number, itemsize: int) -> Compute:
-        """The work on a block."""
-
-        def of(linear: Linear) -> Number:
-            return amount(linear, rows, sources, edges)
-
-        return Compute(
-            of(self.flops),
-            tuple(Gather(of(g.rows), g.width, of(g.among), of(g.into)) for g in self.gathers),
-            of(self.elementwise_bytes),
-            self.launches,
-            itemsize,
-            gemm_bytes=of(self.gemm_bytes),
-            tensor_bytes=of(self.tensor_bytes),
-            hash_ops=of(self.exponentials),
-            weight_gradient_flops=of(self.weight_gradient_flops),
-        )
 
 
 class CountedProduct(Spec):

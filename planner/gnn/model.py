@@ -1,108 +1,33 @@
-"""What a GNN is to a plan: the widths, parameters and work of each layer.
+"""What a GNN is to a plan: its layers, and the work of each.
 
-A layer first prepares its input rows (norm, activation, dropout). Then it does two things, in the
-order that costs less: it multiplies rows by its matrix, and it aggregates rows over the edges.
-
-    h_{l-1} [S, H_{l-1}]   prepare | project | gather | update    h_l [R, H_l]     projects_first
-                           prepare | gather  | update                              otherwise
-
-R rows are written (destinations) and S rows are read (sources, which include the destinations).
-Attention always projects first, and so does a layer that reads sparse features. GCNII and ResGCN+
-have a row-wise encoder before the first layer and a row-wise decoder after the last; the decoder
-counts as layer L + 1. The executor's models (executor/layers/models.py) have the same shapes."""
+layer.py says what a layer does. Attention always projects first, and so does a layer that reads
+sparse features. GCNII and ResGCN+ have a row-wise encoder before the first layer and a row-wise
+decoder after the last; the decoder counts as layer L + 1. The executor's models
+(executor/layers/models.py) have the same shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial, partialmethod
 from itertools import pairwise
 from typing import ClassVar
 
-from gnnplan.planner.gnn import passes
-from gnnplan.planner.gnn.counted import Counted, between
-from gnnplan.planner.gnn.passes import Kind
-from gnnplan.planner.gnn.workload import Jump, Module, Residual, Workload
+from gnnplan.planner.gnn.amounts import block_of
+from gnnplan.planner.gnn.counted import between
+from gnnplan.planner.gnn.layer import KINDS, Layer, Played, played, played_rowwise
+from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, MASKED_IN_PASSING, RELU, VECTOR
+from gnnplan.planner.gnn.trace import SUM, Setting, Work
+from gnnplan.planner.gnn.workload import Jump, Module, Workload
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import HASH_BYTES, Compute, Gather
+from gnnplan.planner.vocabulary.schedule import Compute
 
 # Framework operations that hash a dropout mask. The backward pass finds the mask made.
 MASK = 5
-# Numbers that a processor multiplies at once. A product of fewer columns costs as much as one of
-# this many.
-VECTOR = 16
-# Numbers that an operation makes of edges together, where it makes a row for each (the executor's
-# GATv2). On a core they stay in its cache; a GPU would do little else but begin operations.
-EDGE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
 # hash_ops that an exponential of the loss costs in rows shorter than VECTOR, whose numbers are
 # taken one by one. In longer rows it costs one.
 SHORT = 5
-# hash_ops that a number of sparse rows costs in their transpose: to find its place there, and to
-# put it there.
-TRANSPOSED, REORDERED = 2, 1
 COLUMN = 4  # [B] of the column of a number of a sparse row, at least
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The shape of one layer, and what it does to its inputs."""
-
-    h_in: int
-    h_out: int
-    matrices: int  # products with a matrix [h_in, h_out]; 0: the layer only aggregates
-    weights: int  # numbers in its parameters
-    self_edges: bool  # aggregates over its own row too
-    # multiplies, then aggregates: its output is narrower, or it is attention, or it reads sparse
-    # features
-    projects_first: bool
-    sums: int = 1  # aggregations over the edges; a softmax of messages is a ratio of two
-    heads: int = 0  # of attention; each adds a logit to a projected row
-    # Norm and ReLU are the first thing that the layer does to its inputs. Otherwise they are the
-    # last thing that the layer before does.
-    activates: bool = False
-    norm: str = "none"  # of its inputs, if it activates them: 'layer' or 'batch'
-    drops: bool = True  # dropout of its inputs
-    bias: bool = True
-    middle: int = 0  # GIN: numbers per row between its two products; 0: there is one
-    # GATv2: a logit is of a sum of two rows, so a projected row has a part for readers and one for
-    # sources
-    pairs: bool = False
-    residual: Residual | None = None
-    kind: Kind = passes.GCN  # its element-wise work
-    counted: Counted | None = None  # a layer of the user's own, whose work is not in formulas
-
-    @property
-    def reads_own(self) -> bool:
-        """Whether it reads the rows of its destinations besides what it aggregates."""
-        return self.matrices > 1 or self.residual is not None or self.counted is not None
-
-    @property
-    def put_among(self) -> int:
-        """How often the gradient of own rows is put among that of the sources.
-
-        A residual of prepared rows shares that with the kind's own reading of them. GraphSAGE that
-        aggregates first adds it where the aggregate's gradient has been made."""
-        own = self.kind.own - (self.matrices > 1 and not self.projects_first)
-        if self.residual is None or (self.kind.own and self.residual.of == "prepared"):
-            return own
-        return own + 1
-
-    @property
-    def multiplied(self) -> int:
-        """Numbers per row after the first matrix."""
-        return 2 * self.h_out if self.pairs else self.middle or self.h_out
-
-    @property
-    def projected(self) -> int:
-        """Numbers per projected row."""
-        return self.multiplied + (0 if self.pairs else self.heads)
-
-    @property
-    def gathered(self) -> int:
-        """Numbers per row that is summed over the edges."""
-        if self.counted:
-            return self.counted.gathered
-        return (self.middle or self.h_out) if self.projects_first else self.h_in
 
 
 @dataclass(frozen=True)
@@ -138,7 +63,7 @@ class Model:
     # what follows the last layer has its weights in that layer
     ends: bool = False
 
-    own_laid_out: ClassVar[int] = passes.COPY  # passes over own rows, to put them beside others
+    own_laid_out: ClassVar[int] = COPY  # passes over own rows, to put them beside others
 
     @property
     def jumped(self) -> int:
@@ -156,16 +81,15 @@ class Model:
     def encoder_inputs(self) -> Layer:
         """A layer whose preparation the encoder's inputs get."""
         assert self.encoder
-        return Layer(*self.encoder, 1, 0, False, False, drops=not self.activates_last)
+        return Layer(*self.encoder, drops=not self.activates_last)
 
     @property
-    def decoder_inputs(self) -> Layer | None:
-        """The layer whose preparation the decoder's inputs get; None: there is no decoder."""
-        if self.decoder is None:
-            return None
+    def decoder_inputs(self) -> Layer:
+        """The layer whose preparation the decoder's inputs get."""
+        assert self.decoder
         if self.activates_last:
             return self.layers[-1]
-        return Layer(*self.decoder, 1, 0, False, False, drops=self.jump is None)
+        return Layer(*self.decoder, drops=self.jump is None)
 
     @property
     def first_varying(self) -> int:
@@ -183,13 +107,11 @@ class Model:
         """Numbers in the parameters of a run of layers, with the encoder or decoder at its ends."""
         total = sum(self.layers[layer - 1].weights for layer in layers)
         if self.encoder and 1 in layers:
-            total += self.encoder[0] * self.encoder[1] + self.encoder[1]
+            total += self.encodes.weights
         if self.decoder and len(self.layers) in layers and not self.ends:
-            total += self.decoder[0] * self.decoder[1] + self.decoder[1]
-            total += 2 * self.decoder[0] if self.activates_last and self.norm != "none" else 0
-        if self.jump and self.jump.of == "cat":  # a matrix per layer, and one bias
-            total += sum(self.layers[layer - 1].h_out for layer in layers) * self.classes
-            total += self.classes * (len(self.layers) in layers)
+            total += self.decodes.weights
+        if self.jump:
+            total += sum(self.adds(layer).weights for layer in layers)
         return total
 
     @cached_property
@@ -316,8 +238,37 @@ class Model:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def forward(
+    def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
+        """What the layer does on any block, by its operations; see Setting."""
+        spec = self.layers[layer - 1]
+        setting = self._setting(self.reads_sparse(layer))._replace(
+            relu=self.relu_after(layer),
+            varies=layer > self.first_varying,
+            cached=self.aggregate_cached(layer),
+            narrow=narrow and self.narrow_at(layer),
+            apart=apart,
+        )
+        return played(spec, setting)
+
+    def _setting(self, sparse: bool = False) -> Setting:
+        return Setting(
+            self.itemsize,
+            self.weight_itemsize,
+            self.dropout > 0,
+            self.nonzeros * sparse,
+            self.redrawn,
+            self.by_pieces,
+            self.in_place,
+            self.on_gpu,
+        )
+
+    def prepares(self, spec: Layer, sparse: bool = False, varies: bool = True) -> Played:
+        """What is done to a layer's input rows alone."""
+        return played_rowwise(spec, self._setting(sparse)._replace(varies=varies and not sparse))
+
+    def work(
         self,
+        way: int,
         layer: int,
         rows: Number,
         sources: Number,
@@ -326,117 +277,49 @@ class Model:
         read: Number | None = None,
         away: Number = 0.0,
     ) -> Compute:
-        """Work of a layer's forward pass: R `rows`, S `sources`, and `edges` without self edges.
+        """Work of a layer's pass (0: forward): R `rows`, S `sources`, `edges` without self edges.
 
         read: the rows that it gathers from, where other ranks prepared some of them; default:
         `sources`. narrow: without the projection, which was done before the exchange
         (`project`). away: destinations whose own row is with another rank, and no source."""
-        spec, itemsize = self.layers[layer - 1], self.itemsize
-        if spec.counted:
-            return self._counted(spec, rows, sources, edges, read)[0]
-        sparse = self.reads_sparse(layer)
-        narrow = narrow and self.narrow_at(layer)
-        edges = edges - spec.self_edges * away
-        multiplied = spec.matrices * rows
-        if spec.projects_first:
-            multiplied = (0 if narrow else sources) + (spec.matrices - 1) * rows
-        multiplied = multiplied - (spec.matrices > 1) * away
-        product = self._product(spec.h_in, spec.multiplied, multiplied, sparse)
-        if spec.middle:
-            product = product + self._product(spec.middle, spec.h_out, rows)
-        if spec.residual and spec.residual.linear:
-            product = product + self._product(spec.h_in, spec.h_out, rows, sparse)
-        hash_ops = 0.0 if narrow else self.hashed(spec, sources, sparse)
-        if spec.sums > 1:  # exponentials of the messages
-            hash_ops = hash_ops + sources * spec.h_in
-        source_width = spec.multiplied if narrow or sparse else spec.h_in
-        return product + Compute(
-            0.0,
-            self._gathers(layer, rows, edges, sources if read is None else read, rows),
-            self.forward_numbers(layer, rows, sources, edges, narrow) * itemsize,
-            self._launches(spec, narrow)[0],
-            itemsize,
-            tensor_bytes=self._tensor_bytes(sources, source_width),
-            hash_ops=hash_ops,
-            attention_edges=(edges + rows) * float(spec.heads),
-            scattered=self.redrawn,
-        )
+        spec, narrow = self.layers[layer - 1], narrow and self.narrow_at(layer)
+        edges = edges + spec.self_edges * (rows - away)
+        block = block_of(rows, sources, edges, read=read, away=away)
+        work, launches = self.played(layer, narrow).ways[way], self._launches(spec, narrow)[way]
+        return work.on(block, self.itemsize, launches, self.redrawn)
 
-    def backward(
-        self,
-        layer: int,
-        rows: Number,
-        sources: Number,
-        edges: Number,
-        narrow: bool = False,
-        read: Number | None = None,
-        away: Number = 0.0,
-    ) -> Compute:
-        """Work of a layer's backward pass; arguments as of `forward`.
-
-        It makes the gradient of the weights, and that of the inputs where they vary."""
-        forward = self.forward(layer, rows, sources, edges, narrow, away=away)
-        spec = self.layers[layer - 1]
-        if spec.counted:
-            return self._counted(spec, rows, sources, edges, read)[1]
-        constant = layer <= self.first_varying
-        edges = edges - spec.self_edges * away
-        # over the transposed edges
-        aggregated = self._gathers(layer, rows, edges, rows, sources if read is None else read)
-        gathers = () if constant and not spec.projects_first else aggregated
-        # Attention's weights depend on rows: a product along every edge for the weights' gradient,
-        # and the rows' own gradient.
-        if spec.heads:
-            gathers = gathers + aggregated
-        # the inputs of GIN's second product vary in any case
-        second = self._product(spec.middle, spec.h_out, rows) if spec.middle else Compute()
-        to_inputs = second if constant else forward  # products that make gradients of inputs
-        narrow = narrow and self.narrow_at(layer)
-        work = Compute(
-            to_inputs.flops,
-            gathers,
-            self.backward_numbers(layer, rows, sources, edges, narrow) * self.itemsize,
-            self._launches(spec, narrow)[1],
-            self.itemsize,
-            gemm_bytes=forward.gemm_bytes + to_inputs.gemm_bytes,
-            tensor_bytes=forward.tensor_bytes,
-            attention_edges=forward.attention_edges,
-            scattered=self.redrawn,
-            weight_gradient_flops=forward.flops,
-        )
-        if not self.reads_sparse(layer):
-            return work
-        multiplied = sources + (spec.matrices - 1) * (rows - away)
-        work = self._matrix_gradient(spec.h_in, spec.multiplied, multiplied, sparse=True) + work
-        if spec.residual and spec.residual.linear:
-            work = self._matrix_gradient(spec.h_in, spec.h_out, rows, sparse=True) + work
-        return work
-
-    def _counted(
-        self, spec: Layer, rows: Number, sources: Number, edges: Number, read: Number | None
-    ) -> tuple[Compute, Compute]:
-        """Forward and backward work of a layer of the user's own, with dropout of its inputs."""
-        assert spec.counted is not None
-        block = rows, sources if read is None else read, edges + rows * spec.self_edges
-        hashed = self.hashed(spec, sources)
-        forward = spec.counted.forward.on(*block, self.itemsize) + Compute(
-            launches=self.prepare_launches(spec)[0], hash_ops=hashed
-        )
-        if self.redrawn:
-            forward = forward + spec.counted.structure.work.on(*block, self.itemsize)
-        backward = spec.counted.backward.on(*block, self.itemsize) + Compute(
-            elementwise_bytes=self.masked * hashed * self.itemsize
-        )
-        return forward, backward
+    forward, backward = partialmethod(work, 0), partialmethod(work, 1)
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of a narrow layer's projection, before its exchange."""
         if not self.narrow_at(layer):
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
-        spec = self.layers[layer - 1]
-        return self._rowwise(
-            (spec.h_in, spec.multiplied), rows, spec, self.project_numbers(spec, rows)
+        return self._rowwise(self.played(layer, True).project, rows)
+
+    def _rowwise(
+        self, ways: tuple[Work, Work], rows: Number, launches: tuple[int, int] | None = None
+    ) -> tuple[Compute, Compute]:
+        """Forward and backward work of an encoder, a decoder or a projection on `rows`."""
+        block = block_of(rows, rows, 0.0, local=rows)
+        first, second = launches or ((3, 6) if self.on_gpu else (6, 10))
+        return (
+            ways[0].on(block, self.itemsize, first, self.redrawn),
+            ways[1].on(block, self.itemsize, second, self.redrawn),
         )
+
+    @property
+    def encodes(self) -> Played:
+        """What the encoder does; GCNII adds the gradients of h_0 and of the initial rows."""
+        assert self.encoder
+        setting = self._setting(self.reads_sparse(0))._replace(varies=False)
+        h_out, twice = self.encoder[1], self.hands_on_initial
+        return played_rowwise(self.encoder_inputs, setting, h_out, self.relu_after(0), twice)
+
+    @property
+    def decodes(self) -> Played:
+        """What the decoder does."""
+        assert self.decoder
+        return played_rowwise(self.decoder_inputs, self._setting(), self.decoder[1])
 
     def lay_out(self, layer: int, rows: Number, narrow: bool) -> Compute:
         """Work of putting a rank's own `rows` beside those that others send before the layer."""
@@ -457,8 +340,7 @@ class Model:
         These are picked and added up. Bias and ReLU come then, as `without_ends` has neither."""
         spec, relu = self.layers[layer - 1], self.relu_after(layer)
         forward, backward = (
-            bias * spec.bias + of_relu * relu
-            for bias, of_relu in zip(passes.BIAS, passes.RELU, strict=True)
+            bias * spec.bias + of_relu * relu for bias, of_relu in zip(BIAS, RELU, strict=True)
         )
         row_bytes = spec.h_out * self.itemsize
         return (
@@ -488,32 +370,24 @@ class Model:
         nothing = Compute(itemsize=self.itemsize)
         if self.jump is None:
             return nothing, nothing
-        h_out, drops = self.layers[layer - 1].h_out, bool(self.jump.drops and self.dropout)
-        multiplies = self.jump.of == "cat"
-        product = gradient = nothing
-        if multiplies:
-            product = self._product(h_out, self.jumped, rows)
-            gradient = self._matrix_gradient(h_out, self.jumped, rows)
-        dropped = Compute(
-            elementwise_bytes=2.0 * rows * h_out * drops * self.itemsize,
-            launches=self.drop_launches[0] * drops,
-            itemsize=self.itemsize,
-            hash_ops=1.0 * rows * h_out * drops,
-        )
+        again, gradient = self._rowwise(self.adds(layer).ways, rows)
+        h_out = self.layers[layer - 1].h_out
         added = Compute(elementwise_bytes=3.0 * rows * self.jumped * self.itemsize, launches=2)
-        # a product's gradient is written block by block
-        passes = 3.0 + 2 * multiplies + 2 * drops
-        passed = Compute(elementwise_bytes=passes * rows * h_out * self.itemsize, launches=3)
-        again = product + dropped
-        return again + added, again + product + gradient + passed
+        passed = Compute(elementwise_bytes=3.0 * rows * h_out * self.itemsize, launches=3)
+        return again + added, again + gradient + passed
+
+    def adds(self, layer: int) -> Played:
+        """What a layer's rows go through before they are added to the sum of all layers'."""
+        assert self.jump
+        h_out, ends = self.layers[layer - 1].h_out, layer == len(self.layers)
+        spec = Layer(h_out, self.jumped, drops=self.jump.drops, bias=ends)
+        return played_rowwise(spec, self._setting(), self.jumped * (self.jump.of == "cat"))
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
         if self.encoder is None:
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
-        return self._rowwise(
-            self.encoder, rows, self.encoder_inputs, self.encode_numbers(rows), constant=True
-        )
+        return self._rowwise(self.encodes.ways, rows)
 
     def finish(
         self, rows: Number, edges: Number | None = None, negatives: int = 0
@@ -522,10 +396,8 @@ class Model:
 
         edges: of link prediction, each with so many negatives; None: the loss is of labels."""
         forward = backward = Compute(itemsize=self.itemsize)
-        if self.decoder and self.decoder_inputs:
-            forward, backward = self._rowwise(
-                self.decoder, rows, self.decoder_inputs, self.decode_numbers(rows)
-            )
+        if self.decoder:
+            forward, backward = self._rowwise(self.decodes.ways, rows)
         if edges is not None:
             scored, its_gradient = self._score(rows, edges, negatives)
             return forward + scored, backward + its_gradient
@@ -553,7 +425,7 @@ class Model:
             hash_ops=pairs,
             random_rows=pick,
         )
-        zeros_and_sum = (2 + passes.SUM) * rows * width * b
+        zeros_and_sum = (2 + SUM) * rows * width * b
         backward = Compute(
             2 * products,
             elementwise_bytes=zeros_and_sum,
@@ -571,78 +443,21 @@ class Model:
             0.0, (), 8.0 * weights * self.weight_itemsize, launches, self.weight_itemsize
         )
 
-    def _gathers(
-        self, layer: int, rows: Number, edges: Number, among: Number, into: Number
-    ) -> tuple[Gather, ...]:
-        """The layer's aggregations over its edges."""
-        if self.aggregate_cached(layer):
-            return ()
-        spec = self.layers[layer - 1]
-        edges = edges + rows if spec.self_edges else edges
-        gather = Gather(edges, spec.gathered, among, into)
-        # GATv2 reads the rows of both ends once more for its logits
-        return (gather,) * (3 if spec.pairs else spec.sums)
-
-    def _product(self, h_in: int, h_out: int, rows: Number, sparse: bool = False) -> Compute:
-        """Rows times a matrix [h_in, h_out].
-
-        A sparse row gathers a column of the matrix per number; columns are contiguous in memory."""
-        if sparse:
-            return Compute(
-                0.0, (Gather(rows * self.nonzeros, h_out, h_in, rows),), itemsize=self.itemsize
-            )
-        return Compute(
-            2.0 * rows * max(h_in, VECTOR) * max(h_out, VECTOR),
-            itemsize=self.itemsize,
-            gemm_bytes=rows * (h_in + h_out) * self.itemsize,
-            tensor_bytes=self._tensor_bytes(rows, max(h_in, h_out)),
-        )
-
-    def _tensor_bytes(self, rows: Number, width: int) -> Number:
-        return 1.0 * rows * width * self.itemsize
-
-    def _matrix_gradient(
-        self, h_in: int, h_out: int, rows: Number, sparse: bool = False
-    ) -> Compute:
-        """The gradient of a product's matrix.
-
-        Of sparse rows it is a product with their transpose, whose order is found anew if the rows
-        are another batch's. The numbers are put in its order. Each number then gathers a row of the
-        output's gradient, and the result is added to that of other rows."""
-        if not sparse:
-            product = self._product(h_in, h_out, rows)
-            return replace(product, flops=0.0, weight_gradient_flops=product.flops)
-        numbers = rows * self.nonzeros
-        return Compute(
-            0.0,
-            (Gather(numbers, h_out, rows, h_in),),
-            3.0 * h_in * h_out * self.itemsize,
-            3,
-            self.itemsize,
-            hash_ops=numbers * (REORDERED + TRANSPOSED * self.redrawn),
-        )
-
-    def hashed(self, spec: Layer, rows: Number, sparse: bool = False) -> Number:
-        """Numbers that are hashed for dropout of the layer's input rows.
-
-        A word of the hash serves four columns of a dense row, and one number of a sparse row. A GPU
-        hashes in passing: what counts there is to read the rows and to write them."""
-        if not (self.dropout and spec.drops):
-            return 0.0
-        numbers = rows * (4 * self.nonzeros if sparse else spec.h_in)
-        return numbers * (2 * self.itemsize / HASH_BYTES if self.on_gpu else 1.0)
-
     @property
     def masked(self) -> float:
         """Passes over numbers with dropout, of its gradient."""
-        return passes.MASKED_IN_PASSING if self.on_gpu else passes.MASKED
+        return MASKED_IN_PASSING if self.on_gpu else MASKED
 
     def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
         """Framework operations of a layer's forward and backward pass; on GPUs kernels."""
         forward = 6 + 2 * spec.matrices + 12 * spec.heads
         ways = (forward, 2 * forward)
-        if self.on_gpu:
-            ways = spec.kind.launches if spec.matrices else (2, 1)
+        if spec.counted:
+            ways = (0, 0)
+        elif self.on_gpu:
+            ways = KINDS[spec.kind].launches if spec.matrices else (2, 1)
+            if spec.sums > 1:
+                ways = ways[0] + 6, ways[1] + 2
         residual = 3 * bool(spec.residual)
         before = (0, 0) if narrow else self.prepare_launches(spec)
         again = residual * (1 if self.on_gpu else 2)
@@ -651,177 +466,9 @@ class Model:
     def prepare_launches(self, spec: Layer) -> tuple[int, int]:
         """The same of norm, activation and dropout."""
         activate = (1 if spec.norm == "none" else 4) * spec.activates
-        forward, backward = self.drop_launches if self.dropout and spec.drops else (0, 0)
-        return activate + forward, 2 * activate + backward
-
-    @property
-    def drop_launches(self) -> tuple[int, int]:
-        """The same of dropout."""
-        return (1, 1) if self.on_gpu else (MASK + 3, 6)
-
-    def _rowwise(
-        self,
-        shape: tuple[int, int],
-        rows: Number,
-        inputs: Layer,
-        passed: tuple[Number, Number],
-        constant: bool = False,
-    ) -> tuple[Compute, Compute]:
-        """Forward and backward work of an encoder, a decoder or a projection on `rows`.
-
-        inputs: the layer whose preparation comes before the product. passed: numbers that
-        element-wise operations read and write. constant: the inputs get no gradient."""
-        sparse = constant and self.nonzeros > 0
-        product = self._product(*shape, rows, sparse)
-        forward, backward = (
-            Compute(0.0, (), numbers * self.itemsize, launches, self.itemsize)
-            for numbers, launches in zip(passed, (3, 6) if self.on_gpu else (6, 10), strict=True)
-        )
-        hashing = Compute(hash_ops=self.hashed(inputs, rows, sparse), itemsize=self.itemsize)
-        input_gradient = Compute() if constant else product
-        weight_gradient = self._matrix_gradient(*shape, rows, sparse)
-        return product + forward + hashing, weight_gradient + input_gradient + backward
-
-    # -- numbers that element-wise operations read and write (passes.py) ------------------------
-
-    def forward_numbers(
-        self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool
-    ) -> Number:
-        """Of a layer's forward pass; arguments as of `forward`."""
-        spec = self.layers[layer - 1]
-        numbers = _over(self._passed(spec.kind)[0], spec, rows, sources, edges)
-        numbers = numbers + self._ends(layer)[0] * rows * spec.h_out
-        if spec.middle and spec.projects_first:
-            numbers = numbers + (passes.BIAS[0] + passes.RELU[0]) * rows * spec.middle
-        elif spec.middle and self.in_place:
-            numbers = numbers + passes.RELU[0] * rows * spec.middle
-        if self.in_place and spec.matrices > 1 and not spec.projects_first:
-            numbers = numbers - passes.SUM * rows * spec.h_out  # of both products
-        numbers = numbers + passes.COPY * self._copied(layer, rows, 0.0 if narrow else sources)
-        if narrow:
-            return numbers
-        if spec.norm == "batch":
-            numbers = numbers + passes.MOMENTS[0] * rows * spec.h_in
-        return numbers + self._before_gather(spec, True)[0] * sources
-
-    def _passed(self, kind: passes.Kind) -> tuple[passes.Passes, passes.Passes]:
-        """Passes of a kind's own; GPUs make sums of two rows where they gather rows."""
-        forward, backward = kind.forward, kind.backward
-        if not (self.on_gpu and forward.pairs):
-            return forward, backward
-        return forward._replace(pairs=0.0), backward._replace(pairs=passes.PAIRS_GATHERED)
-
-    @property
-    def _gradient_copied(self) -> int:
-        """Passes over the gradient of a product's input, to put it into place."""
-        return 0 if self.in_place else passes.COPY
-
-    def _copied(self, layer: int, rows: Number, sources: Number) -> Number:
-        """Results of products that are copied into place, in the forward pass of a layer."""
-        spec = self.layers[layer - 1]
-        if not self.by_pieces or self.reads_sparse(layer):
-            return 0.0
-        of_sources = spec.multiplied * (spec.projects_first and spec.matrices > 0)
-        of_rows = spec.h_out * bool(spec.residual and spec.residual.linear)
-        if spec.middle:
-            of_rows += spec.h_out + spec.middle * (not spec.projects_first)
-        elif spec.matrices > spec.projects_first:
-            of_rows += spec.h_out
-        return of_sources * sources + of_rows * rows
-
-    def backward_numbers(
-        self, layer: int, rows: Number, sources: Number, edges: Number, narrow: bool
-    ) -> Number:
-        """Of a layer's backward pass; arguments as of `forward`."""
-        spec, varies = self.layers[layer - 1], layer > self.first_varying
-        numbers = _over(self._passed(spec.kind)[1], spec, rows, sources, edges)
-        numbers = numbers + self._ends(layer)[1] * rows * spec.h_out
-        if spec.middle:
-            per_number = passes.RELU[1] + passes.BIAS[1] + self._gradient_copied
-            numbers = numbers + per_number * rows * spec.middle
-        among, residual = spec.put_among, spec.residual
-        if varies:
-            products = spec.matrices - (spec.matrices > 0 and spec.projects_first)
-            own = self._gradient_copied * (products + bool(residual and residual.linear))
-            own += passes.SUM * (spec.kind.own + bool(residual) - among)
-            numbers = numbers + own * rows * spec.h_in
-        if narrow:
-            return numbers
-        if varies:
-            of_own, of_sources = passes.AMONG
-            numbers = numbers + among * (of_own * rows + of_sources * sources) * spec.h_in
-        if spec.norm == "batch":
-            numbers = numbers + passes.MOMENTS[1] * rows * spec.h_in
-        return numbers + self._before_gather(spec, varies)[1] * sources
-
-    def project_numbers(self, spec: Layer, rows: Number) -> tuple[Number, Number]:
-        """Of a narrow layer's preparation and projection of a rank's own rows."""
-        forward, backward = self._before_gather(spec, True)
-        forward += passes.COPY * self.by_pieces * spec.multiplied
-        return forward * rows, (backward + spec.put_among * sum(passes.AMONG) * spec.h_in) * rows
-
-    def encode_numbers(self, rows: Number) -> tuple[Number, Number]:
-        """Of the encoder."""
-        assert self.encoder
-        relu, numbers = self.relu_after(0), rows * self.encoder[1]
-        apart = self.nonzeros > 0  # the product of dense features has bias and ReLU in it
-        copied = passes.COPY * self.by_pieces * (not apart)
-        both_gradients = passes.SUM * self.hands_on_initial  # of h_0 and of the initial rows
-        return (
-            (passes.BIAS[0] * apart + passes.RELU[0] * relu * (apart or self.in_place) + copied)
-            * numbers,
-            (passes.BIAS[1] + passes.RELU[1] * relu + both_gradients) * numbers,
-        )
-
-    def decode_numbers(self, rows: Number) -> tuple[Number, Number]:
-        """Of the decoder, with what is done to its inputs."""
-        assert self.decoder and self.decoder_inputs
-        forward, backward = self._prepares(self.decoder_inputs)
-        if self.decoder_inputs.norm == "batch":
-            forward, backward = forward + passes.MOMENTS[0], backward + passes.MOMENTS[1]
-        h_in, h_out = self.decoder
-        backward += self._gradient_copied
-        copied = passes.COPY * self.by_pieces * h_out
-        return (forward * h_in + copied) * rows, (backward * h_in + passes.BIAS[1] * h_out) * rows
-
-    def _before_gather(self, spec: Layer, varies: bool) -> tuple[float, float]:
-        """Per source row: norm, activation, dropout and projection."""
-        forward, backward = self._prepares(spec)
-        backward += self._gradient_copied * spec.projects_first
-        of_projected = spec.kind.project
-        return (
-            forward * spec.h_in + of_projected[0] * spec.projected,
-            backward * spec.h_in * varies + of_projected[1] * spec.projected,
-        )
-
-    def _prepares(self, spec: Layer) -> passes.Both:
-        """Per number of the inputs: norm, activation and dropout."""
-        forward, backward = passes.ACTIVATE[spec.norm] if spec.activates else (0, 0)
-        return forward, backward + self.masked * bool(self.dropout and spec.drops)
-
-    def _ends(self, layer: int) -> passes.Both:
-        """Per number of the outputs: bias, ReLU and residual."""
-        spec, relu = self.layers[layer - 1], self.relu_after(layer)
-        kind, residual = spec.kind, spec.residual
-        multiplied = kind.multiplies_last or (spec.matrices > 0 and not spec.projects_first)
-        fuses = kind.fuses and not self.in_place
-        inside = multiplied and fuses and not (residual and not residual.after_relu)
-        biases = spec.bias + bool(residual and residual.linear and residual.bias)
-        return (
-            passes.BIAS[0] * (spec.bias and not multiplied)
-            + passes.RELU[0] * (relu and not inside)
-            + passes.SUM * bool(residual),
-            passes.BIAS[1] * biases + passes.RELU[1] * relu,
-        )
-
-
-def _over(over: passes.Passes, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
-    """Numbers of a layer's tensors, each as often as it is passed."""
-    return (
-        rows * over.outputs * spec.h_out
-        + sources * (over.inputs * spec.h_in + over.projected * spec.h_out)
-        + (edges + rows) * over.pairs * spec.h_out
-    )
+        drops = self.dropout > 0 and spec.drops
+        forward, backward = (1, 1) if self.on_gpu else (MASK + 3, 6)
+        return activate + forward * drops, 2 * activate + backward * drops
 
 
 def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
@@ -868,31 +515,23 @@ def _norm_of(workload: Workload) -> str:
 
 def _gcn_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Kipf and Welling 2017: a matrix W and a bias per layer."""
-
-    def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
-        return Layer(h_in, h_out, 1, h_in * h_out + h_out, True, projects_first)
-
-    return _convolutions(layer, workload, features, classes, sparse)
+    return _convolutions(Layer, workload, features, classes, sparse)
 
 
 def _sage_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Hamilton et al. 2017: a matrix for neighbours, a matrix for the own row, and a bias."""
-
-    def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
-        weights = 2 * h_in * h_out + h_out
-        return Layer(h_in, h_out, 2, weights, False, projects_first, kind=passes.SAGE)
-
-    return _convolutions(layer, workload, features, classes, sparse)
+    convolution = partial(Layer, kind="sage", matrices=2)
+    return _convolutions(convolution, workload, features, classes, sparse)
 
 
 def _convolutions(
-    convolution: Callable[[int, int, bool], Layer],
+    convolution: Callable[..., Layer],
     workload: Workload,
     features: int,
     classes: int,
     sparse: bool,
 ) -> Sequence[Layer]:
-    """Layers that project first where that narrows the rows (h_in, h_out, projects_first).
+    """Layers (h_in, h_out, projects_first=) that project first where that narrows the rows.
 
     The first one does not where its aggregate is cached, and always does on sparse features."""
     layers: list[Layer] = []
@@ -900,7 +539,7 @@ def _convolutions(
         projects_first = h_out < h_in
         if not layers:
             projects_first = sparse or (projects_first and not _caches_aggregate(workload))
-        layers.append(convolution(h_in, h_out, projects_first))
+        layers.append(convolution(h_in, h_out, projects_first=projects_first))
     return _normalised(layers, workload)
 
 
@@ -915,60 +554,18 @@ def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -
         if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
             counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
         assert counted is not None
-        self_edges = counted.edges in ("gcn", "loop")
         layers.append(
-            Layer(
-                h_in,
-                h_out,
-                1,
-                counted.weights,
-                self_edges,
-                counted.projects_first,
-                norm=own.norm,
-                counted=counted,
-            )
+            Layer(h_in, h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
         )
     return layers
 
 
-def _gat_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Velickovic et al. 2018: W, an attention vector of two numbers per output, and a bias.
-
-    The last layer has one head."""
+def _attention_layers(
+    workload: Workload, features: int, classes: int, sparse: bool
+) -> Sequence[Layer]:
+    """GAT (Velickovic et al. 2018) and GATv2 (Brody et al. 2022). The last layer has one head."""
     layers = [
-        Layer(
-            h_in,
-            h_out,
-            1,
-            h_in * h_out + 3 * h_out,
-            True,
-            True,
-            heads=workload.heads,
-            kind=passes.GAT,
-        )
-        for h_in, h_out in _widths(workload, features, classes)
-    ]
-    layers[-1] = replace(layers[-1], heads=1)
-    return _normalised(layers, workload)
-
-
-def _gatv2_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Brody et al. 2022: W and a bias for sources, W and a bias for readers, an attention vector of
-    a number per output, and a bias.
-
-    The last layer has one head."""
-    layers = [
-        Layer(
-            h_in,
-            h_out,
-            1,
-            2 * (h_in * h_out + h_out) + 2 * h_out,
-            True,
-            True,
-            heads=workload.heads,
-            pairs=True,
-            kind=passes.GATV2,
-        )
+        Layer(h_in, h_out, workload.model, projects_first=True, heads=workload.heads)
         for h_in, h_out in _widths(workload, features, classes)
     ]
     layers[-1] = replace(layers[-1], heads=1)
@@ -981,47 +578,33 @@ def _gin_layers(workload: Workload, features: int, classes: int, sparse: bool) -
 
     def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
         middle = next(own).middle if workload.module else workload.hidden
-        weights = h_in * middle + middle + middle * h_out + h_out
-        return Layer(h_in, h_out, 1, weights, True, projects_first, middle=middle, kind=passes.GIN)
+        return Layer(h_in, h_out, "gin", projects_first, middle=middle)
 
     return _convolutions(layer, workload, features, classes, sparse)
 
 
 def _sgc_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Wu et al. 2019: the first layer has the matrix, the last one the bias; all aggregate."""
-    first = Layer(
-        features,
-        classes,
-        1,
-        features * classes,
-        True,
-        sparse or (classes < features and not _caches_aggregate(workload)),
-        bias=False,
-    )
-    following = Layer(classes, classes, 0, 0, True, False, drops=False, bias=False)
+    projects_first = sparse or (classes < features and not _caches_aggregate(workload))
+    first = Layer(features, classes, projects_first=projects_first, bias=False)
+    following = Layer(classes, classes, matrices=0, drops=False, bias=False)
     layers = [first, *[following] * (workload.layers - 1)]
-    layers[-1] = replace(layers[-1], weights=layers[-1].weights + classes, bias=True)
+    layers[-1] = replace(layers[-1], bias=True)
     return layers
 
 
 def _gcnii_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Chen et al. 2020: a matrix per layer, and no bias."""
-    hidden = workload.hidden
-    layer = Layer(hidden, hidden, 1, hidden * hidden, True, False, bias=False, kind=passes.GCNII)
-    return [layer] * workload.layers
+    return [Layer(workload.hidden, workload.hidden, "gcnii", bias=False)] * workload.layers
 
 
 def _resgcn_layers(
     workload: Workload, features: int, classes: int, sparse: bool
 ) -> Sequence[Layer]:
     """Li et al. 2020 (DeeperGCN, Res+): from layer 2 on a layer activates and drops its inputs."""
-    hidden, kinds, sums = workload.hidden, (passes.GEN_FIRST, passes.GEN), 1
-    if workload.aggregation == "softmax":
-        kinds, sums = (passes.with_softmax(kinds[0]), passes.with_softmax(kinds[1])), 2
-    weights = hidden * hidden + hidden
-    first = Layer(hidden, hidden, 1, weights, False, False, sums, drops=False, kind=kinds[0])
-    following = replace(_activating(first, _norm_of(workload)), kind=kinds[1])
-    return [first, *[following] * (workload.layers - 1)]
+    hidden, sums = workload.hidden, 2 if workload.aggregation == "softmax" else 1
+    first = Layer(hidden, hidden, "gen", sums=sums, drops=False)
+    return [first, *[_activating(first, _norm_of(workload))] * (workload.layers - 1)]
 
 
 def _widths(workload: Workload, features: int, classes: int) -> list[tuple[int, int]]:
@@ -1049,34 +632,21 @@ def _as_in_module(layers: Sequence[Layer], module: Module | None) -> tuple[Layer
     """The layers with a user's module's own norms, heads, dropout and biases."""
     if module is None or module.cut:  # whose layers are counted with all that they do
         return tuple(layers)
-    out = []
-    for layer, own in zip(layers, module.layers, strict=True):
-        changed = layer if own.norm == "none" else _activating(layer, own.norm)
-        more = -layer.h_out if layer.bias and not own.bias else 0
-        if own.residual and own.residual.linear:
-            more += (layer.h_in + own.residual.bias) * layer.h_out
-        out.append(
-            replace(
-                changed,
-                drops=own.drops,
-                heads=own.heads,
-                bias=layer.bias and own.bias,
-                weights=changed.weights + more,
-                residual=own.residual,
-            )
+    return tuple(
+        replace(
+            layer if own.norm == "none" else _activating(layer, own.norm),
+            drops=own.drops,
+            heads=own.heads,
+            bias=layer.bias and own.bias,
+            residual=own.residual,
         )
-    return tuple(out)
+        for layer, own in zip(layers, module.layers, strict=True)
+    )
 
 
 def _activating(layer: Layer, norm: str) -> Layer:
-    """The layer with norm and activation of its inputs; a norm has two weights per column."""
-    return replace(
-        layer,
-        activates=True,
-        drops=True,
-        norm=norm,
-        weights=layer.weights + (2 * layer.h_in if norm != "none" else 0),
-    )
+    """The layer with norm and activation of its inputs."""
+    return replace(layer, activates=True, drops=True, norm=norm)
 
 
 @dataclass(frozen=True)
@@ -1093,8 +663,8 @@ class Architecture:
 ARCHITECTURES = {
     "gcn": Architecture(_gcn_layers),
     "sage": Architecture(_sage_layers),
-    "gat": Architecture(_gat_layers),
-    "gatv2": Architecture(_gatv2_layers),
+    "gat": Architecture(_attention_layers),
+    "gatv2": Architecture(_attention_layers),
     "gin": Architecture(_gin_layers),
     "own": Architecture(_own_layers),
     "sgc": Architecture(_sgc_layers, relu=False),

@@ -33,7 +33,7 @@ from gnnplan.executor.layers.kernels import (
     hashed_dropout,
     mix,
 )
-from gnnplan.planner.gnn.footprint import summing
+from gnnplan.planner.gnn.amounts import summing
 
 CUDA = torch.device("cuda", 0)
 ROUNDED = 512  # [B] of which torch's allocator hands out multiples

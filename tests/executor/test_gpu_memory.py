@@ -11,7 +11,7 @@ from pretend_device import CUDA, Device, pretend_device
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
-from gnnplan.planner.gnn.footprint import summing
+from gnnplan.planner.gnn.amounts import summing
 from gnnplan.testing.ranks import Case
 
 __all__ = ["pretend_device"]

@@ -30,7 +30,7 @@ from gnnplan.executor.layers.kernels import (
     softmax_aggregate,
 )
 from gnnplan.executor.layers.kernels.aggregation import sparse_product
-from gnnplan.planner.gnn.footprint import block_rows
+from gnnplan.planner.gnn.products import block_rows
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 

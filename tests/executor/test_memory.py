@@ -129,7 +129,7 @@ def test_footprint_is_what_torch_allocates(
     if shapes.aggregate_cached(layer):
         pytest.skip("its aggregate is made at set-up")
     multiply(monkeypatch, in_place)
-    measure_footprint(shapes, workload, layer, 0.05)
+    measure_footprint(shapes, workload, layer)
 
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)
@@ -146,7 +146,6 @@ def test_footprint_is_what_torch_allocates(
 def test_footprint_of_a_residual(
     model: dict[str, Any], residual: Residual, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peaks of the way back to 20 %: a sum's gradient may be freed before its last use is told."""
     workload = Workload(layers=3, hidden=HIDDEN, dropout=0.5, **model)
     shapes = describe(workload, FEATURES, CLASSES)
     if residual.after_relu and not shapes.relu_after(2):
@@ -154,10 +153,10 @@ def test_footprint_of_a_residual(
     multiply(monkeypatch, in_place=False)
     first, second, third = shapes.layers
     layers = (first, replace(second, residual=residual), third)
-    measure_footprint(replace(shapes, layers=layers), workload, 2, 0.2)
+    measure_footprint(replace(shapes, layers=layers), workload, 2)
 
 
-def measure_footprint(shapes: Model, workload: Workload, layer: int, within: float) -> None:
+def measure_footprint(shapes: Model, workload: Workload, layer: int) -> None:
     """Hold a layer's footprint against what torch allocates."""
     p, is_gcnii = workload.dropout, workload.model == "gcnii"
     torch.manual_seed(0)
@@ -186,10 +185,10 @@ def measure_footprint(shapes: Model, workload: Workload, layer: int, within: flo
     _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
     # the block above has self edges among its own
     edges = ROWS * PER_ROW - (ROWS if spec.self_edges else 0)
-    told = footprint(workload.model, shapes, layer, ROWS, SOURCES, edges)
+    told = footprint(shapes, layer, ROWS, SOURCES, edges)
     assert told.kept == pytest.approx(kept, rel=0.001)
     assert told.forward == pytest.approx(forward, rel=0.05)
-    assert told.backward == pytest.approx(kept + backward, rel=within)
+    assert told.backward == pytest.approx(kept + backward, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -224,9 +223,7 @@ def test_footprint_of_sparse_rows(model: str, p: float, dtype: Any) -> None:
     out, kept, _ = counted(forward)
     gradient = torch.ones_like(out)
     _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
-    told = footprint(
-        model, shapes, 1, ROWS, SOURCES, ROWS * PER_ROW - ROWS * shapes.layers[0].self_edges
-    )
+    told = footprint(shapes, 1, ROWS, SOURCES, ROWS * PER_ROW - ROWS * shapes.layers[0].self_edges)
     assert told.kept == pytest.approx(kept, rel=0.001)
     assert told.backward == pytest.approx(kept + backward, rel=0.05)
 
@@ -264,6 +261,15 @@ RUNS = {
     "columns": (
         2,
         Case("feature_parallel", DENSE, {**SAGE, "hidden": 116, "norm": "layer", "dropout": 0.5}),
+    ),
+    # no gradient goes to constant features, however wide they are
+    "columns, wide features": (
+        2,
+        Case(
+            "feature_parallel",
+            DENSE.replace("features=64", "features=400"),
+            {**SAGE, "layers": 4, "hidden": 32, "dropout": 0.3},
+        ),
     ),
     "columns, alternating": (
         2,

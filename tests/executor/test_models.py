@@ -33,7 +33,7 @@ from gnnplan.executor.layers.models import (
 )
 from gnnplan.executor.ranks.learner import Gradients
 from gnnplan.executor.ranks.optimizer import Optimizer
-from gnnplan.planner.gnn import model as gnn
+from gnnplan.planner.gnn import layer as gnn
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
@@ -65,8 +65,8 @@ def graph(request: pytest.FixtureRequest, graphs: dict[str, str]) -> Graph:
 
 
 def shape(h_in: int, h_out: int, projects_first: bool = False, **more: object) -> gnn.Layer:
-    """What a layer is made from; how many weights it has and what they cost plays no part here."""
-    return gnn.Layer(h_in, h_out, 1, 0, False, projects_first, **more)
+    """What a layer is made from."""
+    return gnn.Layer(h_in, h_out, projects_first=projects_first, **more)
 
 
 def block_of(graph: Graph, edges: str, dtype: torch.dtype) -> Block:

@@ -93,9 +93,7 @@ def test_graphsage_is_counted_as_its_formulas_say(layer: int, tmp_path: Path) ->
         assert counted.weight_gradient_flops == stated.weight_gradient_flops
         assert counted.gathers == stated.gathers
         assert counted.gemm_bytes == pytest.approx(stated.gemm_bytes, rel=0.05)
-    counted_memory, stated_memory = (
-        footprint(kind, model, layer, *block) for kind, model in (("own", theirs), ("sage", ours))
-    )
+    counted_memory, stated_memory = (footprint(model, layer, *block) for model in (theirs, ours))
     assert counted_memory.kept == stated_memory.kept
     if layer > 1:  # of constant inputs the formula allows for more than comes
         assert counted_memory.backward == pytest.approx(stated_memory.backward, rel=0.05)

@@ -96,7 +96,7 @@ def test_memory_of_a_layer_is_what_torch_allocates(kind: str, tmp_path: Path) ->
         out = forward()
         out.backward(gradient := torch.ones_like(out))
         x.grad = out = None
-        need = footprint("own", model, number, ROWS, SOURCES, block.edges)
+        need = footprint(model, number, ROWS, SOURCES, block.edges)
         out, kept, forward_most = counted(forward)
         _, _, most = counted(lambda out=out, by=gradient: out.backward(by))
         assert kept == pytest.approx(float(need.kept), rel=0.02), number
@@ -117,7 +117,6 @@ def test_memory_of_edges_is_what_stays(kind: str, tmp_path: Path) -> None:
     gc.collect()
     grown = allocated() - before
     with_edges = edges_held(
-        "own",
         describe(with_module(Workload(), user, []), FEATURES, CLASSES),
         spec,
         ROWS,

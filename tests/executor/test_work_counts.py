@@ -186,7 +186,7 @@ def amounts(case: Case) -> Iterator[tuple[str, Amounts, Amounts]]:
     spec = case.model.layers[case.number - 1]
     edges = EDGES + ROWS * spec.self_edges
     # attention's work along edges is attention_edges, but for the rows that GATv2 makes of them
-    passed = edges if spec.pairs or not spec.heads else 0.0
+    passed = edges if spec.kind != "gat" else 0.0
 
     for way, works, told in zip(
         ("forward", "backward"), case.counted(), case.stated(), strict=True

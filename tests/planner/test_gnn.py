@@ -157,13 +157,16 @@ def test_sparse_features_are_multiplied_first(dropout: float):
     assert gcn.forward(1, 10, 20, 50).gathers == ((20 * 3, 16, 40, 20), (50 + 10, 16, 20, 10))
     # transposed
     assert gcn.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20, 40), (50 + 10, 16, 10, 20))
+    # own rows have a product of their own
     assert sage.forward(1, 10, 20, 50).gathers == (
-        ((20 + 10) * 3, 16, 40, 20 + 10),
+        (20 * 3, 16, 40, 20),
         (50, 16, 20, 10),
+        (10 * 3, 16, 40, 10),
     )
     assert sage.backward(1, 10, 20, 50).gathers == (
-        ((20 + 10) * 3, 16, 20 + 10, 40),
+        (20 * 3, 16, 20, 40),
         (50, 16, 10, 20),
+        (10 * 3, 16, 10, 40),
     )
     assert gat.backward(1, 10, 20, 50).gathers == ((20 * 3, 16, 20, 40), *((60, 16, 10, 20),) * 2)
     # a number is looked up in the transpose, which every mini-batch makes anew

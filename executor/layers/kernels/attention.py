@@ -14,7 +14,7 @@ from gnnplan.executor.layers.kernels.aggregation import aggregate_transposed, no
 from gnnplan.executor.layers.kernels.block import Block, check_rows
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.kernels.runtime import apply
-from gnnplan.planner.gnn.model import EDGE_NUMBERS
+from gnnplan.planner.gnn.operations import EDGE_NUMBERS
 
 
 def softmax_aggregate(block: Block, m: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.executor.layers.kernels.runtime import apply, backward
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Pattern, SparseRows
-from gnnplan.planner.gnn.footprint import LEAST, block_rows
+from gnnplan.planner.gnn.products import LEAST, block_rows
 
 BY_BLOCKS = (torch.float32, torch.bfloat16)  # types whose products `_LinearSum` makes
 

@@ -67,7 +67,6 @@ from typing import Literal
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Footprint
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
@@ -142,7 +141,6 @@ class _Shared:
 
     def __init__(self, pipe: Pipeline, problem: Problem) -> None:
         self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
-        self.footprints: dict[object, Footprint] = {}
         self.kept = np.array(pipe.kept(problem), dtype=float)
         self._works: dict[object, tuple[Compute, Compute]] = {}
         self._exchanged: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -189,7 +187,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
     """
     assert pipe.stages is not None
     ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
-    holds = Holds(pipe, problem, stage, shared.footprints)
+    holds = Holds(pipe, problem, stage)
     forward: list[Op] = []
     backward: list[Op] = []  # in the forward pass' order, until reversed below
     for piece in pipe.pieces(problem, stage):

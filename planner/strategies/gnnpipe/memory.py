@@ -14,15 +14,15 @@ from numpy.typing import ArrayLike
 
 from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
-    Footprint,
     Prepared,
-    Product,
     addition,
     block,
+    decoded,
+    encoding,
     footprint,
-    gathers_linearly,
-    loss,
+    loss_itself,
 )
+from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.arithmetic import largest
 from gnnplan.planner.strategies.base import Memory, before_training
@@ -73,8 +73,8 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
     own, edges, sources = (
         numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
     )
-    kind, spec = problem.workload.model, model.layers[stages[stage].start - 1]
-    graph = block(kind, model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum((0, 2)))
+    spec = model.layers[stages[stage].start - 1]
+    graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum((0, 2)))
     if stage == len(stages) - 1:
         graph = graph + 16 * own  # labels and masks
     if stage:
@@ -100,11 +100,8 @@ class Holds:
     what autograd needs of all chunks, and hands on the most that a chunk's backward pass needs.
     """
 
-    def __init__(
-        self, pipe: Pipeline, problem: Problem, stage: int, footprints: dict[object, Footprint]
-    ) -> None:
+    def __init__(self, pipe: Pipeline, problem: Problem, stage: int) -> None:
         self.pipe, self.problem, self.stage = pipe, problem, stage
-        self.footprints = footprints  # of all stages: layers that are alike share theirs
         self.model, stages = pipe.shape(problem)
         self.layers, self.is_last = stages[stage], stage + 1 == len(stages)
 
@@ -139,28 +136,18 @@ class Holds:
         held.at(held.handed_on + besides)
 
     def _encode(self, held: Held) -> None:
-        model, rows = self.model, self._counts[0]
-        assert model.encoder is not None
-        own, drops = rows.sum(0), model.dropout > 0 and model.hands_on_initial
-        dropped = own * (model.nonzeros or model.features) * model.itemsize * drops
-        held.keep(dropped, own * model.encoder[1] * model.itemsize)
-        if not model.nonzeros:
-            after = "bias relu" if model.relu_after(0) else "bias"
-            held.multiply(Product(rows, *model.encoder, False, (after,)))
+        need = encoding(self.model, self._counts[0])
+        held.keep(_all_chunks(need.kept))
+        held.multiply(*need.products)
 
     def _layer(self, layer: int, held: Held) -> None:
         model, (rows, edges, sources, taken, meets) = self.model, self._counts
-        kind, spec, b = self.problem.workload.model, model.layers[layer - 1], model.itemsize
-        apart = not model.reads_sparse(layer)
+        spec, b, apart = model.layers[layer - 1], model.itemsize, not model.reads_sparse(layer)
         varies = layer > model.first_varying
-        key = (spec, varies, model.relu_after(layer))
-        if key not in self.footprints:
-            counts = rows, sources, edges
-            self.footprints[key] = footprint(kind, model, layer, *counts, apart=apart)
-        need = self.footprints[key]
+        need = footprint(model, layer, rows, sources, edges, apart=apart)
         added = addition(model, layer, rows)  # to the sum of all layers' rows
         held.multiply(*need.products, *added.products)
-        linear = gathers_linearly(kind, spec) and not spec.projects_first
+        linear = spec.gathers_linearly and not spec.projects_first
         read = (rows if linear else sources) * spec.h_in * b
         if not varies:
             made_anew = apart and not model.aggregate_cached(layer)
@@ -187,10 +174,10 @@ class Holds:
     def _loss(self, held: Held) -> None:
         model, rows, stats = self.model, self._counts[0], self.problem.stats
         trained = rows * min(1.0, stats.train_vertices / stats.vertices)
-        _, most, gradient = loss(model, rows, trained)
-        if model.decoder:  # its gradient comes chunk by chunk
-            most = most - gradient
-            self._hand_on(held, gradient)
+        kept, back, _ = decoded(model, rows)
+        most = kept + loss_itself(model, rows, trained).most
+        if model.decoder:
+            self._hand_on(held, back)  # chunk by chunk
             held.multiply(Product(rows, *model.decoder))
         chosen = trained * model.classes * model.weight_itemsize
         logits = rows * model.classes * model.itemsize

@@ -17,7 +17,6 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.gnn import few_bits
-from gnnplan.planner.gnn.footprint import gathers_linearly
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
@@ -313,9 +312,7 @@ class Pipeline(Strategy):
         backward = model.backward(layer, rows, projected, edges, read=sources)
         if self.checkpoint and varies and layer < len(model.layers):
             again = forward
-            keeps_gathered = (
-                gathers_linearly(problem.workload.model, spec) and not spec.projects_first
-            )
+            keeps_gathered = spec.gathers_linearly and not spec.projects_first
             backward = backward + (replace(again, gathers=()) if keeps_gathered else again)
         if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):
             # the rows that are read are picked out of all rows that the member keeps

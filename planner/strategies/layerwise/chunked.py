@@ -39,8 +39,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import LONG, Footprint, block, footprint, loss
+from gnnplan.planner.gnn.footprint import Footprint, block, footprint, loss
 from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
@@ -84,7 +85,6 @@ class ChunkedStep:
     _works: dict[tuple[str, int, Counts], Compute] = field(default_factory=dict)
     _losses: dict[Counts, Compute] = field(default_factory=dict)
     _copies: dict[bytes, np.ndarray] = field(default_factory=dict)
-    _needs: dict[tuple[int, Counts], Footprint] = field(default_factory=dict)
 
     @property
     def model(self) -> Model:
@@ -310,8 +310,8 @@ class ChunkedStep:
         n, model = self.counts(layer, c), self.model
         if model.aggregate_cached(layer):
             return np.zeros(self.problem.ranks)
-        spec, kind = model.layers[layer - 1], self.problem.workload.model
-        return np.asarray(block(kind, model, spec, n.rows, n.sources, n.edges)) + COUNTS_AT_ENDS
+        spec = model.layers[layer - 1]
+        return np.asarray(block(model, spec, n.rows, n.sources, n.edges)) + COUNTS_AT_ENDS
 
     def label_bytes(self, c: int) -> np.ndarray:
         """Labels of the chunks' rows, and which of them are trained on [ranks] [B]."""
@@ -375,10 +375,8 @@ class ChunkedStep:
         held.multiply(*need.products)
 
     def _need(self, layer: int, c: int) -> Footprint:
-        n, kind = self.counts(layer, c), self.problem.workload.model
-        if (layer, n) not in self._needs:
-            self._needs[layer, n] = footprint(kind, self.model, layer, n.rows, n.sources, n.edges)
-        return self._needs[layer, n]
+        n = self.counts(layer, c)
+        return footprint(self.model, layer, n.rows, n.sources, n.edges)
 
 
 def beside(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:

@@ -23,9 +23,10 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn import passes
 from gnnplan.planner.gnn.footprint import Prepared
-from gnnplan.planner.gnn.model import Layer, Model
+from gnnplan.planner.gnn.layer import Layer
+from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.operations import COPY
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
@@ -107,22 +108,11 @@ class ByColumns(Model):
 
     def prepare(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of what is done to a layer's input rows before its sum."""
-        spec, b, constant = self.layers[layer - 1], self.itemsize, layer <= self.first_varying
-        moments = [
-            Compute(elementwise_bytes=1.0 * number * (spec.norm == "batch") * rows * spec.h_in * b)
-            for number in passes.MOMENTS
-        ]
+        spec = self.layers[layer - 1]
         if spec.projects_first:
-            numbers = self.project_numbers(spec, rows)
-            shape = (spec.h_in, spec.multiplied)
-            forward, backward = self._rowwise(shape, rows, spec, numbers, constant)
-        else:
-            there, back = self._before_gather(spec, not constant)
-            launches = self.prepare_launches(spec)
-            hashed = self.hashed(spec, rows)
-            forward = Compute(0.0, (), 1.0 * there * rows * b, launches[0], b, hash_ops=hashed)
-            backward = Compute(0.0, (), 1.0 * back * rows * b, launches[1], b)
-        return forward + moments[0], backward + moments[1]
+            return self.project(layer, rows)
+        told = self.prepares(spec, varies=layer > self.first_varying)
+        return self._rowwise(told.ways, rows, self.prepare_launches(spec))
 
     def end(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of what is done to a layer's sums."""
@@ -198,7 +188,7 @@ def _stays(model: Model, layer: int) -> bool:
 
 def _by_column(spec: Layer) -> bool:
     """Whether all that a layer does besides its product and its sum is done number by number."""
-    return spec.kind == passes.GCN and not (spec.activates or spec.residual or spec.heads)
+    return spec.kind == "gcn" and not (spec.activates or spec.residual or spec.heads)
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -257,7 +247,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         """The work of putting rows into pieces for peers, or together from theirs."""
         if not (pieces and several):
             return Compute(itemsize=b)
-        return Compute(elementwise_bytes=1.0 * passes.COPY * own * width * b, itemsize=b)
+        return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
 
     @cache
     def prepare(layer: int) -> tuple[Compute, Compute]:
@@ -358,8 +348,8 @@ class Between:
 
     @property
     def _prepared(self) -> Prepared:
-        width = self.model.nonzeros if self.model.reads_sparse(self.layer) else None
-        return Prepared.of(self.model, self.model.layers[self.layer - 1], self.own, width)
+        spec, sparse = self.model.layers[self.layer - 1], self.model.reads_sparse(self.layer)
+        return Prepared.of(self.model, spec, self.own, sparse)
 
     @property
     def _kept(self) -> Number:

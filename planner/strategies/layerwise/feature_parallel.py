@@ -50,7 +50,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block, gathers_linearly
+from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.graph.partition import Stopwatch, locality_order
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
@@ -164,7 +164,7 @@ class FeatureParallel(Strategy):
         elif model.reads_sparse(1) and spec.reads_own:
             features = features + model.features_sorted(own)
         held = fullest(problem, self.built(problem))
-        edges = block(problem.workload.model, model, spec, *(stats.vertices,) * 2, stats.edges)
+        edges = block(model, spec, *(stats.vertices,) * 2, stats.edges)
         use: Memory = {
             "parameters": zero + model.weights * b,
             "optimizer": zero + problem.workload.beside_a_weight * model.weights * b,
@@ -206,7 +206,7 @@ def unsuited(problem: Problem) -> str:
                 f"layer {number} is your own, and it cannot be told which of its work is its sum"
                 " over edges"
             )
-        if not gathers_linearly(kind, spec):
+        if not spec.gathers_linearly:
             what = f"attention (heads: {spec.heads})" if spec.heads else "messages of its own"
             return (
                 "a rank sums a few columns of all rows with weights that all ranks know, and layer"

@@ -11,7 +11,7 @@ sizes of a layer's tensors come from planner/gnn/footprint.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,13 +19,14 @@ from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     Footprint,
     Prepared,
-    Product,
     addition,
+    encoding,
     footprint,
     link_loss,
     loss,
 )
 from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
@@ -51,20 +52,14 @@ class Holds:
     encoded: np.ndarray
     options: ExchangeOptions
     scored: Scored | None = None
-    _footprints: dict[object, Footprint] = field(default_factory=dict)
 
     def encode(self, held: Held) -> None:
         """The encoder's forward pass: its rows stay where layers read them again (GCNII)."""
-        model, b = self.model, self.model.itemsize
-        assert model.encoder is not None
-        drops = model.dropout > 0 and model.hands_on_initial
-        dropped = self.encoded * (model.nonzeros or model.features) * b * drops
-        held.at(dropped, dropped / b)
+        need = encoding(self.model, self.encoded)
+        held.at(need.forward)
         held.handed_on = self._initial
-        held.keep(dropped, self._initial)
-        if not model.nonzeros:
-            after = "bias relu" if model.relu_after(0) else "bias"
-            held.multiply(Product(self.encoded, *model.encoder, False, (after,)))
+        held.keep(need.kept)
+        held.multiply(*need.products)
 
     def forward(self, layer: int, held: Held) -> None:
         model, f, need = self.model, self._counts(layer), self._need(layer)
@@ -221,12 +216,7 @@ class Holds:
 
     def _need(self, layer: int) -> Footprint:
         model, f = self.model, self._counts(layer)
-        kind, key = self.problem.workload.model, (self.like[layer], model.relu_after(layer))
-        if key not in self._footprints:
-            counts = f.rows, f.sources, f.edges
-            if f.away is not None:
-                model = model.without_ends(layer)
-            self._footprints[key] = footprint(
-                kind, model, layer, *counts, narrow=self.options.narrow, local=f.local
-            )
-        return self._footprints[key]
+        if f.away is not None:
+            model = model.without_ends(layer)
+        counts = f.rows, f.sources, f.edges
+        return footprint(model, layer, *counts, narrow=self.options.narrow, local=f.local)

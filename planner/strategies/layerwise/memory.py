@@ -69,13 +69,13 @@ def memory(
 
 def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -> np.ndarray:
     """Bytes of the blocks of `count` such layouts, labels and masks included [ranks]."""
-    model, kind = problem.model, problem.workload.model
+    model = problem.model
     total, seen = np.zeros(problem.ranks), set()
     for layer, spec in enumerate(model.layers, 1):
         f = layout.facts(layer)
         if (alike := layout.kind(layer)) not in seen:  # such layers share their blocks
             seen.add(alike)
-            structure = block(kind, model, spec, f.rows, f.sources, f.edges) + 8 * f.given
+            structure = block(model, spec, f.rows, f.sources, f.edges) + 8 * f.given
             if f.made is not None:  # places of what is picked, and what it is added to
                 structure = structure + 8 * (f.sources if f.added is None else 2 * f.added)
             total = total + count * structure
@@ -149,7 +149,6 @@ def _during_evaluation(
         f = layout.facts(layer)
         halo = f.there * (layer > model.first_varying)
         need = footprint(
-            problem.workload.model,
             model,
             layer,
             *(f.rows, f.sources, f.edges),

@@ -43,9 +43,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.gnn import passes
-from gnnplan.planner.gnn.footprint import Product, loss
-from gnnplan.planner.gnn.model import MASK, VECTOR, Layer, Model
+from gnnplan.planner.gnn.footprint import loss
+from gnnplan.planner.gnn.layer import Layer
+from gnnplan.planner.gnn.model import MASK, Model
+from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
+from gnnplan.planner.gnn.products import Product
+from gnnplan.planner.gnn.trace import SUM
 from gnnplan.planner.graph.streams import TILES
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.columns import shares
@@ -281,7 +284,7 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
         sent = np.outer(last.h_out, last.whole_rows)
         yield exchange(last.axes.sources, "to_rows", "f", None, sent)
     forward, backward = finish(problem, last.whole_rows, None)
-    copied = 2.0 * passes.COPY * last.whole_rows * last.spec.h_out * several * b
+    copied = 2.0 * COPY * last.whole_rows * last.spec.h_out * several * b
     work_of_loss = forward + backward + Compute(elementwise_bytes=copied, itemsize=b)
     yield Op("loss", work=work_of_loss, holds=partial(_hold_loss, last))
     if several:
@@ -337,9 +340,9 @@ class _Work:
         """ReLU and dropout of the inputs, and their sums."""
         t, b = self.tiles, self._b
         inputs, sums = 1.0 * t.sources * t.h_in, 1.0 * t.rows * t.h_in
-        passed = (passes.RELU[0] + 1) * self._relu * inputs  # ReLU, and which numbers it leaves
+        passed = (RELU[0] + 1) * self._relu * inputs  # ReLU, and which numbers it leaves
         if t.spec.reads_own:  # both sums beside each other
-            passed = passed + 2 * passes.COPY * sums
+            passed = passed + 2 * COPY * sums
         launches = 4 + (MASK + 3) * self._dropped
         return Compute(
             0.0,
@@ -353,7 +356,7 @@ class _Work:
     @property
     def forward(self) -> Compute:
         t = self.tiles
-        put_together = passes.COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * self._b
+        put_together = COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * self._b
         return self._product(1) + Compute(elementwise_bytes=1.0 * put_together, launches=4)
 
     @property
@@ -362,7 +365,7 @@ class _Work:
         t, b = self.tiles, self._b
         product = self._product(1 + t.varies)
         flops = 2.0 * t.rows * self._wide(t.summed) * self._wide(t.h_out)
-        passed = (passes.BIAS[1] * t.rows + 2 * passes.COPY * t.summed) * t.h_out * b
+        passed = (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
         return Compute(
             flops * t.varies,
             elementwise_bytes=1.0 * passed,
@@ -377,9 +380,9 @@ class _Work:
         """The gradient of the inputs, before it is summed; dropout's and ReLU's come after that."""
         t, b = self.tiles, self._b
         inputs = 1.0 * t.sources * t.h_in
-        passed = passes.MASKED * (self._relu or self._dropped) * inputs
+        passed = MASKED * (self._relu or self._dropped) * inputs
         if t.spec.reads_own:
-            passed = passed + (passes.SUM + passes.COPY) * 1.0 * t.rows * t.h_in
+            passed = passed + (SUM + COPY) * 1.0 * t.rows * t.h_in
         return Compute(0.0, (self._gather(t.rows, t.sources),), passed * b, 8, b)
 
     def _product(self, times: int) -> Compute:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block, weighs_edges
+from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
@@ -47,11 +47,11 @@ def with_laying(problem: Problem, program: Program) -> Program:
 
 def blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
     """Bytes of the whole blocks, and of a step's own beside them [ranks]."""
-    model, kind, cut = problem.model, problem.workload.model, np.zeros(problem.ranks)
+    model, cut = problem.model, np.zeros(problem.ranks)
     for layer in _cut_layers(problem):
         f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
-        cut = cut + block(kind, model, spec, f.rows, f.sources, f.edges)
-        if not weighs_edges(kind, spec):  # those that are left do
+        cut = cut + block(model, spec, f.rows, f.sources, f.edges)
+        if not spec.weighs_edges:  # those that are left do
             cut = cut + 2 * model.itemsize * f.edges
         cut = cut + 8 * f.given
     targets = 16 * problem.layout().facts(problem.workload.layers).rows

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block, weighs_edges
-from gnnplan.planner.gnn.model import Layer
+from gnnplan.planner.gnn.footprint import block
+from gnnplan.planner.gnn.layer import Layer
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
@@ -160,12 +160,11 @@ def laying(problem: Problem, layers: Sequence[tuple[LayerFacts, Layer]]) -> np.n
     the block (12), and weights. Per source: ids, degrees and offsets (72). Blocks of the layers
     before it stay.
     """
-    kind = problem.workload.model
     most = done = np.zeros(problem.ranks)
     for f, spec in layers:
         # a weight and its copy, in both orders, and the order itself; GCN's are in 64 bits first
-        each = 28 + (32 if spec.self_edges else 20) * weighs_edges(kind, spec)
+        each = 28 + (32 if spec.self_edges else 20) * spec.weighs_edges
         edges = f.edges + f.rows if spec.self_edges else f.edges
         most = np.maximum(most, done + (each + 4 * spec.self_edges) * edges + 72 * f.sources)
-        done = done + block(kind, problem.model, spec, f.rows, f.sources, f.edges)
+        done = done + block(problem.model, spec, f.rows, f.sources, f.edges)
     return np.asarray(most)

@@ -125,7 +125,7 @@ class Batch:
         first = replace(
             sliced, relu=False, layers=(replace(sliced.layers[0], bias=False), *sliced.layers[1:])
         )
-        need = footprint(kind, first, 1, merged.rows, merged.sources, merged.edges)
+        need = footprint(first, 1, merged.rows, merged.sources, merged.edges)
         # z, next to logits of all columns, is not saved
         given = merged.sources * sliced.layers[0].projected * b * (kind == "gat")
         self.first = replace(
@@ -134,7 +134,7 @@ class Batch:
             products=tuple(replace(product, after=("",)) for product in need.products),
         )
         self.rest = [
-            _Layer(layer, f, footprint(kind, model, layer, f.rows, f.sources, f.edges))
+            _Layer(layer, f, footprint(model, layer, f.rows, f.sources, f.edges))
             for layer, f in enumerate(facts[1:], 2)
         ]
         width = model.layers[0].h_out * b
@@ -175,7 +175,7 @@ class Batch:
             (merged, model.layers[0]),
             *[(f, model.layers[layer]) for layer, f in enumerate(facts[1:], 1)],
         ]
-        sizes = [block(kind, model, spec, f.rows, f.sources, f.edges) for f, spec in laid]
+        sizes = [block(model, spec, f.rows, f.sources, f.edges) for f, spec in laid]
         # with the places of peers' rows
         self.blocks = np.asarray(
             sum(sizes, 16.0 * facts[-1].rows) + 8 * (merged.rows - facts[0].rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Product
+from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.vocabulary.numbers import Number
 
 USES = ("features", "activations", "graph", "buffers")

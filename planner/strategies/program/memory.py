@@ -11,7 +11,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import distinct
+from gnnplan.planner.gnn.products import distinct
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.held import USES, Held
 from gnnplan.planner.strategies.program.program import Group, Op, Program
