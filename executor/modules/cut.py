@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gnnplan.executor.modules.evaluate import Place, restricted
+from gnnplan.executor.modules.matrices import is_sparse, keys, matrix_edges, numbers, with_loops
 from gnnplan.executor.modules.record import (
     Node,
     Opaque,
@@ -39,12 +40,18 @@ from gnnplan.executor.modules.record import (
     Size,
     Sum,
     Unfit,
-    is_edge_set,
+    edge_sets_of,
 )
 
 FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
 PREPARE, GATHER, UPDATE = 0, 1, 2
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of two runs of the same on other rows
+
+
+PAIRS = (
+    " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
+    " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
+)
 
 
 @dataclass
@@ -130,7 +137,8 @@ class _Cutter:
         self.learned: set[Node] = set()  # of parameters
         self.normed: set[Node] = set()  # after a batch norm of their own level
         self.fields: dict[Node, Node] = {}  # structure that rows read -> the input that has it
-        self.sets = [node for node in self.live if is_edge_set(node.value)]
+        self.entries: dict[Node, tuple[Node, Node | None]] = {}  # of sparse matrices
+        self.sets = edge_sets_of(self.live)
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 
@@ -277,7 +285,9 @@ class _Cutter:
         except Exception as error:
             raise Unfit(
                 f"{node.what} fails on the rows of a part of the vertices"
-                f" ({str(error).splitlines()[0] if str(error) else type(error).__name__:.120})"
+                f" ({str(error).splitlines()[0] if str(error) else type(error).__name__:.120}): it"
+                " is given something of all; give it a row of each vertex, and add up rows over"
+                " edges, by index_add or torch.sparse.mm"
             ) from error
         for whole, part in zip(_tensors(node.value), _tensors(found), strict=True):
             wrong = differing(whole[self.part], part)
@@ -382,15 +392,59 @@ class _Cutter:
         return self._laid_out(pieces, needs, made)
 
     def _sum_up(self) -> None:
-        """Have sums over edges made by our kernel, which makes no row per edge."""
+        """Have sums over edges made by our kernel, which makes no row per edge. Raises Unfit."""
         for node in self.live:
-            if node.what in ("scatter_add", "index_add") and self.kind[node] == ROWS:
+            if self.kind[node] not in (ROWS, INNER) or node.call is None:
+                continue
+            found = None
+            if any(is_sparse(value) for value in (node.value, *(r.value for r in node.reads))):
+                found = self._product(node)
+            elif node.what in ("scatter_add", "index_add") and self.kind[node] == ROWS:
                 found = self._sum(node)
-                if found:
-                    weight = [] if found.weight is None else [Ref(found.weight)]
-                    node.call, node.changes, node.kwargs = found, None, {}
-                    node.args = (Ref(found.rows), Ref(found.edges), *weight)
+            if found:
+                weight = [] if found.weight is None else [Ref(found.weight)]
+                node.call, node.changes, node.kwargs = found, None, {}
+                node.args = (Ref(found.rows), Ref(found.edges), *weight)
         self.live = live_nodes(self.recorded.output)
+
+    def _product(self, node: Node) -> Sum:
+        """The sum that a product of a sparse matrix and rows [N, H] is. Raises Unfit of others."""
+        if is_sparse(node.value):
+            raise Unfit(
+                f"{node.place}{node.what} makes a sparse matrix of numbers that are learned,{PAIRS}"
+            )
+        matrices = [read for read in node.reads if is_sparse(read.value)]
+        rows = [read for read in node.reads if self.kind[read] == ROWS]
+        if len(node.reads) == 2 and len(matrices) == len(rows) == 1 and rows[0].value.ndim == 2:
+            matrix, read = matrices[0], rows[0]
+            added_up = matrix.value.to_dense() @ read.value
+            if differing(node.value, added_up) is None:
+                if matrix not in self.entries:
+                    self.entries[matrix] = self._entries(matrix)
+                return Sum(read, *self.entries[matrix])
+        raise Unfit(
+            f"{node.place}{node.what} of a sparse matrix is no product with rows; multiply,"
+            " as torch.sparse.mm(adj, x) does, and add, divide or drop rows"
+        )
+
+    def _entries(self, matrix: Node) -> tuple[Node, Node | None]:
+        """The edges of a sparse matrix, and what they weigh; None: each 1.
+
+        They are the graph's, if the matrix is transposed and the graph undirected as well."""
+
+        def made(call: Any, *args: Any) -> Node:
+            node = Node(matrix.index + 0.25 * len(args), call, args, line=matrix.line)
+            given = [arg.node.value if isinstance(arg, Ref) else self.n for arg in args]
+            node.value, self.kind[node], self.level[node] = call(*given), STRUCTURE, 0
+            return node
+
+        edges, found = made(matrix_edges, Ref(matrix)), self.recorded.inputs.get("edge_index")
+        if found is not None:
+            for of in (found, made(with_loops, Ref(found), Size(None))):
+                if torch.equal(*(keys(e.value, self.n).sort().values for e in (of, edges))):
+                    edges = of
+        weight = made(numbers, Ref(matrix), Ref(edges))
+        return edges, None if bool((weight.value == 1).all()) else weight
 
     def _sum(self, node: Node) -> Sum | None:
         """The sum of rows [N, H] of edges' sources that a call makes in zeros, if it makes one."""

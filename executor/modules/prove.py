@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ from gnnplan.executor.modules.record import (
     Recorded,
     Unfit,
     dropout_of,
+    is_the_users,
     line_of,
     record,
     tensors_of,
@@ -43,7 +45,6 @@ from gnnplan.executor.modules.structure import Structure, edges_in
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
-NO_ROWS_OF_ITS_OWN = "a module's own tensors cannot have a row per vertex of yours, fields can"
 WITHIN = 1e-9
 
 
@@ -62,6 +63,8 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     try:
         with (
             _one_product(),
+            warnings.catch_warnings(action="ignore"),
+            torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
             limits.seconds(
                 limits.FORWARD_SECONDS, f"forward on a graph of {small.vertices} vertices"
             ),
@@ -72,16 +75,26 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
         raise type(unfit)(f"{line_of(unfit, module)}{unfit}") from None
     except (Exception, SystemExit) as error:
         words = (str(error).strip().splitlines() or [_code_of(error)])[0]
-        counted = isinstance(error, RuntimeError) and f"({small.vertices})" in words
         raise Unfit(
             f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
-            f" ({type(error).__name__}: {words:.150})"
-            + (
-                f"; that graph has {small.vertices} vertices: {NO_ROWS_OF_ITS_OWN}"
-                if counted
-                else ""
-            )
+            f" ({type(error).__name__}: {words:.150}){_hint(error, words, small)}"
         ) from error
+
+
+def _hint(error: BaseException, words: str, small: Small) -> str:
+    """What may have led to an error of torch's with such words."""
+    if any(frame.name == "embedding" for frame in traceback.extract_tb(error.__traceback__)):
+        return (
+            "; features are random numbers there, and no ids; let forward take ids by name, from a"
+            " field of vertices of whole numbers"
+        )
+    found = {
+        f"({small.vertices})": f"that graph has {small.vertices} vertices: a module's own tensors"
+        " cannot have a row per vertex of yours, fields can",
+        f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
+        " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
+    }
+    return next((f"; {hint}" for part, hint in found.items() if part in words), "")
 
 
 def _code_of(error: BaseException) -> str:
@@ -146,11 +159,7 @@ def recorded_of(
     parts: Collection[str] = (),
 ) -> tuple[nn.Module, Recorded]:
     """A copy of the module, and what its forward computes. parts: as of `record`. Raises Unfit."""
-    try:
-        seen = copy.deepcopy(module).to(dtype)  # a forward may keep what it is given
-    except Exception as error:
-        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
-    seen.train(is_training)
+    seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
     given = {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in values.items()
@@ -161,6 +170,14 @@ def recorded_of(
         lambda: record(seen, given, lambda: binding.call(seen, given), small.vertices, parts),
     )
     return seen, recorded
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module. Raises Unfit."""
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
 
 
 def _mode(
@@ -245,10 +262,11 @@ def must_compute(
                     " between calls, or changes what it is given; let forward change neither"
                 )
         numbers.append(_numbers_of(own))
-        for before, after in pairwise(numbers):
-            if changed := [name for name in before if after.get(name) != before[name]]:
+        new, made, again = numbers  # the first call may keep numbers that were not there
+        for before, after in ((new, {n: made.get(n) for n in new}), (made, again)):
+            if changed := [n for n in {**before, **after} if before.get(n) != after.get(n)]:
                 raise Unfit(
-                    f"forward changes self.{changed[0]} from call to call, and it is recorded once;"
+                    f"forward changes {changed[0]} from call to call, and it is recorded once;"
                     " leave that out, or train a module per value"
                 )
         try:
@@ -282,14 +300,34 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _numbers_of(module: nn.Module) -> dict[str, int | float]:
-    """Plain numbers that a module and its parts keep, by name."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, (int, float))
+def _numbers_of(module: nn.Module) -> dict[str, float]:
+    """Plain numbers that a module, its parts, and the user's files keep, by name."""
+    found: dict[str, float] = {}
+    files = {
+        name: code
+        for name, code in tuple(sys.modules.items())
+        if is_the_users(getattr(code, "__file__", None) or "<none>")
     }
+
+    def note(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, (int, float)):
+            found[name] = value
+        elif depth and isinstance(value, (list, tuple)):
+            note(name, dict(enumerate(value)), depth)
+        elif depth and isinstance(value, dict):
+            for key, each in tuple(value.items()):
+                note(f"{name}.{key}", each, depth - 1)
+        elif isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+            return
+        elif getattr(value, "__module__", None) in files:
+            note(name, dict(vars(value)), depth)
+
+    for path, part in module.named_modules():
+        note(f"self.{path}".rstrip("."), vars(part), 2)
+    for code in files.values():
+        for name, value in tuple(vars(code).items()):
+            note(f"{Path(str(code.__file__)).name}: {name}", value, 3)
+    return found
 
 
 def _output(

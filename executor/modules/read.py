@@ -27,10 +27,11 @@ from gnnplan.executor.modules import live
 from gnnplan.executor.modules.bind import Fields, GraphFields, bound
 from gnnplan.executor.modules.chain import NoChain
 from gnnplan.executor.modules.convert import converted
+from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
 from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import followed, inputs_of, prove, run_once
+from gnnplan.executor.modules.prove import copied, followed, inputs_of, prove, run_once
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.counted import Counted
@@ -129,10 +130,14 @@ def read(
         sha256 = hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest()
     else:
         name = getattr(model, "__name__", type(model).__name__)
-    with torch.random.fork_rng(devices=[]):
+
+    def made() -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(workload.seed)
         found = in_file(file, name) if file else model
-        module, arguments = make(found, name, file, workload, graph.features, graph.classes)
+        return make(found, name, file, workload, graph.features, graph.classes)
+
+    with torch.random.fork_rng(devices=[]):
+        module, arguments = made()
     try:
         with (
             _modes_kept(module),
@@ -140,6 +145,8 @@ def read(
             redirect_stdout(sys.stderr),
         ):
             bound(module, ["x", *graph.vertex], list(graph.edge))  # or Unfit
+            given = graph, workload.seed, own_widths
+            must_be_alike(lambda: _rows(made()[0], *given), lambda: _rows(module, *given))
             materialise(module, graph, workload.seed)
             return _understood(
                 module, arguments, workload, graph, folder, own_widths, (file, name, sha256)
@@ -252,6 +259,19 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
             f" make the two equal, by a parameter named {ARGUMENTS['classes'][1]} for instance"
         )
     return pieces
+
+
+def _rows(
+    module: nn.Module, graph: GraphFields, seed: int, own_widths: tuple[bool, bool]
+) -> list[Tensor]:
+    """What a module makes of a small graph, in both of its modes. Raises Unfit."""
+    found = []
+    for is_training in (True, False):
+        own = copied(module).train(is_training)
+        materialise(own, graph, seed)
+        torch.manual_seed(seed)
+        found.append(run_once(own, _with_its_widths(own, graph, own_widths, torch.float32)))
+    return found
 
 
 def _with_its_widths(

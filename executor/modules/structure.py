@@ -20,7 +20,8 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import STRUCTURE, Program, differing
 from gnnplan.executor.modules.evaluate import Place, Values
-from gnnplan.executor.modules.record import Node, Sum, Unfit, is_edge_set
+from gnnplan.executor.modules.matrices import is_sparse, keys, with_loops
+from gnnplan.executor.modules.record import Node, Sum, Unfit, edge_sets_of, is_edge_set
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -32,8 +33,8 @@ def edge_index_of(whole: Whole) -> Tensor:
 
 TURNED = (
     "the graph's from end to start, and a part knows the edges into its vertices; leave out what"
-    " turns them: torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]) is the product"
-    " of a sparse matrix of them with x"
+    " turns them. A sparse matrix has a row per reader:"
+    " torch.sparse_coo_tensor(edge_index.flip(0), values, (x.size(0), x.size(0)))"
 )
 
 
@@ -41,11 +42,6 @@ def edges_in(block: Block) -> Tensor:
     """Source and reader of each edge of a block, among its sources, int64 [2, E]."""
     readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
     return torch.stack([block.indices.long(), readers])
-
-
-def keys(edges: Tensor, vertices: int) -> Tensor:
-    """A number per edge [E] by which it is known; edges: ids [2, E]."""
-    return edges[1] * vertices + edges[0]
 
 
 class Table:
@@ -321,8 +317,9 @@ class Structure:
 
     def _has_numbers(self, node: Node) -> bool:
         """Whether it is numbers of vertices, and not their ids."""
-        is_tensor = isinstance(node.value, Tensor) and node.value.is_floating_point()
-        return is_tensor and self._is_of_vertices(node)
+        value = node.value
+        is_dense = isinstance(value, Tensor) and not is_sparse(value) and value.is_floating_point()
+        return is_dense and self._is_of_vertices(node)
 
     # -- what only the whole graph tells -----------------------------------------------------------
 
@@ -341,6 +338,7 @@ class Structure:
         }
         values = self.given(whole, edges, fields, source)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
+        edge_sets = {self.first.get(edges) for p in self.programs for edges in edge_sets_of(p.live)}
         here = replace(place, vertices=len(source))
         for node in self.nodes:
             if node.call is None:
@@ -357,7 +355,7 @@ class Structure:
                 raise
             except Exception as error:
                 raise Unfit(f"{node.place}{node.what} of edges fails on a part of them") from error
-            if is_edge_set(node.value):
+            if node in edge_sets:
                 sets.append(node)
                 self._must_be_the_same(node, source, values[node], own, n)
                 continue
@@ -485,8 +483,7 @@ def dgl_graph(
 
     size = whole.vertices if source is None else len(source)
     if whole.loops:
-        every = torch.arange(size)
-        edges = torch.cat([edges, torch.stack([every, every])], 1)
+        edges = with_loops(edges, size)
     graph = dgl.graph((edges[0], edges[1]), num_nodes=size)
     for name, values in fields.items():
         ones = values.new_ones((graph.num_edges() - len(values), *values.shape[1:]))

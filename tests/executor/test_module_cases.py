@@ -212,6 +212,40 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> 
             "return self.c(self.a(x, edge_index) * (1 if self.calls < 4 else 2), edge_index)",
             "forward changes self.calls from call to call",
         ),
+        (
+            "global CALLS\nCALLS = globals().get('CALLS', 0) + 1\n"
+            "return self.c(self.a(x, edge_index) * (1 if CALLS < 99 else 2), edge_index)",
+            r"forward changes model\.py: CALLS from call to call",
+        ),
+        (
+            "import os\nreturn self.c(self.a(x, edge_index), edge_index) * int(os.environ.get('RANK', 7))",
+            "it makes other rows in the process of rank 1 of 2 than here",
+        ),
+        ("import os\nos._exit(3)", "its process ends with code 3 while forward runs"),
+        ("import os\nos.abort()", "its process ends by SIGABRT while forward runs"),
+        (
+            "return torch.spmm(edge_index, self.a(x, edge_index))",
+            r"line 15: .*it multiplies by edge_index \[2, E\], whose matrix is torch.sparse_coo",
+        ),
+        (
+            "adj = torch.sparse.FloatTensor(edge_index.flip(0), torch.ones(edge_index.size(1)))\n"
+            "return adj @ self.c(self.a(x, edge_index), edge_index)",
+            "line 16: a sparse matrix is made by no call of torch's",
+        ),
+        (
+            "h = self.c(self.a(x, edge_index), edge_index)\nw = h[edge_index[0], 0]\n"
+            "return torch.sparse_coo_tensor(edge_index.flip(0), w, (len(x), len(x))) @ h",
+            "line 17: .* of numbers that are learned, whose gradient torch makes of all pairs",
+        ),
+        (
+            "adj = torch.sparse_coo_tensor(edge_index.flip(0), x.new_ones(edge_index.size(1)), (len(x), len(x)))\n"
+            "h = self.c(self.a(x, edge_index), edge_index)\nreturn torch.sparse.addmm(h, adj, h)",
+            "line 17: .* of a sparse matrix is no product with rows",
+        ),
+        (
+            "h = nn.Embedding(9, 8)(x[:, 0].long())\nreturn self.c(h, edge_index)",
+            "line 15: .*features are random numbers there, and no ids",
+        ),
     ],
     ids=[
         "rows of its own",
@@ -224,6 +258,15 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> 
         "numpy",
         "places",
         "counted calls",
+        "counted in a global",
+        "rank",
+        "exit",
+        "abort",
+        "edges as a matrix",
+        "legacy matrix",
+        "learned matrix",
+        "no product",
+        "ids",
     ],
 )
 def test_a_refusal_says_what_the_code_does(tmp_path: Path, body: str, words: str) -> None:
