@@ -5,6 +5,7 @@ ranks would train different modules."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -71,6 +72,7 @@ def _be_rank(run: Callable[[], Sequence[Tensor]], taken: int) -> None:
     result: tuple[Exception | None, list[Any]]
     try:
         os.environ |= RANK
+        faulthandler.disable()
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)

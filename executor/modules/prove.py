@@ -247,9 +247,8 @@ def must_compute(
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(binding, small, torch.float64)
         run = partial(_output, own, binding, values, partial(shared, is_training))
-        numbers = [_numbers_of(own)]
         expected = _guarded(module, small, run)
-        numbers.append(_numbers_of(own))
+        kept = _numbers_of(own)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
@@ -261,14 +260,12 @@ def must_compute(
                     "its second call on a graph makes other rows than its first: it keeps numbers"
                     " between calls, or changes what it is given; let forward change neither"
                 )
-        numbers.append(_numbers_of(own))
-        new, made, again = numbers  # the first call may keep numbers that were not there
-        for before, after in ((new, {n: made.get(n) for n in new}), (made, again)):
-            if changed := [n for n in {**before, **after} if before.get(n) != after.get(n)]:
-                raise Unfit(
-                    f"forward changes {changed[0]} from call to call, and it is recorded once;"
-                    " leave that out, or train a module per value"
-                )
+        again = _numbers_of(own)
+        if changed := [n for n in {**kept, **again} if kept.get(n) != again.get(n)]:
+            raise Unfit(
+                f"forward changes {changed[0]} from call to call, and it is recorded once; leave"
+                " that out, or train a module per value"
+            )
         try:
             output, tensors = tried(values, is_training)
             (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
