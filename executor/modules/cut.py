@@ -13,7 +13,8 @@ makes rows of level l + 1, and so a layer: what is between rows of level l and l
 over edges; what is then done to rows is done by their owner. A call that reads, through the edges,
 only rows of the vertex whose edges they are (as a softmax over a vertex's edges does) makes no
 layer of its own. Batch norm alone looks at rows of other vertices; it begins a piece, so that its
-moments can be summed over all ranks.
+moments can be summed over all ranks. One that follows another, or nothing that was gathered, makes
+a level, and so a layer that gathers nothing.
 
     layer l:   prepare  rows of level l - 1: batch norm, and what follows it   (layer 1: everything)
                gather   over edges
@@ -229,13 +230,8 @@ class _Cutter:
             node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
         self.kind[node], self.level[node] = ROWS, level
         after = any(r in self.normed and self.level[r] == self.level[node] for r in rows)
-        if is_batch_norm(node):
-            if after:
-                raise Unfit(
-                    "two batch norms, one after the other, between two convolutions; leave one out"
-                )
-            if self.level[node] == 0:
-                raise Unfit("batch norm of the features; normalise the graph's features beforehand")
+        if is_batch_norm(node) and (after or not level):
+            self.level[node] += 1  # a layer begins with one batch norm, and the first with none
         if after or is_batch_norm(node):
             self.normed.add(node)
         if not is_batch_norm(node):
@@ -373,9 +369,9 @@ class _Cutter:
                 f"{output.place}forward returns {list(output.value.shape)} of {self.n} vertices;"
                 " return a row of logits for each"
             )
-        if level[output] == 0:
-            raise Unfit("no convolution's rows reach the output; return what they make")
         made = self._made()
+        if not any(at % 3 == GATHER for at in made.values()):
+            raise Unfit("no convolution's rows reach the output; return what they make")
         # fields that rows read are nodes of their own
         rows = [*self.fields.values(), *(node for node in self.live if kind[node] == ROWS)]
         end = 3 * level[output] + 1  # after the last piece
@@ -507,8 +503,8 @@ class _Cutter:
         return made
 
     def _delay(self, made: dict[Node, int]) -> None:
-        """Move rows to the first update that reads them, if no earlier piece does and their own
-        inputs are kept until then: so they are neither exchanged nor made for the halo."""
+        """Move rows to the last update before they are read, or to the one that reads them, if their
+        own inputs are kept until then: so they are neither exchanged nor made for the halo."""
         at = made | {
             n: 3 * (self.level[n] - 1) + GATHER for n in self.live if self.kind[n] == INNER
         }
@@ -520,13 +516,14 @@ class _Cutter:
             if node not in readers or made.get(node, GATHER) % 3 == GATHER or is_batch_norm(node):
                 continue
             first = min(at[reader] for reader in readers[node])
+            update = first - (first % 3 == PREPARE)  # the last before
             stay = [
-                any(at[reader] >= first - 1 for reader in readers[read] if reader is not node)
+                any(at[reader] >= update - 1 for reader in readers[read] if reader is not node)
                 for read in node.reads
                 if self.kind[read] == ROWS
             ]
-            if first > made[node] and first % 3 == UPDATE and all(stay):
-                made[node] = at[node] = first
+            if update > made[node] and update % 3 == UPDATE and all(stay):
+                made[node] = at[node] = update
 
     def _is_through(self, node: Node) -> bool:
         """Whether a call reads edges, or what is made of them."""

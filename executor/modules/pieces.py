@@ -139,6 +139,8 @@ def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
 
 def unpacked(rows: Tensor, nodes: Sequence[Node]) -> Values:
     """The values of nodes [n, ..] that lie side by side in rows [n, W]."""
+    if not nodes:
+        return {}
     if len(nodes) == 1:
         return {nodes[0]: _shaped(rows, nodes[0])}
     parts = torch.split(rows, [width_of(node) for node in nodes], 1)
@@ -400,6 +402,8 @@ class During:
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Rows [S, read] -> what is made of them along edges [R, .]."""
         piece = self.cut.gather
+        if not piece.makes:
+            return rows.new_empty(block.n_dst, 0)
         return packed(self.gathered(block, self._unpacked(rows, piece.given)), piece.makes)
 
     def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:

@@ -96,6 +96,7 @@ def with_user_module(
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), [
         *assumed(user, given),
+        *optional(user),
         *unread(user, problem.graph),
     ]
 
@@ -416,6 +417,20 @@ def assumed(user: UserModule, given: Collection[str]) -> list[str]:
         f" one and none was given; --set {field}=.. gives another"
         for argument, value in user.arguments.items()
         if (field := field_of[argument]) not in ("features", "classes", *given)
+    ]
+
+
+def optional(user: UserModule) -> list[str]:
+    """A note for each field of the graph that forward gets though it could do without."""
+    pieces = user.pieces
+    if pieces is None:
+        return []
+    return [
+        f"forward of {user.description.name} gets the graph's {name.partition(' ')[2]} as"
+        f" {parameter}, which has a default; leave the field out of the graph, or the parameter out"
+        " of forward, to train without"
+        for parameter, name in pieces.binding.takes.items()
+        if name in pieces.reads - {"vertex x", "edge_index"} and parameter not in pieces.binding.needed
     ]
 
 

@@ -258,6 +258,24 @@ class PPIGAT(nn.Module):
 
 
 @needs()
+class NormedEncoder(nn.Module):
+    """Batch norms before the first convolution, of the features too, and two after it."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.norm0, self.lin0 = nn.BatchNorm1d(in_channels), nn.Linear(in_channels, 8)
+        self.norm1, self.conv1 = nn.BatchNorm1d(8), SAGEConv(8, 8)
+        self.norm2, self.lin2, self.norm3 = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.conv2 = SAGEConv(8, out_channels)
+
+    def forward(self, x, edge_index):
+        h = self.norm1(self.lin0(self.norm0(x))).relu()
+        h = self.norm2(self.conv1(h, edge_index)).relu()
+        h = self.norm3(h + self.lin2(h)).relu()
+        return self.conv2(F.dropout(h, 0.3, self.training), edge_index)
+
+
+@needs()
 class RedditSAGE(nn.Module):
     def __init__(self, in_channels, out_channels, hidden_channels=16):
         super().__init__()
