@@ -243,7 +243,7 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
     "a gradient of its own": ("h = Twice.apply(h)", None),
     "batch norm": ("h = self.norm(h)", True),
     "batch norm of batches alone": ("h = F.batch_norm(h, None, None, training=True)", False),
-    "two batch norms": ("h = self.norm(self.norm(h))", False),
+    "two batch norms": ("h = self.norm(self.norm(h))", True),
     "a transposed product": ("h = h @ (h.t() @ h)", False),
     "rows as columns": ("h = h.reshape(8, -1).t().contiguous().view(-1, 8)", False),
     "a convolution over vertices": ("h = F.avg_pool1d(h.t().unsqueeze(0), 3, 1, 1)[0].t()", False),

@@ -1204,7 +1204,7 @@ class EncodedByMLP(nn.Module):
         return self.decoder(self.conv(self.encoder(x), edge_index))
 
 
-@needs(refused="batch norm of the features")
+@needs()
 class NormedFeatures(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
