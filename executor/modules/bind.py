@@ -156,8 +156,8 @@ def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
     """Parameters of forward, and whether each is needed. Raises Unfit."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise Unfit(
-            "its forward is compiled, and its calls of torch cannot be seen; give the module that it"
-            " was before torch.jit.script, torch.jit.trace or torch.compile"
+            "its forward is compiled, and its calls of torch cannot be seen; give the module from"
+            " before torch.jit.script, torch.jit.trace or torch.compile"
         )
     own: Any = getattr(module, "signature", None)
     if hasattr(own, "param_dict"):  # PyG's Sequential

@@ -503,8 +503,8 @@ class _Cutter:
         return made
 
     def _delay(self, made: dict[Node, int]) -> None:
-        """Move rows to the last update before they are read, or to the one that reads them, if their
-        own inputs are kept until then: so they are neither exchanged nor made for the halo."""
+        """Move rows to the last update until they are read, if their own inputs are kept until
+        then: so they are neither exchanged nor made for the halo."""
         at = made | {
             n: 3 * (self.level[n] - 1) + GATHER for n in self.live if self.kind[n] == INNER
         }

@@ -430,7 +430,8 @@ def optional(user: UserModule) -> list[str]:
         f" {parameter}, which has a default; leave the field out of the graph, or the parameter out"
         " of forward, to train without"
         for parameter, name in pieces.binding.takes.items()
-        if name in pieces.reads - {"vertex x", "edge_index"} and parameter not in pieces.binding.needed
+        if name in pieces.reads - {"vertex x", "edge_index"}
+        and parameter not in pieces.binding.needed
     ]
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import gnnplan
 from gnnplan.cli import app
 from gnnplan.executor.modules.bind import GraphFields
-from gnnplan.executor.modules.read import UserModule, read, read_again
+from gnnplan.executor.modules.read import UserModule, optional, read, read_again
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -272,6 +277,42 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> 
 def test_a_refusal_says_what_the_code_does(tmp_path: Path, body: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         asked(tmp_path, body)
+
+
+@pytest.mark.parametrize("how", ["torch.jit.script", "torch.jit.trace", "torch.compile"])
+def test_a_compiled_module_is_refused_in_words(how: str) -> None:
+    """A scripted one ended in an AttributeError of torch's."""
+    made = nn.Linear(6, 3)
+    given = (torch.ones(4, 6),) if how.endswith("trace") else ()
+    compiled = {"script": torch.jit.script, "trace": torch.jit.trace, "compile": torch.compile}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = compiled[how.rpartition(".")[2]](made, *given)
+    with pytest.raises(SpecError, match="its forward is compiled, and its calls of torch cannot"):
+        read(module, Workload(), GraphFields(6, 3))
+
+
+def test_a_field_that_forward_could_do_without_is_said_once(tmp_path: Path) -> None:
+    """forward(x, edge_index, edge_weight=None) got the graph's weights, and nobody was told."""
+    body = (
+        "h = self.a(x, edge_index) * (1 if w is None else 2)\nreturn self.c(h.tanh(), edge_index)"
+    )
+    model = written(
+        tmp_path, body.replace("w is", "edge_weight is"), "x, edge_index, edge_weight=None"
+    )
+    user = read(model, Workload(), WEIGHTED)
+    assert optional(user) == []  # it asks whether there are some, and computes without them
+    body = "return self.c(torch.tanh(self.a(x, edge_index)) * edge_weight.sum(), edge_index)"
+    user = read(written(tmp_path, body, "x, edge_index, edge_weight=None"), Workload(), WEIGHTED)
+    (note,) = optional(user)
+    assert note.startswith("forward of Net gets the graph's edge_weight as edge_weight, which has")
+
+
+def test_python_says_what_was_done_with_a_graph(tmp_path: Path) -> None:
+    """gnnplan.plan was silent where the command line said that a graph was made undirected."""
+    edges = np.array([[0, 1, 2, 2], [1, 2, 0, 2]])
+    plan = gnnplan.plan(edges, "dgx_a100", task="none", features=4, ranks=1)
+    assert "dropped 1 self-loops" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
 
 
 def test_an_error_without_words_is_told_by_its_code(tmp_path: Path) -> None:
