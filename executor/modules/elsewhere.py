@@ -1,7 +1,7 @@
 """Runs a user's code in another process, as a rank will.
 
-A process that ends itself shows there, and so does what a module makes of the number of its rank:
-ranks would train different modules."""
+A forward that ends its process, waits or allocates without end does so there, and what a module
+makes of the number of its rank shows: ranks would train different modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from gnnplan.executor.modules import limits
 from gnnplan.executor.modules.cut import differing
 from gnnplan.executor.modules.record import Unfit
+from gnnplan.executor.modules.small import VERTICES
 
 # what torchrun tells the second of two ranks
 RANK = {
@@ -28,14 +31,15 @@ RANK = {
 }
 
 
-def must_be_alike(
-    there: Callable[[], Sequence[Tensor]], here: Callable[[], Sequence[Tensor]]
-) -> None:
-    """Raise Unfit if a rank's process makes other tensors, or ends."""
-    error, found = _as_rank(there)
+Rows = Callable[[nn.Module], Sequence[Tensor]]
+
+
+def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) -> None:
+    """Raise Unfit if `rows` of the module that a rank makes are others, or its process ends."""
+    error, found = _as_rank(make, rows)
     if isinstance(error, Unfit):
         raise error
-    expected = here()
+    expected = rows(module)
     if "forked subprocess" in str(error):
         return  # it computes on a GPU, which only one of the two can
     if error:
@@ -47,12 +51,14 @@ def must_be_alike(
         )
 
 
-def _as_rank(run: Callable[[], Sequence[Tensor]]) -> tuple[Exception | None, list[Tensor]]:
-    """What `run` raises and makes in a process of its own. Raises Unfit if that ends."""
+def _as_rank(
+    make: Callable[[], nn.Module], rows: Rows
+) -> tuple[Exception | None, Sequence[Tensor]]:
+    """What a process of its own raises and makes. Raises Unfit if that ends."""
     given, taken = os.pipe()
     process = os.fork()
     if not process:
-        _be_rank(run, taken)
+        _be_rank(make, rows, taken)
     os.close(taken)
     with os.fdopen(given, "rb") as pipe:
         data = pipe.read()
@@ -67,18 +73,23 @@ def _as_rank(run: Callable[[], Sequence[Tensor]]) -> tuple[Exception | None, lis
     return error, [torch.from_numpy(array) for array in arrays]
 
 
-def _be_rank(run: Callable[[], Sequence[Tensor]], taken: int) -> None:
+def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
     """Be the process that `_as_rank` waits for."""
     result: tuple[Exception | None, list[Any]]
     try:
         os.environ |= RANK
         faulthandler.disable()
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
         torch.set_num_threads(1)  # those of the other process are not here
         _meet_nobody()
-        result = None, [tensor.numpy() for tensor in run()]
+        module = make()
+        held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
+        limits.limit_memory(limits.FORWARD_BYTES + 4 * held)
+        forward = f"forward on a graph of {VERTICES[0]} vertices"
+        with limits.seconds(limits.FORWARD_SECONDS, forward):
+            result = None, [tensor.numpy() for tensor in rows(module)]
     except Unfit as unfit:
         result = Unfit(str(unfit)), []
     except BaseException as error:  # of a class that this process alone may have

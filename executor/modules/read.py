@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,8 @@ def read(
             redirect_stdout(sys.stderr),
         ):
             bound(module, ["x", *graph.vertex], list(graph.edge))  # or Unfit
-            given = graph, workload.seed, own_widths
-            must_be_alike(lambda: _rows(made()[0], *given), lambda: _rows(module, *given))
+            rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
+            must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
             return _understood(
                 module, arguments, workload, graph, folder, own_widths, (file, name, sha256)
