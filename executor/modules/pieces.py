@@ -5,6 +5,7 @@ layers. Rows that are handed from one layer to the next lie side by side in one 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropo
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
-from gnnplan.executor.modules.cut import Piece, Program, is_batch_norm, width_of
+from gnnplan.executor.modules.cut import Cut, Piece, Program, is_batch_norm, width_of
 from gnnplan.executor.modules.evaluate import AddUp, Place, Values
 from gnnplan.executor.modules.record import Node, Opaque, Sum, tensors_of
 from gnnplan.executor.modules.structure import Local, Structure
@@ -235,15 +236,15 @@ class PieceLayer(Layer):
 
     linear = False
     reads_whole = True
+    drop = keep
 
     def __init__(self, pieces: Pieces, number: int) -> None:
         super().__init__()
         self.pieces, self.number = pieces, number
         self.edges = "one"
         cut = pieces.training.program.layers[number - 1]
-        self.prepared = sum(map(width_of, cut.prepare.makes))
         self.read = sum(map(width_of, cut.gather.given))
-        self.projects_first = self.read < self.prepared
+        self.projects_first = self.read < sum(map(width_of, cut.prepare.makes))
         self._take_tensors()
         norms = any(is_batch_norm(node) for node in cut.prepare.nodes)
         self.norm = PackedNorm(self, cut.prepare) if norms else None
@@ -299,23 +300,22 @@ class PieceLayer(Layer):
     def open(self, block: Block) -> int:
         return self.pieces.local(block).nbytes
 
-    def during(self, drop: Drop) -> During:  # type: ignore[override]
-        return During(self, drop)
+    def during(self, drop: Drop) -> PieceLayer:
+        own = copy.copy(self)  # with this layer's tensors
+        own.drop = drop
+        return own
 
-    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
-        return self.during(drop).prepare(x, drop, moments)
+    @property
+    def mode(self) -> Mode:
+        return self.pieces.training if self.drop.training else self.pieces.evaluation
+
+    @property
+    def cut(self) -> Cut:
+        return self.mode.program.layers[self.number - 1]
 
     def project(self, rows: FeatureRows) -> Tensor:
         assert isinstance(rows, Tensor)
         return rows[:, : self.read]
-
-    def gather(self, block: Block, rows: Tensor) -> Tensor:
-        return self.during(keep).gather(block, rows)
-
-    def update(
-        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
-    ) -> Tensor:
-        return self.during(keep).update(gathered, rows, x, x0, relu)
 
     def forward(
         self,
@@ -335,34 +335,6 @@ class PieceLayer(Layer):
         del prepared, read
         return during.updated(own | gathered)
 
-
-@dataclass(eq=False)
-class During:
-    """A layer in one step: its dropout draws as `drop` says."""
-
-    layer: PieceLayer
-    drop: Drop
-
-    def __post_init__(self) -> None:
-        pieces = self.layer.pieces
-        self.mode = pieces.training if self.drop.training else pieces.evaluation
-        self.cut = self.mode.program.layers[self.layer.number - 1]
-
-    @property
-    def edges(self) -> str:
-        return self.layer.edges
-
-    @property
-    def linear(self) -> bool:
-        return self.layer.linear
-
-    @property
-    def projects_first(self) -> bool:
-        return self.layer.projects_first
-
-    def project(self, rows: FeatureRows) -> Tensor:
-        return self.layer.project(rows)
-
     def _run(
         self,
         piece: Piece,
@@ -377,27 +349,26 @@ class During:
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
             return drawn(value, self.mode.numbers[node], ids[self._set(node)], self.drop, p)
 
-        layer = self.layer
-        modules = {path: getattr(layer, path.replace(".", "/")) for path in _opaque(piece)}
+        modules = {path: getattr(self, path.replace(".", "/")) for path in _opaque(piece)}
         of_rows = rows.shape[0], draw, rows.dtype, rows.device
-        place = Place(_Tensors(layer), modules, *of_rows, add_up)
+        place = Place(_Tensors(self), modules, *of_rows, add_up)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.makes}
 
     def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
         """Prepared rows by node; the features beside what layer 1 has made get no gradient."""
         values = unpacked(rows, nodes)
-        if self.layer.number > 1:
+        if self.number > 1:
             return values
         return {n: v.detach() if n.call is None else v for n, v in values.items()}
 
     def _set(self, node: Node) -> Node | None:
         return self.mode.program.drawn.get(node)
 
-    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor)
-        piece = self.cut.prepare
-        return packed(self.prepared(x, moments), piece.makes) if piece.nodes else x
+    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
+        during = self.during(drop)
+        piece = during.cut.prepare
+        return packed(during.prepared(x, moments), piece.makes) if piece.nodes else x
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Rows [S, read] -> what is made of them along edges [R, .]."""
@@ -415,13 +386,13 @@ class During:
         """Rows [S, W] that the layer is given -> what its other pieces read."""
         piece = self.cut.prepare
         values = unpacked(x, piece.given)
-        if self.layer.norm is not None:
-            values |= self.layer.norm.normed(piece, values, moments)
+        if self.norm is not None:
+            values |= self.norm.normed(piece, values, moments)
         return self._run(piece, values, x, {None: self.drop.vertices})
 
     def gathered(self, block: Block, values: Values) -> Values:
         """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
-        pieces, piece = self.layer.pieces, self.cut.gather
+        pieces, piece = self.pieces, self.cut.gather
         assert block.source is not None
         local = pieces.local(block)
         ids: dict[Node | None, Tensor] = {None: block.source}
