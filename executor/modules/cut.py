@@ -91,7 +91,7 @@ class Program:
     layers: each with its three pieces. ends: batch norm after the last layer, and what follows it.
     inputs: values of level 0 that layer 1 is given, side by side; each is a field of vertices, or
     structure that rows read (`fields`). drawn: of inner values that are dropped, the edge set that
-    they are of."""
+    they are of. numbers: of all dropouts, in the order of forward."""
 
     recorded: Recorded
     live: list[Node]
@@ -101,6 +101,7 @@ class Program:
     inputs: list[Node]
     fields: dict[Node, Node]
     drawn: dict[Node, Node]
+    numbers: dict[Node, int]
 
     @property
     def output(self) -> Node:
@@ -444,39 +445,21 @@ class _Cutter:
 
     def _sum(self, node: Node) -> Sum | None:
         """The sum of rows [N, H] of edges' sources that a call makes in zeros, if it makes one."""
-        if len(node.args) != 4 or node.args[1] != 0:
-            return None
-        into, _, readers, messages = (
-            arg.node if isinstance(arg, Ref) else arg for arg in node.args
-        )
-        if not all(isinstance(each, Node) for each in (into, readers, messages)):
-            return None
-        edges, read, weight = self.set_of(messages), messages, None
-        if messages.what in ("mul", "multiply") and len(messages.args) == 2:
-            some = [each for each in messages.reads if self.kind[each] == STRUCTURE]
-            others = [each for each in messages.reads if self.kind[each] == INNER]
-            if (
-                len(some) != 1
-                or len(others) != 1
-                or some[0].value.shape != (len(messages.value), 1)
-            ):
-                return None
-            weight, read = some[0], others[0]
-        if edges is None or read.what not in ("index_select", "getitem"):
-            return None
-        if self.kind[into] not in (FREE, FIXED) or into in self.learned:
-            return None
-        rows = [each for each in read.reads if self.kind[each] == ROWS]
-        places = [each for each in read.reads if self.kind[each] == STRUCTURE]
-        if len(rows) != 1 or len(places) != 1 or rows[0].value.ndim != 2 or read.value.ndim != 2:
+        messages = read = node.reads[-1]
+        weight, edges = None, self.set_of(messages)
+        if messages.what in ("mul", "multiply") and len(messages.reads) == 2:
+            weight, read = sorted(messages.reads, key=lambda each: self.kind[each] == INNER)
+        rows = [each for each in read.reads if self.kind[each] == ROWS and each.value.ndim == 2]
+        is_picked = read.what in ("index_select", "getitem") and len(read.reads) == 2
+        if edges is None or len(rows) != 1 or not is_picked or self.learned & {*node.reads}:
             return None
         source, reader = edges.value
-        if not torch.equal(places[0].value, source) or len(read.value) != len(source):
-            return None
-        if not (readers.value.reshape(len(reader), -1) == reader[:, None]).all():
-            return None
-        messages = rows[0].value[source] if weight is None else rows[0].value[source] * weight.value
-        added_up = torch.zeros_like(rows[0].value).index_add(0, reader, messages)
+        sent = rows[0].value[source]
+        if weight is not None:
+            if self.kind[weight] != STRUCTURE or weight.value.shape != (len(source), 1):
+                return None
+            sent = sent * weight.value
+        added_up = torch.zeros_like(rows[0].value).index_add(0, reader, sent)
         return Sum(rows[0], edges, weight) if differing(node.value, added_up) is None else None
 
     def _made(self) -> dict[Node, int]:
@@ -584,9 +567,17 @@ class _Cutter:
                 if edges is None:
                     raise Unfit(f"{node.place}dropout of something that is no rows of edges")
                 drawn[node] = edges
-        recorded = self.recorded
+        dropping = [node for node in self.recorded.nodes if node.drops]
         return Program(
-            recorded, self.live, self.kind, cuts, ends, cuts[0].prepare.given, self.fields, drawn
+            self.recorded,
+            self.live,
+            self.kind,
+            cuts,
+            ends,
+            cuts[0].prepare.given,
+            self.fields,
+            drawn,
+            {node: number for number, node in enumerate(dropping)},
         )
 
 

@@ -21,7 +21,7 @@ from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
 from gnnplan.executor.modules.cut import Cut, Piece, Program, is_batch_norm, width_of
 from gnnplan.executor.modules.evaluate import AddUp, Place, Values
-from gnnplan.executor.modules.record import Node, Opaque, Sum, tensors_of
+from gnnplan.executor.modules.record import Node, Opaque, Sum, named_in, tensors_of
 from gnnplan.executor.modules.structure import Local, Structure
 from gnnplan.planner.graph.graph import Whole
 
@@ -52,31 +52,13 @@ def drawn(rows: Tensor, number: int, ids: Tensor, drop: Drop, p: float) -> Tenso
     return dropout(flat, drop.seed, drop.epoch, DRAWS + number, ids, p).view(rows.shape)
 
 
-def numbered(program: Program) -> dict[Node, int]:
-    """A number for each dropout, in the order of forward."""
-    dropping = [node for node in program.recorded.nodes if node.drops]
-    return {node: number for number, node in enumerate(dropping)}
-
-
-@dataclass(eq=False)
-class Mode:
-    """A module in training or in evaluation."""
-
-    program: Program
-    numbers: dict[Node, int]
-
-    @staticmethod
-    def of(program: Program) -> Mode:
-        return Mode(program, numbered(program))
-
-
 @dataclass(eq=False)
 class Pieces:
     """A module that was followed."""
 
     module: nn.Module
-    training: Mode
-    evaluation: Mode
+    training: Program
+    evaluation: Program
     structure: Structure
     dtype: torch.dtype
     loops: bool  # the module's graph has self-loops, as DGL's
@@ -85,15 +67,14 @@ class Pieces:
 
     @property
     def layers(self) -> int:
-        return len(self.training.program.layers)
+        return len(self.training.layers)
 
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
 
     def place(self, vertices: int) -> Place:
         """Where structure is computed: with the module's tensors, on the host."""
-        tensors, modules = tensors_of(self.module), dict(self.module.named_modules())
-        return Place(tensors, modules, vertices, _no_draw, self.dtype)
+        return Place(named_in(self.module), vertices, _no_draw, self.dtype)
 
     def local(self, block: Block) -> Local:
         """What layers read of a block's edges, which is made once."""
@@ -113,18 +94,18 @@ class Pieces:
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
         """Fields of vertices that layer 1 is given, and their widths."""
-        program = self.training.program
+        program = self.training
         return tuple((node.name.removeprefix("vertex "), width_of(node)) for node in program.inputs)
 
     @property
     def reads(self) -> set[str]:
         """What it reads of what it is given."""
-        modes = self.training.program, self.evaluation.program
+        modes = self.training, self.evaluation
         return {node.name for program in modes for node in program.live if node.call is None}
 
     def width(self, layer: int) -> int:
         """Numbers per row that a layer hands on (0: that layer 1 is given)."""
-        program = self.training.program
+        program = self.training
         rows = program.inputs if layer == 0 else program.layers[layer - 1].update.makes
         return sum(map(width_of, rows))
 
@@ -178,7 +159,7 @@ class PackedNorm(BatchNorm):
         self.width = sum(map(width_of, piece.given))
 
     def _tensor(self, name: Any) -> Tensor:
-        found: Tensor = self.of[0].tensor(name.name)  # type: ignore[operator]
+        found: Tensor = self.of[0].named(name.name)  # type: ignore[operator]
         return found
 
     @property
@@ -242,7 +223,7 @@ class PieceLayer(Layer):
         super().__init__()
         self.pieces, self.number = pieces, number
         self.edges = "one"
-        cut = pieces.training.program.layers[number - 1]
+        cut = pieces.training.layers[number - 1]
         self.read = sum(map(width_of, cut.gather.given))
         self.projects_first = self.read < sum(map(width_of, cut.prepare.makes))
         self._take_tensors()
@@ -255,7 +236,7 @@ class PieceLayer(Layer):
         named: set[str] = set()
         modules = dict(self.pieces.module.named_modules())
         for mode in (self.pieces.training, self.pieces.evaluation):
-            for piece in self._pieces_of(mode.program):
+            for piece in self._pieces_of(mode):
                 for node in piece.nodes:
                     named |= set(node.named)
                     if isinstance(node.call, Opaque):
@@ -273,7 +254,7 @@ class PieceLayer(Layer):
         return [cut.prepare, cut.gather, cut.update, *ends]
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
-        inputs = self.pieces.training.program.recorded.inputs
+        inputs = self.pieces.training.recorded.inputs
         fields = {
             name[5:]: np.resize(node.value.numpy()[:PERIOD], (len(indices), *node.value.shape[1:]))
             for name, node in inputs.items()
@@ -285,15 +266,14 @@ class PieceLayer(Layer):
 
     def possible(self, x: Tensor) -> Tensor:
         """Whole numbers may be ids, of which there is a 0."""
-        given = self.pieces.training.program.layers[self.number - 1].prepare.given
+        given = self.pieces.training.layers[self.number - 1].prepare.given
         values = unpacked(x, given)
         whole = [node for node, value in values.items() if not value.is_floating_point()]
         return packed(values | {node: torch.zeros_like(values[node]) for node in whole}, given)
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor by its name in the module."""
-        found: Tensor = getattr(self, name.replace(".", "/"))
-        return found
+    def named(self, name: str) -> Any:
+        """A tensor, or a part that is called as a whole, by its name in the module."""
+        return getattr(self, name.replace(".", "/"))
 
     # -- calls of a strategy -----------------------------------------------------------------------
 
@@ -306,12 +286,12 @@ class PieceLayer(Layer):
         return own
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> Program:
         return self.pieces.training if self.drop.training else self.pieces.evaluation
 
     @property
     def cut(self) -> Cut:
-        return self.mode.program.layers[self.number - 1]
+        return self.mode.layers[self.number - 1]
 
     def project(self, rows: FeatureRows) -> Tensor:
         assert isinstance(rows, Tensor)
@@ -349,9 +329,7 @@ class PieceLayer(Layer):
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
             return drawn(value, self.mode.numbers[node], ids[self._set(node)], self.drop, p)
 
-        modules = {path: getattr(self, path.replace(".", "/")) for path in _opaque(piece)}
-        of_rows = rows.shape[0], draw, rows.dtype, rows.device
-        place = Place(_Tensors(self), modules, *of_rows, add_up)
+        place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device, add_up)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.makes}
 
@@ -363,7 +341,7 @@ class PieceLayer(Layer):
         return {n: v.detach() if n.call is None else v for n, v in values.items()}
 
     def _set(self, node: Node) -> Node | None:
-        return self.mode.program.drawn.get(node)
+        return self.mode.drawn.get(node)
 
     def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
         during = self.during(drop)
@@ -421,7 +399,7 @@ class Tail(nn.Module):
 
     def __init__(self, layer: PieceLayer) -> None:
         super().__init__()
-        ends = layer.pieces.training.program.ends
+        ends = layer.pieces.training.ends
         assert ends is not None
         self.of = [layer]  # in a list: it is no part of this module
         self.norm = PackedNorm(layer, ends)
@@ -429,31 +407,11 @@ class Tail(nn.Module):
     def forward(self, rows: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
         """h_L [R, W] -> logits [R, C]."""
         during = self.of[0].during(drop)
-        piece = during.mode.program.ends
+        piece = during.mode.ends
         assert piece is not None
         values = unpacked(rows, piece.given)
         values |= self.norm.normed(piece, values, moments)
         return packed(during._run(piece, values, rows, {None: drop.vertices}), piece.makes)
-
-
-class _Tensors(Mapping[str, Tensor]):
-    """A layer's tensors by their names in the module."""
-
-    def __init__(self, layer: PieceLayer) -> None:
-        self.layer = layer
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.layer.tensor(name)
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-def _opaque(piece: Piece) -> list[str]:
-    return [node.call.path for node in piece.nodes if isinstance(node.call, Opaque)]
 
 
 def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:

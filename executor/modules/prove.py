@@ -25,9 +25,9 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import limits
 from gnnplan.executor.modules.bind import Bound, GraphFields, bound
-from gnnplan.executor.modules.cut import cut, differing, is_batch_norm
+from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
-from gnnplan.executor.modules.pieces import Mode, Pieces, Tail, drawn, pair_ids
+from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     Node,
@@ -36,8 +36,8 @@ from gnnplan.executor.modules.record import (
     dropout_of,
     is_the_users,
     line_of,
+    named_in,
     record,
-    tensors_of,
 )
 from gnnplan.executor.modules.small import VERTICES, Small, block_of, given_of, needs_loops
 from gnnplan.executor.modules.structure import Structure
@@ -126,18 +126,18 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
         except Unfit as unfit:
             raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
     training, evaluation = modes
-    if training.program.widths != evaluation.program.widths:
+    if training.widths != evaluation.widths:
         raise Unfit(
             "forward hands on other rows in evaluation than in training; let both modes read the"
             " same edges and rows"
         )
-    for node in evaluation.program.live:
+    for node in evaluation.live:
         if node.drops:
             raise Unfit(
                 f"{node.place}dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
-    structure = Structure((training.program, evaluation.program))
+    structure = Structure((training, evaluation))
     pieces = Pieces(module, training, evaluation, structure, dtype, small.whole.loops, binding)
     for own in small.parts:
         structure.look(pieces.place(0), block_of(small.whole, own)[0])
@@ -182,16 +182,15 @@ def _mode(
     small: Small,
     is_training: bool,
     dtype: torch.dtype,
-) -> Mode:
+) -> Program:
     seen, recorded = recorded_of(module, binding, values, small, is_training, dtype)
     trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-    modules = dict(seen.named_modules())
-    place = Place(tensors_of(seen), modules, small.vertices, lambda _, rows, __: rows, dtype)
+    place = Place(named_in(seen), small.vertices, lambda _, rows, __: rows, dtype)
     program = cut(recorded, place, trained)
     for node in program.live:
         if is_batch_norm(node) and is_training:
             _must_keep_averages(node)
-    return Mode.of(program)
+    return program
 
 
 def _must_keep_averages(node: Node) -> None:
@@ -366,7 +365,7 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
             drop = Drop(0.0, 7, 0, layer.number, source, training=is_training)
             made.append(layer(block, rows[source], drop, moments=moments))
         rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
-    if mode.program.ends is not None:
+    if mode.ends is not None:
         tail = Tail(layers[-1])
         moments = moments_of(tail.norm, rows) if is_training else None
         drop = Drop(0.0, 7, 0, len(layers) + 1, torch.arange(small.vertices), training=is_training)
@@ -382,7 +381,7 @@ def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
 
 def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor:
     """What layer 1 is given of all vertices [N, W]."""
-    program, structure, place = pieces.training.program, pieces.structure, pieces.place(0)
+    program, structure, place = pieces.training, pieces.structure, pieces.place(0)
     of_field = {field: node for node, field in program.fields.items()}
     parts = []
     for node in program.inputs:
@@ -417,15 +416,15 @@ class Dropouts(TorchFunctionMode):
 class Shared(Dropouts):
     """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
 
-    def __init__(self, pieces: Pieces, mode: Mode, whole: Whole, drop: Drop) -> None:
+    def __init__(self, pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> None:
         super().__init__()
         self.pieces, self.mode, self.whole, self.drop = pieces, mode, whole, drop
-        self.nodes = [node for node in mode.program.recorded.nodes if node.drops]
+        self.nodes = [node for node in mode.recorded.nodes if node.drops]
 
     def draw(self, rows: Tensor, p: float) -> Tensor:
         node = self.nodes.pop(0)
         ids = torch.arange(len(rows))
-        edges = self.mode.program.drawn.get(node)
+        edges = self.mode.drawn.get(node)
         if edges is not None:
             structure, place = self.pieces.structure, self.pieces.place(0)
             first = structure.first[edges]

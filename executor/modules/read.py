@@ -202,7 +202,7 @@ def _described(
     """Pieces as fields of a Workload and of a Module. Raises Unfit."""
     layers = range(1, pieces.layers + 1)
     norms = [bool(pieces.layer(number).norm) for number in layers]
-    ends = pieces.training.program.ends is not None
+    ends = pieces.training.ends is not None
     owners = pieces.owners
     fields = {
         "model": "own",
@@ -249,11 +249,11 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     """The module in pieces, which compute the same. Raises Unfit."""
     pieces, _ = followed(module, graph, dtype)
     double, small = followed(module, graph, torch.float64)
-    if double.training.program.widths != pieces.training.program.widths:
+    if double.training.widths != pieces.training.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
     prove(module, double, Small(VERTICES[1], graph, double.loops))
-    width = pieces.training.program.output.value.shape[1]
+    width = pieces.training.output.value.shape[1]
     if width != graph.classes:
         raise Unfit(
             f"forward writes rows of {width} numbers, and the graph has {graph.classes} classes;"

@@ -606,6 +606,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def named_in(module: nn.Module) -> Callable[[str], Any]:
+    """Tensors and parts of a module, by their names."""
+    return {**dict(module.named_modules()), **tensors_of(module)}.__getitem__
+
+
 def line_of(error: BaseException, module: nn.Module) -> str:
     """'line 12: ', where the user's code raised; '' if the error says it, or if it is unknown."""
     if str(error).startswith("line "):
