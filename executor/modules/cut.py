@@ -454,6 +454,8 @@ class _Cutter:
         if edges is None or len(rows) != 1 or not is_picked or self.learned & {*node.reads}:
             return None
         source, reader = edges.value
+        if not any(torch.equal(each.value, source) for each in read.reads):
+            return None
         sent = rows[0].value[source]
         if weight is not None:
             if self.kind[weight] != STRUCTURE or weight.value.shape != (len(source), 1):

@@ -1323,7 +1323,7 @@ class ScatterInForward(nn.Module):
         return self.out(h + scatter(h[src], dst, dim=0, dim_size=h.shape[0], reduce="mean"))
 
 
-@needs(refused="flip makes other edges")
+@needs()
 class SparseProduct(nn.Module):
     """A sparse matrix made in forward, and multiplied."""
 
