@@ -35,8 +35,9 @@ from gnnplan.planner.gnn.counted import (
 )
 from gnnplan.planner.gnn.operations import VECTOR
 
-# (rows, sources, edges): one of each is larger, for its factor; the last is to be foretold
-SIZES = ((64, 128, 512), (96, 128, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1536))
+# (rows, sources, edges), of which four tell the factors; the last is to be foretold. All rows have
+# as many edges: DGL calls a user's function once for each number of edges that a row has
+SIZES = ((64, 128, 512), (128, 192, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1600))
 KINDS = ("gemm_bytes", "elementwise_bytes", "exponentials")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "linear")
 # hash_ops that a number of theirs costs, on a core with AVX2; tanh alone is not vectorised

@@ -5,8 +5,10 @@ Open
     make.py           for how a file is executed, and what a class is called with
     live.py           for a live module's file
     limits.py         for what a user's code may take while it is read
+    elsewhere.py      for what it makes in the process of a rank
     bind.py           for what forward is given, by the names of its parameters
     record.py         for forward as the calls of torch that it makes
+    matrices.py       for sparse matrices that it makes of edges
     cut.py            for how these calls become layers
     evaluate.py       for running calls on other rows
     structure.py      for what is computed of edges alone, on a part of the graph

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from gnnplan.executor.modules.record import Unfit
@@ -60,10 +61,11 @@ class Bound:
     """What forward is given.
 
     inputs: by names as a graph has them: 'vertex x', 'edge_index', 'edge edge_attr', 'g'.
-    takes: by parameter, a name of these; or 'data'. unread: fields of the graph that are not."""
+    takes: by parameter, a name of these; or 'data'. needed: parameters without a default."""
 
     inputs: tuple[str, ...]
     takes: Mapping[str, str]
+    needed: Collection[str]
     attributes: Mapping[str, str]  # of `data`: the input that each is
 
     def call(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
@@ -113,8 +115,9 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
     fields = {name: f"edge {name}" for name in edge if name not in FEATURES}
     fields = {f"edge_{n}": f"edge {n}" for n in edge if not n.startswith("edge_")} | fields
     fields |= {name: f"vertex {name}" for name in vertex}
+    parameters = _parameters(module)
     has_dgl, takes, attributes = uses_dgl(module), {}, {}
-    for parameter, is_needed in _parameters(module):
+    for parameter, is_needed in parameters:
         if parameter in fields:
             takes[parameter] = fields[parameter]
         elif parameter in GRAPHS and (has_dgl or parameter != "graph"):
@@ -145,11 +148,17 @@ def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Boun
         inputs |= {f"edge {name}": None for name in edge}
     if attributes:
         inputs |= dict.fromkeys(attributes.values())
-    return Bound(tuple(inputs), takes, attributes)
+    needed = [parameter for parameter, is_needed in parameters if is_needed]
+    return Bound(tuple(inputs), takes, needed, attributes)
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
     """Parameters of forward, and whether each is needed. Raises Unfit."""
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        raise Unfit(
+            "its forward is compiled, and its calls of torch cannot be seen; give the module from"
+            " before torch.jit.script, torch.jit.trace or torch.compile"
+        )
     own: Any = getattr(module, "signature", None)
     if hasattr(own, "param_dict"):  # PyG's Sequential
         return [(name, True) for name in own.param_dict]

@@ -181,8 +181,8 @@ class _Guess:
 
     def joined(self, last: Step, step: Step) -> tuple[Step, Step]:
         """Two steps, of which the second reads what the first makes."""
-        between = range(last.call.node.index, step.call.node.index)
-        norms = [c for c in self.calls if type(c.part) in NORMS and c.node.index in between]
+        start, stop = last.call.node.index, step.call.node.index
+        norms = [c for c in self.calls if type(c.part) in NORMS and start < c.node.index < stop]
         for ended, rows in self.endings(last):
             if _same(rows, step.given) or _same(rows.relu(), step.given):
                 return ended, step

@@ -18,7 +18,6 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import Bound, GraphFields, bound
 from gnnplan.executor.modules.chain import Chain, NoChain, chain_of, parts_of
 from gnnplan.executor.modules.describe import described, places
-from gnnplan.executor.modules.limits import NoEnd
 from gnnplan.executor.modules.parameters import Parameters, Places, cast
 from gnnplan.executor.modules.prove import (
     Dropouts,
@@ -60,8 +59,6 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Con
         found = Converted(*described(chain), places(chain))
         if proves:
             _prove(module, binding, chain, found, graph)
-    except NoEnd:
-        raise
     except Exception as error:  # it is none of these chains, however that shows
         raise NoChain from error
     return found

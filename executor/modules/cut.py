@@ -13,7 +13,8 @@ makes rows of level l + 1, and so a layer: what is between rows of level l and l
 over edges; what is then done to rows is done by their owner. A call that reads, through the edges,
 only rows of the vertex whose edges they are (as a softmax over a vertex's edges does) makes no
 layer of its own. Batch norm alone looks at rows of other vertices; it begins a piece, so that its
-moments can be summed over all ranks.
+moments can be summed over all ranks. One that follows another, or nothing that was gathered, makes
+a level, and so a layer that gathers nothing.
 
     layer l:   prepare  rows of level l - 1: batch norm, and what follows it   (layer 1: everything)
                gather   over edges
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gnnplan.executor.modules.evaluate import Place, restricted
+from gnnplan.executor.modules.matrices import is_sparse, keys, matrix_edges, numbers, with_loops
 from gnnplan.executor.modules.record import (
     Node,
     Opaque,
@@ -39,12 +41,18 @@ from gnnplan.executor.modules.record import (
     Size,
     Sum,
     Unfit,
-    is_edge_set,
+    edge_sets_of,
 )
 
 FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
 PREPARE, GATHER, UPDATE = 0, 1, 2
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of two runs of the same on other rows
+
+
+PAIRS = (
+    " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
+    " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
+)
 
 
 @dataclass
@@ -83,7 +91,7 @@ class Program:
     layers: each with its three pieces. ends: batch norm after the last layer, and what follows it.
     inputs: values of level 0 that layer 1 is given, side by side; each is a field of vertices, or
     structure that rows read (`fields`). drawn: of inner values that are dropped, the edge set that
-    they are of."""
+    they are of. numbers: of all dropouts, in the order of forward."""
 
     recorded: Recorded
     live: list[Node]
@@ -93,6 +101,7 @@ class Program:
     inputs: list[Node]
     fields: dict[Node, Node]
     drawn: dict[Node, Node]
+    numbers: dict[Node, int]
 
     @property
     def output(self) -> Node:
@@ -130,7 +139,8 @@ class _Cutter:
         self.learned: set[Node] = set()  # of parameters
         self.normed: set[Node] = set()  # after a batch norm of their own level
         self.fields: dict[Node, Node] = {}  # structure that rows read -> the input that has it
-        self.sets = [node for node in self.live if is_edge_set(node.value)]
+        self.entries: dict[Node, tuple[Node, Node | None]] = {}  # of sparse matrices
+        self.sets = edge_sets_of(self.live)
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 
@@ -221,13 +231,8 @@ class _Cutter:
             node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
         self.kind[node], self.level[node] = ROWS, level
         after = any(r in self.normed and self.level[r] == self.level[node] for r in rows)
-        if is_batch_norm(node):
-            if after:
-                raise Unfit(
-                    "two batch norms, one after the other, between two convolutions; leave one out"
-                )
-            if self.level[node] == 0:
-                raise Unfit("batch norm of the features; normalise the graph's features beforehand")
+        if is_batch_norm(node) and (after or not level):
+            self.level[node] += 1  # a layer begins with one batch norm, and the first with none
         if after or is_batch_norm(node):
             self.normed.add(node)
         if not is_batch_norm(node):
@@ -277,7 +282,9 @@ class _Cutter:
         except Exception as error:
             raise Unfit(
                 f"{node.what} fails on the rows of a part of the vertices"
-                f" ({str(error).splitlines()[0] if str(error) else type(error).__name__:.120})"
+                f" ({str(error).splitlines()[0] if str(error) else type(error).__name__:.120}): it"
+                " is given something of all; give it a row of each vertex, and add up rows over"
+                " edges, by index_add or torch.sparse.mm"
             ) from error
         for whole, part in zip(_tensors(node.value), _tensors(found), strict=True):
             wrong = differing(whole[self.part], part)
@@ -363,9 +370,9 @@ class _Cutter:
                 f"{output.place}forward returns {list(output.value.shape)} of {self.n} vertices;"
                 " return a row of logits for each"
             )
-        if level[output] == 0:
-            raise Unfit("no convolution's rows reach the output; return what they make")
         made = self._made()
+        if not any(at % 3 == GATHER for at in made.values()):
+            raise Unfit("no convolution's rows reach the output; return what they make")
         # fields that rows read are nodes of their own
         rows = [*self.fields.values(), *(node for node in self.live if kind[node] == ROWS)]
         end = 3 * level[output] + 1  # after the last piece
@@ -382,51 +389,79 @@ class _Cutter:
         return self._laid_out(pieces, needs, made)
 
     def _sum_up(self) -> None:
-        """Have sums over edges made by our kernel, which makes no row per edge."""
+        """Have sums over edges made by our kernel, which makes no row per edge. Raises Unfit."""
         for node in self.live:
-            if node.what in ("scatter_add", "index_add") and self.kind[node] == ROWS:
+            if self.kind[node] not in (ROWS, INNER) or node.call is None:
+                continue
+            found = None
+            if any(is_sparse(value) for value in (node.value, *(r.value for r in node.reads))):
+                found = self._product(node)
+            elif node.what in ("scatter_add", "index_add") and self.kind[node] == ROWS:
                 found = self._sum(node)
-                if found:
-                    weight = [] if found.weight is None else [Ref(found.weight)]
-                    node.call, node.changes, node.kwargs = found, None, {}
-                    node.args = (Ref(found.rows), Ref(found.edges), *weight)
+            if found:
+                weight = [] if found.weight is None else [Ref(found.weight)]
+                node.call, node.changes, node.kwargs = found, None, {}
+                node.args = (Ref(found.rows), Ref(found.edges), *weight)
         self.live = live_nodes(self.recorded.output)
+
+    def _product(self, node: Node) -> Sum:
+        """The sum that a product of a sparse matrix and rows [N, H] is. Raises Unfit of others."""
+        if is_sparse(node.value):
+            raise Unfit(
+                f"{node.place}{node.what} makes a sparse matrix of numbers that are learned,{PAIRS}"
+            )
+        matrices = [read for read in node.reads if is_sparse(read.value)]
+        rows = [read for read in node.reads if self.kind[read] == ROWS]
+        if len(node.reads) == 2 and len(matrices) == len(rows) == 1 and rows[0].value.ndim == 2:
+            matrix, read = matrices[0], rows[0]
+            added_up = matrix.value.to_dense() @ read.value
+            if differing(node.value, added_up) is None:
+                if matrix not in self.entries:
+                    self.entries[matrix] = self._entries(matrix)
+                return Sum(read, *self.entries[matrix])
+        raise Unfit(
+            f"{node.place}{node.what} of a sparse matrix is no product with rows; multiply,"
+            " as torch.sparse.mm(adj, x) does, and add, divide or drop rows"
+        )
+
+    def _entries(self, matrix: Node) -> tuple[Node, Node | None]:
+        """The edges of a sparse matrix, and what they weigh; None: each 1.
+
+        They are the graph's, if the matrix is transposed and the graph undirected as well."""
+
+        def made(call: Any, *args: Any) -> Node:
+            node = Node(matrix.index + 0.25 * len(args), call, args, line=matrix.line)
+            given = [arg.node.value if isinstance(arg, Ref) else self.n for arg in args]
+            node.value, self.kind[node], self.level[node] = call(*given), STRUCTURE, 0
+            return node
+
+        edges, found = made(matrix_edges, Ref(matrix)), self.recorded.inputs.get("edge_index")
+        if found is not None:
+            for of in (found, made(with_loops, Ref(found), Size(None))):
+                if torch.equal(*(keys(e.value, self.n).sort().values for e in (of, edges))):
+                    edges = of
+        weight = made(numbers, Ref(matrix), Ref(edges))
+        return edges, None if bool((weight.value == 1).all()) else weight
 
     def _sum(self, node: Node) -> Sum | None:
         """The sum of rows [N, H] of edges' sources that a call makes in zeros, if it makes one."""
-        if len(node.args) != 4 or node.args[1] != 0:
-            return None
-        into, _, readers, messages = (
-            arg.node if isinstance(arg, Ref) else arg for arg in node.args
-        )
-        if not all(isinstance(each, Node) for each in (into, readers, messages)):
-            return None
-        edges, read, weight = self.set_of(messages), messages, None
-        if messages.what in ("mul", "multiply") and len(messages.args) == 2:
-            some = [each for each in messages.reads if self.kind[each] == STRUCTURE]
-            others = [each for each in messages.reads if self.kind[each] == INNER]
-            if (
-                len(some) != 1
-                or len(others) != 1
-                or some[0].value.shape != (len(messages.value), 1)
-            ):
-                return None
-            weight, read = some[0], others[0]
-        if edges is None or read.what not in ("index_select", "getitem"):
-            return None
-        if self.kind[into] not in (FREE, FIXED) or into in self.learned:
-            return None
-        rows = [each for each in read.reads if self.kind[each] == ROWS]
-        places = [each for each in read.reads if self.kind[each] == STRUCTURE]
-        if len(rows) != 1 or len(places) != 1 or rows[0].value.ndim != 2 or read.value.ndim != 2:
+        messages = read = node.reads[-1]
+        weight, edges = None, self.set_of(messages)
+        if messages.what in ("mul", "multiply") and len(messages.reads) == 2:
+            weight, read = sorted(messages.reads, key=lambda each: self.kind[each] == INNER)
+        rows = [each for each in read.reads if self.kind[each] == ROWS and each.value.ndim == 2]
+        is_picked = read.what in ("index_select", "getitem") and len(read.reads) == 2
+        if edges is None or len(rows) != 1 or not is_picked or self.learned & {*node.reads}:
             return None
         source, reader = edges.value
-        if not torch.equal(places[0].value, source) or len(read.value) != len(source):
+        if not any(torch.equal(each.value, source) for each in read.reads):
             return None
-        if not (readers.value.reshape(len(reader), -1) == reader[:, None]).all():
-            return None
-        messages = rows[0].value[source] if weight is None else rows[0].value[source] * weight.value
-        added_up = torch.zeros_like(rows[0].value).index_add(0, reader, messages)
+        sent = rows[0].value[source]
+        if weight is not None:
+            if self.kind[weight] != STRUCTURE or weight.value.shape != (len(source), 1):
+                return None
+            sent = sent * weight.value
+        added_up = torch.zeros_like(rows[0].value).index_add(0, reader, sent)
         return Sum(rows[0], edges, weight) if differing(node.value, added_up) is None else None
 
     def _made(self) -> dict[Node, int]:
@@ -453,8 +488,8 @@ class _Cutter:
         return made
 
     def _delay(self, made: dict[Node, int]) -> None:
-        """Move rows to the first update that reads them, if no earlier piece does and their own
-        inputs are kept until then: so they are neither exchanged nor made for the halo."""
+        """Move rows to the last update until they are read, if their own inputs are kept until
+        then: so they are neither exchanged nor made for the halo."""
         at = made | {
             n: 3 * (self.level[n] - 1) + GATHER for n in self.live if self.kind[n] == INNER
         }
@@ -466,13 +501,14 @@ class _Cutter:
             if node not in readers or made.get(node, GATHER) % 3 == GATHER or is_batch_norm(node):
                 continue
             first = min(at[reader] for reader in readers[node])
+            update = first - (first % 3 == PREPARE)  # the last before
             stay = [
-                any(at[reader] >= first - 1 for reader in readers[read] if reader is not node)
+                any(at[reader] >= update - 1 for reader in readers[read] if reader is not node)
                 for read in node.reads
                 if self.kind[read] == ROWS
             ]
-            if first > made[node] and first % 3 == UPDATE and all(stay):
-                made[node] = at[node] = first
+            if update > made[node] and update % 3 == UPDATE and all(stay):
+                made[node] = at[node] = update
 
     def _is_through(self, node: Node) -> bool:
         """Whether a call reads edges, or what is made of them."""
@@ -533,9 +569,17 @@ class _Cutter:
                 if edges is None:
                     raise Unfit(f"{node.place}dropout of something that is no rows of edges")
                 drawn[node] = edges
-        recorded = self.recorded
+        dropping = [node for node in self.recorded.nodes if node.drops]
         return Program(
-            recorded, self.live, self.kind, cuts, ends, cuts[0].prepare.given, self.fields, drawn
+            self.recorded,
+            self.live,
+            self.kind,
+            cuts,
+            ends,
+            cuts[0].prepare.given,
+            self.fields,
+            drawn,
+            {node: number for number, node in enumerate(dropping)},
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, Slice, Sum, is_edge_set
@@ -20,11 +20,10 @@ Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
 
 @dataclass
 class Place:
-    """Where calls run: with which tensors of the module, for how many vertices, and how dropout
-    draws."""
+    """Where calls run: with what the module has by a name, a tensor or a part of it, for how many
+    vertices, and how dropout draws."""
 
-    tensors: Mapping[str, Tensor]
-    modules: Mapping[str, nn.Module]
+    named: Callable[[str], Any]
     vertices: int
     draw: Draw
     dtype: torch.dtype = torch.float32
@@ -63,7 +62,7 @@ class Place:
             args = (args[0].clone(), *args[1:])
         function: Any = node.call
         if isinstance(node.call, Opaque):
-            function = self.modules[node.call.path]
+            function = self.named(node.call.path)
         if node.learns:
             result = function(*args, **kwargs)
         else:
@@ -76,7 +75,7 @@ class Place:
         if isinstance(argument, Ref):
             return values[argument.node]
         if isinstance(argument, Named):
-            return self.tensors[argument.name]
+            return self.named(argument.name)
         if isinstance(argument, Size):
             if argument.node is None:
                 return self.vertices

@@ -5,6 +5,7 @@ layers. Rows that are handed from one layer to the next lie side by side in one 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +19,9 @@ from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropo
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
-from gnnplan.executor.modules.cut import Piece, Program, is_batch_norm, width_of
+from gnnplan.executor.modules.cut import Cut, Piece, Program, is_batch_norm, width_of
 from gnnplan.executor.modules.evaluate import AddUp, Place, Values
-from gnnplan.executor.modules.record import Node, Opaque, Sum, tensors_of
+from gnnplan.executor.modules.record import Node, Opaque, Sum, named_in, tensors_of
 from gnnplan.executor.modules.structure import Local, Structure
 from gnnplan.planner.graph.graph import Whole
 
@@ -51,31 +52,13 @@ def drawn(rows: Tensor, number: int, ids: Tensor, drop: Drop, p: float) -> Tenso
     return dropout(flat, drop.seed, drop.epoch, DRAWS + number, ids, p).view(rows.shape)
 
 
-def numbered(program: Program) -> dict[Node, int]:
-    """A number for each dropout, in the order of forward."""
-    dropping = [node for node in program.recorded.nodes if node.drops]
-    return {node: number for number, node in enumerate(dropping)}
-
-
-@dataclass(eq=False)
-class Mode:
-    """A module in training or in evaluation."""
-
-    program: Program
-    numbers: dict[Node, int]
-
-    @staticmethod
-    def of(program: Program) -> Mode:
-        return Mode(program, numbered(program))
-
-
 @dataclass(eq=False)
 class Pieces:
     """A module that was followed."""
 
     module: nn.Module
-    training: Mode
-    evaluation: Mode
+    training: Program
+    evaluation: Program
     structure: Structure
     dtype: torch.dtype
     loops: bool  # the module's graph has self-loops, as DGL's
@@ -84,15 +67,14 @@ class Pieces:
 
     @property
     def layers(self) -> int:
-        return len(self.training.program.layers)
+        return len(self.training.layers)
 
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
 
     def place(self, vertices: int) -> Place:
         """Where structure is computed: with the module's tensors, on the host."""
-        tensors, modules = tensors_of(self.module), dict(self.module.named_modules())
-        return Place(tensors, modules, vertices, _no_draw, self.dtype)
+        return Place(named_in(self.module), vertices, _no_draw, self.dtype)
 
     def local(self, block: Block) -> Local:
         """What layers read of a block's edges, which is made once."""
@@ -112,18 +94,18 @@ class Pieces:
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
         """Fields of vertices that layer 1 is given, and their widths."""
-        program = self.training.program
+        program = self.training
         return tuple((node.name.removeprefix("vertex "), width_of(node)) for node in program.inputs)
 
     @property
     def reads(self) -> set[str]:
         """What it reads of what it is given."""
-        modes = self.training.program, self.evaluation.program
+        modes = self.training, self.evaluation
         return {node.name for program in modes for node in program.live if node.call is None}
 
     def width(self, layer: int) -> int:
         """Numbers per row that a layer hands on (0: that layer 1 is given)."""
-        program = self.training.program
+        program = self.training
         rows = program.inputs if layer == 0 else program.layers[layer - 1].update.makes
         return sum(map(width_of, rows))
 
@@ -139,6 +121,8 @@ def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
 
 def unpacked(rows: Tensor, nodes: Sequence[Node]) -> Values:
     """The values of nodes [n, ..] that lie side by side in rows [n, W]."""
+    if not nodes:
+        return {}
     if len(nodes) == 1:
         return {nodes[0]: _shaped(rows, nodes[0])}
     parts = torch.split(rows, [width_of(node) for node in nodes], 1)
@@ -175,7 +159,7 @@ class PackedNorm(BatchNorm):
         self.width = sum(map(width_of, piece.given))
 
     def _tensor(self, name: Any) -> Tensor:
-        found: Tensor = self.of[0].tensor(name.name)  # type: ignore[operator]
+        found: Tensor = self.of[0].named(name.name)  # type: ignore[operator]
         return found
 
     @property
@@ -233,15 +217,15 @@ class PieceLayer(Layer):
 
     linear = False
     reads_whole = True
+    drop = keep
 
     def __init__(self, pieces: Pieces, number: int) -> None:
         super().__init__()
         self.pieces, self.number = pieces, number
         self.edges = "one"
-        cut = pieces.training.program.layers[number - 1]
-        self.prepared = sum(map(width_of, cut.prepare.makes))
+        cut = pieces.training.layers[number - 1]
         self.read = sum(map(width_of, cut.gather.given))
-        self.projects_first = self.read < self.prepared
+        self.projects_first = self.read < sum(map(width_of, cut.prepare.makes))
         self._take_tensors()
         norms = any(is_batch_norm(node) for node in cut.prepare.nodes)
         self.norm = PackedNorm(self, cut.prepare) if norms else None
@@ -252,7 +236,7 @@ class PieceLayer(Layer):
         named: set[str] = set()
         modules = dict(self.pieces.module.named_modules())
         for mode in (self.pieces.training, self.pieces.evaluation):
-            for piece in self._pieces_of(mode.program):
+            for piece in self._pieces_of(mode):
                 for node in piece.nodes:
                     named |= set(node.named)
                     if isinstance(node.call, Opaque):
@@ -270,7 +254,7 @@ class PieceLayer(Layer):
         return [cut.prepare, cut.gather, cut.update, *ends]
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
-        inputs = self.pieces.training.program.recorded.inputs
+        inputs = self.pieces.training.recorded.inputs
         fields = {
             name[5:]: np.resize(node.value.numpy()[:PERIOD], (len(indices), *node.value.shape[1:]))
             for name, node in inputs.items()
@@ -282,38 +266,36 @@ class PieceLayer(Layer):
 
     def possible(self, x: Tensor) -> Tensor:
         """Whole numbers may be ids, of which there is a 0."""
-        given = self.pieces.training.program.layers[self.number - 1].prepare.given
+        given = self.pieces.training.layers[self.number - 1].prepare.given
         values = unpacked(x, given)
         whole = [node for node, value in values.items() if not value.is_floating_point()]
         return packed(values | {node: torch.zeros_like(values[node]) for node in whole}, given)
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor by its name in the module."""
-        found: Tensor = getattr(self, name.replace(".", "/"))
-        return found
+    def named(self, name: str) -> Any:
+        """A tensor, or a part that is called as a whole, by its name in the module."""
+        return getattr(self, name.replace(".", "/"))
 
     # -- calls of a strategy -----------------------------------------------------------------------
 
     def open(self, block: Block) -> int:
         return self.pieces.local(block).nbytes
 
-    def during(self, drop: Drop) -> During:  # type: ignore[override]
-        return During(self, drop)
+    def during(self, drop: Drop) -> PieceLayer:
+        own = copy.copy(self)  # with this layer's tensors
+        own.drop = drop
+        return own
 
-    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
-        return self.during(drop).prepare(x, drop, moments)
+    @property
+    def mode(self) -> Program:
+        return self.pieces.training if self.drop.training else self.pieces.evaluation
+
+    @property
+    def cut(self) -> Cut:
+        return self.mode.layers[self.number - 1]
 
     def project(self, rows: FeatureRows) -> Tensor:
         assert isinstance(rows, Tensor)
         return rows[:, : self.read]
-
-    def gather(self, block: Block, rows: Tensor) -> Tensor:
-        return self.during(keep).gather(block, rows)
-
-    def update(
-        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
-    ) -> Tensor:
-        return self.during(keep).update(gathered, rows, x, x0, relu)
 
     def forward(
         self,
@@ -333,34 +315,6 @@ class PieceLayer(Layer):
         del prepared, read
         return during.updated(own | gathered)
 
-
-@dataclass(eq=False)
-class During:
-    """A layer in one step: its dropout draws as `drop` says."""
-
-    layer: PieceLayer
-    drop: Drop
-
-    def __post_init__(self) -> None:
-        pieces = self.layer.pieces
-        self.mode = pieces.training if self.drop.training else pieces.evaluation
-        self.cut = self.mode.program.layers[self.layer.number - 1]
-
-    @property
-    def edges(self) -> str:
-        return self.layer.edges
-
-    @property
-    def linear(self) -> bool:
-        return self.layer.linear
-
-    @property
-    def projects_first(self) -> bool:
-        return self.layer.projects_first
-
-    def project(self, rows: FeatureRows) -> Tensor:
-        return self.layer.project(rows)
-
     def _run(
         self,
         piece: Piece,
@@ -375,31 +329,30 @@ class During:
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
             return drawn(value, self.mode.numbers[node], ids[self._set(node)], self.drop, p)
 
-        layer = self.layer
-        modules = {path: getattr(layer, path.replace(".", "/")) for path in _opaque(piece)}
-        of_rows = rows.shape[0], draw, rows.dtype, rows.device
-        place = Place(_Tensors(layer), modules, *of_rows, add_up)
+        place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device, add_up)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.makes}
 
     def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
         """Prepared rows by node; the features beside what layer 1 has made get no gradient."""
         values = unpacked(rows, nodes)
-        if self.layer.number > 1:
+        if self.number > 1:
             return values
         return {n: v.detach() if n.call is None else v for n, v in values.items()}
 
     def _set(self, node: Node) -> Node | None:
-        return self.mode.program.drawn.get(node)
+        return self.mode.drawn.get(node)
 
-    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor)
-        piece = self.cut.prepare
-        return packed(self.prepared(x, moments), piece.makes) if piece.nodes else x
+    def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
+        during = self.during(drop)
+        piece = during.cut.prepare
+        return packed(during.prepared(x, moments), piece.makes) if piece.nodes else x
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Rows [S, read] -> what is made of them along edges [R, .]."""
         piece = self.cut.gather
+        if not piece.makes:
+            return rows.new_empty(block.n_dst, 0)
         return packed(self.gathered(block, self._unpacked(rows, piece.given)), piece.makes)
 
     def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
@@ -411,13 +364,13 @@ class During:
         """Rows [S, W] that the layer is given -> what its other pieces read."""
         piece = self.cut.prepare
         values = unpacked(x, piece.given)
-        if self.layer.norm is not None:
-            values |= self.layer.norm.normed(piece, values, moments)
+        if self.norm is not None:
+            values |= self.norm.normed(piece, values, moments)
         return self._run(piece, values, x, {None: self.drop.vertices})
 
     def gathered(self, block: Block, values: Values) -> Values:
         """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
-        pieces, piece = self.layer.pieces, self.cut.gather
+        pieces, piece = self.pieces, self.cut.gather
         assert block.source is not None
         local = pieces.local(block)
         ids: dict[Node | None, Tensor] = {None: block.source}
@@ -446,7 +399,7 @@ class Tail(nn.Module):
 
     def __init__(self, layer: PieceLayer) -> None:
         super().__init__()
-        ends = layer.pieces.training.program.ends
+        ends = layer.pieces.training.ends
         assert ends is not None
         self.of = [layer]  # in a list: it is no part of this module
         self.norm = PackedNorm(layer, ends)
@@ -454,31 +407,11 @@ class Tail(nn.Module):
     def forward(self, rows: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
         """h_L [R, W] -> logits [R, C]."""
         during = self.of[0].during(drop)
-        piece = during.mode.program.ends
+        piece = during.mode.ends
         assert piece is not None
         values = unpacked(rows, piece.given)
         values |= self.norm.normed(piece, values, moments)
         return packed(during._run(piece, values, rows, {None: drop.vertices}), piece.makes)
-
-
-class _Tensors(Mapping[str, Tensor]):
-    """A layer's tensors by their names in the module."""
-
-    def __init__(self, layer: PieceLayer) -> None:
-        self.layer = layer
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.layer.tensor(name)
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-def _opaque(piece: Piece) -> list[str]:
-    return [node.call.path for node in piece.nodes if isinstance(node.call, Opaque)]
 
 
 def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:

@@ -10,40 +10,40 @@ from __future__ import annotations
 import copy
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import limits
 from gnnplan.executor.modules.bind import Bound, GraphFields, bound
-from gnnplan.executor.modules.cut import cut, differing, is_batch_norm
+from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm
 from gnnplan.executor.modules.evaluate import Place
-from gnnplan.executor.modules.pieces import Mode, Pieces, Tail, drawn, pair_ids
+from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     Node,
     Recorded,
     Unfit,
     dropout_of,
+    is_the_users,
     line_of,
+    named_in,
     record,
-    tensors_of,
 )
 from gnnplan.executor.modules.small import VERTICES, Small, block_of, given_of, needs_loops
-from gnnplan.executor.modules.structure import Structure, edges_in
+from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
-NO_ROWS_OF_ITS_OWN = "a module's own tensors cannot have a row per vertex of yours, fields can"
 WITHIN = 1e-9
 
 
@@ -58,30 +58,40 @@ def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.f
 
 def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
     """What the user's code makes, or Unfit with its line."""
-    held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
     try:
         with (
             _one_product(),
-            limits.seconds(
-                limits.FORWARD_SECONDS, f"forward on a graph of {small.vertices} vertices"
-            ),
-            limits.memory(limits.FORWARD_BYTES + 4 * held),
+            warnings.catch_warnings(action="ignore"),
+            torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
         ):
             return run()
     except Unfit as unfit:
-        raise type(unfit)(f"{line_of(unfit, module)}{unfit}") from None
+        raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
     except (Exception, SystemExit) as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            most = f"{limits.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
+            raise Unfit(f"{line_of(error, module)}it allocates more than {most}") from error
         words = (str(error).strip().splitlines() or [_code_of(error)])[0]
-        counted = isinstance(error, RuntimeError) and f"({small.vertices})" in words
         raise Unfit(
             f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
-            f" ({type(error).__name__}: {words:.150})"
-            + (
-                f"; that graph has {small.vertices} vertices: {NO_ROWS_OF_ITS_OWN}"
-                if counted
-                else ""
-            )
+            f" ({type(error).__name__}: {words:.150}){_hint(error, words, small)}"
         ) from error
+
+
+def _hint(error: BaseException, words: str, small: Small) -> str:
+    """What may have led to an error of torch's with such words."""
+    if any(frame.name == "embedding" for frame in traceback.extract_tb(error.__traceback__)):
+        return (
+            "; features are random numbers there, and no ids; let forward take ids by name, from a"
+            " field of vertices of whole numbers"
+        )
+    found = {
+        f"({small.vertices})": f"that graph has {small.vertices} vertices: a module's own tensors"
+        " cannot have a row per vertex of yours, fields can",
+        f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
+        " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
+    }
+    return next((f"; {hint}" for part, hint in found.items() if part in words), "")
 
 
 def _code_of(error: BaseException) -> str:
@@ -116,23 +126,21 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
         except Unfit as unfit:
             raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
     training, evaluation = modes
-    if training.program.widths != evaluation.program.widths:
+    if training.widths != evaluation.widths:
         raise Unfit(
             "forward hands on other rows in evaluation than in training; let both modes read the"
             " same edges and rows"
         )
-    for node in evaluation.program.live:
+    for node in evaluation.live:
         if node.drops:
             raise Unfit(
                 f"{node.place}dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
-    structure = Structure((training.program, evaluation.program))
+    structure = Structure((training, evaluation))
     pieces = Pieces(module, training, evaluation, structure, dtype, small.whole.loops, binding)
     for own in small.parts:
-        block, source = block_of(small.whole, own)
-        place, edges = pieces.place(small.vertices), edges_in(block)
-        structure.look(place, small.whole, source, edges, block.n_dst)
+        structure.look(pieces.place(0), block_of(small.whole, own)[0])
     return pieces, small
 
 
@@ -146,11 +154,7 @@ def recorded_of(
     parts: Collection[str] = (),
 ) -> tuple[nn.Module, Recorded]:
     """A copy of the module, and what its forward computes. parts: as of `record`. Raises Unfit."""
-    try:
-        seen = copy.deepcopy(module).to(dtype)  # a forward may keep what it is given
-    except Exception as error:
-        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
-    seen.train(is_training)
+    seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
     given = {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in values.items()
@@ -163,6 +167,14 @@ def recorded_of(
     return seen, recorded
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module. Raises Unfit."""
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
+
+
 def _mode(
     module: nn.Module,
     binding: Bound,
@@ -170,16 +182,15 @@ def _mode(
     small: Small,
     is_training: bool,
     dtype: torch.dtype,
-) -> Mode:
+) -> Program:
     seen, recorded = recorded_of(module, binding, values, small, is_training, dtype)
     trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-    modules = dict(seen.named_modules())
-    place = Place(tensors_of(seen), modules, small.vertices, lambda _, rows, __: rows, dtype)
+    place = Place(named_in(seen), small.vertices, lambda _, rows, __: rows, dtype)
     program = cut(recorded, place, trained)
     for node in program.live:
         if is_batch_norm(node) and is_training:
             _must_keep_averages(node)
-    return Mode.of(program)
+    return program
 
 
 def _must_keep_averages(node: Node) -> None:
@@ -230,9 +241,8 @@ def must_compute(
         own = copy.deepcopy(module).to(torch.float64).train(is_training)
         values = given_of(binding, small, torch.float64)
         run = partial(_output, own, binding, values, partial(shared, is_training))
-        numbers = [_numbers_of(own)]
         expected = _guarded(module, small, run)
-        numbers.append(_numbers_of(own))
+        kept = _numbers_of(own)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
@@ -244,13 +254,12 @@ def must_compute(
                     "its second call on a graph makes other rows than its first: it keeps numbers"
                     " between calls, or changes what it is given; let forward change neither"
                 )
-        numbers.append(_numbers_of(own))
-        for before, after in pairwise(numbers):
-            if changed := [name for name in before if after.get(name) != before[name]]:
-                raise Unfit(
-                    f"forward changes self.{changed[0]} from call to call, and it is recorded once;"
-                    " leave that out, or train a module per value"
-                )
+        again = _numbers_of(own)
+        if changed := [n for n in {**kept, **again} if kept.get(n) != again.get(n)]:
+            raise Unfit(
+                f"forward changes {changed[0]} from call to call, and it is recorded once; leave"
+                " that out, or train a module per value"
+            )
         try:
             output, tensors = tried(values, is_training)
             (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
@@ -282,14 +291,34 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _numbers_of(module: nn.Module) -> dict[str, int | float]:
-    """Plain numbers that a module and its parts keep, by name."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, (int, float))
+def _numbers_of(module: nn.Module) -> dict[str, float]:
+    """Plain numbers that a module, its parts, and the user's files keep, by name."""
+    found: dict[str, float] = {}
+    files = {
+        name: code
+        for name, code in tuple(sys.modules.items())
+        if is_the_users(getattr(code, "__file__", None) or "<none>")
     }
+
+    def note(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, (int, float)):
+            found[name] = value
+        elif depth and isinstance(value, (list, tuple)):
+            note(name, dict(enumerate(value)), depth)
+        elif depth and isinstance(value, dict):
+            for key, each in tuple(value.items()):
+                note(f"{name}.{key}", each, depth - 1)
+        elif isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+            return
+        elif getattr(value, "__module__", None) in files:
+            note(name, dict(vars(value)), depth)
+
+    for path, part in module.named_modules():
+        note(f"self.{path}".rstrip("."), vars(part), 2)
+    for code in files.values():
+        for name, value in tuple(vars(code).items()):
+            note(f"{Path(str(code.__file__)).name}: {name}", value, 3)
+    return found
 
 
 def _output(
@@ -336,7 +365,7 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
             drop = Drop(0.0, 7, 0, layer.number, source, training=is_training)
             made.append(layer(block, rows[source], drop, moments=moments))
         rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
-    if mode.program.ends is not None:
+    if mode.ends is not None:
         tail = Tail(layers[-1])
         moments = moments_of(tail.norm, rows) if is_training else None
         drop = Drop(0.0, 7, 0, len(layers) + 1, torch.arange(small.vertices), training=is_training)
@@ -352,7 +381,7 @@ def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
 
 def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor:
     """What layer 1 is given of all vertices [N, W]."""
-    program, structure, place = pieces.training.program, pieces.structure, pieces.place(0)
+    program, structure, place = pieces.training, pieces.structure, pieces.place(0)
     of_field = {field: node for node, field in program.fields.items()}
     parts = []
     for node in program.inputs:
@@ -387,15 +416,15 @@ class Dropouts(TorchFunctionMode):
 class Shared(Dropouts):
     """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
 
-    def __init__(self, pieces: Pieces, mode: Mode, whole: Whole, drop: Drop) -> None:
+    def __init__(self, pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> None:
         super().__init__()
         self.pieces, self.mode, self.whole, self.drop = pieces, mode, whole, drop
-        self.nodes = [node for node in mode.program.recorded.nodes if node.drops]
+        self.nodes = [node for node in mode.recorded.nodes if node.drops]
 
     def draw(self, rows: Tensor, p: float) -> Tensor:
         node = self.nodes.pop(0)
         ids = torch.arange(len(rows))
-        edges = self.mode.program.drawn.get(node)
+        edges = self.mode.drawn.get(node)
         if edges is not None:
             structure, place = self.pieces.structure, self.pieces.place(0)
             first = structure.first[edges]

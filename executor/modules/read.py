@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from gnnplan.executor.modules import live
 from gnnplan.executor.modules.bind import Fields, GraphFields, bound
 from gnnplan.executor.modules.chain import NoChain
 from gnnplan.executor.modules.convert import converted
+from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
 from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import followed, inputs_of, prove, run_once
+from gnnplan.executor.modules.prove import copied, followed, inputs_of, prove, run_once
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.counted import Counted
@@ -95,6 +96,7 @@ def with_user_module(
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), [
         *assumed(user, given),
+        *optional(user),
         *unread(user, problem.graph),
     ]
 
@@ -129,10 +131,14 @@ def read(
         sha256 = hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest()
     else:
         name = getattr(model, "__name__", type(model).__name__)
-    with torch.random.fork_rng(devices=[]):
+
+    def made() -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(workload.seed)
         found = in_file(file, name) if file else model
-        module, arguments = make(found, name, file, workload, graph.features, graph.classes)
+        return make(found, name, file, workload, graph.features, graph.classes)
+
+    with torch.random.fork_rng(devices=[]):
+        module, arguments = made()
     try:
         with (
             _modes_kept(module),
@@ -140,6 +146,8 @@ def read(
             redirect_stdout(sys.stderr),
         ):
             bound(module, ["x", *graph.vertex], list(graph.edge))  # or Unfit
+            rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
+            must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
             return _understood(
                 module, arguments, workload, graph, folder, own_widths, (file, name, sha256)
@@ -194,7 +202,7 @@ def _described(
     """Pieces as fields of a Workload and of a Module. Raises Unfit."""
     layers = range(1, pieces.layers + 1)
     norms = [bool(pieces.layer(number).norm) for number in layers]
-    ends = pieces.training.program.ends is not None
+    ends = pieces.training.ends is not None
     owners = pieces.owners
     fields = {
         "model": "own",
@@ -241,17 +249,30 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     """The module in pieces, which compute the same. Raises Unfit."""
     pieces, _ = followed(module, graph, dtype)
     double, small = followed(module, graph, torch.float64)
-    if double.training.program.widths != pieces.training.program.widths:
+    if double.training.widths != pieces.training.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
     prove(module, double, Small(VERTICES[1], graph, double.loops))
-    width = pieces.training.program.output.value.shape[1]
+    width = pieces.training.output.value.shape[1]
     if width != graph.classes:
         raise Unfit(
             f"forward writes rows of {width} numbers, and the graph has {graph.classes} classes;"
             f" make the two equal, by a parameter named {ARGUMENTS['classes'][1]} for instance"
         )
     return pieces
+
+
+def _rows(
+    module: nn.Module, graph: GraphFields, seed: int, own_widths: tuple[bool, bool]
+) -> list[Tensor]:
+    """What a module makes of a small graph, in both of its modes. Raises Unfit."""
+    found = []
+    for is_training in (True, False):
+        own = copied(module).train(is_training)
+        materialise(own, graph, seed)
+        torch.manual_seed(seed)
+        found.append(run_once(own, _with_its_widths(own, graph, own_widths, torch.float32)))
+    return found
 
 
 def _with_its_widths(
@@ -396,6 +417,21 @@ def assumed(user: UserModule, given: Collection[str]) -> list[str]:
         f" one and none was given; --set {field}=.. gives another"
         for argument, value in user.arguments.items()
         if (field := field_of[argument]) not in ("features", "classes", *given)
+    ]
+
+
+def optional(user: UserModule) -> list[str]:
+    """A note for each field of the graph that forward gets though it could do without."""
+    pieces = user.pieces
+    if pieces is None:
+        return []
+    return [
+        f"forward of {user.description.name} gets the graph's {name.partition(' ')[2]} as"
+        f" {parameter}, which has a default; leave the field out of the graph, or the parameter out"
+        " of forward, to train without"
+        for parameter, name in pieces.binding.takes.items()
+        if name in pieces.reads - {"vertex x", "edge_index"}
+        and parameter not in pieces.binding.needed
     ]
 
 

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import gnnplan
+from gnnplan.executor.modules.matrices import is_sparse
 
 OURS = str(Path(gnnplan.__file__).resolve().parent)
 DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
@@ -37,6 +38,15 @@ MADE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_li
 MOST_CALLS = 100_000
 # questions about a tensor whose answer is of its kind, and of no numbers in it
 ASKS = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "grad_fn")
+UNSEEN = (
+    "something that torch does not see makes rows in forward itself; put it into a module of its"
+    " own, which is given the edges"
+)
+IN_PLACE = (
+    "forward changes a part of a tensor in place, as x[1:].mul_(2) does; make a new tensor, as"
+    " torch.cat and torch.where do"
+)
+NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
 NUMBERS = (
     "__bool__",
     "__int__",
@@ -102,7 +112,7 @@ class Shape(tuple[int, ...]):
 class Node:
     """A call, or something that forward is given (`name`)."""
 
-    index: int
+    index: float
     call: Callable[..., Any] | Opaque | Sum | None
     args: tuple[Any, ...] = ()  # with Ref for values, Named for parameters, Size for counts
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -244,11 +254,11 @@ class Recorded:
 
 
 class _Unseen(Exception):
-    """A tensor that no call of torch made."""
+    """A tensor that no call of torch made. words: of the refusal, if that was in forward itself."""
 
-    def __init__(self, path: str, is_in_place: bool = False) -> None:
+    def __init__(self, path: str, words: str = UNSEEN) -> None:
         super().__init__(path)
-        self.path, self.is_in_place = path, is_in_place
+        self.path, self.words = path, f"line {line}: {words}" if (line := _line()) else words
 
 
 def record(
@@ -277,15 +287,7 @@ def record(
             return recorded
         except _Unseen as unseen:
             if unseen.path in opaque or not unseen.path:
-                if unseen.is_in_place:
-                    raise Unfit(
-                        "forward changes a part of a tensor in place, as x[1:].mul_(2) does; make a"
-                        " new tensor, as torch.cat and torch.where do"
-                    ) from None
-                raise Unfit(
-                    "something that torch does not see makes rows in forward itself; put it into a"
-                    " module of its own, which is given the edges"
-                ) from None
+                raise Unfit(unseen.words) from None
             opaque.add(unseen.path)
 
 
@@ -311,6 +313,7 @@ class _Recorder(TorchFunctionMode):
             if parameter.numel()
         }
         self.edges: dict[int, Node] = {}  # by their number: the last edge set of so many
+        self.lengths: dict[int, Count] = {}  # that len() was asked for, which makes plain numbers
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.within: list[str] = [""]
         self.is_within_opaque = False
@@ -420,6 +423,8 @@ class _Recorder(TorchFunctionMode):
             return shape if axis is None else shape[axis]
         if name in ("numel", "nelement") and args[0].ndim == 1:
             return self._shape(args[0])[0]
+        if name == "__len__":
+            self.lengths |= {n: n for n in self._shape(args[0])[:1] if isinstance(n, Count)}
         return func(*args, **kwargs)
 
     # -- nodes -----------------------------------------------------------------------------------
@@ -444,8 +449,12 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def _argument(self, value: Any) -> Any:
+        if type(value) is int:
+            value = self.lengths.get(value, value)
         if isinstance(value, Count):
             return Size(value.of)
+        if isinstance(value, (Shape, torch.Size)):
+            return tuple(map(self._argument, value))
         if isinstance(value, slice):
             return Slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, Tensor):
@@ -453,7 +462,7 @@ class _Recorder(TorchFunctionMode):
                 return Ref(self.of[id(value)])
             if id(value) in self.names:
                 return Named(self.names[id(value)])
-            raise _Unseen(self.within[-1])
+            raise _Unseen(self.within[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
         if id(value) in self.of:  # a graph of DGL
             return Ref(self.of[id(value)])
         return value
@@ -468,7 +477,7 @@ class _Recorder(TorchFunctionMode):
         if torch.equal(tensor, seen) or bool(((tensor == seen) | (seen != seen)).all()):
             return True
         if tensor._version != self.versions[id(tensor)]:
-            raise _Unseen(self.within[-1], is_in_place=True)
+            raise _Unseen(self.within[-1], IN_PLACE)
         return False
 
     def _result(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
@@ -571,10 +580,18 @@ def is_edge_set(value: Any) -> bool:
     return (
         isinstance(value, Tensor)
         and value.dtype == torch.int64
+        and value.layout == torch.strided
         and value.ndim == 2
         and value.shape[0] == 2
         and value.shape[1] > 2
     )
+
+
+def edge_sets_of(nodes: Collection[Node]) -> list[Node]:
+    """Those that are edges, and not only places of a sparse matrix's numbers."""
+    used = {read for node in nodes if not is_sparse(node.value) for read in node.reads}
+    places = {read for node in nodes for read in node.reads} - used
+    return [node for node in nodes if is_edge_set(node.value) and node not in places]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -587,6 +604,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
             if isinstance(value, Tensor):
                 found.setdefault(f"{prefix}{name}", value)
     return found
+
+
+def named_in(module: nn.Module) -> Callable[[str], Any]:
+    """Tensors and parts of a module, by their names."""
+    return {**dict(module.named_modules()), **tensors_of(module)}.__getitem__
 
 
 def line_of(error: BaseException, module: nn.Module) -> str:
@@ -604,9 +626,12 @@ def line_of(error: BaseException, module: nn.Module) -> str:
 def _is_the_users(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     is_generated = Path(file).name.startswith(f"{frame.f_globals.get('__name__')}_")  # by PyG
-    return not is_generated and not (
-        "site-packages" in file or file.startswith((OURS, "<")) or "/lib/python" in file
-    )
+    return not is_generated and is_the_users(file)
+
+
+def is_the_users(file: str) -> bool:
+    """Whether a file of Python is neither a library's nor ours."""
+    return not ("site-packages" in file or file.startswith((OURS, "<")) or "/lib/python" in file)
 
 
 def _line() -> int:

@@ -20,7 +20,8 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import STRUCTURE, Program, differing
 from gnnplan.executor.modules.evaluate import Place, Values
-from gnnplan.executor.modules.record import Node, Sum, Unfit, is_edge_set
+from gnnplan.executor.modules.matrices import is_sparse, keys, with_loops
+from gnnplan.executor.modules.record import Node, Sum, Unfit, edge_sets_of, is_edge_set
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -32,8 +33,8 @@ def edge_index_of(whole: Whole) -> Tensor:
 
 TURNED = (
     "the graph's from end to start, and a part knows the edges into its vertices; leave out what"
-    " turns them: torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]) is the product"
-    " of a sparse matrix of them with x"
+    " turns them. A sparse matrix has a row per reader:"
+    " torch.sparse_coo_tensor(edge_index.flip(0), values, (x.size(0), x.size(0)))"
 )
 
 
@@ -41,11 +42,6 @@ def edges_in(block: Block) -> Tensor:
     """Source and reader of each edge of a block, among its sources, int64 [2, E]."""
     readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
     return torch.stack([block.indices.long(), readers])
-
-
-def keys(edges: Tensor, vertices: int) -> Tensor:
-    """A number per edge [E] by which it is known; edges: ids [2, E]."""
-    return edges[1] * vertices + edges[0]
 
 
 class Table:
@@ -297,12 +293,10 @@ class Structure:
         source: Tensor,
         tables: Mapping[Node | str, Any],
     ) -> Any:
+        """What a part makes, or looks up in a table if only the whole tells it."""
         if node not in self.whole:
             return place.call(node, values)
-        return self._looked_up(node, tables[node], values, source)
-
-    def _looked_up(self, node: Node, table: Any, values: Values, source: Tensor) -> Any:
-        of = self.whole[node]
+        table, of = tables[node], self.whole[node]
         if of is not None:
             return table.at(source[values[of]])
         return table[source] if self._is_of_vertices(node) else table
@@ -321,49 +315,45 @@ class Structure:
 
     def _has_numbers(self, node: Node) -> bool:
         """Whether it is numbers of vertices, and not their ids."""
-        is_tensor = isinstance(node.value, Tensor) and node.value.is_floating_point()
-        return is_tensor and self._is_of_vertices(node)
+        value = node.value
+        is_dense = isinstance(value, Tensor) and not is_sparse(value) and value.is_floating_point()
+        return is_dense and self._is_of_vertices(node)
 
     # -- what only the whole graph tells -----------------------------------------------------------
 
-    def look(self, place: Place, whole: Whole, source: Tensor, edges: Tensor, own: int) -> None:
-        """Find what a part of the graph cannot tell: where a part makes other numbers.
-
-        The whole graph is the one that was recorded. source [S]: the part's vertices, and those
-        that they read; edges: places among these, int64 [2, E]. own: of the part's vertices, the
-        first. Raises Unfit."""
-        n = whole.vertices
-        every = edge_index_of(whole)
-        inputs = self.small.inputs
-        fields = {
-            name: Table(every, inputs[f"edge {name}"].value, n).at(source[edges])
-            for name in self.fields_of(whole)
+    def look(self, place: Place, block: Block) -> None:
+        """Find what a part of the graph that was recorded cannot tell: where it makes other
+        numbers. Raises Unfit."""
+        assert block.whole is not None and block.source is not None
+        n, every, inputs = block.whole.vertices, edge_index_of(block.whole), self.small.inputs
+        tables: dict[Node | str, Any] = {
+            name: Table(every, inputs[f"edge {name}"].value, n)
+            for name in self.fields_of(block.whole)
         }
-        values = self.given(whole, edges, fields, source)
+        for node, of in self.whole.items():
+            tables[node] = node.value if of is None else Table(of.value, node.value, n)
+        source, own = block.source, block.n_dst
+        values = self._given_of_block(block, source, tables)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
+        edge_sets = {self.first.get(edges) for p in self.programs for edges in edge_sets_of(p.live)}
         here = replace(place, vertices=len(source))
         for node in self.nodes:
             if node.call is None:
                 continue
-            if node in self.whole:
-                of = self.whole[node]
-                table = node.value if of is None else Table(of.value, node.value, n)
-                self._put(values, node, self._looked_up(node, table, values, source))
-                continue
             try:
                 with torch.no_grad():
-                    self._put(values, node, here.call(node, values))
+                    self._put(values, node, self._value(node, values, here, source, tables))
             except Unfit:
                 raise
             except Exception as error:
                 raise Unfit(f"{node.place}{node.what} of edges fails on a part of them") from error
-            if is_edge_set(node.value):
+            if node in edge_sets:
                 sets.append(node)
                 self._must_be_the_same(node, source, values[node], own, n)
-                continue
-            if not isinstance(node.value, Tensor) or node.value.layout != torch.strided:
-                continue
-            self._compare(node, values, source, sets, own, here)
+            elif (
+                node not in tables and isinstance(node.value, Tensor) and not is_sparse(node.value)
+            ):
+                self._compare(node, values, source, sets, own, here)
 
     def _are_turned(self, edges: Tensor, n: int) -> bool:
         """Whether edges are the graph's, from end to start."""
@@ -485,8 +475,7 @@ def dgl_graph(
 
     size = whole.vertices if source is None else len(source)
     if whole.loops:
-        every = torch.arange(size)
-        edges = torch.cat([edges, torch.stack([every, every])], 1)
+        edges = with_loops(edges, size)
     graph = dgl.graph((edges[0], edges[1]), num_nodes=size)
     for name, values in fields.items():
         ones = values.new_ones((graph.num_edges() - len(values), *values.shape[1:]))

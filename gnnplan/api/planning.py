@@ -128,7 +128,9 @@ def plan(
         notify=notify,
         **fields,
     )
-    return answer(question, exact, strategy, ranks is None, notify, asked, depths)
+    found = answer(question, exact, strategy, ranks is None, notify, asked, depths)
+    found.notes = question.notes
+    return found
 
 
 def wanted_objective(
@@ -200,7 +202,11 @@ def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
 
 
 class Plan(View):
-    """The answer to `plan`: `best`, the ranked `answers`, and all that plan.json holds."""
+    """The answer to `plan`: `best`, the ranked `answers`, and all that plan.json holds.
+
+    notes: what was done with the graph and the model, as 'made undirected', and assumed of them."""
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, document: dict[str, Any], problem: Problem | None = None) -> None:
         self.document = document  # of plan.json
@@ -440,6 +446,7 @@ class Plan(View):
     def blocks(self) -> list[str | Table]:
         return [
             describe_question(self.document["graph"], self.workload, self.cluster),
+            *(f"note: {note}" for note in self.notes),
             *(f"{label + ':':8}{line}" for label, line in self.document["summary"].items()),
             _leaders(self.answers[:MOST_LEADERS], self.cluster, self.document),
         ]
@@ -457,11 +464,12 @@ def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Clu
 def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
     """The graph and the GNN, in a line."""
     layers = describe(workload, graph["features"], graph["classes"]).layers
+    deep, name = show_count(workload.layers, "layer"), workload.module and workload.module.name
+    model = f"{f'{name}, ' if name else ''}{workload.model} {deep} x {layers[0].h_out}"
     return (
-        f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges;"
-        f" {workload.module.name + ', ' if workload.module else ''}{workload.model}"
-        f" {show_count(workload.layers, 'layer')} x {layers[0].h_out}, dropout"  # SGC: classes
-        f" {workload.dropout:g}"
+        f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges; "
+        # a module that is cut has widths and dropout of its own
+        f"{f'{name}, {deep}' if workload.is_cut else f'{model}, dropout {workload.dropout:g}'}"
     )
 
 

@@ -101,6 +101,9 @@ class Amount:
     def __sub__(self, other: Amount | float) -> Amount:
         return self + -1.0 * Amount.of(other)
 
+    def __rsub__(self, other: float) -> Amount:
+        return Amount.of(other) - self
+
     __radd__, __rmul__ = __add__, __mul__
 
     def at_most(self, most: float) -> Amount:

@@ -97,6 +97,8 @@ class Layer:
     @property
     def projected(self) -> int:
         """Numbers per projected row."""
+        if self.counted:
+            return self.counted.gathered
         return self.multiplied + self.heads * (self.kind == "gat")
 
     @property

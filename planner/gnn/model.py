@@ -62,6 +62,7 @@ class Model:
     jump: Jump | None = None
     # what follows the last layer has its weights in that layer
     ends: bool = False
+    is_cut: bool = False  # a user's module: where narrow, rows that no neighbour reads stay
 
     own_laid_out: ClassVar[int] = COPY  # passes over own rows, to put them beside others
 
@@ -228,7 +229,7 @@ class Model:
             and spec.projected < spec.h_in
             and spec.norm != "batch"
             and not adds_inputs
-            and not spec.counted
+            and (self.is_cut or not spec.counted)
         )
 
     @property
@@ -292,7 +293,7 @@ class Model:
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of a narrow layer's projection, before its exchange."""
-        if not self.narrow_at(layer):
+        if self.is_cut or not self.narrow_at(layer):
             return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
         return self._rowwise(self.played(layer, True).project, rows)
 
@@ -506,6 +507,7 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         relu=architecture.relu and (module is None or module.relu),
         jump=jump,
         ends=ends,
+        is_cut=workload.is_cut,
     )
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import gnnplan
 from gnnplan.cli import app
 from gnnplan.executor.modules.bind import GraphFields
-from gnnplan.executor.modules.read import UserModule, read, read_again
+from gnnplan.executor.modules.read import UserModule, optional, read, read_again
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -212,6 +217,40 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> 
             "return self.c(self.a(x, edge_index) * (1 if self.calls < 4 else 2), edge_index)",
             "forward changes self.calls from call to call",
         ),
+        (
+            "global CALLS\nCALLS = globals().get('CALLS', 0) + 1\n"
+            "return self.c(self.a(x, edge_index) * (1 if CALLS < 99 else 2), edge_index)",
+            r"forward changes model\.py: CALLS from call to call",
+        ),
+        (
+            "import os\nreturn self.c(self.a(x, edge_index), edge_index) * int(os.environ.get('RANK', 7))",
+            "it makes other rows in the process of rank 1 of 2 than here",
+        ),
+        ("import os\nos._exit(3)", "its process ends with code 3 while forward runs"),
+        ("import os\nos.abort()", "its process ends by SIGABRT while forward runs"),
+        (
+            "return torch.spmm(edge_index, self.a(x, edge_index))",
+            r"line 15: .*it multiplies by edge_index \[2, E\], whose matrix is torch.sparse_coo",
+        ),
+        (
+            "adj = torch.sparse.FloatTensor(edge_index.flip(0), torch.ones(edge_index.size(1)))\n"
+            "return adj @ self.c(self.a(x, edge_index), edge_index)",
+            "line 16: a sparse matrix is made by no call of torch's",
+        ),
+        (
+            "h = self.c(self.a(x, edge_index), edge_index)\nw = h[edge_index[0], 0]\n"
+            "return torch.sparse_coo_tensor(edge_index.flip(0), w, (len(x), len(x))) @ h",
+            "line 17: .* of numbers that are learned, whose gradient torch makes of all pairs",
+        ),
+        (
+            "adj = torch.sparse_coo_tensor(edge_index.flip(0), x.new_ones(edge_index.size(1)), (len(x), len(x)))\n"
+            "h = self.c(self.a(x, edge_index), edge_index)\nreturn torch.sparse.addmm(h, adj, h)",
+            "line 17: .* of a sparse matrix is no product with rows",
+        ),
+        (
+            "h = nn.Embedding(9, 8)(x[:, 0].long())\nreturn self.c(h, edge_index)",
+            "line 15: .*features are random numbers there, and no ids",
+        ),
     ],
     ids=[
         "rows of its own",
@@ -224,11 +263,56 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> 
         "numpy",
         "places",
         "counted calls",
+        "counted in a global",
+        "rank",
+        "exit",
+        "abort",
+        "edges as a matrix",
+        "legacy matrix",
+        "learned matrix",
+        "no product",
+        "ids",
     ],
 )
 def test_a_refusal_says_what_the_code_does(tmp_path: Path, body: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         asked(tmp_path, body)
+
+
+@pytest.mark.parametrize("how", ["torch.jit.script", "torch.jit.trace", "torch.compile"])
+def test_a_compiled_module_is_refused_in_words(how: str) -> None:
+    """A scripted one ended in an AttributeError of torch's."""
+    made = nn.Linear(6, 3)
+    given = (torch.ones(4, 6),) if how.endswith("trace") else ()
+    compiled = {"script": torch.jit.script, "trace": torch.jit.trace, "compile": torch.compile}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = compiled[how.rpartition(".")[2]](made, *given)
+    with pytest.raises(SpecError, match="its forward is compiled, and its calls of torch cannot"):
+        read(module, Workload(), GraphFields(6, 3))
+
+
+def test_a_field_that_forward_could_do_without_is_said_once(tmp_path: Path) -> None:
+    """forward(x, edge_index, edge_weight=None) got the graph's weights, and nobody was told."""
+    body = (
+        "h = self.a(x, edge_index) * (1 if w is None else 2)\nreturn self.c(h.tanh(), edge_index)"
+    )
+    model = written(
+        tmp_path, body.replace("w is", "edge_weight is"), "x, edge_index, edge_weight=None"
+    )
+    user = read(model, Workload(), WEIGHTED)
+    assert optional(user) == []  # it asks whether there are some, and computes without them
+    body = "return self.c(torch.tanh(self.a(x, edge_index)) * edge_weight.sum(), edge_index)"
+    user = read(written(tmp_path, body, "x, edge_index, edge_weight=None"), Workload(), WEIGHTED)
+    (note,) = optional(user)
+    assert note.startswith("forward of Net gets the graph's edge_weight as edge_weight, which has")
+
+
+def test_python_says_what_was_done_with_a_graph(tmp_path: Path) -> None:
+    """gnnplan.plan was silent where the command line said that a graph was made undirected."""
+    edges = np.array([[0, 1, 2, 2], [1, 2, 0, 2]])
+    plan = gnnplan.plan(edges, "dgx_a100", task="none", features=4, ranks=1)
+    assert "dropped 1 self-loops" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
 
 
 def test_an_error_without_words_is_told_by_its_code(tmp_path: Path) -> None:

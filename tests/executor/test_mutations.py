@@ -109,6 +109,8 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
     "number of edges": ("h = h / edge_index.size(1)", None),
     "mean degree": ("h = h * (edge_index.size(1) / x.size(0))", None),
     "number of vertices as a tensor": ("h = h / torch.tensor(float(len(h)))", None),
+    "rows as len says it": ("h = h * torch.ones(len(h), 8, dtype=h.dtype)", True),
+    "number of vertices as len says it": ("h = h / len(h)", None),
     "number of parameters": ("h = h / self.lin.weight.numel()", True),
     "degree of sources": ("h = h * degree(src, h.size(0)).unsqueeze(1)", True),
     "the largest degree": ("h = h / degree(dst, h.size(0)).max()", None),
@@ -118,6 +120,32 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
         False,
     ),
     "a layer less in evaluation": ("h = self.c(h, edge_index) if self.training else h", False),
+    "a sparse matrix": (
+        "h = torch.sparse_coo_tensor(edge_index.flip(0), edge_weight, (len(h), len(h))) @ h",
+        True,
+    ),
+    "a sparse matrix of sources": (  # equal to its transpose where edges go both ways
+        "h = torch.sparse_coo_tensor(edge_index, other, (len(h), len(h))) @ h",
+        True,
+    ),
+    "a sparse matrix of two hops": (
+        "a = torch.sparse_coo_tensor(edge_index.flip(0), other, (len(h), len(h)))\n"
+        "h = torch.sparse.mm(torch.sparse.mm(a, a), h)",
+        False,
+    ),
+    "a sparse matrix and half its edges": (
+        "a = torch.sparse_coo_tensor(edge_index[:, ::2].flip(0), other[::2], (len(h), len(h)))\n"
+        "h = a @ h",
+        False,
+    ),
+    "a sparse matrix over columns": (
+        "a = torch.sparse_coo_tensor(edge_index[:, :3] * 0, other[:3], (8, 8))\nh = (a @ h.t()).t()",
+        None,
+    ),
+    "learned numbers in a sparse matrix": (
+        "h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h",
+        False,
+    ),
     "noise": ("h = h + torch.randn_like(h)", False),
     "noise in training": ("h = h + 0.1 * torch.rand(h.shape) if self.training else h", False),
     "noise of numpy": ("h = h + float(np.random.rand())", False),
@@ -129,6 +157,20 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
     "dropout in evaluation": ("h = F.dropout(h, 0.5)", False),
     "dropout": ("h = F.dropout(h, 0.5, self.training)", True),
     "alpha dropout": ("h = F.alpha_dropout(h, 0.5, self.training)", False),
+    "a number that its class has kept": ("M.k = getattr(M, 'k', 0) + 1\nh = h * M.k", False),
+    "a number that a list has kept": (
+        "self.kept = [*(self.kept or []), 1]\nh = h * (1 if len(self.kept) < 99 else 2)",
+        False,
+    ),
+    "the number of its process": ("import os\nh = h * os.getpid()", False),
+    "an environment that ranks have": (
+        "import os\nh = h * (2 if 'LOCAL_WORLD_SIZE' in os.environ else 1)",
+        False,
+    ),
+    "ranks that meet": (
+        "h = h * (2 if torch.distributed.is_initialized() else 1)",
+        False,
+    ),
     "a number that it has kept": ("self.calls += 1\nh = h * self.calls", False),
     "rows that it has kept": (
         "h = h if self.kept is None else h + self.kept\nself.kept = h.detach()",
@@ -201,7 +243,7 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
     "a gradient of its own": ("h = Twice.apply(h)", None),
     "batch norm": ("h = self.norm(h)", True),
     "batch norm of batches alone": ("h = F.batch_norm(h, None, None, training=True)", False),
-    "two batch norms": ("h = self.norm(self.norm(h))", False),
+    "two batch norms": ("h = self.norm(self.norm(h))", True),
     "a transposed product": ("h = h @ (h.t() @ h)", False),
     "rows as columns": ("h = h.reshape(8, -1).t().contiguous().view(-1, 8)", False),
     "a convolution over vertices": ("h = F.avg_pool1d(h.t().unsqueeze(0), 3, 1, 1)[0].t()", False),

@@ -150,6 +150,15 @@ def test_only_rows_that_neighbours_read_are_exchanged(tmp_path: Path) -> None:
     assert [pieces.width(layer) for layer in range(3)] == [FEATURES, 64, CLASSES]
 
 
+def test_rows_that_only_their_vertex_reads_later_stay(tmp_path: Path) -> None:
+    """APPNP's first rows were exchanged before each of its steps; `narrow` was for our kinds alone."""
+    head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")
+    user, _ = module(tmp_path, "Two(nn.Linear(f, c), APPNP(4, 0.1))", head)
+    model = describe(with_module(Workload(), user, []), FEATURES, CLASSES)
+    assert [model.exchanged_width(layer, narrow=False) for layer in (2, 3, 4)] == 3 * [2 * CLASSES]
+    assert [model.exchanged_width(layer, narrow=True) for layer in (2, 3, 4)] == 3 * [CLASSES]
+
+
 def test_equal_calls_are_made_once(tmp_path: Path) -> None:
     """APPNP makes alpha times its first rows in every step of its own."""
     head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")

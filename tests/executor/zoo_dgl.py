@@ -190,7 +190,7 @@ class UserGATLayer(nn.Module):
             return g.ndata.pop("h")
 
 
-@needs(refused="not linear in rows")
+@needs()
 class UserGAT(nn.Module):
     def __init__(self, in_dim, out_dim):
         super().__init__()

@@ -1,0 +1,107 @@
+"""Runs a user's code in another process, as a rank will.
+
+A forward that ends its process, waits or allocates without end does so there, and what a module
+makes of the number of its rank shows: ranks would train different modules."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gnnplan.executor.modules import limits
+from gnnplan.executor.modules.cut import differing
+from gnnplan.executor.modules.record import Unfit
+from gnnplan.executor.modules.small import VERTICES
+
+# what torchrun tells the second of two ranks
+RANK = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "GROUP_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+}
+
+
+Rows = Callable[[nn.Module], Sequence[Tensor]]
+
+
+def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) -> None:
+    """Raise Unfit if `rows` of the module that a rank makes are others, or its process ends."""
+    error, found = _as_rank(make, rows)
+    if isinstance(error, Unfit):
+        raise error
+    expected = rows(module)
+    if "forked subprocess" in str(error):
+        return  # it computes on a GPU, which only one of the two can
+    if error:
+        raise Unfit(f"it fails in the process of rank 1 of 2 ({error!r:.150}), and not in this one")
+    if any(differing(*both) is not None for both in zip(expected, found, strict=True)):
+        raise Unfit(
+            "it makes other rows in the process of rank 1 of 2 than here: each rank would train"
+            " another module; read nothing that processes differ in, as os.environ['RANK']"
+        )
+
+
+def _as_rank(
+    make: Callable[[], nn.Module], rows: Rows
+) -> tuple[Exception | None, Sequence[Tensor]]:
+    """What a process of its own raises and makes. Raises Unfit if that ends."""
+    given, taken = os.pipe()
+    process = os.fork()
+    if not process:
+        _be_rank(make, rows, taken)
+    os.close(taken)
+    with os.fdopen(given, "rb") as pipe:
+        data = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if not data:
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        raise Unfit(
+            f"its process ends {how} while forward runs on a small graph: it leaves, or compiled"
+            " code of it reads what is not there; run it with python to see more"
+        )
+    error, arrays = pickle.loads(data)
+    return error, [torch.from_numpy(array) for array in arrays]
+
+
+def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
+    """Be the process that `_as_rank` waits for."""
+    result: tuple[Exception | None, list[Any]]
+    try:
+        os.environ |= RANK
+        faulthandler.disable()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        torch.set_num_threads(1)  # those of the other process are not here
+        _meet_nobody()
+        module = make()
+        held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
+        limits.limit_memory(limits.FORWARD_BYTES + 4 * held)
+        forward = f"forward on a graph of {VERTICES[0]} vertices"
+        with limits.seconds(limits.FORWARD_SECONDS, forward):
+            result = None, [tensor.numpy() for tensor in rows(module)]
+    except Unfit as unfit:
+        result = Unfit(str(unfit)), []
+    except BaseException as error:  # of a class that this process alone may have
+        result = RuntimeError(f"{type(error).__name__}: {error}"), []
+    with os.fdopen(taken, "wb") as pipe:
+        pipe.write(pickle.dumps(result))
+    os._exit(0)
+
+
+def _meet_nobody() -> None:
+    """Have torch.distributed say that this is rank 1 of 2."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
