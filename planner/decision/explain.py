@@ -13,7 +13,7 @@ from typing import Any
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.objective import in_mode
+from gnnplan.planner.decision.epochs import in_mode
 from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
 from gnnplan.planner.decision.search import SearchResult, evaluate_all, recommend
 from gnnplan.planner.gnn.workload import ALL
