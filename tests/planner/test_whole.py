@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 import gnnplan
+from gnnplan.api.simulation import Playing
 from gnnplan.planner.decision.epochs import Stated, stated
 from gnnplan.planner.decision.objective import NEAR, START_S, USUAL_PRICE, WAITING
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.vocabulary.files import quoted
+from gnnplan.simulator.replay import MOST_TASKS
 
 ARXIV = ("ogbn-arxiv", "dgx_a100")  # two servers of eight
 
@@ -167,6 +170,32 @@ def test_a_scale_counts_the_whole_training_too():
     assert "use 1 GPU on the full graph with graph_parallel" in str(found)
     assert str(found).count("to the end; do not distribute") == 1
     assert all(row["training_s"] == pytest.approx(500 * row["epoch_s"]) for row in found.rows)
+
+
+def test_a_simulation_says_what_no_longer_fits():
+    """A device of 100 MB changed nothing: the plan needs 1.4 GB."""
+    plan = planned(*ARXIV, strategy="graph_parallel")
+    played = plan.simulate(overrides={"device.memory": "100MB"})
+    assert "it would not run there: graph_parallel needs " in str(played)
+    assert "has 100.00 MB" in played.document["too_little"]
+    assert played.document["simulated"] == plan.simulate().document["simulated"]
+    assert plan.simulate().document["too_little"] == ""
+
+
+def test_a_sweep_names_the_variant_that_it_plays():
+    """18.1 ms of graph_parallel were 14.5 ms under its name: those of another variant."""
+    swept = planned(*ARXIV, strategy="graph_parallel", per="epoch").sweep({"servers": [2]})
+    (row,) = swept.rows
+    assert row["plan"] == "graph_parallel(narrow=True)" and row["plan"] in str(swept)
+
+
+def test_an_epoch_that_is_too_long_to_play_is_told_so():
+    """--steps 1 was refused with 'use --steps 1 or less'."""
+    playing = Playing(steps=1, jitter=0.0, stragglers={}, repetitions=20, seed=0)
+    with pytest.raises(gnnplan.SpecError, match="are played, so not even --steps 1; take the plan"):
+        playing.must_be_short(MOST_TASKS + 1)
+    with pytest.raises(gnnplan.SpecError, match="use --steps 1 or less"):
+        replace(playing, steps=2).must_be_short(MOST_TASKS)
 
 
 @pytest.mark.parametrize(
