@@ -64,6 +64,13 @@ class SearchResult:
         return self.measured or recommend(self.ranked)
 
     @property
+    def is_smaller(self) -> bool:
+        """Whether the best is chosen for its size, among those that are nearly as good."""
+        if self.forced or self.measured or self.objective.slack == 1.0:
+            return False
+        return any(c.value < self.best.value and _size(c) > _size(self.best) for c in self.ranked)
+
+    @property
     def objective(self) -> Objective:
         """What all candidates are compared by."""
         return self.best.objective

@@ -29,6 +29,7 @@ from gnnplan.planner.decision.explain import (
     rounded_products,
     within_doubt,
 )
+from gnnplan.planner.decision.objective import NEAR
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
@@ -131,12 +132,16 @@ def certainty(found: SearchResult) -> str:
         return "chosen by runs"
     if len(found.rivals) == 1:
         return "nothing else was compared" if found.forced else "nothing else may be chosen"
-    among = ""
+    among, size = "", ""
+    if found.is_smaller:
+        size = f"the fewest GPUs within {show_percent(NEAR)} of the best value; by itself "
     if len(found.rivals) < len(found.ranked):
         of_all = show_percent(found.outlook(found.best).chance_fastest)
-        among = f" of exact strategies (of all {of_all})"
+        among = " of exact strategies"
+        if of_all != show_percent(outlook.chance_fastest):
+            among += f" (of all {of_all})"
     return (
-        f"the {found.objective.least} with a chance of"
+        f"{size}the {found.objective.least} with a chance of"
         f" {show_percent(outlook.chance_fastest)}{among}; another may be better by"
         f" {show_percent(outlook.expected_regret, 1)} on average{settling(found)}"
     )
