@@ -49,7 +49,7 @@ MOST_CHANGES = 2  # told
 WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 WORTH_SAYING = 0.005  # of regret
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
-LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
+LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "over NVLink"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
 FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
 
@@ -95,6 +95,8 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
 def where_ranks_sit(best: Candidate) -> str:
     """Where ranks sit, in words."""
     each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
+    if len(placement) == 1 and best.problem.cluster.device.kind == "cpu":
+        return "alone on its machine"
     if len(placement) == 1:
         return f"on server {placement[0] // each}, GPU {placement[0] % each}"
     if placement == list(range(len(placement))):
