@@ -1274,7 +1274,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     ),
     "--objective speed": (
         ask("--objective", "speed"),
-        "--objective 'speed': must be time, cost or energy",
+        "--objective 'speed': must be value, time, cost or energy",
     ),
     "--objective energy without a power": (
         ask("--objective", "energy", "--cluster", "local"),

@@ -35,7 +35,10 @@ provenance: {device.gemm: datasheet 20 TFLOP/s x 0.5, inter_node.bandwidth: assu
 """
 STATISTICS = "vertices: 100000\nedges: 2000000\nfeatures: 64\nclasses: 8\n"
 MEASURED = Path(__file__).resolve().parent.parent / "traces" / "measured" / "1x2.1.yaml"
-LABELS = ["use:", "sure:", "cost:", "close:", "change:"]
+LABELS = [
+    f"{name}:"
+    for name in ("answer", "use", "range", "sure", "inputs", "tested", "cost", "close", "change")
+]
 Verb = Callable[..., Result]
 
 
@@ -75,15 +78,17 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, 
 # -- what a plan says --------------------------------------------------------------------------
 
 
-def test_a_plan_opens_with_five_lines_and_keeps_the_rest_for_explain(
+def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(
     gnnplan: Verb, cluster: Path, explained: tuple[str, dict[str, Any]]
 ):
     """A plan printed dozens of lines; the answer was among them."""
     short = gnnplan("plan", "--graph", GRAPH, "--cluster", cluster).stdout.splitlines()
     long, document = explained[0].splitlines(), explained[1]
-    assert [line.split()[0] for line in short[1:6]] == LABELS
-    assert short[6].strip() == "leaders" and not any(line.startswith("- ") for line in short)
-    assert short[:6] == long[:6]
+    last = 1 + len(LABELS)
+    assert [line.split()[0] for line in short[1:last]] == LABELS
+    assert short[last].strip() == "the whole training"
+    assert not any(line.startswith("- ") for line in short)
+    assert short[:last] == long[:last]
     told = [line for line in long if line.startswith("- ")]
     assert len(told) == len(document["explanation"]) + len(document["rejected"])
     assert any(line.startswith("placement: server 0: ranks") for line in long)
@@ -96,11 +101,12 @@ def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(
 ):
     """'less than predictions were off when measured (median 8 %)' stood in plans for A100s."""
     measured = json.loads(gnnplan("plan", "--graph", GRAPH, "--cluster", MEASURED, "--json").stdout)
-    on_gpus, on_cpus = explained[1]["summary"]["sure"], measured["summary"]["sure"]
-    assert "predictions have been compared with runs on one GPU only" in on_gpus
-    assert "median" not in on_gpus
-    assert "1 datasheet, 1 assumed" in on_gpus
-    assert "blind epochs of CPU ranks" in on_cpus and "in the median" in on_cpus
+    on_gpus, on_cpus = explained[1]["summary"], measured["summary"]
+    assert "predictions have been compared with runs on one GPU only" in on_gpus["tested"]
+    assert "median" not in on_gpus["tested"]
+    assert "1 datasheet, 1 assumed" in on_gpus["inputs"]
+    assert "epochs on CPU ranks were predicted before they were run" in on_cpus["tested"]
+    assert "in the median" in on_cpus["tested"]
 
 
 def test_what_is_known_by_statistics_is_not_offered_to_run(
@@ -140,7 +146,7 @@ def test_more_servers_are_not_recommended_at_a_loss(gnnplan: Verb, tmp_path: Pat
         "inter_node: {bandwidth: 9.4GB/s, latency: 10us}\n"
     )
     ask = ("plan", "--graph", "ogbn-papers100M", "--cluster", tmp_path / "a100.yaml", "--json")
-    ask += ("--model", "sage", "--layers", 3, "--hidden", 256)
+    ask += ("--model", "sage", "--layers", 3, "--hidden", 256, "--per", "epoch")
     epoch_s = [
         json.loads(gnnplan(*ask, "--set", f"servers={servers}").stdout)["best"]["predicted"][
             "epoch_s"
@@ -155,11 +161,11 @@ def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan: Verb
     """GNNPipe's own case got PipeGCN: the preset's datasheet values were used, and the factors that
     had been fitted to the paper's figures were not. `validate --published` starts from the file."""
     ask = ("plan", "--graph", "reddit", "--model", "gcn", "--layers", 32, "--hidden", 100)
-    result = gnnplan(*ask, "--cluster", "gnnpipe_a5000", "--json")
+    result = gnnplan(*ask, "--cluster", "gnnpipe_a5000", "--per", "epoch", "--json")
     document = json.loads(result.stdout)
     assert document["best"]["strategy"]["name"] == "gnnpipe"
     assert "constants fitted to 36 printed figures" in result.stderr
-    assert "3 fitted to 36 printed figures" in document["summary"]["sure"]
+    assert "3 fitted to 36 printed figures" in document["summary"]["inputs"]
     plain = read_cluster(str(PRESETS / "gnnpipe_a5000.yaml"))
     factors = kept_factors("gnnpipe_a5000")
     gemm = document["cluster"]["device"]["gemm"]
@@ -183,7 +189,19 @@ def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(
 ):
     """`--exact` was forgotten by plan.json, and the sweep recommended PipeGCN."""
     plan, exact = tmp_path / "plan.json", tmp_path / "exact.json"
-    ask = ("plan", "--graph", GRAPH, "--cluster", cluster, "--layers", 4, "--ranks", 4)
+    ask = (
+        "plan",
+        "--graph",
+        GRAPH,
+        "--cluster",
+        cluster,
+        "--layers",
+        4,
+        "--ranks",
+        4,
+        "--per",
+        "epoch",
+    )
     gnnplan(*ask, "-o", plan)
     gnnplan(*ask, "--exact", "-o", exact)
     links = "inter_node.bandwidth=5MB/s,20MB/s"
@@ -234,8 +252,7 @@ def test_a_plan_of_a_graph_without_labels_offers_no_run(gnnplan: Verb, tmp_path:
 def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan: Verb) -> None:
     """The error of measured machines was quoted for it as if it were its own."""
     told = gnnplan("plan", "--graph", "synthetic:community?vertices=300&edges=900").output
-    [sure] = [line for line in told.splitlines() if line.startswith("sure:")]
-    assert "this machine has not been measured" in sure and "in the median" not in sure
+    assert "tested: this machine has not been measured\n" in told and "in the median" not in told
     assert "not written; to simulate or run it, add -o plan.json" in told
 
 

@@ -123,7 +123,7 @@ def torchrun(launch: Launch) -> str:
         assumptions += [
             "port MASTER_PORT (29500) of the first server, reachable by all; no common disk",
         ]
-    where = "--standalone"
+    where = "--standalone --local-addr 127.0.0.1"  # whether the server's own name resolves or not
     if several:
         where = (
             f'--nnodes {launch.servers} --node-rank "${{NODE_RANK:?is the number of this server}}"'

@@ -24,8 +24,20 @@ OWNER = "gnnplan run"  # the store's key with the digest of the run that it belo
 
 
 def listen() -> socket.socket:
-    """A socket of this machine alone, at a port that the system chooses."""
-    return socket.create_server((LOOPBACK, 0))
+    """A socket of this machine alone, at a port that the system chooses.
+
+    Raises SpecError where nothing reaches it, for ranks would wait for their store for minutes."""
+    try:
+        listener = socket.create_server((LOOPBACK, 0))
+        with socket.create_connection(listener.getsockname(), timeout=5.0):
+            listener.accept()[0].close()
+    except OSError as error:
+        raise SpecError(
+            f"ranks of this machine meet on its loopback, and {LOOPBACK} cannot be reached"
+            f" ({error.strerror or error}); bring it up: ip link set lo up, ip addr add"
+            f" {LOOPBACK}/8 dev lo"
+        ) from error
+    return listener
 
 
 def store_of_this_machine(listener: socket.socket | None = None) -> TCPStore:
@@ -149,11 +161,24 @@ def started_by_launcher() -> bool:
 def _first_host(nodes: str) -> str:
     """The first host of a Slurm node list.
 
-    >>> _first_host("gpu[07-12,20],login1"), _first_host("node3")
-    ('gpu07', 'node3')
+    >>> _first_host("gpu[07-12,20],login1"), _first_host("node3"), _first_host("b2u[05,02]n[3-4]")
+    ('gpu07', 'node3', 'b2u05n3')
     """
-    head, bracket, rest = nodes.split(",")[0].partition("[")
-    return head + re.split("[-,\\]]", rest)[0] if bracket else head
+    first = re.match(r"([^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def _tasks_of(node: int, per_node: str) -> str:
+    """The ranks of a node of a Slurm step, from a list with repetitions; empty: not said.
+
+    >>> _tasks_of(0, "1(x2)"), _tasks_of(2, "4(x2),3"), _tasks_of(1, "2,1(x3)"), _tasks_of(0, "")
+    ('1', '3', '1', '')
+    """
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
+        node -= int(times or 1)
+        if node < 0:
+            return str(tasks)
+    return ""
 
 
 def launcher_env() -> dict[str, str]:
@@ -183,9 +208,12 @@ def from_launcher() -> dict[str, str]:
                 " srun, or unset it"
             )
         job = count_of("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0"))
+        node = env.get("SLURM_NODEID", "0")
+        here = _tasks_of(count_of("SLURM_NODEID", node), env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        usual = env.get("SLURM_NTASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"])
         of_slurm = {
-            "GROUP_RANK": env.get("SLURM_NODEID", "0"),
-            "LOCAL_WORLD_SIZE": env.get("SLURM_NTASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]),
+            "GROUP_RANK": node,
+            "LOCAL_WORLD_SIZE": here or usual,
             "MASTER_ADDR": _first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
             "MASTER_PORT": str(20_000 + job % 10_000),
         }

@@ -38,6 +38,7 @@ class Question:
 
     problem: Problem
     notes: tuple[str, ...]
+    given: frozenset[str] = frozenset()  # fields that the user set
     chooses_dtype: bool = False  # the plan does, of the problem's rows (decision/dtypes.py)
 
 
@@ -104,7 +105,8 @@ def ask(
             machine, _ = apply_overrides(machine, asked, settings)
             problem = replace(problem, cluster=with_ranks(machine, ranks))
     notes = (*problem.stats.notes, *made, *([fitted] if fitted else []))
-    return Question(problem, notes, chooses_dtype)
+    set_by_user = frozenset([*wanted.given, *map(_field_of, settings)])
+    return Question(problem, notes, set_by_user, chooses_dtype)
 
 
 def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
@@ -149,7 +151,7 @@ def workload_of(
     Raises SpecError.
     """
     if isinstance(workload, Workload):
-        workload = workload.model_dump()
+        workload = workload.model_dump(exclude_unset=True)
     return ask_workload(str(workload) if isinstance(workload, Path) else workload, fields)
 
 

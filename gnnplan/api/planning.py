@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ from gnnplan.api.view import Lines, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer
-from gnnplan.planner.decision.objective import TIME, WORDS, Objective, Target
+from gnnplan.planner.decision.epochs import MODES, stated
+from gnnplan.planner.decision.objective import WORDS, Objective, Target
 from gnnplan.planner.decision.search import SearchResult, search
-from gnnplan.planner.evidence.accuracy import trainings
+from gnnplan.planner.decision.whole import Whole, compare
+from gnnplan.planner.evidence.accuracy import objective_of, trainings
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
@@ -28,6 +31,7 @@ from gnnplan.planner.vocabulary.units import (
     show_count,
     show_dollars,
     show_energy,
+    show_long,
     show_percent,
     show_range,
     show_time,
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from gnnplan.executor.launch.asked import Asked
 
 MOST_LEADERS = 8  # rows of the table
+PER = ("training", "epoch")
 
 
 def plan(
@@ -47,7 +52,8 @@ def plan(
     workload: str | Path | Mapping[str, Any] | Workload | None = None,
     *,
     exact: bool = False,
-    objective: str = "time",
+    objective: str | None = None,
+    per: str | None = None,
     target_accuracy: float | None = None,
     evidence: Iterable[str | os.PathLike[str]] = (),
     strategy: str | None = None,
@@ -73,8 +79,13 @@ def plan(
         cluster: A preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
         workload: A YAML file, a preset, a mapping of fields, or a Workload.
         exact: Only strategies that compute the gradient of one process.
-        objective: What the best has least of: time, cost (needs a price) or energy (needs the
-            device's power), per epoch.
+        objective: What the best has least of: time, cost (needs a price), energy (needs the
+            device's power), or value: dollars of GPUs and of waiting, for more GPUs only where they
+            are worth it (an hour of waiting counts $20, a GPU without a price $2.50; a run takes
+            five minutes besides its epochs); of sizes within 10 % the smallest.  [default: value of
+            a training, time of an epoch]
+        per: training (all its epochs, on the full graph or on mini-batches, whichever is better) or
+            epoch.  [default: training on GPUs, epoch on CPU ranks]
         target_accuracy: Compare until this validation accuracy instead of per epoch, as 0.93; how
             many epochs that takes is read from `evidence`. Strategies that no run tells of are
             rejected.
@@ -111,7 +122,7 @@ def plan(
     >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
     (True, True, True)
     """
-    asked = wanted_objective(objective, target_accuracy, evidence)
+    asked = wish(objective, target_accuracy, evidence, per)
     question = ask(
         graph,
         cluster,
@@ -133,29 +144,78 @@ def plan(
     return found
 
 
-def wanted_objective(
-    objective: str = "time",
+@dataclass(frozen=True)
+class Wish:
+    """What the best is to have least of, and of what: an epoch, a training, or an accuracy."""
+
+    of: str | None = None
+    per: str | None = None
+    target: Target | None = None
+
+    def objective(self, question: Question) -> Objective:
+        """The objective for a question."""
+        problem, given = question.problem, question.given
+        is_gpu = problem.cluster.device.kind != "cpu"
+        per = self.per or ("training" if is_gpu and self.target is None else "epoch")
+        if per == "epoch":
+            return Objective(self.of or "time", self.target)
+        asked = problem.workload.epochs if "epochs" in given else None
+        mode = problem.workload.mode if "mode" in given else None
+        return Objective(self.of or "value", stated=stated(problem.stats.name, asked, mode))
+
+
+ANY = Wish()
+
+
+def wish(
+    objective: str | None = None,
     target_accuracy: float | None = None,
     evidence: Iterable[str | os.PathLike[str]] = (),
-) -> Objective:
-    """The objective that options describe; the evidence is read.
+    per: str | None = None,
+) -> Wish:
+    """The wish that options describe; the evidence is read.
 
     Raises SpecError, and Mismatch where another version made a run.
     """
     folders = several(evidence)
+    if objective is not None:
+        Objective(objective)
+    if per not in (None, *PER):
+        raise SpecError(f"--per {per!r}: must be training or epoch")
     if target_accuracy is None:
         if folders:
             raise SpecError(
                 f"--evidence {folders[0]}: runs tell in how many epochs an accuracy is reached; say"
                 " which, as --target-accuracy 0.93"
             )
-        return Objective(objective)
+        if objective == "value" and per == "epoch":
+            raise SpecError(
+                "--objective value weighs a whole training against the GPUs that it takes; leave"
+                " --per epoch out, or use time, cost or energy"
+            )
+        return Wish(objective, per)
+    if per is not None:
+        raise SpecError(
+            f"--per {per} and --target-accuracy {target_accuracy:g} both say how many epochs count;"
+            " leave one out"
+        )
     if not 0 < target_accuracy < 1:
         raise SpecError(
             f"--target-accuracy {target_accuracy:g}: a share of right answers, above 0 and below 1;"
             " write 0.93 for 93 %"
         )
-    return Objective(objective, Target(target_accuracy, trainings(folders)))
+    return Wish(objective, None, Target(target_accuracy, trainings(folders)))
+
+
+def modes_of(question: Question, forced: Strategy | None) -> list[str]:
+    """The modes that a whole training is asked about in.
+
+    That which is named, or the forced strategy's; of links and of modules the workload's.
+    """
+    workload = question.problem.workload
+    if "mode" in question.given or workload.task == "link" or workload.module:
+        return [workload.mode]
+    return list(MODES) if forced is None else [forced.mode]
 
 
 def answer(
@@ -164,7 +224,7 @@ def answer(
     strategy: str | None = None,
     may_use_fewer: bool = True,
     notify: Notify = silent,
-    objective: Objective = TIME,
+    wished: Wish = ANY,
     depths: bool = False,
 ) -> Plan:
     """The plan of a question; `depths` as of `plan`.
@@ -172,12 +232,24 @@ def answer(
     Raises SpecError, Infeasible.
     """
     forced = parse(strategy) if strategy is not None else None
+    objective, modes = wished.objective(question), modes_of(question, forced)
+    wholes = dict[str, Whole]()  # by the type of rows
 
-    def find(problem: Problem) -> SearchResult:
+    def searched(problem: Problem) -> SearchResult:
         return search(problem, exact, forced, may_use_fewer, notify, objective)
 
+    def find(problem: Problem) -> SearchResult:
+        if objective.stated is None:
+            return searched(problem)
+        whole = compare(problem, modes, objective.stated, searched)
+        wholes[problem.workload.dtype] = whole
+        return whole.found
+
     def made(problem: Problem, found: SearchResult) -> dict[str, Any]:
-        return documents.make(problem, found, exact, notify, depths)
+        whole = wholes.get(problem.workload.dtype)
+        if whole is None:
+            return documents.make(problem, found, exact, notify, depths)
+        return whole.told_in(documents.make(whole.problem, found, exact, notify, depths))
 
     problem = question.problem
     if question.chooses_dtype:
@@ -189,7 +261,8 @@ def answer(
         document = choice.told_in(made(problem, choice.found))
     else:
         document = made(problem, find(problem))
-    return Plan(document, problem.placed(documents.placement(document)))
+    asked = wholes[problem.workload.dtype].problem if wholes else problem
+    return Plan(document, asked.placed(documents.placement(document)))
 
 
 def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
@@ -338,7 +411,7 @@ class Plan(View):
                 f" {self.document['target_accuracy']:g}); plan without --target-accuracy to sweep"
             )
         exact = documents.is_exact(self.document)
-        objective = Objective(self.document.get("objective", "time"))
+        objective = objective_of(self.document)
         return Sweep(
             self.problem, self.strategy, exact, fields, playing, overrides, notify, objective
         )
@@ -448,7 +521,9 @@ class Plan(View):
             describe_question(self.document["graph"], self.workload, self.cluster),
             *(f"note: {note}" for note in self.notes),
             *(f"{label + ':':8}{line}" for label, line in self.document["summary"].items()),
-            _leaders(self.answers[:MOST_LEADERS], self.cluster, self.document),
+            _sizes(self.document["sizes"], self.cluster, self.document["objective"])
+            if "sizes" in self.document
+            else _leaders(self.answers[:MOST_LEADERS], self.cluster, self.document),
         ]
 
 
@@ -506,12 +581,50 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str,
     )
 
 
+def _sizes(rows: Sequence[Mapping[str, Any]], cluster: Cluster, by: str) -> Table:
+    """A row for each mode and number of GPUs: what the whole training takes, and where the knee is.
+
+    by: the objective."""
+    unit = "rank" if cluster.device.kind == "cpu" else "GPU"
+    least = {
+        name: min(rows, key=lambda row: row[name])
+        for name in ("training_s", "dollars", *(["joules"] if by == "energy" else []))
+        if all(name in row for row in rows)
+    }
+    words = {"training_s": "fastest", "dollars": "cheapest", "joules": "least energy"}
+
+    def spread(low: float, high: float) -> str:
+        return f"{show_long(low)} to {show_long(high)}"
+
+    def marks(row: Mapping[str, Any]) -> str:
+        own = [words[name] for name, one in least.items() if one is row]
+        return ", ".join([*(["use this"] if row["recommended"] else []), *own])
+
+    return table(
+        "the whole training",
+        rows,
+        column("on", "mode", MODES.__getitem__),
+        column(f"{unit}s", "gpus"),
+        column("training", "training_s", show_long),
+        ("80 % range", lambda row: spread(row["training_low_s"], row["training_high_s"])),
+        column(f"{unit} hours", "gpu_hours", "{:.3g}".format),
+        column("$", "dollars", show_dollars) if "dollars" in least else None,
+        column("energy", "joules", show_energy) if by == "energy" else None,
+        column("epoch", "epoch_s", show_time),
+        column("memory/rank", "memory_bytes", show_bytes),
+        column("exact", show=yes_no),
+        column("strategy"),
+        ("", marks),
+    )
+
+
 def counted_columns(rows: Sequence[Mapping[str, Any]], accuracy: float | None) -> list[Any]:
     """Columns of what the objective counts; accuracy: to which; None: of an epoch."""
     per = "/epoch" if accuracy is None else f" to {accuracy:g}"
     shown = {
         "epochs_to_accuracy": column(f"epochs{per}", "epochs_to_accuracy", "{:.0f}".format),
         "time_to_accuracy_s": column(f"time{per}", "time_to_accuracy_s", show_time),
+        "training_s": column("training", "training_s", show_long),
         "cost": column(f"${per}", "cost", show_dollars) if accuracy is not None else None,
         "energy_j": column(f"energy{per}", "energy_j", show_energy),
     }  # where there are prices, a table has dollars per epoch anyway

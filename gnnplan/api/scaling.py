@@ -13,16 +13,19 @@ from typing import Any
 from gnnplan.api.asking import Overrides, Question, ask
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.planning import (
+    ANY,
+    Wish,
     counted_columns,
     describe_question,
     describe_training,
-    wanted_objective,
+    modes_of,
+    wish,
 )
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer
-from gnnplan.planner.decision.objective import TIME, Objective
+from gnnplan.planner.decision.epochs import MODES
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.gnn.workload import Workload
@@ -35,12 +38,11 @@ from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
     show_dollars,
+    show_long,
     show_percent,
     show_range,
     show_time,
 )
-
-MODES = {"full": "the full graph", "mini": "mini-batches"}
 
 
 def scale(
@@ -49,7 +51,8 @@ def scale(
     workload: str | Path | Mapping[str, Any] | Workload | None = None,
     *,
     gpus: str | Iterable[int],
-    objective: str = "time",
+    objective: str | None = None,
+    per: str | None = None,
     target_accuracy: float | None = None,
     evidence: Iterable[str | os.PathLike[str]] = (),
     exact: bool = False,
@@ -83,7 +86,7 @@ def scale(
     ([1, 8, 16], True)
     """
     sizes_of(gpus := gpus if isinstance(gpus, str) else list(gpus))  # before the graph is read
-    asked = wanted_objective(objective, target_accuracy, evidence)
+    asked = wish(objective, target_accuracy, evidence, per)
     question = ask(
         graph,
         cluster,
@@ -104,7 +107,7 @@ def scale(
 def scale_of(
     question: Question,
     gpus: str | Iterable[int],
-    objective: Objective = TIME,
+    wished: Wish = ANY,
     exact: bool = False,
     strategy: str | None = None,
     notify: Notify = silent,
@@ -114,7 +117,8 @@ def scale_of(
     Raises SpecError, Infeasible.
     """
     forced = parse(strategy) if strategy is not None else None
-    found = scaling(question.problem, sizes_of(gpus), objective, exact, forced, notify)
+    objective, modes = wished.objective(question), modes_of(question, forced)
+    found = scaling(question.problem, sizes_of(gpus), objective, exact, forced, notify, modes)
     return Scale(question.problem, found, exact, strategy)
 
 
@@ -327,7 +331,8 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
         for size, numbers in zip(one._found.sizes, one.rows, strict=True)
     ]
     priced = any(one._problem.cluster.price is not None for one in scales.values())
-    modes = len({row["mode"] for row in rows}) > 1
+    stated = first._found.objective.stated is not None
+    modes = stated or len({row["mode"] for row in rows}) > 1
     over = "the fewest of each cluster" if several else show_count(first._found.first.gpus, unit)
     return table(
         f"speedup over {over}{', exact strategies only' if first.document['exact'] else ''}",
@@ -348,7 +353,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
         column("speedup", show="{:.2f}x".format),
         column("efficiency", show=show_percent),
         column("memory/rank", "memory_bytes", show_bytes),
-        column("$/epoch", "epoch_dollars", show_dollars) if priced else None,
+        column("$" if stated else "$/epoch", "dollars", show_dollars) if priced else None,
         *counted_columns(rows, first.document.get("target_accuracy")),
         column("", "marks"),
     )
@@ -366,8 +371,8 @@ def _row(found: Scaling, size: Size) -> dict[str, Any]:
             "needs_bytes": size.needs_bytes,
         }
     answer = Answer.of(documents.answer(size.found, size.best))
-    dollars = size.best.dollars
-    priced = {} if dollars is None else {"epoch_dollars": dollars}
+    per_epoch, dollars = size.best.dollars, size.dollars
+    priced = {} if dollars is None else {"epoch_dollars": per_epoch, "dollars": dollars}
     return {
         "gpus": size.gpus,
         "servers": size.servers,
@@ -454,10 +459,10 @@ def _use(found: Scaling, unit: str) -> str:
     words = f"use {show_count(best.gpus, unit)}"
     if best.gpus > best.best.problem.cluster.gpus_per_server:
         words += f" ({show_count(best.servers, 'server')})"
-    if len({size.mode for size in found.fitting}) > 1:
+    if len({size.mode for size in found.fitting}) > 1 or found.objective.stated is not None:
         words += f" on {MODES[best.mode]}"
-    words += f" with {best.best.strategy}: {show_time(best.time_s)} {found.objective.span}"
-    if found.objective.of != "time":
+    words += f" with {best.best.strategy}: {show_long(best.time_s)} {found.objective.span}"
+    if found.objective.of in ("cost", "energy"):
         words += f", {found.objective.show(best.best.value)}"
     if best is not first:
         words += (

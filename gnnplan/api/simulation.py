@@ -10,7 +10,7 @@ from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of, whole
 from gnnplan.api.view import View, of
-from gnnplan.planner.decision.candidate import Candidate, placed, unproposed
+from gnnplan.planner.decision.candidate import Candidate, evaluate, placed, unproposed
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
@@ -89,6 +89,12 @@ class Playing:
         if tasks * self.steps * self.times <= self.most_tasks:
             return
         most = max(1, self.most_tasks // tasks)
+        if tasks > MOST_TASKS:
+            raise SpecError(
+                f"an epoch has {tasks:,} tasks, and at most {MOST_TASKS:,} are played, so not even"
+                " --steps 1; take the plan's prediction, or play a plan with a larger --batch or on"
+                " fewer --ranks"
+            )
         if self.noise:
             times = f" {self.repetitions:,} times"
             least = USUAL if tasks * self.steps * USUAL <= MOST_TASKS else 1
@@ -187,6 +193,7 @@ class Simulation(View):
                 "operations": predicted_per_operation(over),
             },
             "trace": str(trace) if trace else None,
+            "too_little": too_little(problem, strategy),
         }
         if period > 1:
             self.document["epochs"] = _epoch_by_epoch(schedule, played, prediction, batches, steady)
@@ -234,6 +241,8 @@ class Simulation(View):
                     column("bytes predicted", "predicted_bytes", show_bytes),
                 )
             )
+        if self.document["too_little"]:
+            lines.append(f"it would not run there: {self.document['too_little']}")
         noise = self.document.get("noise")
         if noise:
             lines.append(
@@ -343,7 +352,8 @@ class Sweep(View):
             where("p95_s", "P95", show_time),
             column("bytes", "bytes_total", show_bytes),
             where("epoch_dollars", "$/epoch", show_dollars),
-            column(f"{self.strategy} simulated", "plan_simulated_s", show_time),
+            column(f"of {self.strategy}", "plan"),
+            column("simulated", "plan_simulated_s", show_time),
         )
         lines = []
         for turn in self.changes:
@@ -353,6 +363,15 @@ class Sweep(View):
                 f" {turn['field']}={turn['value']}{f' (with {others})' if others else ''}"
             )
         return [found, *(lines or ["the recommendation does not change over these values"])]
+
+
+def too_little(problem: Problem, strategy: Strategy) -> str:
+    """Why the strategy does not fit on this cluster; empty where it does."""
+    try:
+        evaluate(problem, strategy)
+    except Infeasible as why:
+        return str(why)
+    return ""
 
 
 def moved(

@@ -10,7 +10,7 @@ from typing import IO
 
 from gnnplan.planner.vocabulary.table import Table
 
-WIDTH = 140  # columns, where no terminal says how many it has
+WIDTH = 1000  # columns, where no terminal says how many it has: no name is broken
 
 
 class View(ABC):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     scale={"metavar": "GPUS"},
     evidence={"metavar": "DIR"},
     report={"metavar": "FILE"},
+    per={"metavar": "training|epoch"},
     target_accuracy={"metavar": "SHARE"},
     task={"metavar": "node|link|regression|none"},
 )
@@ -40,15 +41,15 @@ def plan(
     as_json: bool = False,
     **given: Any,
 ) -> None:
-    """Rank the strategies that fit, and recommend one with reasons.
+    """Say whether to distribute at all, and which strategy to use.
 
-    Ranks those that train on the full graph; with --mode mini those that train on mini-batches. The
-    two are not compared, for they need different numbers of epochs. Least comes first: time of an
-    epoch, or what --objective and --target-accuracy ask for.
+    On GPUs the whole training counts: on one GPU, on fewer and on all, on the full graph and on
+    mini-batches (--mode names one of them), for as many epochs as --epochs says, or as such
+    trainings had in print. More GPUs are recommended where they are worth it (--objective value).
+    --per epoch compares epochs, of the full graph unless --mode mini is given; so are CPU ranks.
 
-    Should I distribute at all? gnnplan plan --graph reddit --cluster dgx_a100 --scale 1..64 says
-    what 1, 2, 4, ... GPUs of that kind would take, and from where on more of them are slower.
-    --cluster 'l4_box?price=0.80' --cluster 'dgx_a100?price=2.20' compares what you may rent.
+    --scale 1..64 asks the same of more GPUs than the cluster has. --cluster 'l4_box?price=0.80'
+    --cluster 'dgx_a100?price=2.20' --scale 1..16 compares what you may rent.
 
     Args:
         cluster: A YAML file or a preset, such as dgx_a100; 'dgx_a100?price=2.20&servers=4' sets
@@ -66,7 +67,7 @@ def plan(
         report: Draw the plan as a page too; `gnnplan report` adds what runs measured.
     """
     from gnnplan.api.asking import ask
-    from gnnplan.api.planning import answer, wanted_objective
+    from gnnplan.api.planning import answer, wish
     from gnnplan.api.scaling import compared, scale_of
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.vocabulary.files import must_be_writable
@@ -76,7 +77,7 @@ def plan(
     exact, strategy, ranks = given.pop("exact"), given.pop("strategy"), given["ranks"]
     sizes = _sizes(scale, clusters, output, report, depths, ranks)
     objective, accuracy = given.pop("objective"), given.pop("target_accuracy")
-    wanted = wanted_objective(objective, accuracy, evidence or [])
+    wanted = wish(objective, accuracy, evidence or [], given.pop("per"))
     if output:
         must_be_writable(output)
     if report:

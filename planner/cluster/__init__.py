@@ -12,6 +12,7 @@
     collectives.py   the algorithms of an all-reduce
     placement.py     which GPU each rank sits on
     link_fit.py      from timed messages to a link
+    clouds.py        servers by the names that clouds rent them under
     readings.py      from the files of nccl-tests and nvidia-smi to a cluster
     here.py          this machine's GPUs
     scaling.py       a cluster with some of its numbers multiplied

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 from pydantic import ValidationError
@@ -14,7 +16,9 @@ from gnnplan.planner.cluster.link_fit import Sample, fit, shapes
 from gnnplan.planner.cluster.spec import MOST_GPUS, Cluster, Link
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes
+from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.trace import LONGEST
+from gnnplan.planner.vocabulary.units import show_count
 
 MAX_FILE = 16 << 20  # [B]
 MOST_SIZES = 10_000  # that one file of nccl-tests has
@@ -24,12 +28,17 @@ PROGRAMS = {"all_reduce_perf": "all_reduce", "alltoall_perf": "exchange", "sendr
 # What nvidia-smi calls ways between GPUs and NICs, from the shortest to the longest.
 WAYS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 BY_PCIE_SWITCHES = ("PIX", "PXB")
+P2P = ("OK", "CNS", "GNS", "TNS", "NS", "U", "DR")  # cells of `nvidia-smi topo -p2p`
+AFTER_HEAD = ("CPU", "NUMA", "GPU")  # first words of the columns that follow
+LISTS = ("islands", "switches", "nics")
 
 
 def _text(path: Path) -> str:
-    """The text of a file. Raises SpecError."""
+    """The text of a file, as a shell on any system writes it. Raises SpecError."""
+    raw = read_bytes(path, MAX_FILE, "give what the tool wrote")
+    wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        return read_bytes(path, MAX_FILE, "give what the tool wrote").decode("utf-8")
+        return raw.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError(
             f"{path}: not a text file ({error.reason} at byte {error.start}); give what the tool"
@@ -40,43 +49,45 @@ def _text(path: Path) -> str:
 # -- nccl-tests
 
 
-def nccl_tests(path: Path) -> tuple[str, str, Link]:
-    """The operation that nccl-tests measured, where, and the link that its times imply.
+class Reading(NamedTuple):
+    """What a file of nccl-tests measured."""
+
+    op: str
+    servers: int  # that a group spans
+    gpus: tuple[int, ...]  # of a server in one group; empty: not said
+    groups: int  # at once
+    link: Link  # that the times imply, for a group alone on it
+
+
+def nccl_tests(path: Path) -> Reading:
+    """The operation that nccl-tests measured, among which GPUs, and the link its times imply.
 
     Times are those out of place. Raises SpecError.
     """
     document = from_json(path, _text(path), "it is not what nccl-tests writes with -J")
     try:
-        program = Path(str(document["args"][0])).name
-        hosts = [str(device["hostname"]) for device in document["config"]["devices"]]
-        rows = [
-            (_number(row["size"], LARGEST), _number(row["out_of_place"]["time"], LONGEST) * 1e-6)
-            for row in document["results"]
-            if row["out_of_place"]
+        name = Path(str(document["args"][0])).name
+        devices = [
+            (int(one.get("group", 0)), str(one["hostname"]), int(one.get("device", -1)))
+            for one in document["config"]["devices"]
         ]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+        results = [(row["size"], row["out_of_place"]) for row in document["results"]]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise SpecError(
             f"{path}: not what nccl-tests writes with -J ({type(error).__name__}: {error})"
         ) from error
+    program = next((known for known in PROGRAMS if name.startswith(known)), name)
     if program not in PROGRAMS:
         raise SpecError(f"{path}: {program} is not asked about; use {', '.join(PROGRAMS)}")
-    ranks, servers, op = len(hosts), len(set(hosts)), PROGRAMS[program]
-    if ranks < 2:
-        raise SpecError(
-            f"{path}: {ranks} device is listed, and a message needs two (nccl-tests lists all only"
-            " when built with MPI)"
-        )
+    op, members = PROGRAMS[program], _group(path, devices)
+    rows = _rows(path, document, results)
+    ranks, servers = len(members), len({host for host, _ in members})
     if 1 < servers < ranks:
         raise SpecError(
             f"{path}: {ranks} GPUs of {servers} servers use links of both kinds at once; run it on"
             " one server, or with one GPU per server (mpirun --map-by ppr:1:node, -g 1)"
         )
     messages = ranks if op == "exchange" else 1  # a size is that of all messages together
-    if len(rows) > MOST_SIZES:
-        raise SpecError(
-            f"{path}: {len(rows):,} sizes, and at most {MOST_SIZES:,} are fitted to; measure fewer"
-            " (-f 2)"
-        )
     samples: list[Sample] = [
         (int(size // messages), seconds, 0.0)
         for size, seconds in rows
@@ -91,7 +102,80 @@ def nccl_tests(path: Path) -> tuple[str, str, Link]:
         raise SpecError(
             f"{path}: its times imply no link that there is ({what}); measure again"
         ) from error
-    return op, "intra_node" if servers == 1 else "inter_node", link
+    gpus = tuple(sorted(gpu for _, gpu in members if gpu >= 0)) if servers == 1 else ()
+    return Reading(op, servers, gpus, len(devices) // ranks, link)
+
+
+def _group(path: Path, devices: Sequence[tuple[int, str, int]]) -> list[tuple[str, int]]:
+    """The servers and GPUs of a group that sends among itself; all groups are alike.
+
+    Raises SpecError."""
+    groups: dict[int, list[tuple[str, int]]] = {}
+    for group, host, gpu in devices:
+        groups.setdefault(group, []).append((host, gpu))
+    first = next(iter(groups.values()), [])
+    if len(groups) > 1:
+        kinds = {(len(of), len({host for host, _ in of})) for of in groups.values()}
+        if len(kinds) > 1:
+            raise SpecError(
+                f"{path}: {len(groups)} groups of different sizes were measured at once; run all"
+                " GPUs as one group (without NCCL_TESTS_SPLIT)"
+            )
+        if len(first) == 1:
+            raise SpecError(
+                f"{path}: {len(groups)} groups of one GPU each, which send nothing; run all GPUs as"
+                " one group (without NCCL_TESTS_SPLIT)"
+            )
+    if len(first) < 2:
+        raise SpecError(
+            f"{path}: {len(first)} device is listed, and a message needs two; on one server add"
+            " -g N, which is how many GPUs a process uses, and on several start a build with MPI"
+        )
+    told = [one for one in first if one[1] >= 0]
+    if twice := next((one for one in told if told.count(one) > 1), None):
+        raise SpecError(
+            f"{path}: GPU {twice[1]} of {twice[0]} is listed twice: servers share a name, or two"
+            " ranks a GPU; give each server a name and each rank a GPU of its own"
+        )
+    return first
+
+
+def _rows(
+    path: Path, document: Mapping[str, Any], results: Sequence[tuple[object, Any]]
+) -> list[tuple[float, float]]:
+    """Sizes and times out of place [B, s]. Raises SpecError, also for results that are wrong."""
+    if len(results) > MOST_SIZES:
+        raise SpecError(
+            f"{path}: {len(results):,} sizes, and at most {MOST_SIZES:,} are fitted to; measure"
+            " fewer (-f 2)"
+        )
+    rows, wrong = [], 0.0
+    for line, (size, body) in enumerate(results, 1):
+        if not body:
+            continue
+        if isinstance(body, dict) and "time" not in body and "cpu_time" in body:
+            raise SpecError(
+                f"{path}: its times are the CPU's (-C), which end before a message is there; run it"
+                " without -C"
+            )
+        try:
+            rows.append((_number(size, LARGEST), _number(body["time"], LONGEST) * 1e-6))
+            wrong += _number(body.get("nwrong", 0), LARGEST)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SpecError(
+                f"{path}: result {line} (size {size!r:.40}): {error}; measure again"
+            ) from error
+    okay = str((document.get("out_of_bounds") or {}).get("okay", "true")).lower()
+    if wrong or okay != "true":
+        raise SpecError(
+            f"{path}: results were wrong (okay: {okay}, wrong values: {wrong:.0f}), so its times"
+            " are of a broken run; mend the network, and measure again"
+        )
+    if results and not rows:
+        raise SpecError(
+            f"{path}: none of {len(results)} sizes has a time out of place; measure with those"
+        )
+    return rows
 
 
 def _number(value: object, most: float) -> float:
@@ -110,10 +194,10 @@ def topology(path: Path) -> dict[str, Any]:
     """Lists of a server's GPUs as fields of a Cluster, from `nvidia-smi topo -m`. Raises SpecError.
 
     islands: GPUs with NVLink between any two of them; switches: GPUs that are joined by PCIe
-    switches; nics: GPUs with the same nearest NICs.
+    switches; nics: GPUs with the same nearest NICs, absent where the table has no NICs.
     """
     ways = _matrix(path)
-    gpus = [name for name in ways if name.startswith("GPU")]
+    gpus = list(ways)
     number = {name: i for i, name in enumerate(gpus)}
 
     def joined_by(pattern: str) -> list[tuple[int, ...]]:
@@ -135,49 +219,82 @@ def topology(path: Path) -> dict[str, Any]:
         if a != b
     ):
         islands = []  # a cube mesh: some pairs of it have no NVLink
-    nics = [name for name in ways[gpus[0]] if name not in number]
-    nearest = {name: _nearest(ways[name], nics) for name in gpus}
-    gpus_by_nics = sorted(
-        tuple(number[name] for name in gpus if nearest[name] == own)
-        for own in set(nearest.values())
-    )
-    return {
+    found: dict[str, Any] = {
         "gpus_per_server": len(gpus),
         "islands": _unless_alone(islands, len(gpus)),
         "switches": _unless_alone(switches, len(gpus)),
-        "nics": _unless_alone(gpus_by_nics, len(gpus)) if nics else (),
     }
+    nics = [name for name in ways[gpus[0]] if name not in number]
+    if nics:
+        nearest = {name: _nearest(ways[name], nics) for name in gpus}
+        found["nics"] = tuple(
+            sorted(
+                tuple(number[name] for name in gpus if nearest[name] == own)
+                for own in set(nearest.values())
+            )
+        )
+    return found
 
 
 def _matrix(path: Path) -> dict[str, dict[str, str]]:
-    """GPU or NIC -> GPU or NIC -> the way between them, as nvidia-smi names it.
+    """GPU -> GPU or NIC -> the way between them, as nvidia-smi names it.
 
-    GPUs come in the order of the table's head. Raises SpecError.
+    GPUs come in the order of the table's head; other columns keep their names, whatever they are.
+    Raises SpecError.
     """
-    is_name = re.compile(r"GPU[0-9]+|NIC[0-9]+|mlx[0-9]+_[0-9]+").fullmatch
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[str, list[str]] = {}
     head: list[str] = []
-    for line in _text(path).splitlines():
+    text = _text(path)
+    if "ROCm" in text or "XGMI" in text:
+        raise SpecError(
+            f"{path}: a table of rocm-smi, which is not read; name the GPUs that XGMI joins in the"
+            " cluster's file, as islands: [[0, 1, 2, 3]]"
+        )
+    for line in text.splitlines():
         words = re.sub(r"\x1b\[[\d;]*m|\^\[\[[\d;]*m", "", line).split()
         if not words:
             if rows:
                 break  # the legend follows
         elif not head and words[0].startswith("GPU"):
-            head = [word for word in words if is_name(word)]
+            head = list(takewhile(lambda word: word not in AFTER_HEAD, words))
             if len(head) > MOST_GPUS:
                 raise SpecError(
                     f"{path}: {len(head):,} GPUs and NICs, and a server has at most {MOST_GPUS:,};"
                     " give the table of one server"
                 )
         elif head and words[0] in head:
-            rows[words[0]] = dict(zip(head, words[1:], strict=False))
-    gpus = [name for name in head if name.startswith("GPU")]
+            rows[words[0]] = words[1:]
+    gpus = [name for name in head if re.fullmatch("GPU[0-9]+", name)]
     if not gpus or any(name not in rows or len(rows[name]) < len(head) for name in gpus):
         raise SpecError(
             f"{path}: not what `nvidia-smi topo -m` prints (a line of GPU0 GPU1 ..., then one for"
             " each)"
         )
-    return {name: rows[name] for name in gpus}
+    for name in gpus:
+        _must_be_ways(path, name, rows[name], head)
+    return {name: dict(zip(head, rows[name], strict=False)) for name in gpus}
+
+
+def _must_be_ways(path: Path, name: str, row: Sequence[str], head: Sequence[str]) -> None:
+    """Raise SpecError where a line's cells are not the ways to the head's GPUs and NICs."""
+    is_way = re.compile(rf"X|NV[0-9]+|{'|'.join(WAYS)}").fullmatch
+    for column, cell in zip(head, row, strict=False):
+        if cell in P2P:
+            raise SpecError(
+                f"{path}: {cell} (line {name}) is what `nvidia-smi topo -p2p` prints; give what"
+                " `nvidia-smi topo -m` does"
+            )
+        if not is_way(cell):
+            raise SpecError(
+                f"{path}: line {name}, column {column}: {cell!r:.40} is no way between GPUs and"
+                f" NICs ({', '.join(WAYS)}, NV1 ..); give the table as nvidia-smi printed it"
+            )
+    more = [cell for cell in row[len(head) :] if is_way(cell)]
+    if more:
+        raise SpecError(
+            f"{path}: line {name} has {len(head) + len(more)} ways and the head {len(head)} names,"
+            " of which some may be glued together; give the table as nvidia-smi printed it"
+        )
 
 
 def _nearest(row: dict[str, str], nics: Sequence[str]) -> tuple[str, ...]:
@@ -197,34 +314,34 @@ def _unless_alone(lists: Sequence[tuple[int, ...]], gpus: int) -> tuple[tuple[in
 def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
     """The cluster with what the files of nccl-tests and nvidia-smi say of it.
 
-    A GPU's own rates stay as they are. Raises SpecError.
+    A GPU's own rates stay as they are. What a file does not say stays too, and a note says so.
+    Raises SpecError.
     """
     fields: dict[str, Any] = {}
     provenance = dict(base.provenance)
     if wiring:
-        found = topology(wiring)
-        for kind, lists in (("island", found["islands"]), ("switch", found["switches"])):
-            if lists and getattr(base, kind) is None:
-                raise SpecError(
-                    f"{wiring} has {kind} lists, and cluster {base.name} does not say how fast such"
-                    f" a link is; add {kind}: {{bandwidth: .., latency: ..}} to it"
-                )
-        fields |= {
-            **found,
-            "island": base.island if found["islands"] else None,
-            "switch": base.switch if found["switches"] else None,
-        }
-        for name in ("islands", "switches", "nics"):
-            if found[name]:
-                provenance[name] = f"read from {wiring.name}"
+        fields = _wired(base, wiring)
+        read_from = f"read from {wiring.name}"
+        provenance |= {name: read_from for name in LISTS if fields.get(name)}
     measured = dict(base.collectives)
+    of: dict[str, Path] = {}
     for path in tests:
-        op, place, link = nccl_tests(path)
-        if place == "intra_node" and len(fields.get("islands", base.islands)) == 1:
-            place = "island"  # all GPUs of a server share it
-        measured[f"{op}.{place}"] = link
-        provenance[f"collectives.{op}.{place}"] = f"nccl-tests, {path.name}"
-        fields[place] = link if op == "send" else fields.get(place) or getattr(base, place) or link
+        found = nccl_tests(path)
+        place = _place(found, fields.get("islands", base.islands))
+        name = f"{found.op}.{place}"
+        if name in of:
+            raise SpecError(
+                f"{of[name]} and {path} both have {name}, and a cluster has one; give that of as"
+                " many GPUs as will train"
+            )
+        of[name], link = path, found.link
+        if found.groups > 1 and place == "inter_node":  # they shared the NICs of a server
+            nics = len(fields.get("nics", base.nics)) or 1
+            port = max(1.0, found.groups / nics)
+            link = link.model_copy(update={"bandwidth": link.bandwidth * port})
+        measured[name] = link
+        provenance[f"collectives.{name}"] = f"nccl-tests, {path.name}"
+        fields[place] = link if found.op == "send" else _link(fields, base, place) or link
     try:
         return Cluster.model_validate(
             {**base.model_dump(), **fields, "collectives": measured, "provenance": provenance}
@@ -234,3 +351,52 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
         raise SpecError(
             f"{files}: no cluster with the rest of {base.name}: {error.errors()[0]['msg']}"
         ) from error
+
+
+def _link(fields: Mapping[str, Any], base: Cluster, place: str) -> Link | None:
+    link: Link | None = fields.get(place) or getattr(base, place)
+    return link
+
+
+def _place(found: Reading, islands: Sequence[Sequence[int]]) -> str:
+    """The link that a group's messages pass: of an island where all of its GPUs are in one."""
+    if found.servers > 1:
+        return "inter_node"
+    inside = any(set(found.gpus) <= set(island) for island in islands) if found.gpus else False
+    return "island" if inside or len(islands) == 1 else "intra_node"
+
+
+def _wired(base: Cluster, wiring: Path) -> dict[str, Any]:
+    """The fields of a cluster that nvidia-smi's table says; notes say which others stay.
+
+    Raises SpecError."""
+    found = topology(wiring)
+    for kind, lists in (("island", found["islands"]), ("switch", found["switches"])):
+        if lists and getattr(base, kind) is None:
+            raise SpecError(
+                f"{wiring} has {kind} lists, and cluster {base.name} does not say how fast such"
+                f" a link is; add {kind}: {{bandwidth: .., latency: ..}} to it"
+            )
+    gpus = found["gpus_per_server"]
+    if gpus != base.gpus_per_server:
+        say(
+            f"note: {wiring.name} has {show_count(gpus, 'GPU')} and {base.name} has"
+            f" {base.gpus_per_server} a server;"
+            f" the cluster has {gpus}, each as fast as that of {base.name}"
+        )
+    if "nics" not in found:
+        kept = base.nics if gpus == base.gpus_per_server else ()
+        found["nics"] = kept
+        told = [list(group) for group in kept] or "one a server"
+        say(f"note: {wiring.name} has no columns of NICs; they are taken to be {told}")
+    elif len(found["nics"]) != max(1, len(base.nics)) and base.inter_node:
+        say(
+            f"note: {wiring.name} has {len(found['nics'])} lists of GPUs with NICs of their own,"
+            f" each as fast as inter_node ({base.inter_node.bandwidth / 1e9:g} GB/s); if that is"
+            " not the rate of one of them, add --set inter_node.bandwidth=.. to plans"
+        )
+    return {
+        **found,
+        "island": base.island if found["islands"] else None,
+        "switch": base.switch if found["switches"] else None,
+    }

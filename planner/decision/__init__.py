@@ -5,7 +5,9 @@
     room.py            what would make one fit
     recommendation.py  which of them is recommended, and how sure that is
     dtypes.py          rows in float32 or in bfloat16 (--dtype auto)
-    summary.py         the five lines that a plan opens with
+    whole.py           the whole training in both modes and on all sizes
+    epochs.py          how many epochs a training has
+    summary.py         the lines that a plan opens with
     explain.py         all reasons
     sensitivity.py     which links, devices and depths would change the choice
     sweep.py           the decision at many values of some fields

@@ -46,8 +46,9 @@ def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any
     outlook = {name: found[name] for name in kept if name in found}  # among all candidates
     best = {name: value for name, value in document["best"].items() if name != "placement"}
     others = [best, *(one for one in document["alternatives"] if one is not found)]
+    compared = {name: value for name, value in document.items() if name != "sizes"}
     return {
-        **document,
+        **compared,
         "best": {
             **answer(alone, candidate),
             **outlook,

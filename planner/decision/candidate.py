@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import best_placement
+from gnnplan.planner.decision.epochs import Stated
 from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import missed
 from gnnplan.planner.decision.room import must_fit_servers
@@ -79,14 +80,13 @@ class Candidate:
         return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
 
     @property
-    def epochs(self) -> Epochs | None:
-        """How many it needs to the objective's accuracy; None where no accuracy is asked for."""
-        target = self.objective.target
-        return target.epochs(self.problem, self.strategy) if target else None
+    def epochs(self) -> Epochs | Stated | None:
+        """How many a training has, or needs to the objective's accuracy; None: one is counted."""
+        return self.objective.epochs(self.problem, self.strategy)
 
     @property
     def time_s(self) -> float:
-        """Its epoch, or all epochs to the objective's accuracy [s]."""
+        """Its epoch, or all epochs that the objective counts [s]."""
         return float(self.predicted.epoch_s) * (self.epochs.usual if self.epochs else 1.0)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.objective import in_mode
+from gnnplan.planner.decision.epochs import in_mode
 from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
 from gnnplan.planner.decision.search import SearchResult, evaluate_all, recommend
 from gnnplan.planner.gnn.workload import ALL
@@ -315,6 +315,11 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
     chance = show_percent(candidate.chance_faster(best))
+    if used > best.problem.ranks and candidate.value * best.objective.slack > best.value:
+        return (
+            f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less} by prediction, and less"
+            f" than {show_percent(best.objective.slack - 1)} is not worth more GPUs"
+        )
     return (
         f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less} by prediction, within"
         f" doubt ({chance} likely){', and lossy' if not candidate.is_comparable else ''}"

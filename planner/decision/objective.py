@@ -3,24 +3,26 @@
     time     seconds of an epoch                                      [s]
     cost     the same x price x GPUs of the servers that are rented   [$]
     energy   the same x power x GPUs that train                       [J]
+    value    GPUs x price + waiting x what an hour of it is worth     [$]
 
-Each of them is of one epoch, or of all epochs to a target accuracy. Epochs to an accuracy are known
-from runs only (`Target`): exact strategies compute the same numbers and share what runs of any of
-them showed; a lossy strategy needs runs of its own.
+Each of them is of one epoch, of a whole training (epochs.py), which value always is, or of all
+epochs to a target accuracy. Epochs to an accuracy are known from runs only (`Target`): exact
+strategies compute the same numbers and share what runs of any of them showed; a lossy strategy
+needs runs of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster.doubt import factors_of, normals
+from gnnplan.planner.cluster.doubt import factors_of
+from gnnplan.planner.decision.epochs import Stated, drawn_epochs
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
@@ -30,6 +32,7 @@ from gnnplan.planner.vocabulary.units import show_count, show_dollars, show_ener
 
 # objective -> the best, better, worse and as good, in words
 WORDS = {
+    "value": ("best value", "better", "worse", "good"),
     "time": ("fastest", "faster", "slower", "fast"),
     "cost": ("cheapest", "cheaper", "dearer", "cheap"),
     "energy": tuple(f"{word} in energy" for word in ("cheapest", "cheaper", "dearer", "cheap")),
@@ -39,6 +42,13 @@ WORDS = {
 # those in which evaluations were close enough to tell seeds apart.
 SEED_SPREAD = 0.15
 PRIOR = 2  # runs that SEED_SPREAD counts for, beside the spread observed
+# What time is worth where GPUs are not to be wasted (objective value): the dollars of an hour of
+# waiting, and of a GPU without a price. A run takes so long besides its epochs, on one GPU or many:
+# somebody starts it, data are read, somebody looks at it. All are our choice, not measured.
+WAITING = 20.0  # [$/h]
+USUAL_PRICE = 2.5  # [$/h]
+START_S = 300.0  # [s]
+NEAR = 0.1  # by which fewer GPUs may be worse and are still recommended
 
 Array = NDArray[np.float64]
 
@@ -102,7 +112,7 @@ class Epochs:
     @cached_property
     def drawn(self) -> Array:
         """In each draw [DRAWS]; at least one."""
-        return np.maximum(1.0, self.usual * np.exp(self.spread * normals(f"epochs {self.name}")))
+        return drawn_epochs(self.usual, self.spread, self.name)
 
     def __str__(self) -> str:
         """As '56 (48-65 in 80 % of trainings), from 3 runs'."""
@@ -235,11 +245,6 @@ class Target:
         )
 
 
-def in_mode(problem: Problem, mode: Literal["full", "mini"]) -> Problem:
-    """The problem on the full graph or on mini-batches, the GNN unchanged."""
-    return replace(problem, workload=problem.workload.model_copy(update={"mode": mode}))
-
-
 def _options(workload: Workload) -> str:
     """What decides how accuracy grows with epochs, but for the seed."""
     other = {"seed", "batch", "fanout", "patience"}
@@ -255,10 +260,12 @@ def _length(training: Training) -> int:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the best candidate has least of, per epoch or until the target accuracy."""
+    """What the best candidate has least of: per epoch, until the target accuracy, or of a whole
+    training, whose epochs are `stated` for each mode."""
 
     of: str = "time"
     target: Target | None = None
+    stated: Mapping[str, Stated] | None = None
 
     def __post_init__(self) -> None:
         if self.of not in WORDS:
@@ -268,7 +275,7 @@ class Objective:
     @property
     def is_plain(self) -> bool:
         """Whether it is the time of an epoch."""
-        return self.of == "time" and self.target is None
+        return self.of == "time" and self.target is None and self.stated is None
 
     def check(self, problem: Problem) -> None:
         """Raise SpecError where the price or the power is missing."""
@@ -291,30 +298,49 @@ class Objective:
             return ""
         return self.target.why_not(problem, strategy)
 
+    def epochs(self, problem: Problem, strategy: Strategy) -> Epochs | Stated | None:
+        """How many epochs are counted; None: one."""
+        if self.stated is not None:
+            return self.stated[problem.workload.mode]
+        return self.target.epochs(problem, strategy) if self.target else None
+
     def value(self, problem: Problem, strategy: Strategy, epoch_s: Number) -> Number:
         """The number of epochs of `epoch_s` [s] on the problem's GPUs."""
-        epochs = self.target and self.target.epochs(problem, strategy)
-        return epoch_s * self.per_second(problem) * (epochs.usual if epochs else 1.0)
+        epochs = self.epochs(problem, strategy)
+        return self._counted(problem, epoch_s * (epochs.usual if epochs else 1.0))
+
+    def longest(self, problem: Problem, strategy: Strategy, value: float) -> float:
+        """The epoch with which the number is `value` [s]."""
+        start = float(self.value(problem, strategy, 0.0))
+        return (value - start) / (float(self.value(problem, strategy, 1.0)) - start)
 
     def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Array) -> Array:
         """The number in each draw, from epochs in each draw [DRAWS] [s]."""
-        out = epochs_s * self.per_second(problem)
+        epochs = self.epochs(problem, strategy)
+        out = self._counted(problem, epochs_s * epochs.drawn if epochs else epochs_s)
         if self.of == "energy":
             out = out * factors_of(problem.cluster, "device.power")
-        epochs = self.target and self.target.epochs(problem, strategy)
-        return np.asarray(out * epochs.drawn if epochs else out)
+        return np.asarray(out)
 
     def at_least(self, problem: Problem, epoch_s: float) -> float:
         """A bound on the number of every strategy whose epoch takes `epoch_s` or more."""
         runs = self.target.of_question(problem) if self.target else []
         accuracy = self.target.accuracy if self.target else 0.0
         spans = [span for run in runs if (span := run.reached(accuracy))]
-        fewest = min((before + 1 for before, _ in spans), default=1)
-        return epoch_s * self.per_second(problem) * fewest
+        fewest: float = min((before + 1 for before, _ in spans), default=1)
+        if self.stated is not None:
+            fewest = self.stated[problem.workload.mode].usual
+        return float(self._counted(problem, epoch_s * fewest))
+
+    def _counted(self, problem: Problem, seconds: Number) -> Number:
+        if self.of == "value":
+            price = problem.cluster.price or USUAL_PRICE
+            return (seconds + START_S) * (WAITING + gpus_taken(problem) * price) / 3600
+        return seconds * self.per_second(problem)
 
     def per_second(self, problem: Problem) -> float:
         """What a second of training on the problem's GPUs counts: 1 [s], dollars or joules."""
-        if self.of == "time":
+        if self.of in ("time", "value"):
             return 1.0
         counted = {"cost": dollars_per_second, "energy": watts}[self.of](problem)
         assert counted is not None, "check(problem) comes first"
@@ -322,12 +348,20 @@ class Objective:
 
     def show(self, value: float) -> str:
         """The number as people read it."""
-        return {"time": show_time, "cost": show_dollars, "energy": show_energy}[self.of](value)
+        shown = {"time": show_time, "energy": show_energy}
+        return shown.get(self.of, show_dollars)(value)
 
     @property
     def span(self) -> str:
         """Of what the number is."""
+        if self.stated is not None:
+            return "to the end"
         return f"to an accuracy of {self.target.accuracy:g}" if self.target else "per epoch"
+
+    @property
+    def slack(self) -> float:
+        """How many times the least number fewer GPUs may have and are still recommended."""
+        return 1 + NEAR if self.of == "value" else 1.0
 
     least = property(lambda self: WORDS[self.of][0], doc="The best, in a word.")
     less = property(lambda self: WORDS[self.of][1], doc="Better, in a word.")
@@ -343,8 +377,14 @@ def dollars_per_second(problem: Problem) -> float | None:
     cluster = problem.cluster
     if cluster.price is None:
         return None
-    rented = len(set(problem.servers)) * cluster.gpus_per_server
-    return cluster.price * rented / 3600
+    return cluster.price * gpus_taken(problem) / 3600
+
+
+def gpus_taken(problem: Problem) -> int:
+    """GPUs that others cannot have meanwhile: where there is a price, all of the servers."""
+    if problem.cluster.price is None:
+        return problem.ranks
+    return len(set(problem.servers)) * problem.cluster.gpus_per_server
 
 
 def watts(problem: Problem) -> float | None:

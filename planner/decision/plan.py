@@ -6,6 +6,7 @@ A plan holds all that it was made for, so that `simulate`, `run` and `validate` 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Required
@@ -49,6 +50,9 @@ COUNTED = {
         "epochs_to_accuracy_high",
     ),
     "time": ("time_to_accuracy_s", "time_to_accuracy_low_s", "time_to_accuracy_high_s"),
+    "stated": ("epochs", "epochs_low", "epochs_high"),
+    "training": ("training_s", "training_low_s", "training_high_s"),
+    "value": ("value", "value_low", "value_high"),
 }
 MAX_PLAN = 64 * 2**20  # [B]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -102,6 +106,9 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
 def objective_fields(found: SearchResult) -> dict[str, Any]:
     """What a plan says of its objective, JSON-ready."""
     objective, target = found.objective, found.objective.target
+    if objective.stated is not None:
+        epochs = {mode: asdict(of_mode) for mode, of_mode in objective.stated.items()}
+        return {"objective": objective.of, "epochs": epochs}
     if target is None:
         return {"objective": objective.of}
     return {
@@ -169,7 +176,7 @@ def _epoch(p: Prediction) -> dict[str, Any]:
 def counted(candidate: Candidate) -> dict[str, float]:
     """What the objective counts of a candidate, by the names of COUNTED; empty for an epoch's time.
 
-    Cost and energy are of an epoch, or with a target of all epochs to it.
+    Cost and energy are of an epoch, or of all epochs that it counts.
     """
     objective, epochs, out = candidate.objective, candidate.epochs, dict[str, float]()
 
@@ -177,8 +184,9 @@ def counted(candidate: Candidate) -> dict[str, float]:
         out.update(zip(COUNTED[what], (value, *range_of(drawn)), strict=True))
 
     if epochs:
-        say("epochs", epochs.usual, epochs.drawn)
-        say("time", candidate.time_s, candidate.drawn_time_s)
+        what = ("epochs", "time") if objective.stated is None else ("stated", "training")
+        say(what[0], epochs.usual, epochs.drawn)
+        say(what[1], candidate.time_s, candidate.drawn_time_s)
     if objective.of != "time":
         say(objective.of, candidate.value, candidate.drawn)
     return out
@@ -215,6 +223,12 @@ class _Answer(TypedDict, total=False):
     predicted: _Predicted
 
 
+class _Epochs(TypedDict):
+    usual: Finite
+    spread: Finite
+    source: str
+
+
 class _Rejected(TypedDict):
     strategy: str
     reason: str
@@ -245,6 +259,7 @@ class _Document(TypedDict, total=False):
     objective: str
     target_accuracy: Finite
     evidence: list[str]
+    epochs: dict[str, _Epochs]
     alternatives: list[_Answer]
     settles: dict[str, Any] | None
     rejected: list[_Rejected]

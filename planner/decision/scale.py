@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +22,8 @@ import numpy as np
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second, in_mode
+from gnnplan.planner.decision.epochs import in_mode
+from gnnplan.planner.decision.objective import NEAR, TIME, Objective, dollars_per_second
 from gnnplan.planner.decision.room import least_needed
 from gnnplan.planner.decision.search import SearchResult, options
 from gnnplan.planner.decision.sweep import planned, point
@@ -29,8 +31,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
-
-NEAR = 0.1  # by which it may take longer so that fewer GPUs are enough
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,12 @@ class Scaling:
 
     @cached_property
     def best(self) -> Size:
-        """The size to use: it has least of the objective, and of equal ones is the fastest."""
-        return min(self.fitting, key=lambda size: (size.best.value, size.time_s))
+        """The size to use: it has least of the objective, and of equal ones is the fastest.
+
+        Of values (objective.slack) the smallest that is nearly as good."""
+        least = min(self.fitting, key=lambda size: (size.best.value, size.time_s))
+        most = least.best.value * self.objective.slack
+        return next((s for s in self.fitting if s.best.value < most), least)
 
     @cached_property
     def slower_from(self) -> Size | None:
@@ -224,21 +228,22 @@ def scale(
     exact: bool = False,
     forced: Strategy | None = None,
     notify: Notify = silent,
+    modes: Sequence[str] = (),
 ) -> Scaling:
     """What is recommended on each number of GPUs, all of which are used; and which is best.
 
-    With a target accuracy that runs reached both on the full graph and on mini-batches, a size has
-    the better of the two.
+    Of whole trainings in `modes`, or with a target accuracy that runs reached both on the full
+    graph and on mini-batches, a size has the better of the two.
 
     Raises SpecError where price, power, evidence or the forced strategy are wrong, or no number can
     be had; Infeasible where nothing fits at any.
     """
     objective.check(base)
-    modes = in_modes(base, objective, forced)
+    problems = in_modes(base, objective, forced, modes)
     asked, skipped = [], []
     for count in gpus:
         try:
-            asked += [({"gpus": str(count)}, problem_of(one, count)) for one in modes]
+            asked += [({"gpus": str(count)}, problem_of(one, count)) for one in problems]
         except SpecError as error:
             skipped.append((count, str(error)))
     if not asked:
@@ -262,11 +267,19 @@ def scale(
     return Scaling(sizes, skipped, objective)
 
 
-def in_modes(base: Problem, objective: Objective, forced: Strategy | None) -> list[Problem]:
-    """The problem, and with a target the same GNN in the other mode, where runs tell of it.
+def in_modes(
+    base: Problem, objective: Objective, forced: Strategy | None, modes: Sequence[str] = ()
+) -> list[Problem]:
+    """The problem in each mode of a whole training; with a target also where runs tell of it.
 
-    Epochs of the two are not comparable, but times to an accuracy are.
+    Epochs of the two are not comparable, but times of trainings or to an accuracy are.
     """
+    if objective.stated is not None:
+        out = []
+        for mode in modes or (base.workload.mode,):
+            with suppress(SpecError):
+                out.append(in_mode(base, mode, round(objective.stated[mode].usual)))
+        return out
     other = in_mode(base, "mini" if base.workload.mode == "full" else "full")
     is_told = objective.target is not None and objective.target.tells_of(other)
     return [base, other] if is_told and forced is None else [base]

@@ -64,6 +64,13 @@ class SearchResult:
         return self.measured or recommend(self.ranked)
 
     @property
+    def is_smaller(self) -> bool:
+        """Whether the best is chosen for its size, among those that are nearly as good."""
+        if self.forced or self.measured or self.objective.slack == 1.0:
+            return False
+        return any(c.value < self.best.value and _size(c) > _size(self.best) for c in self.ranked)
+
+    @property
     def objective(self) -> Objective:
         """What all candidates are compared by."""
         return self.best.objective
@@ -125,9 +132,22 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that is recommended of these."""
     far = FAR * least_of(candidates, any(c.is_comparable for c in candidates))
     near = [c for c in candidates if c.value <= far]
-    if len(near) == 1:
-        return near[0]
-    return near[recommended(_side_by_side(near), [c.is_comparable for c in near])]
+    best = near[0]
+    if len(near) > 1:
+        best = near[recommended(_side_by_side(near), [c.is_comparable for c in near])]
+    if best.objective.slack == 1.0:
+        return best
+    most = best.value * best.objective.slack
+    as_good = [c for c in near if c.value <= most and c.strategy.exact >= best.strategy.exact]
+    smallest = min(map(_size, as_good))
+    if smallest == _size(best):
+        return best
+    return min((c for c in as_good if _size(c) == smallest), key=_value)
+
+
+def _size(candidate: Candidate) -> tuple[int, int]:
+    """GPUs and servers."""
+    return candidate.problem.ranks, len(set(candidate.problem.servers))
 
 
 def families(problem: Problem) -> list[type[Strategy]]:
@@ -224,11 +244,12 @@ def on_fewer(
     found: list[Candidate] = []
     if problem.cluster.device.kind == "cpu":
         return found
-    limit = least_of(on_all)
+    limit = least_of(on_all) * objective.slack
     exact_ones: list[Candidate] = []
-    for gpus in parts(problem.cluster):
+    for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
         smaller, waiting = problem.placed(gpus), list[Candidate]()
-        if objective.at_least(smaller, least(problem, len(gpus))) >= limit:
+        is_told = objective.stated is not None and len(gpus) == 1  # whether to distribute at all
+        if not is_told and objective.at_least(smaller, least(problem, len(gpus))) >= limit:
             continue
         limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
         for strategy in candidates(smaller, exact):
@@ -238,14 +259,14 @@ def on_fewer(
             )
             with suppress(SpecError, Infeasible):
                 settled = strategy.settle(smaller)
-                limit_s = limits[settled.exact] / float(objective.value(smaller, settled, 1.0))
+                limit_s = objective.longest(smaller, settled, limits[settled.exact])
                 there = placed(smaller, strategy, limit_s)
                 waiting.append(Candidate.of(there, strategy, objective))
         fitting = _fitting(waiting)
         if least_one := next(fitting, None):
             found.append(least_one)
             exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
-            limit = min(limit, least_one.value)
+            limit = min(limit, least_one.value * objective.slack)
     if not found:
         return found
     best = recommend([*on_all, *found, *exact_ones])
@@ -279,13 +300,14 @@ def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float
     return min((c.value for c in candidates if c.is_comparable or not comparable), default=np.inf)
 
 
-def parts(cluster: Cluster) -> list[tuple[int, ...]]:
+def parts(cluster: Cluster, sizes_alone: bool = False) -> list[tuple[int, ...]]:
     """Fewer GPUs that are worth evaluating, the most first.
 
     Servers are halved again and again, and so are the GPUs of each server (in the order of their
     islands); behind leaves, the servers of one leaf too. A cluster of half the servers has no part
     that the whole cluster lacks, so a plan is never slower for more servers. Of clusters of more
-    than MOST_HALVED GPUs only one of the two is halved, to save time.
+    than MOST_HALVED GPUs only one of the two is halved, to save time. sizes_alone: the GPUs of one
+    server are halved, and beyond there are whole servers, as people rent them.
     """
     each = cluster.gpus_per_server
     path = walk(cluster, range(each))
@@ -296,7 +318,9 @@ def parts(cluster: Cluster) -> list[tuple[int, ...]]:
         tuple(server * each + gpu for server in range(servers) for gpu in sorted(path[:gpus]))
         for servers in server_counts
         for gpus in _halvings(each)
-        if cluster.ranks <= MOST_HALVED or gpus == each or servers in (1, cluster.servers)
+        if gpus == each
+        or servers == 1
+        or (not sizes_alone and (cluster.ranks <= MOST_HALVED or servers == cluster.servers))
     ]
     return sorted({gpus for gpus in out if len(gpus) < cluster.ranks}, key=lambda g: (-len(g), g))
 

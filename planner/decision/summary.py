@@ -1,8 +1,11 @@
-"""The five lines that every plan opens with: what to use, how sure that is, what it costs, what
-was close, what would change it.
+"""The lines that every plan opens with: what to use, how sure that is, what it costs, what was
+close, what would change it.
 
     use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order; lossy ...
-    sure      ...        the epoch's range, the chance of being fastest, what would settle it
+    range     ...        of an epoch, and of the training
+    sure      ...        the chance of being fastest, what would settle it
+    inputs    ...        where the numbers come from
+    tested    ...        what predictions have been compared with
     cost      ...        epoch, memory, bytes, dollars
     close     ...        the runner-up, and the fastest exact strategy or other family
     change    ...        where another family takes over
@@ -26,6 +29,7 @@ from gnnplan.planner.decision.explain import (
     rounded_products,
     within_doubt,
 )
+from gnnplan.planner.decision.objective import NEAR
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
@@ -35,6 +39,7 @@ from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
     show_dollars,
+    show_long,
     show_percent,
     show_range,
     show_time,
@@ -44,7 +49,7 @@ MOST_CHANGES = 2  # told
 WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 WORTH_SAYING = 0.005  # of regret
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
-LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "on islands"}
+LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "over NVLink"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
 FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
 
@@ -52,14 +57,17 @@ FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/f
 def summarise(
     problem: Problem, found: SearchResult, turning_points: Sequence[str]
 ) -> dict[str, str]:
-    """A line of text under each of 'use', 'sure', 'cost', 'close', 'change'.
+    """A line of text under each of these words.
 
     `turning_points` is what `sensitivity.sentences` says.
     """
     best = found.best
     return {
         "use": recommendation(problem, found),
+        "range": ranges(found),
         "sure": certainty(found),
+        "inputs": inputs(problem),
+        "tested": tested(problem),
         "cost": costs(best) + alone(problem, best),
         "close": rivals(found),
         "change": changes(found, turning_points),
@@ -87,6 +95,8 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
 def where_ranks_sit(best: Candidate) -> str:
     """Where ranks sit, in words."""
     each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
+    if len(placement) == 1 and best.problem.cluster.device.kind == "cpu":
+        return "alone on its machine"
     if len(placement) == 1:
         return f"on server {placement[0] // each}, GPU {placement[0] % each}"
     if placement == list(range(len(placement))):
@@ -103,30 +113,45 @@ def where_ranks_sit(best: Candidate) -> str:
     )
 
 
+def ranges(found: SearchResult) -> str:
+    """In what range an epoch and what is counted lie, and how many epochs are."""
+    best, objective = found.best, found.objective
+    words = [f"an epoch takes {show_range(*range_of(best.drawn_s))}"]
+    if best.epochs:
+        low, high = map(show_long, range_of(best.drawn_time_s))
+        words.append(f"the training {low} to {high}")
+    if objective.of in ("cost", "energy"):
+        low, high = (objective.show(value) for value in range_of(best.drawn))
+        words.append(f"{objective.of} {objective.span}: {low} to {high}")
+    epochs = f"; epochs: {best.epochs}" if best.epochs else ""
+    return f"{', '.join(words)}, in 80 of 100 cases{epochs}"
+
+
 def certainty(found: SearchResult) -> str:
-    """How sure the choice is, what would make it surer, and what it is drawn from."""
-    problem, outlook = found.best.problem, found.certainty
-    words = [f"an epoch takes {show_range(outlook.low_s, outlook.high_s)} (80 %)"]
-    if not found.objective.is_plain:
-        low, high = (found.objective.show(value) for value in range_of(found.best.drawn))
-        words.append(f"{found.objective.of} {found.objective.span}: {low} to {high} (80 %)")
-    if len(found.rivals) > 1 and not found.measured:
-        among = "" if len(found.rivals) == len(found.ranked) else " among exact strategies"
-        words.append(
-            f"{found.objective.least}{among} with a chance of"
-            f" {show_percent(outlook.chance_fastest)}, expected regret"
-            f" {show_percent(outlook.expected_regret, 1)}{settling(found)}"
-        )
-    words.append(f"the cluster's numbers: {sources(problem.cluster.provenance)}")
-    if problem.cluster.device.kind != "cpu":
-        words.append("predictions have been compared with runs on one GPU only")
-    elif set(problem.cluster.provenance.values()) == {GENERIC}:
-        words.append("this machine has not been measured")
-    elif errors := measured_errors():
-        words.append(
-            f"{len(errors)} blind epochs of CPU ranks were off by {show_percent(np.median(errors))}"
-            f" in the median, {show_percent(max(errors))} at most"
-        )
+    """How sure the choice is, and what would make it surer."""
+    outlook = found.certainty
+    if found.measured:
+        return "chosen by runs"
+    if len(found.rivals) == 1:
+        return "nothing else was compared" if found.forced else "nothing else may be chosen"
+    among, size = "", ""
+    if found.is_smaller:
+        size = f"the fewest GPUs within {show_percent(NEAR)} of the best value; by itself "
+    if len(found.rivals) < len(found.ranked):
+        of_all = show_percent(found.outlook(found.best).chance_fastest)
+        among = " of exact strategies"
+        if of_all != show_percent(outlook.chance_fastest):
+            among += f" (of all {of_all})"
+    return (
+        f"{size}the {found.objective.least} with a chance of"
+        f" {show_percent(outlook.chance_fastest)}{among}; another may be better by"
+        f" {show_percent(outlook.expected_regret, 1)} on average{settling(found)}"
+    )
+
+
+def inputs(problem: Problem) -> str:
+    """Where the numbers come from that the plan is made of."""
+    words = [f"of the cluster's numbers {sources(problem.cluster.provenance)}"]
     if problem.workload.dtype in ("bfloat16", "tf32"):
         words.append(rounded_products(problem))
     if not problem.stats.known:
@@ -134,12 +159,25 @@ def certainty(found: SearchResult) -> str:
     return "; ".join(words)
 
 
+def tested(problem: Problem) -> str:
+    """What predictions have been compared with."""
+    if problem.cluster.device.kind != "cpu":
+        return "predictions have been compared with runs on one GPU only"
+    if set(problem.cluster.provenance.values()) == {GENERIC}:
+        return "this machine has not been measured"
+    errors = measured_errors()
+    return (
+        f"{len(errors)} epochs on CPU ranks were predicted before they were run, and were off by"
+        f" {show_percent(np.median(errors))} in the median, {show_percent(max(errors))} at most"
+    )
+
+
 def settling(found: SearchResult) -> str:
     """The constant whose measurement would lower the expected regret most, if one does."""
     settled = found.settled
     if not settled or found.certainty.expected_regret - settled.regret < WORTH_SAYING:
         return ""
-    return f" (measure {settled.constant}: {show_percent(settled.regret, 1)})"
+    return f" ({show_percent(settled.regret, 1)} if {settled.constant} were measured)"
 
 
 def sources(provenance: dict[str, str]) -> str:
@@ -190,16 +228,16 @@ def costs(best: Candidate) -> str:
         )
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
-    if best.objective.of == "energy" or best.epochs:
-        words.append(f"{best.objective.show(best.value)} {best.objective.span}")
     if best.epochs:
-        words.append(f"epochs to it: {best.epochs}")
+        words.append(f"{show_long(best.time_s)} {best.objective.span}")
+    if best.objective.of in ("cost", "energy"):
+        words.append(f"{best.objective.show(best.value)} {best.objective.span}")
     return "; ".join(words)
 
 
 def alone(problem: Problem, best: Candidate) -> str:
     """What one GPU would take on the full graph: whether to distribute at all."""
-    on_gpus = problem.cluster.device.kind != "cpu"
+    on_gpus = problem.cluster.device.kind != "cpu" and best.objective.stated is None
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
     single = problem.placed((int(best.problem.cost.placement[0]),))
@@ -219,7 +257,9 @@ def rivals(found: SearchResult) -> str:
     """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
-    best, others = found.best, found.others
+    best = found.best
+    chosen = str(best.strategy), best.problem.ranks  # on other GPUs it is no rival
+    others = [c for c in found.others if (str(c.strategy), c.problem.ranks) != chosen]
     if not others:
         return "nothing else fits"
     if others[0].value < best.value:

@@ -36,7 +36,7 @@ class Fields(Spec):
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout before every layer."""
     mode: Literal["full", "mini"] = "full"
-    """full (full graph) or mini (mini-batch)."""
+    """full (full graph) or mini (mini-batch). A plan for GPUs compares both where none is named."""
     batch: int = Field(1024, ge=1, le=MOST)
     """Mini-batch size over all ranks together."""
     fanout: tuple[Annotated[int, Field(ge=1, le=MOST)], ...] | Literal["full"] | None = None
@@ -84,7 +84,7 @@ class Fields(Spec):
     """End after so many epochs without a better score of validation, looked at when an epoch is
     evaluated, with the best epoch's weights.  [default: train all epochs]"""
     epochs: int = Field(50, ge=1, le=MOST)
-    """Epochs that a run trains."""
+    """Epochs that a run trains. Of a plan for GPUs that does not say: as many as in print."""
     # Weights, their gradients and the optimizer's state are float32 where rows are bfloat16.
     # Of tf32 GPUs round the factors of products to 10 bits.
     dtype: Literal["float32", "float64", "bfloat16", "tf32"] = "float32"

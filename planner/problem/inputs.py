@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from gnnplan.planner.cluster import clouds
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -29,12 +30,19 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_cluster(name_or_path: str) -> Cluster:
-    """A cluster from a YAML file or a preset.
+    """A cluster from a YAML file, a preset, or a server by the name that a cloud rents it under.
 
     The cluster 'local' is the one that `gnnplan measure` left in the cache directory, or else this
     machine's GPUs as their presets have them, or else a preset of two cautious CPU ranks. Raises
     SpecError with file, line and field."""
-    path = _file_of(name_or_path, PRESETS)
+    rented = clouds.names()
+    if name_or_path in rented:
+        base = read_cluster(clouds.base_of(name_or_path))
+        return checked(Cluster, clouds.fields_of(name_or_path, base), f"{name_or_path}: ")
+    like = [name for name in rented if name.lower().startswith(name_or_path.lower())]
+    if name_or_path and like and not Path(name_or_path).exists():
+        raise SpecError(f"{name_or_path}: servers have a size too; use one of {', '.join(like)}")
+    path = _file_of(name_or_path, PRESETS, rented)
     if name_or_path == "local":
         if (measured := cache_dir() / "local.yaml").exists():
             path = measured
@@ -47,15 +55,17 @@ def read_cluster(name_or_path: str) -> Cluster:
     return checked(Cluster, document.data, document)
 
 
-def _file_of(name_or_path: str, presets: Path) -> Path:
-    """The YAML file of a path, or of a preset in the folder `presets`. Raises SpecError."""
+def _file_of(name_or_path: str, presets: Path, others: Collection[str] = ()) -> Path:
+    """The YAML file of a path, or of a preset in the folder `presets`. Raises SpecError, which
+    suggests `others` too."""
     path = Path(name_or_path)
     names = sorted(preset.stem for preset in presets.glob("*.yaml"))
     if name_or_path in names:
         return presets / f"{name_or_path}.yaml"
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         raise SpecError(
-            f"{name_or_path}: neither a .yaml file nor a preset{suggest(name_or_path, names)}"
+            f"{name_or_path}: neither a .yaml file nor a preset"
+            f"{suggest(name_or_path, [*names, *others])}"
         )
     return path
 

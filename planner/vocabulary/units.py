@@ -107,6 +107,18 @@ def show_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def show_long(seconds: float) -> str:
+    """Of a training.
+
+    >>> show_long(12.584), show_long(362.0), show_long(37164.2), show_long(591672.7)
+    ('12.58 s', '6.0 min', '10.3 h', '6.8 days')
+    """
+    for most, unit, size in ((120, "", 1), (7200, "min", 60), (48 * 3600, "h", 3600)):
+        if seconds < most:
+            return f"{seconds / size:.1f} {unit}" if unit else show_time(seconds)
+    return f"{seconds / 86400:.1f} days"
+
+
 def show_time(value: float) -> str:
     """Seconds as people read them.
 

@@ -15,8 +15,15 @@ import torch.distributed as dist
 from started import Start, Started
 
 from gnnplan.cli import app
+from gnnplan.executor.ranks import meeting
 from gnnplan.executor.ranks.gathered import gather_all, gather_bytes
-from gnnplan.executor.ranks.meeting import join, on_this_machine, store_of_this_machine
+from gnnplan.executor.ranks.meeting import (
+    from_launcher,
+    join,
+    listen,
+    on_this_machine,
+    store_of_this_machine,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import ForkServer
 
@@ -184,3 +191,33 @@ def test_nothing_from_a_network_is_unpickled() -> None:
         for found in unpickling.finditer(path.read_text())
     ]
     assert calls == []
+
+
+def test_a_machine_without_a_loopback_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks waited five minutes for their store, deaf to SIGTERM; without IPv4 a traceback came.
+    192.0.2.1 is nobody's address (RFC 5737)."""
+    monkeypatch.setattr(meeting, "LOOPBACK", "192.0.2.1")
+    began = time.monotonic()
+    with pytest.raises(SpecError, match=r"cannot be reached .*; bring it up: ip link set lo up"):
+        listen()
+    assert time.monotonic() - began < 10
+
+
+def test_a_node_of_slurm_has_its_own_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory was divided by the tasks of all nodes, and b2u[05,02]n3 began with b2u05."""
+    step = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NUM_TASKS": "7",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+        "SLURM_STEP_NODELIST": "b2u[05,02]n3,c1",
+        "SLURM_PROCID": "6",
+        "SLURM_LOCALID": "2",
+    }
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    for node, ranks in (("0", "2"), ("1", "2"), ("2", "3")):
+        monkeypatch.setenv("SLURM_NODEID", node)
+        found = from_launcher()
+        assert found["LOCAL_WORLD_SIZE"] == ranks and found["MASTER_ADDR"] == "b2u05n3"

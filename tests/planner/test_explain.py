@@ -19,7 +19,7 @@ from gnnplan.planner.decision import explain
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.decision.sensitivity import of_depths, sentences
-from gnnplan.planner.decision.summary import certainty
+from gnnplan.planner.decision.summary import inputs
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import partition
 from gnnplan.planner.graph.graph import Graph
@@ -110,7 +110,7 @@ def test_a_plan_says_how_fast_rounded_products_are(
         cluster=problem.cluster.model_copy(update={"device": device}),
     )
     found = search(rounded)
-    assert f"{dtype} products {told}" in certainty(found)
+    assert f"{dtype} products {told}" in inputs(rounded)
     assert told in explain.rounded_rows(rounded)[0]
     slower = min(float(c.predicted.epoch_s) for c in found.ranked) > whole
     assert slower == (times == 0.03)

@@ -12,8 +12,10 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gnnplan.planner.cluster import clouds
 from gnnplan.planner.cluster.spec import PRESETS, Cluster, Link
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
+from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import (
     apply_overrides,
     overridden,
@@ -24,6 +26,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     cache_dir,
     forget_unfinished,
+    quoted,
     read_bytes,
     read_yaml,
     write_atomically,
@@ -228,6 +231,31 @@ def test_presets_are_whole_and_say_where_numbers_come_from(name):
     sources = "datasheet", "printed", "derived", "assumed", "generic default", "measured"
     for field, text in cluster.provenance.items():
         assert text.startswith(sources), field
+
+
+@pytest.mark.parametrize("name", clouds.names())
+def test_servers_of_clouds_are_whole_and_say_where_numbers_come_from(name):
+    cluster = read_cluster(name)
+    assert cluster.name == name and cluster.servers == 1 and cluster.sampler == "host"
+    assert sorted(gpu for nic in cluster.nics for gpu in nic) == list(range(cluster.ranks))
+    row = next(row for row in quoted("clouds.csv") if row["name"] == name)
+    assert cluster.price * cluster.ranks == pytest.approx(float(row["dollars_per_hour"]))
+    whole = cluster.inter_node.bandwidth * len(cluster.nics)
+    assert whole == pytest.approx(0.75 * float(row["gbit_per_s"]) * 1e9 / 8)
+    told = cluster.provenance
+    assert {"price", "host_memory", "device.gemm", "inter_node.bandwidth"} <= set(told)
+    assert row["priced"] in told["price"] and row["price_source"] in told["price"]
+    for field, text in told.items():
+        assert text.startswith(("datasheet", "printed", "derived", "assumed")), field
+
+
+def test_a_clouds_family_is_told_its_sizes():
+    with pytest.raises(
+        SpecError, match=r"P4D: servers have a size too; use one of p4d\.24xlarge, p"
+    ):
+        read_cluster("P4D")
+    found = read_fitted("p4d.24xlarge", "gcn")[0]
+    assert found.device.name == "NVIDIA A100 40GB" and found.gpus_per_server == 8
 
 
 def test_datasheet_times_efficiency():

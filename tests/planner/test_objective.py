@@ -114,7 +114,8 @@ def test_the_least_energy_is_on_fewer_gpus_and_the_plan_says_how_much():
     assert best["energy_low_j"] < best["energy_j"] < best["energy_high_j"]
     assert all(a["energy_j"] >= best["energy_j"] for a in document["alternatives"])
     assert "cost" not in best and "time_to_accuracy_s" not in best
-    assert " per epoch" in document["summary"]["sure"] and "energy" in document["summary"]["sure"]
+    assert "energy per epoch: " in document["summary"]["range"]
+    assert "cheapest in energy" in document["summary"]["sure"]
     assert any("dearer in energy" in line for line in document["explanation"])
     assert "energy_j" not in plan.make(problem, fast)["best"]
     # another of its answers keeps what the objective counts
@@ -154,7 +155,7 @@ def test_a_missing_number_is_told_with_what_to_write(of: str, said: str):
 
 
 def test_an_unknown_objective_is_told():
-    with pytest.raises(SpecError, match="--objective 'speed': must be time, cost or energy"):
+    with pytest.raises(SpecError, match="--objective 'speed': must be value, time, cost or energy"):
         Objective("speed")
 
 
@@ -271,7 +272,7 @@ def test_a_lossy_strategy_wins_where_runs_show_that_it_takes_less_time():
     assert best["time_to_accuracy_s"] < best["time_to_accuracy_high_s"]
     assert best["epoch_low_s"] < best["epoch_s"] < best["epoch_high_s"]  # of an epoch as ever
     assert "to an accuracy of 0.9" in document["summary"]["cost"]
-    assert "from 1 run, so how far seeds differ is assumed" in document["summary"]["cost"]
+    assert "from 1 run, so how far seeds differ is assumed" in document["summary"]["range"]
 
 
 def test_a_strategy_that_no_run_tells_of_is_rejected_as_not_covered():

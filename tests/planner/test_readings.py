@@ -1,13 +1,15 @@
 """nccl-tests' JSON and nvidia-smi's matrix, as those tools write them."""
 
 import json
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gnnplan.planner.cluster.readings import nccl_tests, read, topology
-from gnnplan.planner.cluster.spec import Link
+from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -67,7 +69,8 @@ def test_what_nvidia_smi_prints(
 ):
     (tmp_path / "topo.txt").write_text(text)
     found = topology(tmp_path / "topo.txt")
-    assert (found["islands"], found["switches"], found["nics"]) == (islands, switches, nics)
+    assert (found["islands"], found["switches"]) == (islands, switches)
+    assert found.get("nics", ()) == nics
 
 
 def written(
@@ -78,6 +81,8 @@ def written(
     latencies: float,
     wire: float,
     times: int = 1,
+    groups: list[int] | None = None,
+    body_of: Callable[[dict[str, Any]], Any] = lambda body: body,
 ) -> Path:
     """What nccl-tests would write of such a link; a size is of `times` messages."""
     rows: list[dict[str, Any]] = []
@@ -91,17 +96,17 @@ def written(
                 "type": "float",
                 "redop": "sum",
                 "root": "    -1",
-                "out_of_place": body,
+                "out_of_place": body_of(body),
                 "in_place": {**body, "time": 1.0},
             }
         )
     devices = [
         {
             "rank": rank,
-            "group": 0,
+            "group": groups[rank] if groups else 0,
             "pid": 1,
             "hostname": host,
-            "device": 0,
+            "device": hosts[:rank].count(host),
             "device_hex": "0000:04:00",
             "device_info": "NVIDIA H100",
         }
@@ -130,12 +135,12 @@ def test_what_nccl_tests_writes(tmp_path: Path):
     reduced = nccl_tests(written(tmp_path, "all_reduce_perf", ["a"] * 4, link, 6, 6 / 4))
     swapped = nccl_tests(written(tmp_path, "alltoall_perf", ["a", "b", "c"], link, 2, 2, times=3))
     sent = nccl_tests(written(tmp_path, "sendrecv_perf", ["a", "b"], link, 1, 1))
-    told = [("all_reduce", "intra_node"), ("exchange", "inter_node"), ("send", "inter_node")]
-    assert [found[:2] for found in (reduced, swapped, sent)] == told
-    for _, _, found in (reduced, swapped, sent):
-        assert found.bandwidth == pytest.approx(20e9, rel=0.02) and found.latency == pytest.approx(
-            15e-6, rel=0.02
-        )
+    told = [("all_reduce", 1), ("exchange", 3), ("send", 2)]
+    assert [(one.op, one.servers) for one in (reduced, swapped, sent)] == told
+    assert reduced.gpus == (0, 1, 2, 3) and swapped.gpus == sent.gpus == ()
+    for found in (reduced.link, swapped.link, sent.link):
+        assert found.bandwidth == pytest.approx(20e9, rel=0.02)
+        assert found.latency == pytest.approx(15e-6, rel=0.02)
 
 
 def test_they_make_a_cluster(tmp_path: Path):
@@ -198,3 +203,212 @@ def test_other_files_are_refused(tmp_path: Path, text: str):
         topology(tmp_path / "x")
     with pytest.raises(SpecError, match="cannot be read"):
         topology(tmp_path / "absent")
+
+
+# -- tables of many machines, and files of many runs -------------------------------------------
+
+
+def matrix(gpus: int, way: Callable[[int, int], str], nics: dict[str, list[str]]) -> str:
+    """What nvidia-smi prints of so many GPUs: `way` between two, and of each NIC to every GPU."""
+    names = [f"GPU{gpu}" for gpu in range(gpus)]
+    lines = ["\t\x1b[4m" + "\t".join([*names, *nics, "CPU Affinity", "NUMA Affinity"]) + "\x1b[0m"]
+    for a in range(gpus):
+        ways = [" X " if a == b else way(a, b) for b in range(gpus)]
+        lines.append("\t".join([names[a], *ways, *(to[a] for to in nics.values()), "0-47", "0"]))
+    lines += ["\t".join([name, *to, *[" X "] * len(nics)]) for name, to in nics.items()]
+    return "\n".join([*lines, "", "Legend:", "", "  X    = Self", "  NV#  = a bonded set", ""])
+
+
+def near(gpus: int, own: Callable[[int], int], count: int, name: str = "NIC{}") -> dict[str, Any]:
+    """NICs, of which number own(gpu) is the nearest of a GPU."""
+    return {
+        name.format(nic): ["PIX" if own(gpu) == nic else "SYS" for gpu in range(gpus)]
+        for nic in range(count)
+    }
+
+
+def joined(*islands: range) -> Callable[[int, int], str]:
+    """GPUs of an island have NVLink."""
+    return lambda a, b: "NV4" if any(a in one and b in one for one in islands) else "SYS"
+
+
+def each(gpus: int) -> tuple[tuple[int], ...]:
+    return tuple((gpu,) for gpu in range(gpus))
+
+
+EIGHT = joined(range(8))
+PAIRS_OF = tuple((gpu, gpu + 1) for gpu in range(0, 8, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "islands", "nics"),
+    [
+        # a NIC for every GPU was read as one for all of them
+        (matrix(8, EIGHT, near(8, lambda gpu: gpu, 8)), (tuple(range(8)),), each(8)),
+        (matrix(4, joined(range(4)), near(4, lambda gpu: gpu, 4)), (tuple(range(4)),), each(4)),
+        (matrix(8, EIGHT, near(8, lambda gpu: gpu // 2, 4)), (tuple(range(8)),), PAIRS_OF),
+        # names that nobody knew shifted the columns
+        (matrix(8, EIGHT, near(8, lambda g: g // 2, 4, "mlx5_bond_{}")), (tuple(range(8)),), PAIRS_OF),
+        (matrix(8, EIGHT, near(8, lambda g: g // 4, 2, "rocep{}s0")), (tuple(range(8)),), ((0, 1, 2, 3), (4, 5, 6, 7))),
+        (matrix(4, joined(range(2), range(2, 4)), near(4, lambda g: 0, 1, "mlx4_{}")), ((0, 1), (2, 3)), ((0, 1, 2, 3),)),
+        (matrix(16, joined(range(16)), near(16, lambda g: g // 4, 4)), (tuple(range(16)),), tuple(tuple(range(g, g + 4)) for g in range(0, 16, 4))),
+        # one GPU without NVLink is alone
+        (matrix(4, joined(range(3)), {}), ((0, 1, 2), (3,)), None),
+        (matrix(2, joined(), {}), (), None),
+        (matrix(1, joined(), {}), (), None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_tables_of_many_machines(tmp_path: Path, text: str, islands: Any, nics: Any, encoding: str):
+    """A byte order mark, as Windows writes it, made a table none."""
+    (tmp_path / "topo.txt").write_text(text, encoding=encoding)
+    found = topology(tmp_path / "topo.txt")
+    assert found["islands"] == islands and found.get("nics") == nics
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per", "links"), [*product((2, 4, 8, 16), (1, 2, 4), ("NV18", "PHB", "SYS"))]
+)
+def test_every_table_is_read_as_it_was_made(tmp_path: Path, gpus: int, per: int, links: str):
+    per = min(per, gpus)
+    text = matrix(gpus, lambda a, b: links, near(gpus, lambda gpu: gpu // per, gpus // per))
+    (tmp_path / "topo.txt").write_text(text)
+    found = topology(tmp_path / "topo.txt")
+    groups = tuple(tuple(range(gpu, gpu + per)) for gpu in range(0, gpus, per))
+    assert found["gpus_per_server"] == gpus and found["nics"] == groups
+    assert found["islands"] == ((tuple(range(gpus)),) if links == "NV18" else ())
+
+
+TWO = matrix(2, joined(range(2)), near(2, lambda gpu: gpu, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (TWO.replace("NIC0\tNIC1\tCPU", "NIC0NIC1\tCPU"), "line GPU0 has 4 ways and the head 3"),
+        (TWO.replace("NV4", "12"), "line GPU0, column GPU1: '12' is no way"),
+        (TWO.replace("NV4", "GNS"), "topo -p2p` prints; give what `nvidia-smi topo -m` does"),
+        (TWO.replace("NV4", "OK"), "topo -p2p` prints"),
+        (TWO.replace("NV4", "XGMI"), "a table of rocm-smi, which is not read; name the GPUs"),
+        ("==== ROCm System Management Interface ====\n GPU0 GPU1\nGPU0 0 15\n", "of rocm-smi"),
+        (TWO.replace("GPU1\tNV4", "GPU7\tNV4"), "not what `nvidia-smi topo -m` prints"),
+    ],
+)
+def test_tables_of_others_are_refused(tmp_path: Path, text: str, told: str):
+    """They were taken for NVIDIA's, and lost the preset's islands and NICs."""
+    (tmp_path / "topo.txt").write_text(text)
+    with pytest.raises(SpecError, match=told):
+        topology(tmp_path / "topo.txt")
+
+
+def test_columns_that_are_absent_keep_what_the_cluster_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A machine without RDMA cards erased the preset's NICs, and nothing said so."""
+    (tmp_path / "topo.txt").write_text(matrix(8, EIGHT, {}))
+    base = read_cluster("dgx_a100")
+    assert read(base, [], tmp_path / "topo.txt").nics == base.nics
+    assert "topo.txt has no columns of NICs; they are taken to be" in capsys.readouterr().err
+    # of another machine's table nothing of the GPUs' numbers can stay
+    (tmp_path / "topo.txt").write_text(matrix(4, joined(range(4)), {}))
+    assert read(base, [], tmp_path / "topo.txt").nics == ()
+    assert "has 4 GPUs and dgx_a100 has 8 a server" in capsys.readouterr().err
+    (tmp_path / "topo.txt").write_text(matrix(8, EIGHT, near(8, lambda gpu: gpu, 8)))
+    assert read(base, [], tmp_path / "topo.txt").nics == each(8)
+    assert "8 lists of GPUs with NICs of their own, each as fast as" in capsys.readouterr().err
+
+
+LINK = Link(bandwidth=50e9, latency=5e-6)
+
+
+def pairs() -> Cluster:
+    return Cluster.model_validate(
+        {
+            "gpus_per_server": 4,
+            "device": {"memory": "40GiB", "gemm": "15TFLOP/s", "memory_bandwidth": "576GB/s"},
+            "intra_node": {"bandwidth": "12GB/s", "latency": "10us"},
+            "islands": [[0, 1], [2, 3]],
+            "island": {"bandwidth": "40GB/s", "latency": "5us"},
+        }
+    )
+
+
+def test_a_pair_inside_an_island_measures_the_island(tmp_path: Path):
+    """Its NVLink became the PCIe's rate."""
+    found = read(pairs(), [written(tmp_path, "sendrecv_perf", ["a"] * 2, LINK, 1, 1)], None)
+    assert found.island and found.island.bandwidth == pytest.approx(50e9, rel=0.02)
+    assert found.intra_node == pairs().intra_node and list(found.collectives) == ["send.island"]
+    four = written(tmp_path, "all_reduce_perf", ["a"] * 4, LINK, 6, 6 / 4)
+    assert list(read(pairs(), [four], None).collectives) == ["all_reduce.intra_node"]
+
+
+def test_groups_that_ran_at_once_are_told_apart(tmp_path: Path):
+    """Eight pairs of GPUs, each across two servers, were 16 GPUs that use links of both kinds."""
+    hosts, rails = ["a"] * 8 + ["b"] * 8, [*range(8)] * 2
+    file = written(tmp_path, "all_reduce_perf", hosts, LINK, 2, 1, groups=rails)
+    found = nccl_tests(file)
+    assert (found.servers, found.groups) == (2, 8)
+    base = read_cluster("dgx_a100")  # two GPUs a NIC, which so two groups shared
+    there = read(base, [file], None).collectives["all_reduce.inter_node"]
+    assert there.bandwidth == pytest.approx(2 * found.link.bandwidth)
+    own = base.model_copy(update={"nics": each(8)})
+    there = read(own, [file], None).collectives["all_reduce.inter_node"]
+    assert there.bandwidth == pytest.approx(found.link.bandwidth)
+    for groups, told in (
+        ([*range(4)], "4 groups of one GPU each, which send nothing"),
+        ([0, 0, 0, 1], "2 groups of different sizes"),
+    ):
+        with pytest.raises(SpecError, match=told):
+            nccl_tests(written(tmp_path, "all_reduce_perf", ["a"] * 4, LINK, 1, 1, groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("body_of", "told"),
+    [
+        (lambda body: body | {"nwrong": 50.0}, "results were wrong .okay: true, wrong values: 850"),
+        (lambda body: {"cpu_time": body["time"]}, "its times are the CPU's .-C.*run it without -C"),
+        (lambda body: None, "none of 17 sizes has a time out of place"),
+        (lambda body: body | {"time": "nan"}, "result 1 .size 1024.: 'nan' is no number"),
+        (lambda body: "12 us", "result 1 .size 1024."),
+    ],
+)
+def test_results_that_are_none_are_refused(tmp_path: Path, body_of: Any, told: str):
+    """Times of a run that had computed wrong numbers were used as measured."""
+    with pytest.raises(SpecError, match=told):
+        nccl_tests(written(tmp_path, "all_reduce_perf", ["a"] * 2, LINK, 1, 1, body_of=body_of))
+
+
+def test_a_failed_run_is_refused_by_its_verdict(tmp_path: Path):
+    path = written(tmp_path, "all_reduce_perf", ["a"] * 2, LINK, 1, 1)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "out_of_bounds": {"count": 3, "okay": "false"}}))
+    with pytest.raises(SpecError, match="okay: false"):
+        nccl_tests(path)
+
+
+def test_two_files_of_one_place_are_refused(tmp_path: Path):
+    """The last one won, and nothing said so."""
+    files = []
+    for count in (2, 8):
+        (tmp_path / str(count)).mkdir()
+        hosts = ["a"] * count
+        files.append(written(tmp_path / str(count), "all_reduce_perf", hosts, LINK, 1, 1))
+    with pytest.raises(SpecError, match=r"both have all_reduce.island, and a cluster has one"):
+        read(read_cluster("dgx_a100"), files, None)
+
+
+def test_names_of_programs_may_have_endings(tmp_path: Path):
+    found = nccl_tests(written(tmp_path, "all_reduce_perf_mpi", ["a"] * 2, LINK, 2, 1))
+    assert found.op == "all_reduce"
+
+
+def test_servers_of_one_name_are_told(tmp_path: Path):
+    path = written(tmp_path, "sendrecv_perf", ["localhost"] * 2, LINK, 1, 1)
+    path.write_text(path.read_text().replace('"device": 1', '"device": 0'))
+    with pytest.raises(SpecError, match="GPU 0 of localhost is listed twice: servers share a name"):
+        nccl_tests(path)
+
+
+def test_one_gpu_is_told_the_option(tmp_path: Path):
+    with pytest.raises(SpecError, match="on one server add -g N"):
+        nccl_tests(written(tmp_path, "alltoall_perf", ["a"], LINK, 1, 1))

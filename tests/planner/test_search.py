@@ -439,7 +439,8 @@ def test_a_plan_says_what_was_asked_for_and_what_was_found(
             "slower",
         )
     )
-    assert list(document["summary"]) == ["use", "sure", "cost", "close", "change"]
+    lines = ["use", "range", "sure", "inputs", "tested", "cost", "close", "change"]
+    assert list(document["summary"]) == lines
     json.dumps(document, allow_nan=False)
 
 

@@ -1,0 +1,86 @@
+"""How many epochs a training has: as it is asked for, or as such trainings had in print.
+
+Epochs of the full graph and of mini-batches are not comparable, whole trainings are. Print says
+what people trained (traces/quoted/epochs.csv), not what an accuracy needs: runs tell that
+(objective.Target).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.cluster.doubt import normals
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.problem.inputs import checked
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.files import quoted
+
+MODES = {"full": "the full graph", "mini": "mini-batches"}
+ENOUGH = 3  # trainings in print that tell how far others are from them
+
+
+@dataclass(frozen=True)
+class Stated:
+    """How many epochs, and who says so."""
+
+    usual: float
+    spread: float  # standard deviation of its logarithm; 0: nothing is in doubt
+    source: str
+
+    @cached_property
+    def drawn(self) -> NDArray[np.float64]:
+        """In each draw [DRAWS]; at least one."""
+        return drawn_epochs(self.usual, self.spread, self.source)
+
+    def __str__(self) -> str:
+        """As '200 (as --epochs asks)' or '500 (160-1600; printed of other graphs)'."""
+        if not self.spread:
+            return f"{self.usual:.0f} ({self.source})"
+        low, high = np.quantile(self.drawn, (0.1, 0.9))
+        return f"{self.usual:.0f} ({low:.0f}-{high:.0f}; {self.source})"
+
+
+def drawn_epochs(usual: float, spread: float, name: str) -> NDArray[np.float64]:
+    """Epochs in each draw [DRAWS]; equal names draw equal numbers."""
+    return np.maximum(1.0, usual * np.exp(spread * normals(f"epochs {name}")))
+
+
+def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Stated]:
+    """Of each mode, of a graph by its name.
+
+    asked: for `mode`; or of the full graph, where mini-batches have as many fewer as in print.
+    """
+    printed = {name: _printed(graph, name) for name in MODES}
+    if asked is None:
+        return printed
+    given = mode or "full"
+    ratio, told = asked / printed[given].usual, f"as many as in print for --epochs {asked}"
+    in_print = {
+        name: Stated(max(1.0, round(ratio * one.usual)), one.spread, f"{one.source}, {told}")
+        for name, one in printed.items()
+    }
+    return {**in_print, given: Stated(float(asked), 0.0, "as --epochs asks")}
+
+
+def _printed(graph: str, mode: str) -> Stated:
+    rows = [row for row in quoted("epochs.csv") if row["mode"] == mode]
+    own = [row for row in rows if row["graph"] == graph]
+    logs, all_logs = (np.log([float(row["epochs"]) for row in of]) for of in (own or rows, rows))
+    spread = (logs if logs.size >= ENOUGH else all_logs).std(ddof=1)
+    source = f"printed of {MODES[mode]} of {graph if own else 'other graphs'}"
+    return Stated(float(round(np.exp(logs.mean()))), float(spread), source)
+
+
+def in_mode(problem: Problem, mode: str, epochs: int | None = None) -> Problem:
+    """The problem on the full graph or on mini-batches, perhaps with so many epochs.
+
+    Raises SpecError where the workload does not allow it.
+    """
+    changed: dict[str, object] = {"mode": mode} | ({} if epochs is None else {"epochs": epochs})
+    fields = problem.workload.model_dump() | changed
+    return replace(problem, workload=checked(Workload, fields, "", list(changed)))
