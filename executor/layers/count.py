@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.layers.kernels.runtime import kernel
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.planner.gnn.counted import (
@@ -160,6 +161,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted, self.known = noted, weakref.WeakSet[Any]()
         self.part, self.work = "", noted.forward
+        self.entered = kernel.entered  # the last one whose launch is counted
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -210,7 +212,9 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work = self.work
         if name in FREE:
             return
-        work.launches += 1
+        if not kernel.inside or kernel.entered != self.entered:
+            self.entered = kernel.entered
+            work.launches += 1
         tensors = [*read, *made]
         sizes = [_bytes(tensor) for tensor in tensors]
         largest = max(sizes, default=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
-from gnnplan.executor.layers.kernels.runtime import apply
+from gnnplan.executor.layers.kernels.runtime import apply, kernel
 from gnnplan.executor.layers.kernels.sparse_rows import Pattern, Rows, SparseRows
 
 # splitmix64's constants, as int64
@@ -56,8 +56,9 @@ def dropout(
         numbers = seed, epoch, layer, first, _threshold(p), 1.0 / (1.0 - p)
         return cast(Tensor, ours.dropout(x, vertices, *numbers))
     assert isinstance(epoch, int)
-    mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
-    return apply(_Mask, x, mask, 1.0 / (1.0 - p))
+    with kernel:
+        mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
+        return apply(_Mask, x, mask, 1.0 / (1.0 - p))
 
 
 def dropout_mask(
@@ -140,7 +141,8 @@ class _Mask(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return _masked(grad, mask, ctx.scale), None, None
+        with kernel:
+            return _masked(grad, mask, ctx.scale), None, None
 
 
 def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
