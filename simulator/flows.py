@@ -12,7 +12,7 @@ port's flows have taken all of it, the port is full and they stop:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -157,7 +157,7 @@ class ByFlows(Cost):
         among_all[np.ix_(members, members)] = sent * itemsize
         flows = Flows.of(self, among_all)
         last = float(flows.finish(RATES_INTERVAL * flows.bound).max())
-        return bundle._replace(latency=bundle.latency + last - flows.bound)
+        return replace(bundle, latency=bundle.latency + last - flows.bound)
 
 
 def max_min(

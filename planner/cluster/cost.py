@@ -27,8 +27,7 @@ from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.ports import MessagePorts, PortLoads
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, Transfer
-from gnnplan.planner.vocabulary.noted import Noted
+from gnnplan.planner.cluster.transfer import Passes, PortSeconds, Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
 
@@ -134,21 +133,21 @@ class Cost:
     def send(self, rank: int, work: Send) -> Transfer:
         """One message from `rank` to a peer."""
         source, target, nbytes = (np.array([value]) for value in (rank, work.peer, work.nbytes))
-        latency, busy = self.sends(source, target, nbytes)
-        return Transfer(slowest(latency) if np.ndim(latency) > 1 else float(latency[0]), busy)
+        latency, ports = self.sends(source, target, nbytes)
+        return Transfer(slowest(latency) if np.ndim(latency) > 1 else float(latency[0]), ports)
 
     def sends(
         self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
-    ) -> tuple[np.ndarray, Mapping[Port, Number]]:
+    ) -> tuple[np.ndarray, PortSeconds]:
         """Messages from ranks to peers at the same time, one of each rank [messages].
 
         The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
         """
-        latencies, busy = self._ports.messages("send", source, target, nbytes)
+        latencies, ports = self._ports.messages("send", source, target, nbytes)
         if self._shared_cores:
-            transfer = self._shared_cores.with_cold_caches(Transfer(0.0, busy), target)
-            return latencies, transfer.busy
-        return latencies, busy
+            transfer = self._shared_cores.with_cold_caches(Transfer(0.0, ports), target)
+            return latencies, transfer.ports
+        return latencies, ports
 
     def collective(self, parts: Mapping[int, Collective]) -> Transfer:
         """One collective, from the part that each of its ranks has in it."""
@@ -216,24 +215,16 @@ class Cost:
         """Where the bytes of an exchange pass; arguments as in `exchange` [B]."""
         if sent.dtype.kind == "f":  # expected items, whose sums are cut to whole bytes
             sent, itemsize = sent * itemsize, 1
-        places = (self.places.island, self.places.server)
-        if group is not None:
-            in_islands, in_servers, items = _items_within(sent, *(at[list(group)] for at in places))
-        else:
-            in_islands, in_servers, items = self._within_places.answer(
-                sent, lambda: _items_within(sent, *places)
-            )
+        members = slice(None) if group is None else list(group)
+        in_islands = _within(sent, self.places.island[members])
+        in_servers = _within(sent, self.places.server[members])
+        items = int(sent.sum())
         shares: dict[LinkName, int] = {
             "island": in_islands * itemsize,
             "intra_node": (in_servers - in_islands) * itemsize,
             "inter_node": (items - in_servers) * itemsize,
         }
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
-
-    @cached_property
-    def _within_places(self) -> Noted[tuple[int, int, int]]:
-        """What `_items_within` says of exchanges of all ranks."""
-        return Noted()
 
     def reduced_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
         """Where the bytes of an all-reduce pass, `sent` over all hops [B]."""
@@ -259,18 +250,13 @@ class Cost:
         """When the last rank has computed, if all begin at once; alone [.., ranks] [s]."""
         return self._shared_cores.all_done_s(seconds) if self._shared_cores else slowest(seconds)
 
-    def core_busy_s(self, seconds: Number) -> dict[Port, Number]:
+    def core_busy_s(self, seconds: Number) -> dict[str, np.ndarray]:
         """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
-        return self._shared_cores.core_busy_s(seconds) if self._shared_cores else {}
+        return {"cores": self._shared_cores.core_busy_s(seconds)} if self._shared_cores else {}
 
-    def computing(self, rank: int, lane: str, seconds: float) -> Transfer | None:
-        """A computation as a transfer that shares the cores; None if it shares nothing."""
-        return self._shared_cores.computing(rank, lane, seconds) if self._shared_cores else None
-
-
-def _items_within(sent: np.ndarray, island: np.ndarray, server: np.ndarray) -> tuple[int, int, int]:
-    """Items of `sent` [ranks, ranks] inside islands, inside servers, and all."""
-    return _within(sent, island), _within(sent, server), int(sent.sum())
+    def computing(self, rank: int, lane: str, seconds: float) -> dict[Port, float]:
+        """Ports that a rank's computation shares with what overlaps it, and for how long [s]."""
+        return self._shared_cores.computing(rank, lane, seconds) if self._shared_cores else {}
 
 
 def _within(sent: np.ndarray, place: np.ndarray) -> int:

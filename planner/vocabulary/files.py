@@ -330,7 +330,7 @@ def _plain(
     where: Where,
     lines: dict[Where, int],
     path: str,
-    seen: set[int],
+    seen: set[yaml.Node],
 ) -> Any:
     """A node as plain data; the lines of its values are noted in `lines`.
 
@@ -338,12 +338,12 @@ def _plain(
     """
     line = node.start_mark.line + 1
     lines.setdefault(where, line)
-    if id(node) in seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
+    if node in seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
         raise SpecError(
             f"{path}:{line}: {dotted(where)}: anchors and aliases (&, *) are not supported; write"
             " the value out"
         )
-    seen.add(id(node))
+    seen.add(node)
     if isinstance(node, yaml.MappingNode):
         mapping: dict[Any, Any] = {}
         for key_node, value_node in node.value:

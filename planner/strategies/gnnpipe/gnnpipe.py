@@ -73,7 +73,14 @@ from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
 from gnnplan.planner.strategies.gnnpipe.memory import Holds, memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
 from gnnplan.planner.strategies.program.price import setup_s
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Exchange,
+    Message,
+    Op,
+    Program,
+    Receipt,
+)
 from gnnplan.planner.vocabulary.schedule import Compute
 
 
@@ -108,12 +115,10 @@ class GNNPipe(Pipeline):
         shared = _Shared(self, problem)
         step = [op for stage in range(self.stages) for op in _stage(self, problem, stage, shared)]
         inputs = self.inputs_sent(problem)
-        setup = [Op("input_halo", sent=inputs, ranks=tuple(self.group(problem, 0)))]
-        return Program(
-            lambda: [step],
-            1,
-            lambda t: step,
-            lambda: setup if inputs.any() else [],
+        setup = [Op("input_halo", work=Exchange(inputs), ranks=tuple(self.group(problem, 0)))]
+        return Program.of(
+            step,
+            setup=lambda: setup if inputs.any() else [],
             chunks=lambda t: chunk_order(seed, t, chunks, shuffle),
         )
 
@@ -137,13 +142,13 @@ class GNNPipe(Pipeline):
 
 
 class _Shared:
-    """What stages that are alike share: work and bytes of all chunks, one object each."""
+    """What stages that are alike share: work and bytes of all chunks."""
 
     def __init__(self, pipe: Pipeline, problem: Problem) -> None:
         self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
         self.kept = np.array(pipe.kept(problem), dtype=float)
         self._works: dict[object, tuple[Compute, Compute]] = {}
-        self._exchanged: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._exchanged: dict[int, tuple[Exchange, Exchange]] = {}
         self._handed: dict[int, np.ndarray] = {}
         self._packing: dict[int, tuple[Compute, Compute]] = {}
 
@@ -154,11 +159,11 @@ class _Shared:
             self._works[kind] = self.pipe.work(self.problem, piece, self.facts)
         return self._works[kind]
 
-    def exchanged(self, row_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes [chunks, members, members] that members send each other, forward and backward."""
+    def exchanged(self, row_bytes: int) -> tuple[Exchange, Exchange]:
+        """Rows [chunks, members, members] that members send each other, forward and backward."""
         if row_bytes not in self._exchanged:
-            sent = self.facts.sends * row_bytes
-            self._exchanged[row_bytes] = sent, sent.transpose(0, 2, 1)
+            there, back = self.facts.sends, self.facts.sends.transpose(0, 2, 1)
+            self._exchanged[row_bytes] = Exchange(there, row_bytes), Exchange(back, row_bytes)
         return self._exchanged[row_bytes]
 
     def handed(self, row_bytes: int) -> np.ndarray:
@@ -195,19 +200,23 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         layer = piece[0] if g > 1 else None
         if row_bytes:
             there, back = shared.exchanged(row_bytes)
-            forward.append(Op("halo", "f", piece[0], sent=there, ranks=ranks, chunks=1))
-            backward.append(Op("halo", "b", piece[0], sent=back, ranks=ranks, chunks=-1))
+            forward.append(Op("halo", "f", piece[0], work=there, ranks=ranks, chunks=1))
+            backward.append(Op("halo", "b", piece[0], work=back, ranks=ranks, chunks=-1))
         keeps = partial(holds.forward, piece)
-        forward.append(Op("forward", "", layer, works[0], ranks=ranks, chunks=1, holds=keeps))
+        forward.append(
+            Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1, holds=keeps)
+        )
+        frees = holds.backward
         backward.append(
-            Op("backward", "", layer, works[1], ranks=ranks, chunks=-1, holds=holds.backward)
+            Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1, holds=frees)
         )
     backward.reverse()
 
     def taken(way: Literal["f", "b"]) -> list[Op]:
         """From the neighbour that comes before on this way."""
         sender = stage - 1 if way == "f" else stage + 1
-        message = _received(_message(pipe, problem, sender, way, shared), ranks)
+        sent = _message(pipe, problem, sender, way, shared)
+        message = Op("receive", way, work=Receipt(sent), ranks=ranks, chunks=sent.chunks)
         keeps = holds.receive if way == "f" else None
         if pipe.bits is None:
             return [replace(message, holds=keeps)]
@@ -233,7 +242,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         backward = [*taken("b"), *backward]
     weights = pipe.weights(problem, stage)
     size = weights * problem.model.weight_itemsize
-    ends = [Op("all_reduce", size=size, ranks=ranks)] if g > 1 else []
+    ends = [Op("all_reduce", work=AllReduce((size,)), ranks=ranks)] if g > 1 else []
     return [
         Op("history", work=pipe.refresh_work(problem, stage, shared.kept), ranks=ranks),
         *forward,
@@ -251,19 +260,6 @@ def _message(
     g, ranks = pipe.members(problem), tuple(pipe.group(problem, stage))
     below = stage if way == "f" else stage - 1
     handed = shared.handed(pipe.handed_bytes(problem, below))
-    message = Op("pipeline", way, handed=handed, ranks=ranks)
     if way == "f":
-        return replace(message, distance=g, chunks=1)
-    return replace(message, distance=-g, chunks=-1)
-
-
-def _received(message: Op, ranks: tuple[int, ...]) -> Op:
-    """The message's other end."""
-    return Op(
-        "receive",
-        message.way,
-        received=message,
-        ranks=ranks,
-        distance=-message.distance,
-        chunks=message.chunks,
-    )
+        return Op("pipeline", way, work=Message(handed, g), ranks=ranks, chunks=1)
+    return Op("pipeline", way, work=Message(handed, -g), ranks=ranks, chunks=-1)

@@ -24,12 +24,11 @@ from gnnplan.planner.gnn.footprint import (
 )
 from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.arithmetic import largest
 from gnnplan.planner.strategies.base import Memory, before_training
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Number, largest
 
 
 def memory(pipe: Pipeline, problem: Problem) -> Memory:

@@ -33,7 +33,7 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.layerwise.step import finish, moments
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
 
@@ -197,7 +197,7 @@ def _by_column(spec: Layer) -> bool:
 def program(problem: Problem, model: ByColumns, courses: Courses) -> Program:
     """One step, which all steps are like."""
     step = list(_step(problem, model, courses))
-    return Program(lambda: [step], 1, lambda t: step, lambda: setup(problem, courses))
+    return Program.of(step, setup=lambda: setup(problem, courses))
 
 
 def crossing(problem: Problem, width: int, op: str) -> np.ndarray:
@@ -213,7 +213,7 @@ def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
     if courses[0] is None and problem.ranks > 1:
         for op in ("to_columns", "to_rows"):
             sent = crossing(problem, problem.model.features, op)
-            yield Op(f"input_{op}", sent=sent, itemsize=problem.model.itemsize)
+            yield Op(f"input_{op}", work=Exchange(sent, problem.model.itemsize))
 
 
 def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
@@ -291,10 +291,10 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         held = Between(model, layer, own, course.width).cross
         if there and several:
             numbers = sent(course.width, "to_columns")
-            yield Op("to_columns", way, layer, sent=numbers, itemsize=b)
+            yield Op("to_columns", way, layer, work=Exchange(numbers, b))
         yield Op("aggregate", way, layer, work=summed(like[layer]), holds=held)
         if back and several:
-            yield Op("to_rows", way, layer, sent=sent(course.width, "to_rows"), itemsize=b)
+            yield Op("to_rows", way, layer, work=Exchange(sent(course.width, "to_rows"), b))
 
     encode = model.encode(encoded) if model.encoder else None
     if encode:
@@ -322,7 +322,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     if encode:
         yield Op("encode", "b", work=encode[1])
     if several:
-        yield Op("all_reduce", size=model.weights * model.weight_itemsize)
+        yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 
 

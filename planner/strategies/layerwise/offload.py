@@ -53,7 +53,7 @@ from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_tr
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.program import Copy, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
@@ -183,10 +183,14 @@ class Offload(Strategy):
 
     def moved(self, problem: Problem) -> tuple[int, int]:
         """Bytes of an epoch to the devices, and back."""
-        ops = self.built(problem).at(0)
+        copies = [(op.op, op.work) for op in self.built(problem).step(0)]
         loaded, stored = (
-            sum(int(op.loaded.sum()) for op in ops if op.op == name and op.loaded is not None)
-            for name in ("load", "store")
+            sum(
+                int(copy.nbytes.sum())
+                for op, copy in copies
+                if op == way and isinstance(copy, Copy)
+            )
+            for way in ("load", "store")
         )
         return loaded, stored
 

@@ -54,7 +54,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.columns import shares
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import Group, Op, Program
+from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Group, Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 Axis = Literal["x", "y", "z"]
@@ -241,7 +241,7 @@ class Tiles:
 def program(problem: Problem, grid: Grid) -> Program:
     """One step, which all steps are like."""
     step = list(_step(problem, grid))
-    return Program(lambda: [step], 1, lambda t: step)
+    return Program.of(step)
 
 
 def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
@@ -260,10 +260,10 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
         if grid.size(axis) > 1:
             groups = grid.groups(axis)
             sizes = tuple(int(numbers[group[0]]) * b for group in groups)
-            yield Op(op, way, layer, groups=groups, sizes=sizes)
+            yield Op(op, way, layer, work=AllReduce(sizes, groups))
 
     def exchange(axis: Axis, op: str, way: str, layer: int | None, sent: np.ndarray) -> Op:
-        return Op(op, way, layer, sent=sent * alike(grid, axis), itemsize=b)
+        return Op(op, way, layer, work=Exchange(sent * alike(grid, axis), b))
 
     def gather_weights(tiles: Tiles, way: str) -> Iterator[Op]:
         if grid.size(tiles.axes.rows) > 1:
