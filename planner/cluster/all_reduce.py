@@ -6,8 +6,7 @@ server with several NICs is shared among these, as NCCL does it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +32,9 @@ class AllReduces:
 
     ports: MessagePorts
     placement: tuple[int, ...]
+    _hops: dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]] = field(
+        default_factory=dict
+    )
 
     def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
         """An all-reduce of `size` bytes by the cluster's algorithm.
@@ -114,10 +116,6 @@ class AllReduces:
             np.append(target[direct], receivers.astype(np.int64)),
             np.append(np.ones(int(direct.sum())), shares),
         )
-
-    @cached_property
-    def _hops(self) -> dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]]:
-        return {}
 
     def between(self, sent: float, group: Sequence[int]) -> np.ndarray:
         """Bytes from rank to rank [ranks, ranks] of an all-reduce, `sent` over all hops [B]."""

@@ -15,8 +15,6 @@ bound. The simulator shares ports between transfers that overlap."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -34,34 +32,32 @@ from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, S
 __all__ = ["HOST_RATE", "Cost", "Transfer", "slowest"]
 
 
-@dataclass(frozen=True)
 class Cost:
     """A cluster's numbers, ready for hot loops.
 
-    Rank r sits on GPU `placement[r]`; GPUs are numbered over all servers. Wherever a `Number` comes
-    in or goes out, an array of candidates may stand for it.
+    Rank r sits on GPU `placement[r]`; GPUs are numbered over all servers. Without a placement,
+    ranks fill the servers in order: rank r sits on GPU r. Wherever a `Number` comes in or goes out,
+    an array of candidates may stand for it.
+
+    spread: standard deviation of the logarithm of a vertex degree.
     """
 
-    cluster: Cluster
-    placement: tuple[int, ...]
-    spread: float = SPREAD  # standard deviation of the logarithm of a vertex degree
-
-    @classmethod
-    def of(cls, cluster: Cluster, placement: Sequence[int] = (), spread: float = SPREAD) -> Cost:
-        """Without a placement, ranks fill the servers in order: rank r sits on GPU r."""
-        return cls(cluster, tuple(placement) or tuple(range(cluster.ranks)), spread)
-
-    # -- where ranks sit
-
-    @cached_property
-    def places(self) -> Places:
-        """What each rank shares with others."""
-        return Places.of(self.cluster, self.placement)
-
-    @cached_property
-    def servers(self) -> tuple[int, ...]:
-        """The server of each rank."""
-        return tuple(self.places.server.tolist())
+    def __init__(
+        self, cluster: Cluster, placement: Sequence[int] = (), spread: float = SPREAD
+    ) -> None:
+        self.cluster, self.spread = cluster, spread
+        self.placement = tuple(placement) or tuple(range(cluster.ranks))
+        self.places = Places.of(cluster, self.placement)  # what each rank shares with others
+        self.servers: tuple[int, ...] = tuple(self.places.server.tolist())  # of each rank
+        self._shared_cores: SharedCores | None = None  # each rank has a device of its own
+        if cluster.cores is not None and cluster.device.kind == "cpu":
+            machines = self.places.server // (cluster.servers if cluster.one_machine else 1)
+            self._shared_cores = SharedCores(cluster, cluster.cores, machines)
+        self._ports = MessagePorts(cluster, self.places, self._shared_cores)
+        self._all_reduces = AllReduces(self._ports, self.placement)
+        bandwidth = self.link("exchange", "intra_node").bandwidth
+        self._roofline = Roofline(cluster.device, spread, bandwidth)
+        self._all_reduce_transfers: dict[tuple[int, tuple[int, ...]], Transfer] = {}
 
     def link_name(self, a: int, b: int) -> LinkName:
         """The link between two ranks."""
@@ -69,29 +65,6 @@ class Cost:
         if at.server[a] != at.server[b]:
             return "inter_node"
         return "island" if at.island[a] == at.island[b] else "intra_node"
-
-    # -- the parts
-
-    @cached_property
-    def _roofline(self) -> Roofline:
-        bandwidth = self.link("exchange", "intra_node").bandwidth
-        return Roofline(self.cluster.device, self.spread, bandwidth)
-
-    @cached_property
-    def _shared_cores(self) -> SharedCores | None:
-        """None: each rank has a device of its own."""
-        if self.cluster.cores is None or self.cluster.device.kind != "cpu":
-            return None
-        machines = self.places.server // (self.cluster.servers if self.cluster.one_machine else 1)
-        return SharedCores(self.cluster, self.cluster.cores, machines)
-
-    @cached_property
-    def _ports(self) -> MessagePorts:
-        return MessagePorts(self.cluster, self.places, self._shared_cores)
-
-    @cached_property
-    def _all_reduces(self) -> AllReduces:
-        return AllReduces(self._ports, self.placement)
 
     # -- computation
 
@@ -192,10 +165,6 @@ class Cost:
                     transfer = self._shared_cores.with_cold_caches(transfer, group)
             self._all_reduce_transfers[key] = transfer
         return self._all_reduce_transfers[key]
-
-    @cached_property
-    def _all_reduce_transfers(self) -> dict[tuple[int, tuple[int, ...]], Transfer]:
-        return {}
 
     def loads(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1

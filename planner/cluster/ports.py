@@ -16,8 +16,7 @@ A `Transfer` (transfer.py) says how long messages keep these ports busy."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -54,6 +53,10 @@ class MessagePorts:
     cluster: Cluster
     places: Places
     shared_cores: SharedCores | None
+    # by who talks to whom, and the group
+    _equal_exchanges: dict[tuple[bytes, tuple[int, ...] | None], list[_EqualMessages]] = field(
+        default_factory=dict
+    )
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """The link there, as measured for this operation if it was."""
@@ -262,10 +265,3 @@ class MessagePorts:
             stretched = float(link.stretched(float(most * itemsize), messages))
             add(ports, seconds_of(messages_by_port, stretched, link.bandwidth))
         return Transfer(latency, ports)
-
-    @cached_property
-    def _equal_exchanges(
-        self,
-    ) -> dict[tuple[bytes, tuple[int, ...] | None], list[_EqualMessages]]:
-        """By who talks to whom, and the group."""
-        return {}

@@ -13,8 +13,8 @@ second when all cores are busy for a second."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -30,37 +30,22 @@ COPY_RATE = 1e9
 LEAST_CORE_S_PER_BYTE = 1e-13
 
 
-@dataclass(frozen=True, eq=False)
 class SharedCores:
-    """What ranks that share cores lose to each other."""
+    """What ranks that share cores lose to each other.
 
-    cluster: Cluster
-    cores: int  # of each machine
-    machines: np.ndarray  # the machine of each rank [ranks]
+    cores: of each machine. machines: the machine of each rank [ranks].
+    """
 
-    @cached_property
-    def ranks_by_machine(self) -> np.ndarray:
-        """Number of ranks on each machine [machines]."""
-        return np.bincount(self.machines)
-
-    @property
-    def most_ranks(self) -> int:
-        """Number of ranks on the fullest machine."""
-        return int(self.ranks_by_machine.max())
-
-    @cached_property
-    def core_share(self) -> float:
-        """Share of its machine's cores that a computing rank keeps busy.
-
-        It counts the time that ranks lose by taking turns, so it may exceed 1 / cores.
-        """
-        take_turns = self.most_ranks > self.cores
-        return (self.cluster.timeslice_slowdown if take_turns else 1.0) / self.cores
-
-    @cached_property
-    def full_load_slowdown(self) -> float:
-        """How many times as long a rank computes while all ranks compute."""
-        return max(1.0, float(self.most_ranks) * self.core_share)
+    def __init__(self, cluster: Cluster, cores: int, machines: np.ndarray) -> None:
+        self.cluster, self.cores, self.machines = cluster, cores, machines
+        self.ranks_by_machine = np.bincount(machines)
+        self.most_ranks = int(self.ranks_by_machine.max())
+        # Share of its machine's cores that a computing rank keeps busy. It counts the time that
+        # ranks lose by taking turns, so it may exceed 1 / cores.
+        take_turns = self.most_ranks > cores
+        self.core_share = (cluster.timeslice_slowdown if take_turns else 1.0) / cores
+        # How many times as long a rank computes while all ranks compute.
+        self.full_load_slowdown = max(1.0, float(self.most_ranks) * self.core_share)
 
     def all_done_s(self, seconds: Number) -> Number:
         """When the last rank has computed, if all begin at once [s].

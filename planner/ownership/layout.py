@@ -82,12 +82,12 @@ class LayerFacts:
         """Rows that go from i to j before the layer [ranks, ranks]."""
         return self.halo if self.fresh is None else self.fresh
 
-    @cached_property
+    @property
     def returned(self) -> np.ndarray:
         """Rows whose gradients go from i to j after the layer: the other way [ranks, ranks]."""
         return self.sends.T
 
-    @cached_property
+    @property
     def local(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has before the halo comes [ranks]."""
         return np.asarray(self.sources - self.there) if self.made is None else self.made

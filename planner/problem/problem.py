@@ -214,7 +214,7 @@ class Problem:
             launch = np.minimum(device.launch, REPLAYED_LAUNCH)
             device = device.model_copy(update={"launch": launch})
         cluster = self.cluster.model_copy(update={"device": device})
-        return Cost.of(cluster, self.placement, self.stats.spread)
+        return Cost(cluster, self.placement, self.stats.spread)
 
     @property
     def replays(self) -> bool:

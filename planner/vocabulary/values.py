@@ -35,11 +35,13 @@ class Value:
     """Base of frozen dataclasses (`eq=False`) whose fields may be arrays, or hold arrays."""
 
     @cached_property
-    def _contents(self) -> tuple[object, ...]:
-        return tuple(_content(getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
+    def _contents(self) -> tuple[int, tuple[object, ...]]:
+        """Those of its fields, and before them their hash."""
+        each = tuple(_content(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return hash(each), each
 
     def __hash__(self) -> int:
-        return hash(self._contents)
+        return self._contents[0]
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._contents == other._contents

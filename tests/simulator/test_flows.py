@@ -177,7 +177,7 @@ def cost_of(servers: int, gpus: int, fabric: Fabric | None = None, **more: Any) 
         "intra_node": Link(bandwidth=5e10, latency=0.0),
         "inter_node": Link(bandwidth=1e10, latency=0.0),
     }
-    return Cost.of(
+    return Cost(
         Cluster(
             servers=servers, gpus_per_server=gpus, device=DEVICE, fabric=fabric, **{**links, **more}
         )

@@ -27,7 +27,7 @@ def cluster(servers: int = 1, gpus: int = 8, latency: float = 0.0, speed: float 
     """1e9 flop/s and 1 MB/s, so that `s(2)` and `mb(2)` take 2 s."""
     device = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9)
     link = Link(bandwidth=1e6 * speed, latency=latency / speed)
-    return Cost.of(
+    return Cost(
         Cluster(
             servers=servers, gpus_per_server=gpus, device=device, intra_node=link, inter_node=link
         )

@@ -7,8 +7,6 @@ Sizes of a layer's tensors come from planner/gnn/footprint.py.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -185,7 +183,7 @@ class Holds:
     def _hand_on(self, held: Held, *sizes: Number) -> None:
         held.handed_on = largest(map(_largest_chunk, sizes), held.handed_on)
 
-    @cached_property
+    @property
     def _counts(self) -> tuple[np.ndarray, ...]:
         """Rows, edges, sources, others' rows that are read [chunks, members]; and whether members
         exchange rows of a chunk [chunks, 1]."""

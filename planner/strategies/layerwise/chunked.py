@@ -57,31 +57,22 @@ from gnnplan.planner.strategies.program.program import (
     Step,
 )
 from gnnplan.planner.vocabulary.schedule import Compute, Label
+from gnnplan.planner.vocabulary.values import Value
 
 COUNTS_AT_ENDS = 8  # [B] by which the offsets of a block's edges are more than its rows, both ways
 
 
 @dataclass(frozen=True, eq=False)
-class Counts:
-    """What the ranks' chunks of a turn have in a layer; of a graph known by statistics: on average.
-
-    Chunks that are alike have the same object."""
+class Counts(Value):
+    """What the ranks' chunks of a turn have in a layer; estimates are means."""
 
     rows: np.ndarray  # [ranks]
     sources: np.ndarray  # rows that edges read, the chunk's own and the halo included [ranks]
     edges: np.ndarray  # without self edges [ranks]
     trained: np.ndarray  # training vertices among the rows [ranks]
     sends: np.ndarray  # sends[i, j]: rows of the halo of j that i has [ranks, ranks]
-
-    @cached_property
-    def given(self) -> np.ndarray:
-        """Rows of others' halos that each rank has, and sends [ranks]."""
-        return np.asarray(self.sends.sum(1))
-
-    @cached_property
-    def halo(self) -> np.ndarray:
-        """Rows read that other ranks have [ranks]."""
-        return np.asarray(self.sends.sum(0))
+    given: np.ndarray  # rows of others' halos that each rank has, and sends [ranks]
+    halo: np.ndarray  # rows read that other ranks have [ranks]
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,14 +207,15 @@ class ChunkedStep:
 
     def _turns(self, facts: LayerFacts) -> list[Counts]:
         """A layer's counts of the chunks of every turn."""
-        once, sends = dict[tuple[bytes, ...], Counts](), self._sends(facts)
+        sends, trained = self._sends(facts), self._trained
 
         def counted(c: int) -> Counts:
             its = slice(c, None, len(self.chunks))
-            each = facts.rows, facts.sources, facts.edges, self._trained
+            each = facts.rows, facts.sources, facts.edges, trained
             arrays = [np.asarray(of_all, dtype=float)[its] for of_all in each]
-            arrays.append(sends[:, :, c])
-            return once.setdefault(tuple(a.tobytes() for a in arrays), Counts(*arrays))
+            its_sends = sends[:, :, c]
+            arrays += [its_sends, its_sends.sum(1), its_sends.sum(0)]
+            return Counts(*arrays)
 
         return [counted(c) for c in self.chunks]
 
@@ -239,7 +231,7 @@ class ChunkedStep:
         by_rank = facts.sends.reshape(ranks, chunks, ranks, chunks).sum(1)
         return np.asarray(others * by_rank)
 
-    @cached_property
+    @property
     def _trained(self) -> list[float]:
         """Training vertices of every rank's chunks."""
         layout = self.layout
@@ -248,10 +240,8 @@ class ChunkedStep:
         return [float(layout.graph.train[layout.own(c)].sum()) for c in range(layout.ranks)]
 
     def _work(self, op: str, layer: int, n: Counts) -> Compute:
-        """Of a layer's pass; chunks that are alike have the same object.
-
-        But for the last layer's, a backward pass begins with the forward pass.
-        """
+        """Of a layer's pass. But for the last layer's, a backward pass begins with the forward
+        pass."""
         if (op, layer, n) not in self._works:
             model, sizes = self.model, (n.rows, n.sources, n.edges)
             work = (model.forward if op == "forward" else model.backward)(layer, *sizes)

@@ -249,7 +249,6 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             return Compute(itemsize=b)
         return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
 
-    @cache
     def prepare(layer: int) -> tuple[Compute, Compute]:
         course = courses[layer - 1]
         assert course is not None
@@ -258,7 +257,6 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         piece = copied(course.width, course.cuts)
         return forward + piece, backward + piece
 
-    @cache
     def end(layer: int) -> tuple[Compute, Compute]:
         course = courses[layer - 1]
         joins = course is None or course.joins
@@ -269,7 +267,6 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         piece = copied(course.width, joins)
         return forward + piece, backward + piece if course.backward else backward
 
-    @cache
     def summed(layer: int) -> Compute:
         course, stats = courses[layer - 1], problem.stats
         assert course is not None

@@ -141,7 +141,6 @@ def step(
         # a checkpoint's backward pass begins with the forward pass
         return work + computation(layer, "f") if options.checkpoint and way == "b" else work
 
-    @cache
     def packing(layer: int, way: str) -> tuple[Compute, Compute]:
         """The work of packing what leaves, and of unpacking what comes."""
         f, width = facts[layer], model.exchanged_width(layer, options.narrow)

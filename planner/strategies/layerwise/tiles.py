@@ -189,42 +189,42 @@ class Tiles:
         """Whether its inputs have a gradient."""
         return self.layer > self.model.first_varying
 
-    @cached_property
+    @property
     def rows(self) -> np.ndarray:
         return self.grid.share(self.problem.stats.vertices, self.axes.rows)
 
-    @cached_property
+    @property
     def sources(self) -> np.ndarray:
         return self.grid.share(self.problem.stats.vertices, self.axes.sources)
 
-    @cached_property
+    @property
     def h_in(self) -> np.ndarray:
         """Columns of the inputs."""
         return self.grid.share(self.spec.h_in, self.axes.columns)
 
-    @cached_property
+    @property
     def h_out(self) -> np.ndarray:
         """Columns of the outputs."""
         return self.grid.share(self.spec.h_out, self.axes.sources)
 
-    @cached_property
+    @property
     def summed(self) -> np.ndarray:
         """Columns of the sums: of neighbours, and of own rows where the layer reads them."""
         return self.h_in * self.spec.matrices
 
-    @cached_property
+    @property
     def weights(self) -> np.ndarray:
         """Numbers of the weights, with the bias on the first ranks along `columns`."""
         first = self.grid.places(self.axes.columns) == 0
         return np.asarray((self.summed + (first & self.spec.bias)) * self.h_out)
 
-    @cached_property
+    @property
     def kept_weights(self) -> np.ndarray:
         """Numbers of the weights that a rank keeps, of those of its tile."""
         size = self.grid.size(self.axes.rows)
         return self.weights // size + (self.grid.places(self.axes.rows) < self.weights % size)
 
-    @cached_property
+    @property
     def whole_rows(self) -> np.ndarray:
         """Rows of the outputs where ranks turn their columns into whole rows."""
         size, place = self.grid.size(self.axes.sources), self.grid.places(self.axes.sources)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -244,7 +243,7 @@ class EstimatedStore:
     def caches(self) -> bool:
         return self.cached_rows > 0
 
-    @cached_property
+    @property
     def asks(self) -> NDArray[np.bool_]:
         asks = (self.spread & pairs(self.servers, False)) | (
             self.shared & pairs(self.servers, True)

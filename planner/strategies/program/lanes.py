@@ -40,10 +40,10 @@ def epoch_s(cost: Cost, program: Program, order: Order, priced: Mapping[Kind, Pr
     losses: dict[int, Number] = {}  # step -> when its last loss has ended [.., ranks]
     at = partial(program.again, known)
     for op, step, after, _ in order(at, epoch, steps):
-        seconds, is_transfer = takes[op.kind]
-        ready = largest((ended[label] for label in after), free.get(op.lane, 0.0))
+        (seconds, is_transfer), lane = takes[op.kind], op.lane
+        ready = largest((ended[label] for label in after), free.get(lane, 0.0))
         end = (slowest(ready) if is_transfer else ready) + seconds
-        free[op.lane] = ended[op.label(step)] = end
+        free[lane] = ended[op.label(step)] = end
         if op.op == "loss":
             losses[step] = end
     last, before = (slowest(losses[count * len(known) - 1]) for count in (rounds, rounds - 1))
