@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 
 import simpy
@@ -43,7 +43,7 @@ class Played:
     tasks: list[Task]
     times: list[tuple[float, float]]
 
-    @cached_property
+    @property
     def spans(self) -> list[Span]:
         """The spans of a trace; `spans[i]` is the schedule's i-th task."""
         return [_span(task, *time) for task, time in zip(self.tasks, self.times, strict=True)]
@@ -53,24 +53,21 @@ class Played:
         """When the last task ends [s]."""
         return max((end for _, end in self.times), default=0.0)
 
-    @cached_property
-    def _step_ends(self) -> dict[int, float]:
+    @property
+    def step_ends(self) -> dict[int, float]:
+        """When the last task of each step ends [s]."""
         ends: dict[int, float] = {}
         for task, (_, end) in zip(self.tasks, self.times, strict=True):
             ends[task.label.step] = max(ends.get(task.label.step, 0.0), end)
         return ends
-
-    def step_end(self, step: int) -> float:
-        """When the last task of a step ends [s]."""
-        return self._step_ends[step]
 
     def epochs_s(self, steps: int) -> list[float]:
         """Durations of epochs of so many steps, from end to end [s].
 
         The first epoch is left out, unless it is the only one.
         """
-        steps_by_time = sorted(self._step_ends)
-        ends = [self._step_ends[step] for step in steps_by_time if step % steps == steps - 1]
+        of_step = self.step_ends
+        ends = [of_step[step] for step in sorted(of_step) if step % steps == steps - 1]
         return [b - a for a, b in pairwise(ends)] if len(ends) > 1 else [self.end_s]
 
     def epoch_s(self, steps: int, period: int = 1) -> float:

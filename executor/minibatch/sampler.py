@@ -137,16 +137,13 @@ class Sampler(Dataset[Sampled]):
         if lists is not None:
             self._degrees = degrees(batches.graph)
             self.graph = thinned(batches.graph, lists.keeps(me))
+        # scratch [N]: the position of a vertex among a layer's sources
+        self._where = np.empty(self.graph.stats.vertices, dtype=np.int32)
         self._device_lists = None if device is None else sampling.Lists(self.graph, device)
 
     @cached_property
     def _degrees(self) -> tuple[np.ndarray, np.ndarray]:
         return degrees(self.graph)
-
-    @cached_property
-    def _where(self) -> NDArray[np.int32]:
-        """Scratch [N]: the position of a vertex among a layer's sources."""
-        return np.empty(self.graph.stats.vertices, dtype=np.int32)
 
     def __getitem__(self, step: int) -> Sampled:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)

@@ -411,8 +411,7 @@ class Problem:
 
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
         """Counts of `cut`; estimates if only statistics are known."""
-        return (
-            estimated_chunks(self.stats, chunks, members, self.method)
-            if self.graph is None
-            else self.cut(chunks, members).facts
-        )
+        if self.graph is not None:
+            return self.cut(chunks, members).facts
+        asked = self.stats, chunks, members, self.method
+        return self.known.answer(("chunks", *asked), lambda: estimated_chunks(*asked))

@@ -16,7 +16,6 @@ import secrets
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnplan"
 
 
-@cache
 def quoted(name: str) -> list[dict[str, str]]:
     """The rows of a table of what was measured, or printed."""
     with (QUOTED / name).open(newline="", encoding="utf-8") as file:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -276,10 +276,6 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         read = Gather(edges * columns / most, most, stats.vertices, stats.vertices)
         return Compute(0.0, (read,), launches=1, itemsize=b)
 
-    @cache
-    def sent(width: int, op: str) -> np.ndarray:
-        return crossing(problem, width, op)
-
     def sums(layer: int, way: str) -> Iterator[Op]:
         """What a layer does on columns, and how it gets there and back."""
         course = courses[layer - 1]
@@ -287,11 +283,12 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         there, back = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
         held = Between(model, layer, own, course.width).cross
         if there and several:
-            numbers = sent(course.width, "to_columns")
+            numbers = crossing(problem, course.width, "to_columns")
             yield Op("to_columns", way, layer, work=Exchange(numbers, b))
         yield Op("aggregate", way, layer, work=summed(like[layer]), holds=held)
         if back and several:
-            yield Op("to_rows", way, layer, work=Exchange(sent(course.width, "to_rows"), b))
+            numbers = crossing(problem, course.width, "to_rows")
+            yield Op("to_rows", way, layer, work=Exchange(numbers, b))
 
     encode = model.encode(encoded) if model.encoder else None
     if encode:
