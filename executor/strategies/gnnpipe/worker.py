@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of, weight_dtype_of
-from gnnplan.executor.layers.kernels import backward, pack, unpack
+from gnnplan.executor.layers.kernels import backward, gradient_of, pack, unpack
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
@@ -35,6 +35,7 @@ from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
+from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -45,12 +46,10 @@ class Worker(base.Worker):
     net: Net
 
     def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe, first: int = 0) -> None:
-        graph, workload, device = problem.graph, problem.workload, rank.device
-        assert graph is not None
-        assert strategy.chunks is not None and strategy.stages is not None
+        graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.shapes, layers_by_stage = strategy.shape(problem)
-        self.members, self.stages = strategy.members(problem), strategy.stages
+        self.members, self.stages = strategy.members(problem), settled(strategy.stages)
         self.stage, self.member = divmod(rank.rank, self.members)
         self.layers = layers_by_stage[self.stage]
         # runs of layers without an exchange in between
@@ -62,7 +61,7 @@ class Worker(base.Worker):
         self.dtype, self.seed = dtype_of(workload), workload.seed
         self.net = net_of(self.shapes, workload, self.layers).to(device)
         must_run_in_parts(self.net, self.layers)
-        cut = problem.cut(strategy.chunks, self.members)
+        cut = problem.cut(settled(strategy.chunks), self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
         kept, self.chunks = make_chunks(
             rank, graph, workload, cut, self.member, self.reduce_group, kinds
@@ -389,8 +388,7 @@ class Worker(base.Worker):
         gradient, x0 = passage.gradient, passage.x0
         assert passage.encoded is not None and gradient is not None
         if x0 is not None:
-            assert x0.grad is not None
-            gradient = gradient + x0.grad
+            gradient = gradient + gradient_of(x0)
         backward([passage.encoded], [gradient])
 
     # -- evaluation -------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import Memory, settled
 from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
 from gnnplan.planner.strategies.gnnpipe.memory import Holds, memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
@@ -94,14 +94,14 @@ class GNNPipe(Pipeline):
             stages = next(
                 s for s in range(min(problem.ranks, layers), 0, -1) if problem.ranks % s == 0
             )
-        settled = replace(
+        chosen = replace(
             self, stages=stages, chunks=4 * stages if self.chunks is None else self.chunks
         )
-        if settled.layers_per_stage is None and settled._mistake(problem) is None:
-            settled = replace(
-                settled, layers_per_stage=balance(layer_seconds(settled, problem), stages)
+        if chosen.layers_per_stage is None and chosen._mistake(problem) is None:
+            chosen = replace(
+                chosen, layers_per_stage=balance(layer_seconds(chosen, problem), stages)
             )
-        return settled
+        return chosen
 
     def program(self, problem: Problem) -> Program:
         """The same for all placements and clusters, so it is made once for all of them."""
@@ -110,10 +110,9 @@ class GNNPipe(Pipeline):
         return problem.known.recent("pipeline", (self, *of, *cut), lambda: self._program(problem))
 
     def _program(self, problem: Problem) -> Program:
-        assert self.stages is not None and self.chunks is not None
-        chunks, seed, shuffle = self.chunks, problem.workload.seed, self.shuffle
-        shared = _Shared(self, problem)
-        step = [op for stage in range(self.stages) for op in _stage(self, problem, stage, shared)]
+        chunks, seed, shuffle = settled(self.chunks), problem.workload.seed, self.shuffle
+        shared, stages = _Shared(self, problem), range(settled(self.stages))
+        step = [op for stage in stages for op in _stage(self, problem, stage, shared)]
         inputs = self.inputs_sent(problem)
         setup = [Op("input_halo", work=Exchange(inputs), ranks=tuple(self.group(problem, 0)))]
         return Program.of(
@@ -127,13 +126,12 @@ class GNNPipe(Pipeline):
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         """Seconds to cut the graph, and of epoch 0: a forward pass, stage after stage."""
-        assert self.stages is not None and self.chunks is not None
         partitioning_s = (
             0.0
             if problem.graph is None
-            else problem.seconds_of(problem.cut(self.chunks, self.members(problem)))
+            else problem.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
         )
-        first_pass_s = float(self.predict(problem).by_op["forward"]) * self.stages
+        first_pass_s = float(self.predict(problem).by_op["forward"]) * settled(self.stages)
         return {
             "partitioning": partitioning_s,
             "features": setup_s(problem, self.built(problem).setup()),
@@ -190,7 +188,6 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
 
     With few bits a chunk is packed before it is sent, and unpacked once it is received.
     """
-    assert pipe.stages is not None
     ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
     holds = Holds(pipe, problem, stage)
     forward: list[Op] = []
@@ -237,7 +234,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
     if stage > 0:
         forward = [*taken("f"), *forward]
         backward = [*backward, *given("b")]
-    if stage + 1 < pipe.stages:
+    if stage + 1 < settled(pipe.stages):
         forward = [*forward, *given("f")]
         backward = [*taken("b"), *backward]
     weights = pipe.weights(problem, stage)

@@ -49,7 +49,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training, settled
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.program.memory import fullest
@@ -178,8 +178,7 @@ class Offload(Strategy):
         return self._step(problem).program()
 
     def _step(self, problem: Problem) -> ChunkedStep:
-        assert self.chunks is not None, "settle chooses it"
-        return ChunkedStep(problem, problem.chunked(self.chunks))
+        return ChunkedStep(problem, problem.chunked(settled(self.chunks)))
 
     def moved(self, problem: Problem) -> tuple[int, int]:
         """Bytes of an epoch to the devices, and back."""

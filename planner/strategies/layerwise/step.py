@@ -141,14 +141,13 @@ def step(
         # a checkpoint's backward pass begins with the forward pass
         return work + computation(layer, "f") if options.checkpoint and way == "b" else work
 
-    def packing(layer: int, way: str) -> tuple[Compute, Compute]:
+    def packing(layer: int, way: str, bits: int | str) -> tuple[Compute, Compute]:
         """The work of packing what leaves, and of unpacking what comes."""
         f, width = facts[layer], model.exchanged_width(layer, options.narrow)
         leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
-        assert options.bits is not None
         return (
-            few_bits.pack(leaves, width, model.itemsize, options.bits, picked=way == "f"),
-            few_bits.unpack(comes, width, model.itemsize, options.bits, added=way == "b"),
+            few_bits.pack(leaves, width, model.itemsize, bits, picked=way == "f"),
+            few_bits.unpack(comes, width, model.itemsize, bits, added=way == "b"),
         )
 
     def exchange(layer: int, way: str) -> Iterator[Op]:
@@ -159,7 +158,7 @@ def step(
         if options.bits is None:
             yield crosses
             return
-        pack, unpack = packing(like[layer], way)
+        pack, unpack = packing(like[layer], way, options.bits)
         yield Op("pack", way, layer, work=pack)
         yield crosses
         yield Op("unpack", way, layer, work=unpack)
