@@ -75,7 +75,7 @@ class LayerFacts:
     fresh: np.ndarray | None = None  # rows of the halo that cross before the layer, if not all
 
     def __post_init__(self) -> None:
-        self.sends.setflags(write=False)  # so that what is found out about them can be kept
+        self.sends.setflags(write=False)
 
     @property
     def sends(self) -> np.ndarray:
