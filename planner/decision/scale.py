@@ -44,10 +44,15 @@ class Size:
     needs_bytes: float | None = None  # least memory in which a strategy would fit [B]
 
     @property
-    def best(self) -> Candidate:
-        """What is recommended; only of a size where something fits."""
+    def result(self) -> SearchResult:
+        """What was found; only of a size where something fits."""
         assert self.found is not None
-        return self.found.best
+        return self.found
+
+    @property
+    def best(self) -> Candidate:
+        """What is recommended there."""
+        return self.result.best
 
     @property
     def time_s(self) -> float:

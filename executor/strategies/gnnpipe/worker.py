@@ -73,7 +73,7 @@ class Worker(base.Worker):
             if self.is_last
             else []
         )
-        self.inputs = (
+        self._inputs = (
             Inputs(rank, problem, self.net, self.chunks, kept, self.own) if self.is_first else None
         )
         self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
@@ -160,8 +160,8 @@ class Worker(base.Worker):
                 self._drop(step - 1, layer, self.vertices),
                 self._drop(step, layer, self.vertices),
             )
-        if self.inputs is not None:
-            self.inputs.prepare(self._drop(step, 1, self.vertices))
+        if self._inputs is not None:
+            self._inputs.prepare(self._drop(step, 1, self.vertices))
 
     def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
         """Buffers for what the peer will send, by chunk, in its order."""
@@ -234,6 +234,12 @@ class Worker(base.Worker):
     def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
         return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
 
+    @property
+    def inputs(self) -> Inputs:
+        """What the first stage reads."""
+        assert self._inputs is not None
+        return self._inputs
+
     def _halo(self, step: int, way: str, layer: int, c: int, rows: Tensor) -> Tensor:
         """Exchange a chunk's rows between the members of the stage.
 
@@ -301,7 +307,6 @@ class Worker(base.Worker):
         return Passage(h, summed=carried if self.net.jump else None)
 
     def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
-        assert self.inputs is not None
         drop = self._drop(step, 0, self.vertices[chunk.rows])
         passage.encoded = self.inputs.encode(chunk, drop)
         passage.h = passage.encoded.detach()
@@ -331,7 +336,6 @@ class Worker(base.Worker):
     ) -> Kept:
         chunk = self.chunks[c]
         if passage.h is None:  # constant features
-            assert self.inputs is not None
 
             def drop_sources(places: Tensor) -> Drop:
                 return self._drop(step, layer, self.vertices[places])
@@ -403,7 +407,6 @@ class Worker(base.Worker):
         h, carried = self._first_rows()
         for layer in self.layers:
             if h is None:
-                assert self.inputs is not None
                 h = self.inputs.first_layer_sparse_exactly()
             else:
                 if layer in self.history.mixed:
@@ -435,7 +438,6 @@ class Worker(base.Worker):
             arrivals = [Arrival(self.rank, (self.own, w), self.dtype, before) for w in widths]
             h, carried = [*(arrival.wait() for arrival in arrivals), None][:2]
             return h, carried
-        assert self.inputs is not None
         if self.net.encoder is not None:
             assert self.inputs.features is not None
             h = self.net.encode(self.inputs.features)
@@ -445,7 +447,7 @@ class Worker(base.Worker):
     def _layer_exactly(self, layer: int, h: Tensor, x0: Tensor | None) -> list[Tensor]:
         """The layer's output for each chunk, from all rows that it reads."""
         part, relu = self.net.layer(layer), self.net.relu_after(layer)
-        aggregated = self.inputs.aggregated if self.inputs is not None and layer == 1 else []
+        aggregated = self.inputs.aggregated if layer == 1 else []
         outs, rows = [], part.prepare(h, keep)
         for c, chunk in enumerate(self.chunks):
             gathered = aggregated[c] if aggregated else chunk.gather(part, rows)

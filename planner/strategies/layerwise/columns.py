@@ -249,9 +249,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             return Compute(itemsize=b)
         return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
 
-    def prepare(layer: int) -> tuple[Compute, Compute]:
-        course = courses[layer - 1]
-        assert course is not None
+    def prepare(layer: int, course: Course) -> tuple[Compute, Compute]:
         rows = own if course.cuts else of_columns(model.layers[layer - 1].h_in)
         forward, backward = model.prepare(layer, rows)
         piece = copied(course.width, course.cuts)
@@ -267,25 +265,22 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         piece = copied(course.width, joins)
         return forward + piece, backward + piece if course.backward else backward
 
-    def summed(layer: int) -> Compute:
-        course, stats = courses[layer - 1], problem.stats
-        assert course is not None
+    def summed(layer: int, course: Course) -> Compute:
+        stats = problem.stats
         edges = stats.edges + stats.vertices * model.layers[layer - 1].self_edges
         columns = shares(course.width, ranks)
         most = int(columns.max())
         read = Gather(edges * columns / most, most, stats.vertices, stats.vertices)
         return Compute(0.0, (read,), launches=1, itemsize=b)
 
-    def sums(layer: int, way: str) -> Iterator[Op]:
+    def sums(layer: int, course: Course, way: str) -> Iterator[Op]:
         """What a layer does on columns, and how it gets there and back."""
-        course = courses[layer - 1]
-        assert course is not None
         there, back = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
         held = Between(model, layer, own, course.width).cross
         if there and several:
             numbers = crossing(problem, course.width, "to_columns")
             yield Op("to_columns", way, layer, work=Exchange(numbers, b))
-        yield Op("aggregate", way, layer, work=summed(like[layer]), holds=held)
+        yield Op("aggregate", way, layer, work=summed(like[layer], course), holds=held)
         if back and several:
             numbers = crossing(problem, course.width, "to_rows")
             yield Op("to_rows", way, layer, work=Exchange(numbers, b))
@@ -297,8 +292,8 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         yield from moments(problem, layer, "f")
         if (course := courses[layer - 1]) is not None:
             kept = Between(model, layer, own, course.width).keep if course.backward else None
-            yield Op("prepare", "f", layer, work=prepare(like[layer])[0], holds=kept)
-            yield from sums(layer, "f")
+            yield Op("prepare", "f", layer, work=prepare(like[layer], course)[0], holds=kept)
+            yield from sums(layer, course, "f")
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=end(like[layer])[0], holds=keeps)
     yield from moments(problem, layers + 1, "f")
@@ -309,9 +304,9 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         course, frees = courses[layer - 1], partial(holds.backward, layer)
         yield Op("backward", layer=layer, work=end(like[layer])[1], holds=frees)
         if course is not None and course.backward:
-            yield from sums(layer, "b")
+            yield from sums(layer, course, "b")
             freed = Between(model, layer, own, course.width).free
-            yield Op("prepare", "b", layer, work=prepare(like[layer])[1], holds=freed)
+            yield Op("prepare", "b", layer, work=prepare(like[layer], course)[1], holds=freed)
             yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
