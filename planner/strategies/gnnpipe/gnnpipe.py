@@ -140,15 +140,13 @@ class GNNPipe(Pipeline):
 
 
 class _Shared:
-    """What stages that are alike share: work and bytes of all chunks."""
+    """What stages that are alike share: facts of all chunks, and the work that follows."""
 
     def __init__(self, pipe: Pipeline, problem: Problem) -> None:
         self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
+        self.returned = self.facts.sends.transpose(0, 2, 1)  # rows whose gradients go home
         self.kept = np.array(pipe.kept(problem), dtype=float)
         self._works: dict[object, tuple[Compute, Compute]] = {}
-        self._exchanged: dict[int, tuple[Exchange, Exchange]] = {}
-        self._handed: dict[int, np.ndarray] = {}
-        self._packing: dict[int, tuple[Compute, Compute]] = {}
 
     def works(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
         """Forward and backward work of a piece [chunks * members]."""
@@ -156,26 +154,6 @@ class _Shared:
         if kind not in self._works:
             self._works[kind] = self.pipe.work(self.problem, piece, self.facts)
         return self._works[kind]
-
-    def exchanged(self, row_bytes: int) -> tuple[Exchange, Exchange]:
-        """Rows [chunks, members, members] that members send each other, forward and backward."""
-        if row_bytes not in self._exchanged:
-            there, back = self.facts.sends, self.facts.sends.transpose(0, 2, 1)
-            self._exchanged[row_bytes] = Exchange(there, row_bytes), Exchange(back, row_bytes)
-        return self._exchanged[row_bytes]
-
-    def handed(self, row_bytes: int) -> np.ndarray:
-        """Bytes [chunks, members] that a stage hands on, either way."""
-        if row_bytes not in self._handed:
-            self._handed[row_bytes] = self.facts.rows * row_bytes
-        return self._handed[row_bytes]
-
-    def packing(self, stage: int) -> tuple[Compute, Compute]:
-        """Work of packing what `stage` hands on, and of unpacking it [chunks * members]."""
-        width = self.pipe.boundary(self.problem, stage)
-        if width not in self._packing:
-            self._packing[width] = self.pipe.packing(self.problem, stage, self.facts)
-        return self._packing[width]
 
 
 def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> list[Op]:
@@ -196,7 +174,8 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         works, row_bytes = shared.works(piece), pipe.exchanged(problem, piece) * b
         layer = piece[0] if g > 1 else None
         if row_bytes:
-            there, back = shared.exchanged(row_bytes)
+            there = Exchange(shared.facts.sends, row_bytes)
+            back = Exchange(shared.returned, row_bytes)
             forward.append(Op("halo", "f", piece[0], work=there, ranks=ranks, chunks=1))
             backward.append(Op("halo", "b", piece[0], work=back, ranks=ranks, chunks=-1))
         keeps = partial(holds.forward, piece)
@@ -217,7 +196,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         keeps = holds.receive if way == "f" else None
         if pipe.bits is None:
             return [replace(message, holds=keeps)]
-        _, work = shared.packing(min(sender, stage))
+        _, work = pipe.packing(problem, min(sender, stage), shared.facts)
         unpack = Op("unpack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
         return [message, unpack]
 
@@ -227,7 +206,8 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         if pipe.bits is None:
             return [message]
         below = stage if way == "f" else stage - 1
-        work, keeps = shared.packing(below)[0], partial(holds.pack, below)
+        work, _ = pipe.packing(problem, below, shared.facts)
+        keeps = partial(holds.pack, below)
         pack = Op("pack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
         return [pack, message]
 
@@ -256,7 +236,7 @@ def _message(
     before."""
     g, ranks = pipe.members(problem), tuple(pipe.group(problem, stage))
     below = stage if way == "f" else stage - 1
-    handed = shared.handed(pipe.handed_bytes(problem, below))
+    handed = shared.facts.rows * pipe.handed_bytes(problem, below)
     if way == "f":
         return Op("pipeline", way, work=Message(handed, g), ranks=ranks, chunks=1)
     return Op("pipeline", way, work=Message(handed, -g), ranks=ranks, chunks=-1)
