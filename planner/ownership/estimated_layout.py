@@ -98,7 +98,7 @@ class EstimatedLayout:
     def ranks(self) -> int:
         return len(self.servers)
 
-    @property
+    @cached_property
     def inside(self) -> int:
         if self.expansion and len(set(self.servers)) > 1:
             return self.layers
@@ -114,7 +114,7 @@ class EstimatedLayout:
 
     # -- a server's region ---------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _own_rows(self) -> float:
         """Rows of a server's own part."""
         return self.vertices / len(set(self.servers))
