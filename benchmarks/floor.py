@@ -75,6 +75,8 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     from gnnplan.executor.strategies.graph_parallel import whole_share
     from gnnplan.planner.ownership.layout import Layout
     from gnnplan.planner.strategies import parse
+    from gnnplan.planner.strategies.program.program import AllReduce, Exchange
+    from gnnplan.planner.vocabulary.schedule import Compute
 
     torch.set_num_threads(1)
     problem = problem_of(ranks)
@@ -118,16 +120,16 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
         return per_row[op, width]
 
     products = aggregation = nbytes = 0.0
-    for op in settled.built(problem).at(0):
-        if op.work is not None:
+    for op in settled.built(problem).step(0):
+        if isinstance(op.work, Compute):
             mine = op.work.at(number)
             products += float(mine.flops + mine.weight_gradient_flops) / peak
             aggregation += sum(float(g.rows) * row_s(op.op, g.width) for g in mine.gathers)
-        elif op.sent is not None:
-            sent = op.sent_bytes
+        elif isinstance(op.work, Exchange):
+            sent = op.work.nbytes
             nbytes += float(max(sent[number].sum(), sent[:, number].sum()))
-        else:
-            nbytes += 2 * (ranks - 1) / ranks * op.size
+        elif isinstance(op.work, AllReduce):
+            nbytes += 2 * (ranks - 1) / ranks * op.work.sizes[0]
     wire = 0.0
     if ranks > 1:
         outs, ins = (

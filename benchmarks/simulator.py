@@ -101,7 +101,7 @@ def flows(cluster: Cluster) -> str:
     """Irregular: log-normal sizes, sigma 1. Seconds of a core."""
     ranks = cluster.ranks
     exchange = Flows.of(
-        Cost.of(cluster),
+        Cost(cluster),
         np.random.default_rng(0).lognormal(0, 1, (ranks, ranks)) * 1e6 * ~np.eye(ranks, dtype=bool),
     )
     start = time.process_time()
@@ -124,7 +124,7 @@ def flows(cluster: Cluster) -> str:
 
 
 def main(repeats: int = 3) -> None:
-    cost = Cost.of(TWO_SERVERS)
+    cost = Cost(TWO_SERVERS)
     for build in (pipeline, halo):
         schedule = build()
         seconds = []

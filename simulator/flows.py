@@ -12,7 +12,7 @@ port's flows have taken all of it, the port is full and they stop:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -128,7 +128,6 @@ class Flows:
         )
 
 
-@dataclass(frozen=True)
 class ByFlows(Cost):
     """A cost whose exchanges end with the last of their messages, each with a rate of its own.
 
@@ -139,7 +138,7 @@ class ByFlows(Cost):
     @classmethod
     def like(cls, cost: Cost) -> ByFlows:
         """The same cluster and placement."""
-        return cls(**{field.name: getattr(cost, field.name) for field in fields(cost)})
+        return cls(cost.cluster, cost.placement, cost.spread)
 
     def exchange(
         self,
@@ -157,7 +156,7 @@ class ByFlows(Cost):
         among_all[np.ix_(members, members)] = sent * itemsize
         flows = Flows.of(self, among_all)
         last = float(flows.finish(RATES_INTERVAL * flows.bound).max())
-        return bundle._replace(latency=bundle.latency + last - flows.bound)
+        return replace(bundle, latency=bundle.latency + last - flows.bound)
 
 
 def max_min(

@@ -19,6 +19,7 @@ for one event, the end of the first of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import simpy
 
@@ -75,16 +76,37 @@ def max_min(shares: Sequence[Mapping[Port, float]], weights: Sequence[float] = (
                 changed.update(shares[i])
 
 
+class Demand(NamedTuple):
+    """A transfer as Python's floats [s]; numpy's are several times slower one by one."""
+
+    latency: float
+    busy: Mapping[Port, float]
+
+    @property
+    def alone(self) -> float:
+        """Seconds without contention."""
+        return self.latency + max(self.busy.values(), default=0.0)
+
+    @classmethod
+    def of(cls, transfer: Transfer) -> Demand:
+        return cls(float(transfer.latency), transfer.busy)
+
+    def times(self, seconds: float, alone: float) -> Demand:
+        """The same with its ports busy so much longer."""
+        return Demand(
+            self.latency, {port: busy * seconds / alone for port, busy in self.busy.items()}
+        )
+
+
 class _Flow:
     """A transfer under way."""
 
     __slots__ = ("alarm", "done", "left", "rate", "shares", "since", "weight")
 
-    def __init__(self, transfer: Transfer, done: Callable[[], None], threads: int) -> None:
-        busy = {port: float(seconds) for port, seconds in transfer.busy.items()}
-        self.left = max(busy.values(), default=0.0)  # at rate 1, as of `since` [s]
+    def __init__(self, demand: Demand, done: Callable[[], None], threads: int) -> None:
+        self.left = max(demand.busy.values(), default=0.0)  # at rate 1, as of `since` [s]
         self.shares: dict[Port, float] = {
-            port: seconds / self.left for port, seconds in busy.items() if seconds > 0.0
+            port: seconds / self.left for port, seconds in demand.busy.items() if seconds > 0.0
         }
         cores = [share for (kind, _), share in self.shares.items() if kind == "cores"]
         # Equal weights mean equal progress; each thread shall get an equal share of the cores.
@@ -105,15 +127,14 @@ class Network:
         self._changed: dict[_Flow, None] = {}  # transfers that need new rates
         self._alarms = 0
 
-    def start(self, transfer: Transfer, done: Callable[[], None], threads: int = 1) -> None:
+    def start(self, demand: Demand, done: Callable[[], None], threads: int = 1) -> None:
         """Start a transfer now; `done` is called at the time when it has ended.
 
         If it takes cores, `threads` work on it.
         """
-        flow = _Flow(transfer, done, threads)
-        latency = float(transfer.latency)
-        if latency > 0.0:
-            self.env.timeout(latency).callbacks.append(lambda _: self._join(flow))
+        flow = _Flow(demand, done, threads)
+        if demand.latency > 0.0:
+            self.env.timeout(demand.latency).callbacks.append(lambda _: self._join(flow))
         else:
             self._join(flow)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 
 import simpy
 
-from gnnplan.planner.cluster.cost import Cost, Transfer
+from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.vocabulary.errors import Deadlock, Mismatch
 from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import (
@@ -33,7 +33,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Task,
 )
 from gnnplan.planner.vocabulary.trace import Span
-from gnnplan.simulator.network import Network
+from gnnplan.simulator.network import Demand, Network
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Played:
     tasks: list[Task]
     times: list[tuple[float, float]]
 
-    @cached_property
+    @property
     def spans(self) -> list[Span]:
         """The spans of a trace; `spans[i]` is the schedule's i-th task."""
         return [_span(task, *time) for task, time in zip(self.tasks, self.times, strict=True)]
@@ -53,24 +53,21 @@ class Played:
         """When the last task ends [s]."""
         return max((end for _, end in self.times), default=0.0)
 
-    @cached_property
-    def _step_ends(self) -> dict[int, float]:
+    @property
+    def step_ends(self) -> dict[int, float]:
+        """When the last task of each step ends [s]."""
         ends: dict[int, float] = {}
         for task, (_, end) in zip(self.tasks, self.times, strict=True):
             ends[task.label.step] = max(ends.get(task.label.step, 0.0), end)
         return ends
-
-    def step_end(self, step: int) -> float:
-        """When the last task of a step ends [s]."""
-        return self._step_ends[step]
 
     def epochs_s(self, steps: int) -> list[float]:
         """Durations of epochs of so many steps, from end to end [s].
 
         The first epoch is left out, unless it is the only one.
         """
-        steps_by_time = sorted(self._step_ends)
-        ends = [self._step_ends[step] for step in steps_by_time if step % steps == steps - 1]
+        of_step = self.step_ends
+        ends = [of_step[step] for step in sorted(of_step) if step % steps == steps - 1]
         return [b - a for a, b in pairwise(ends)] if len(ends) > 1 else [self.end_s]
 
     def epoch_s(self, steps: int, period: int = 1) -> float:
@@ -132,8 +129,11 @@ def play(
                     continue
                 if not activity.seconds:
                     ended.append(activity)
-                elif contention and activity.transfer is not None:
-                    network.start(_stretched(activity), partial(end, activity), activity.threads)
+                elif contention and activity.demand.busy:
+                    demand = activity.demand
+                    if activity.seconds != activity.seconds_alone:
+                        demand = demand.times(activity.seconds, activity.seconds_alone)
+                    network.start(demand, partial(end, activity), activity.threads)
                 else:
                     end_later(activity)
 
@@ -184,29 +184,30 @@ def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) 
 # -- the task graph
 
 
+NOTHING = Demand(0.0, {})
+
+
 class _Activity:
     """Begins when no party is missing any more; its tasks end together."""
 
     __slots__ = (
         "begin",
+        "demand",
         "missing",
         "nodes",
         "parties",
         "seconds",
         "seconds_alone",
         "threads",
-        "transfer",
     )
 
-    def __init__(
-        self, parties: int, seconds_alone: float = 0.0, transfer: Transfer | None = None
-    ) -> None:
+    def __init__(self, parties: int, seconds_alone: float = 0.0, demand: Demand = NOTHING) -> None:
         self.missing = self.parties = parties
         self.begin = 0.0  # kept by critical_path [s]
         self.nodes: list[_Node] = []
         self.seconds = self.seconds_alone = seconds_alone
         self.threads = parties  # that work on it: one for each rank
-        self.transfer = transfer
+        self.demand = demand  # of ports; a computation that shares nothing has none
 
 
 class _Node:
@@ -287,7 +288,7 @@ class TaskGraph:
     def _add_activities(self, cost: Cost) -> None:
         # Steps repeat the same work, mostly the same object: each is evaluated once.
         seconds: dict[int, float] = {}
-        sends: dict[tuple[int, Send], Transfer] = {}
+        sends: dict[tuple[int, Send], Demand] = {}
         collectives: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
         for node in self.nodes:
             rank, work = node.task.rank, node.task.work
@@ -303,9 +304,8 @@ class TaskGraph:
                 activity = collectives[key]
             elif isinstance(work, Send):
                 if (rank, work) not in sends:
-                    sends[rank, work] = _with_floats(cost.send(rank, work))
-                transfer = sends[rank, work]
-                activity = _Activity(1, float(transfer.alone), transfer)
+                    sends[rank, work] = Demand.of(cost.send(rank, work))
+                activity = _Activity(1, sends[rank, work].alone, sends[rank, work])
                 activity.threads = 2  # the receiver's too
             elif isinstance(work, Recv):
                 activity = _Activity(2)  # the receiver and the message
@@ -316,7 +316,8 @@ class TaskGraph:
                 if id(work) not in seconds:
                     seconds[id(work)] = _seconds(cost, work)
                 alone = seconds[id(work)]
-                activity = _Activity(1, alone, cost.computing(rank, node.task.lane, alone))
+                shared = cost.computing(rank, node.task.lane, alone)
+                activity = _Activity(1, alone, Demand(0.0, shared))
             if not activity.nodes:
                 self.activities.append(activity)
             activity.nodes.append(node)
@@ -392,9 +393,9 @@ def _seconds(cost: Cost, work: Compute | Load | Host) -> float:
 
 def _add_transfers(collectives: Iterable[_Activity], cost: Cost) -> None:
     """Give collectives their transfers; those with equal parts share one."""
-    transfers: dict[tuple[tuple[int, Collective], ...], Transfer] = {}
+    transfers: dict[tuple[tuple[int, Collective], ...], Demand] = {}
     # By the parts' identities, which is faster than to compare them.
-    by_identity: dict[tuple[int, ...], Transfer] = {}
+    by_identity: dict[tuple[int, ...], Demand] = {}
     for activity in collectives:
         parts = {
             node.task.rank: node.task.work
@@ -405,32 +406,10 @@ def _add_transfers(collectives: Iterable[_Activity], cost: Cost) -> None:
         if identities not in by_identity:
             key = tuple(parts.items())
             if key not in transfers:
-                transfers[key] = _with_floats(cost.collective(parts))
+                transfers[key] = Demand.of(cost.collective(parts))
             by_identity[identities] = transfers[key]
-        activity.transfer = by_identity[identities]
-        activity.seconds_alone = float(activity.transfer.alone)
-
-
-def _stretched(activity: _Activity) -> Transfer:
-    """The activity's transfer, as much longer as the activity is longer than alone."""
-    assert activity.transfer is not None
-    if activity.seconds == activity.seconds_alone:
-        return activity.transfer
-    latency, busy = activity.transfer
-    return Transfer(
-        latency,
-        {
-            port: seconds * activity.seconds / activity.seconds_alone
-            for port, seconds in busy.items()
-        },
-    )
-
-
-def _with_floats(transfer: Transfer) -> Transfer:
-    """The transfer with Python's floats; numpy's are several times slower one by one."""
-    return Transfer(
-        float(transfer.latency), {port: float(seconds) for port, seconds in transfer.busy.items()}
-    )
+        activity.demand = by_identity[identities]
+        activity.seconds_alone = activity.demand.alone
 
 
 def _span(task: Task, start: float, end: float) -> Span:

@@ -48,15 +48,15 @@ class Asked:
         """Raises SpecError, or Mismatch where the data have changed since."""
         return self.loaded or question(self.document)
 
-    @cached_property
+    @property
     def cluster(self) -> Cluster:
         return Cluster.model_validate(self.document["cluster"])
 
-    @cached_property
+    @property
     def workload(self) -> Workload:
         return Workload.model_validate(self.document["workload"])
 
-    @cached_property
+    @property
     def strategy(self) -> Strategy:
         return chosen(self.document)
 
@@ -87,7 +87,7 @@ class Asked:
         must_go_on(self.out, last, self.epochs, of_another=of_another)
         return last
 
-    @cached_property
+    @property
     def servers(self) -> tuple[int, ...]:
         """The server of every rank, in the order of their GPUs, as launchers count them."""
         each = self.cluster.gpus_per_server

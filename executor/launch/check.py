@@ -188,13 +188,11 @@ def _asked(question: Mapping[str, Any]) -> tuple[Workload, int, int]:
     """The workload, and the widths of its graph. Raises SpecError."""
     if "workload" in question:
         workload = Workload.model_validate(question["workload"])
-        assert workload.module is not None
-        return workload, workload.module.features, workload.module.classes
+        return workload, workload.own.features, workload.own.classes
     model, fields = question["model"], question["fields"]
     if is_module(model):
         workload = workload_of(model, fields, question["features"], question["classes"])
-        assert workload.module is not None
-        return workload, workload.module.features, workload.module.classes
+        return workload, workload.own.features, workload.own.classes
     workload = checked(Workload, {**STEP, **fields, "model": model}, "--", ["model", *fields])
     return workload, question["features"] or FEATURES, question["classes"] or CLASSES
 

@@ -26,6 +26,7 @@ from gnnplan.executor.layers.kernels import (
     attend,
     attend_pairs,
     backward,
+    gradient_of,
     linear,
     linear_sum,
     softmax_aggregate,
@@ -535,8 +536,7 @@ class Net(nn.Module):
         if added is rows:
             return gradient
         backward([added], [gradient])
-        assert rows.grad is not None
-        return rows.grad
+        return gradient_of(rows)
 
 
 def _make_layer(shape: gnn.Layer, number: int, workload: Workload) -> nn.Module:

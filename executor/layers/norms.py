@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gnnplan.executor.layers.kernels import gradient_of
+
 
 class BatchNorm(nn.Module):
     """Batch norm over all vertices of the graph, whichever ranks hold them.
@@ -71,8 +73,7 @@ class Moments:
     @property
     def gradient(self) -> Tensor:
         """[2, H], after the layer's backward."""
-        assert self.values.grad is not None
-        return self.values.grad
+        return gradient_of(self.values)
 
     def add_home(self, rows: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of a rank's rows [., H] what they get through the moments."""

@@ -167,8 +167,7 @@ def scores(problem: Problem, counts: Tensor) -> list[float | None]:
     """Scores on train, val and test from the counts of all ranks; None where nothing counts."""
     if counts.dim() == 3:
         return ratios(counts)
-    assert problem.graph is not None
-    return roc_auc(counts.numpy(), problem.graph)
+    return roc_auc(counts.numpy(), problem.data)
 
 
 def ratios(counts: Tensor) -> list[float | None]:

@@ -258,7 +258,7 @@ def _device(
         **gathering,
         **core,
     )
-    plain = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
+    plain = Cost(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
     products: dict[str, float] = {}
     of_library = "of the library that multiplies there"
     provenance = {

@@ -40,8 +40,7 @@ class FeatureStore:
     """
 
     def __init__(self, rank: Rank, problem: Problem, store: Store | None) -> None:
-        assert problem.graph is not None
-        self.rank, self.problem, self.graph, self.store = rank, problem, problem.graph, store
+        self.rank, self.problem, self.graph, self.store = rank, problem, problem.data, store
         self.rows: Counter[str] = Counter()
         _share_features(rank, problem)
         if store is not None:
@@ -213,8 +212,7 @@ def _share_features(rank: Rank, problem: Problem) -> None:
 
     Nothing happens where every server has one rank, or the features are in a file already.
     """
-    graph = problem.graph
-    assert graph is not None
+    graph = problem.data
     x = graph.x
     if (
         not isinstance(x, np.ndarray)

@@ -22,8 +22,7 @@ class HeldOut:
     """One rank's held-out edges, and the exchange of the rows that they end at."""
 
     def __init__(self, rank: Rank, problem: Problem, layout: Layout) -> None:
-        assert problem.graph is not None
-        graph, negatives, me = problem.graph, problem.workload.negatives, rank.rank
+        graph, negatives, me = problem.data, problem.workload.negatives, rank.rank
         self.size = layout.own(me).size  # rows
         parts = [held_out_pairs(graph, part, negatives) for part in range(len(graph.held_out))]
         owner = layout.owner

@@ -124,7 +124,9 @@ class Sampler(Dataset[Sampled]):
         lists: Structure | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.graph, self.workload, self.member = batches.graph, batches.workload, batches.member
+        self.graph, self.workload = batches.graph, batches.workload
+        # the member of a group that owns each vertex; empty: each rank is a group of its own
+        self.member = np.zeros(0, np.int64) if batches.member is None else batches.member
         self.whole = batches.graph.whole
         self.steps, self.groups, self.split = batches.steps, batches.groups, batches.split
         self.me, self.edges, self.timeout_s, self.lists = me, edges, timeout_s, lists
@@ -137,16 +139,13 @@ class Sampler(Dataset[Sampled]):
         if lists is not None:
             self._degrees = degrees(batches.graph)
             self.graph = thinned(batches.graph, lists.keeps(me))
+        # scratch [N]: the position of a vertex among a layer's sources
+        self._where = np.empty(self.graph.stats.vertices, dtype=np.int32)
         self._device_lists = None if device is None else sampling.Lists(self.graph, device)
 
     @cached_property
     def _degrees(self) -> tuple[np.ndarray, np.ndarray]:
         return degrees(self.graph)
-
-    @cached_property
-    def _where(self) -> NDArray[np.int32]:
-        """Scratch [N]: the position of a vertex among a layer's sources."""
-        return np.empty(self.graph.stats.vertices, dtype=np.int32)
 
     def __getitem__(self, step: int) -> Sampled:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
@@ -225,7 +224,6 @@ class Sampler(Dataset[Sampled]):
         where[own] = np.arange(own.size, dtype=np.int32)
         if len(self.peers) > 1:
             member = self.member
-            assert member is not None
             for place, peer in enumerate(self.peers):
                 wanted = fetched([pairs], member, place)
                 if peer == self.me:
@@ -239,12 +237,10 @@ class Sampler(Dataset[Sampled]):
 
     def _owns(self, ids: Ids) -> NDArray[np.bool_]:
         """Whether this rank owns each of these vertices, in a group of several ranks."""
-        assert self.member is not None
         return np.asarray(self.member[ids] == self.place)
 
     def _by_owner(self, ids: Ids) -> tuple[Ids, list[Ids]]:
         """Vertices that this rank owns, and those of each peer (of itself: none)."""
-        assert self.member is not None
         owner = self.member[ids]
         by_owner = [ids[owner == place] for place in range(len(self.peers))]
         own, by_owner[self.place] = by_owner[self.place], ids[:0]

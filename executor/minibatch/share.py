@@ -160,5 +160,4 @@ def targets_of(
     if share.ends is not None:
         rows = share.own.size + share.ends.away.size
         return LinkTargets(share.ends.pairs, rows, share.total)
-    assert problem.graph is not None
-    return Targets(problem.graph, share.own, problem.workload, device, total)
+    return Targets(problem.data, share.own, problem.workload, device, total)

@@ -45,7 +45,6 @@ class SourceSampler(Sampler):
 
         That is how many rows, their ids, how many edges each has there, and these edges' sources.
         """
-        assert self.member is not None
         reader = np.repeat(np.arange(first.rows.size), np.diff(first.indptr))
         of_row, of_edge = self.member[first.rows], self.member[first.columns]
         wanted, pushed = [], []

@@ -119,8 +119,7 @@ def _counted(
 ) -> ModuleLayer:
     """The layer of this shape with what it does. Raises SpecError."""
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
-    assert workload.module is not None
-    where = f"{workload.module.file}: {workload.module.name}"
+    where = f"{workload.own.file}: {workload.own.name}"
     layer = made(workload, number, shape.h_in, shape.h_out).to(dtype)
     _must_be_whole(layer, where)
     cut = shape.h_in // 2 if number == 1 and _has_calls_of_p3(layer) else 0
@@ -167,8 +166,7 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
     """Layer `number` of the user's class. Its random numbers are those of (seed, number).
 
     Raises SpecError if the file is no longer what was planned."""
-    module = workload.module
-    assert module is not None
+    module = workload.own
     file = Path(module.file)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed * 1_000_003 + number)

@@ -314,8 +314,7 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     """What training of a plan's workload starts from.
 
     Raises SpecError if the file is no longer what was planned."""
-    module = workload.module
-    assert module is not None
+    module = workload.own
     path = Path(module.file)
     most = MAX_PARAMETERS if path.suffix == live.PICKLED else MAX_SOURCE
     source = read_bytes(path, most, "plan again")

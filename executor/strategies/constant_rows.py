@@ -27,10 +27,8 @@ PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
 
 def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | SparseRows:
     """Features [S, F] of all rows that this rank computes and, if layer 1 reads it, of its halo."""
-    assert problem.graph is not None
-    if problem.model.nonzeros:
-        return _sparse(rank, problem, problem.graph, layout)
-    return _dense(rank, problem, problem.graph, layout)
+    made = _sparse if problem.model.nonzeros else _dense
+    return made(rank, problem, problem.data, layout)
 
 
 def _reads_halo(problem: Problem, layout: Layout) -> bool:

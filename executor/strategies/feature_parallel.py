@@ -25,6 +25,7 @@ from gnnplan.executor.layers.kernels import (
     FeatureRows,
     aggregate_transposed,
     backward,
+    gradient_of,
 )
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import GCNLayer
@@ -58,8 +59,7 @@ class Worker(base.Worker):
     """One rank, with its run of the vertices."""
 
     def __init__(self, rank: Rank, problem: Problem, strategy: FeatureParallel) -> None:
-        graph, workload, device = problem.graph, problem.workload, rank.device
-        assert graph is not None
+        graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.training = rank, problem, False
         self.shapes, self.courses = strategy.arranged(problem)
         self.net = net_of(self.shapes, workload).to(device)
@@ -141,10 +141,9 @@ class Worker(base.Worker):
         """Add to the inputs' gradient what they get through the moments."""
         moments, inputs = entered.moments, cast(Tensor, entered.inputs)
         if moments is not None:
-            assert inputs.grad is not None
             label = Label("moments", step, "b", layer)
             all_reduce(self.rank, label, moments.gradient, self.reduce_group)
-            moments.add_home(inputs, inputs.grad)
+            moments.add_home(inputs, gradient_of(inputs))
 
     def _prepare(self, step: int, layer: int, entered: _Layer, course: Course) -> None:
         """From the layer's inputs to what is summed."""
@@ -229,8 +228,7 @@ class Worker(base.Worker):
             if course is None or not course.backward:
                 return None
             assert entered.sums is not None and entered.made is not None
-            gradient, entered.sums = entered.sums.grad, None
-            assert gradient is not None
+            gradient, entered.sums = gradient_of(entered.sums), None
             turn = self._turn(course.width)
             pieces = turn.pieces(gradient) if course.joins else [gradient]
             del gradient

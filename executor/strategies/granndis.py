@@ -91,8 +91,7 @@ class CoBatches(base.Worker):
         loss, logits = worker.step(step)
         worker.features, worker.cached = torch.empty(0), None
         self.scored = [worker.targets]
-        assert self.problem.graph is not None
-        everything = weight_of(self.problem.graph, self.problem.workload)
+        everything = weight_of(self.problem.data, self.problem.workload)
         return loss * (worker.targets.total / everything), logits
 
     @torch.no_grad()

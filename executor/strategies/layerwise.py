@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import SparseRows, backward, sent, together
+from gnnplan.executor.layers.kernels import SparseRows, backward, gradient_of, sent, together
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -305,8 +305,8 @@ class Worker(base.Worker):
             self.learner.complete(step, layer)
         if not entered.leaf.requires_grad:
             return None
-        assert entered.source is not None and entered.source.grad is not None
-        of_all = entered.source.grad
+        assert entered.source is not None
+        of_all = gradient_of(entered.source)
         if layer in self.picks:
             of_all = self.picks[layer].home(of_all)
             entered.source.grad = None
@@ -336,8 +336,7 @@ class Worker(base.Worker):
         else:
             backward(projected, (gradient, above.own.grad))
         above.projected = above.own = above.source = None
-        assert above.leaf.grad is not None
-        return above.leaf.grad
+        return gradient_of(above.leaf)
 
     def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
         """Forward of all layers.
@@ -383,9 +382,8 @@ class Worker(base.Worker):
             loss = self.targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
-        gradient = last.leaf.grad
-        assert gradient is not None
-        gradient = self.plain_halo.home(step, end, gradient)
+        gradient: Tensor | None
+        gradient = self.plain_halo.home(step, end, gradient_of(last.leaf))
         self._moments_home(step, end, last, gradient)
         self.to_sum, self.summed = gradient if self.net.jump else None, None
         del last

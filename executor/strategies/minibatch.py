@@ -77,7 +77,6 @@ class Worker(base.Worker):
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
         """What layer 1 or the encoder reads: own rows, loaded, and a halo that its owners send."""
         problem, part = self.problem, share.parts[0]
-        assert problem.graph is not None
         local, halo = part.source[: part.local], part.source[part.local :]
         meets = part.meets and problem.model.first_varying > 0
         rows: Tensor | SparseRows = self.store.read(local, step, halo.size * meets)
@@ -87,7 +86,7 @@ class Worker(base.Worker):
         if isinstance(rows, Tensor):
             exchange.fetch(label, rows, into=rows[part.local :])
             return rows
-        lengths = lengths_of(problem.graph, halo)
+        lengths = lengths_of(problem.data, halo)
         return SparseRows.cat([rows, exchange.fetch_sparse(label, rows, lengths)])
 
     @property

@@ -25,6 +25,7 @@ from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import (
     Block,
     backward,
+    gradient_of,
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.layer import Drop
@@ -38,6 +39,7 @@ from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.ownership.layout import Layout, Piece
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
+from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
@@ -96,13 +98,13 @@ class Worker(base.Worker):
         self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.moments: dict[int, Moments] = {}  # of this step's rows, by the layer that reads them
         self.sums = torch.empty(0)  # of the rows of which moments are made next
-        assert strategy.chunks is not None
-        self.turns = range(strategy.chunks)  # in each of them every rank has a chunk
+        chunks = settled(strategy.chunks)
+        self.turns = range(chunks)  # in each of them every rank has a chunk
         self.copies_beside = rank.device.type == "cuda"  # computation
         self.coming: Future[_Loaded] | None = None  # the next chunk's
         self.storing: Future[None] = there(None)  # the last store
         with rank.in_server_memory():
-            layout = problem.chunked(strategy.chunks)
+            layout = problem.chunked(chunks)
             assert isinstance(layout, Layout)
             self._keep(layout)
 
@@ -213,8 +215,7 @@ class Worker(base.Worker):
         return self.rank.in_thread("copy", copy) if self.copies_beside else there(copy())
 
     def _features(self, vertices: np.ndarray, device: torch.device) -> Tensor:
-        assert self.problem.graph is not None
-        return features(self.problem.graph, vertices, self.problem.workload, device)
+        return features(self.problem.data, vertices, self.problem.workload, device)
 
     def _load(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
         """What a layer of the chunk reads, and for a backward pass the gradient of its rows."""
@@ -313,9 +314,9 @@ class Worker(base.Worker):
         """Add the gradient of the rows read to what other chunks have added; keep logits."""
         source, near, home = loaded.source, None, None
         if source.requires_grad:
-            assert source.grad is not None
-            near = source.grad[: len(chunk.parts[layer].places)]
-            home = self._halo_home(step, layer, chunk, source.grad)
+            gradient = gradient_of(source)
+            near = gradient[: len(chunk.parts[layer].places)]
+            home = self._halo_home(step, layer, chunk, gradient)
         nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
         label = Label("store", step, "b", layer, chunk.number)
 
@@ -405,8 +406,7 @@ class Worker(base.Worker):
             loss = loaded.targets.loss(leaf)
             loss.backward()  # type: ignore[no-untyped-call]
         with self.rank.span(label._replace(op="backward"), "compute"):
-            assert leaf.grad is not None
-            backward([out], [leaf.grad])
+            backward([out], [gradient_of(leaf)])
         self._store_gradient(step, self.last, chunk, loaded, leaf.detach())
         return loss.detach()
 

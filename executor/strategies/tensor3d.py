@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.blocks import Tile, features, tile
-from gnnplan.executor.layers.kernels import dropout, dropout_mask, linear, weight_gradient
+from gnnplan.executor.layers.kernels import (
+    dropout,
+    dropout_mask,
+    gradient_of,
+    linear,
+    weight_gradient,
+)
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
@@ -85,8 +91,7 @@ class Worker(base.Worker):
     """One rank. `net` is the whole model, as it began and, after `close`, as it ended."""
 
     def __init__(self, rank: Rank, problem: Problem, strategy: Tensor3D) -> None:
-        graph, workload, device = problem.graph, problem.workload, rank.device
-        assert graph is not None
+        graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.training = rank, problem, False
         self.layers = layers_of(problem, strategy.grid)
         self.grid, model = strategy.grid, self.layers[0].model
@@ -147,8 +152,7 @@ class Worker(base.Worker):
 
     def _sum_features(self, both: tuple[Ids, Ids]) -> Tensor:
         """Layer 1's sums [rows, m D tile]; they stay the same. A rank makes its own, run by run."""
-        graph, workload, device = self.problem.graph, self.problem.workload, self.rank.device
-        assert graph is not None
+        graph, workload, device = self.problem.data, self.problem.workload, self.rank.device
         first, columns = self.layers[0], self.columns[0]
         dst, edges = self._run(both[1], first.axes.rows), self.net.layer(1).edges
         width = columns.stop - columns.start
@@ -328,10 +332,9 @@ class Worker(base.Worker):
             leaf = logits.detach().requires_grad_()
             loss = self.targets.loss(leaf)
             loss.backward()  # type: ignore[no-untyped-call]
-            loss, gradient, leaf.grad = loss.detach(), leaf.grad, None
-        assert gradient is not None
-        kept[-1].gradient = self._to_columns(step, gradient)
-        del leaf, gradient
+            loss, of_rows, leaf.grad = loss.detach(), gradient_of(leaf), None
+        kept[-1].gradient = self._to_columns(step, of_rows)
+        del leaf, of_rows
         for tiles in reversed(self.layers):
             gradient = self._backward(step, tiles, kept.pop())
             if kept:

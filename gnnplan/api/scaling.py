@@ -191,7 +191,6 @@ class Scale(View):
 
     def __init__(self, problem: Problem, found: Scaling, exact: bool, strategy: str | None) -> None:
         self._problem, self._found = problem, found
-        assert found.best.found is not None
         self.rows = [_row(found, size) for size in found.sizes]
         """The numbers of every size; pandas.DataFrame takes them."""
         self.best = found.best.gpus
@@ -210,7 +209,7 @@ class Scale(View):
             "cluster": problem.cluster.model_dump(mode="json"),
             "exact": exact,
             "strategy": strategy,
-            **documents.objective_fields(found.best.found),
+            **documents.objective_fields(found.best.result),
             "rows": self.rows,
             "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
             "best": self.best,

@@ -134,7 +134,7 @@ class Verb(TyperCommand):
     sources: ClassVar[tuple[Source, ...]]
     details: ClassVar[dict[str, dict[str, Any]]]  # what typer is told of an argument here
 
-    @cached_property
+    @property
     def parameters(self) -> list[Parameter]:
         """The function's own arguments, then those of the sources that it has not itself."""
         helps = helps_of(inspect.getdoc(self.function))

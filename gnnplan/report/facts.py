@@ -72,12 +72,12 @@ class Facts:
         """The runs of the plan's own strategy."""
         return [one for one in self.runs if one.run.strategy == str(self.candidate.strategy)]
 
-    @cached_property
+    @property
     def batches(self) -> int:
         """Steps of an epoch."""
         return self.candidate.strategy.steps(self.problem)
 
-    @cached_property
+    @property
     def leaders(self) -> list[Answer]:
         """The plan's candidates, its choice first."""
         return [_leader(one) for one in (self.document["best"], *self.document["alternatives"])]

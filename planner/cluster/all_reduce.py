@@ -6,18 +6,16 @@ server with several NICs is shared among these, as NCCL does it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
-from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import LinkName
-from gnnplan.planner.cluster.transfer import Transfer, add_seconds
-from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.cluster.transfer import Transfer, add, busiest, seconds_of
+from gnnplan.planner.vocabulary.numbers import Number
 
 
 class Flows(NamedTuple):
@@ -34,6 +32,9 @@ class AllReduces:
 
     ports: MessagePorts
     placement: tuple[int, ...]
+    _hops: dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]] = field(
+        default_factory=dict
+    )
 
     def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
         """An all-reduce of `size` bytes by the cluster's algorithm.
@@ -49,28 +50,28 @@ class AllReduces:
                 return ring
             return self._by_algorithm(cluster.all_reduce, size, group)
         tree = self._by_algorithm("tree", size, group)
-        pairs = {port: (seconds, tree.busy.get(port, 0.0)) for port, seconds in ring.busy.items()}
-        # ports that are busy equally long share an object (transfer.py), and shall go on to
-        less = {(id(a), id(b)): np.minimum(a, b) for a, b in pairs.values()}
-        busy: dict[Port, Number] = {port: less[id(a), id(b)] for port, (a, b) in pairs.items()}
-        return Transfer(np.minimum(ring.alone, tree.alone) - largest(busy.values()), busy)
+        ports = {
+            port: np.minimum(seconds, tree.ports.get(port, 0.0))
+            for port, seconds in ring.ports.items()
+        }
+        return Transfer(np.minimum(ring.alone, tree.alone) - busiest(ports), ports)
 
     def _by_algorithm(self, algorithm: Algorithm, size: int, group: tuple[int, ...]) -> Transfer:
         """Its steps one after the other, and what passes each port in all of them."""
         reduction, flows_by_phase = self.hops(algorithm, group)
         latency: Number = 0.0
-        busy: dict[Port, Number] = {}
+        ports: dict[str, np.ndarray] = {}
         for phase, (source, target, share) in zip(reduction.phases, flows_by_phase, strict=True):
             nbytes = share * (phase.units * reduction.unit * size)
             hop_latency: Number = np.zeros(source.size)
             for use in self.ports.uses("all_reduce", source, target):
                 hop_latency = hop_latency + use.hops * use.link.latency
                 loads = use.loads(use.link.stretched(nbytes, phase.messages))
-                add_seconds(busy, loads, 1.0, use.link.bandwidth)
+                add(ports, seconds_of(loads, 1.0, use.link.bandwidth))
             several_clusters = np.ndim(hop_latency) > 1  # [clusters, hops]
             slowest_hop = np.max(hop_latency, axis=-1, initial=0.0, keepdims=several_clusters)
             latency = latency + phase.steps * slowest_hop
-        return Transfer(latency, busy)
+        return Transfer(latency, ports)
 
     def hops(self, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[AllReduce, list[Flows]]:
         """The phases of an all-reduce, and for each what it sends from rank to rank."""
@@ -115,10 +116,6 @@ class AllReduces:
             np.append(target[direct], receivers.astype(np.int64)),
             np.append(np.ones(int(direct.sum())), shares),
         )
-
-    @cached_property
-    def _hops(self) -> dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]]:
-        return {}
 
     def between(self, sent: float, group: Sequence[int]) -> np.ndarray:
         """Bytes from rank to rank [ranks, ranks] of an all-reduce, `sent` over all hops [B]."""

@@ -6,8 +6,6 @@ other (shared_cores.py)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -57,13 +55,18 @@ class Curve(NamedTuple):
         return np.reshape(rows, (len(rows), -1))
 
 
-@dataclass(frozen=True)
 class Roofline:
     """A device's rates, as functions of the work."""
 
-    device: Device
-    degree_spread: float  # standard deviation of the logarithm of a vertex degree
-    exchange_bandwidth: float  # of transfers that overlap computation [B/s]
+    def __init__(self, device: Device, degree_spread: float, exchange_bandwidth: Number) -> None:
+        self.device = device
+        self.degree_spread = degree_spread  # standard deviation of a degree's logarithm
+        self.exchange_bandwidth = exchange_bandwidth  # of transfers beside computation [B/s]
+        # measured rates of element-wise work by the size of a tensor
+        self._memory_rates = Curve.of(device.memory_rates) if device.memory_rates else None
+        # logarithms of the widths at which aggregation was measured, and the curve of each
+        self._log_widths = np.log(sorted(device.gather))
+        self._gather_curves = [Curve.of(device.gather[width]) for width in sorted(device.gather)]
 
     def compute_s(self, work: Compute) -> Number:
         """Duration of a piece of work on a device that does nothing else [s].
@@ -140,8 +143,9 @@ class Roofline:
         """
         device = self.device
         if self._gather_curves:
-            log_widths, curves = self._gather_curves
-            place = float(np.interp(np.log(max(width, 1)), log_widths, np.arange(len(curves))))
+            curves = self._gather_curves
+            places = np.arange(len(curves))
+            place = float(np.interp(np.log(max(width, 1)), self._log_widths, places))
             below, above = int(place), place % 1
             log_rate: Number = 0.0
             for i, weight in ((below, 1 - above), (below + 1, above)):
@@ -166,16 +170,3 @@ class Roofline:
     def _read_at_once(self, row_bytes: int) -> int:
         """Bytes of a row that an aggregation reads before it goes on to the next row [B]."""
         return row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)
-
-    @cached_property
-    def _memory_rates(self) -> Curve | None:
-        """Measured rates of element-wise work by the size of a tensor."""
-        return Curve.of(self.device.memory_rates) if self.device.memory_rates else None
-
-    @cached_property
-    def _gather_curves(self) -> tuple[np.ndarray, list[Curve]] | None:
-        """Logarithms of the widths at which aggregation was measured, and the curve of each."""
-        rates = self.device.gather
-        if not rates:
-            return None
-        return np.log(sorted(rates)), [Curve.of(rates[width]) for width in sorted(rates)]

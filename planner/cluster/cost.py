@@ -15,8 +15,6 @@ bound. The simulator shares ports between transfers that overlap."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -27,42 +25,39 @@ from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.ports import MessagePorts, PortLoads
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, Transfer
-from gnnplan.planner.vocabulary.noted import Noted
+from gnnplan.planner.cluster.transfer import Passes, PortSeconds, Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
 
 __all__ = ["HOST_RATE", "Cost", "Transfer", "slowest"]
 
 
-@dataclass(frozen=True)
 class Cost:
     """A cluster's numbers, ready for hot loops.
 
-    Rank r sits on GPU `placement[r]`; GPUs are numbered over all servers. Wherever a `Number` comes
-    in or goes out, an array of candidates may stand for it.
+    Rank r sits on GPU `placement[r]`; GPUs are numbered over all servers. Without a placement,
+    ranks fill the servers in order: rank r sits on GPU r. Wherever a `Number` comes in or goes out,
+    an array of candidates may stand for it.
+
+    spread: standard deviation of the logarithm of a vertex degree.
     """
 
-    cluster: Cluster
-    placement: tuple[int, ...]
-    spread: float = SPREAD  # standard deviation of the logarithm of a vertex degree
-
-    @classmethod
-    def of(cls, cluster: Cluster, placement: Sequence[int] = (), spread: float = SPREAD) -> Cost:
-        """Without a placement, ranks fill the servers in order: rank r sits on GPU r."""
-        return cls(cluster, tuple(placement) or tuple(range(cluster.ranks)), spread)
-
-    # -- where ranks sit
-
-    @cached_property
-    def places(self) -> Places:
-        """What each rank shares with others."""
-        return Places.of(self.cluster, self.placement)
-
-    @cached_property
-    def servers(self) -> tuple[int, ...]:
-        """The server of each rank."""
-        return tuple(self.places.server.tolist())
+    def __init__(
+        self, cluster: Cluster, placement: Sequence[int] = (), spread: float = SPREAD
+    ) -> None:
+        self.cluster, self.spread = cluster, spread
+        self.placement = tuple(placement) or tuple(range(cluster.ranks))
+        self.places = Places.of(cluster, self.placement)  # what each rank shares with others
+        self.servers: tuple[int, ...] = tuple(self.places.server.tolist())  # of each rank
+        self._shared_cores: SharedCores | None = None  # each rank has a device of its own
+        if cluster.cores is not None and cluster.device.kind == "cpu":
+            machines = self.places.server // (cluster.servers if cluster.one_machine else 1)
+            self._shared_cores = SharedCores(cluster, cluster.cores, machines)
+        self._ports = MessagePorts(cluster, self.places, self._shared_cores)
+        self._all_reduces = AllReduces(self._ports, self.placement)
+        bandwidth = self.link("exchange", "intra_node").bandwidth
+        self._roofline = Roofline(cluster.device, spread, bandwidth)
+        self._all_reduce_transfers: dict[tuple[int, tuple[int, ...]], Transfer] = {}
 
     def link_name(self, a: int, b: int) -> LinkName:
         """The link between two ranks."""
@@ -70,29 +65,6 @@ class Cost:
         if at.server[a] != at.server[b]:
             return "inter_node"
         return "island" if at.island[a] == at.island[b] else "intra_node"
-
-    # -- the parts
-
-    @cached_property
-    def _roofline(self) -> Roofline:
-        bandwidth = self.link("exchange", "intra_node").bandwidth
-        return Roofline(self.cluster.device, self.spread, bandwidth)
-
-    @cached_property
-    def _shared_cores(self) -> SharedCores | None:
-        """None: each rank has a device of its own."""
-        if self.cluster.cores is None or self.cluster.device.kind != "cpu":
-            return None
-        machines = self.places.server // (self.cluster.servers if self.cluster.one_machine else 1)
-        return SharedCores(self.cluster, self.cluster.cores, machines)
-
-    @cached_property
-    def _ports(self) -> MessagePorts:
-        return MessagePorts(self.cluster, self.places, self._shared_cores)
-
-    @cached_property
-    def _all_reduces(self) -> AllReduces:
-        return AllReduces(self._ports, self.placement)
 
     # -- computation
 
@@ -134,21 +106,21 @@ class Cost:
     def send(self, rank: int, work: Send) -> Transfer:
         """One message from `rank` to a peer."""
         source, target, nbytes = (np.array([value]) for value in (rank, work.peer, work.nbytes))
-        latency, busy = self.sends(source, target, nbytes)
-        return Transfer(slowest(latency) if np.ndim(latency) > 1 else float(latency[0]), busy)
+        latency, ports = self.sends(source, target, nbytes)
+        return Transfer(slowest(latency) if np.ndim(latency) > 1 else float(latency[0]), ports)
 
     def sends(
         self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
-    ) -> tuple[np.ndarray, Mapping[Port, Number]]:
+    ) -> tuple[np.ndarray, PortSeconds]:
         """Messages from ranks to peers at the same time, one of each rank [messages].
 
         The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
         """
-        latencies, busy = self._ports.messages("send", source, target, nbytes)
+        latencies, ports = self._ports.messages("send", source, target, nbytes)
         if self._shared_cores:
-            transfer = self._shared_cores.with_cold_caches(Transfer(0.0, busy), target)
-            return latencies, transfer.busy
-        return latencies, busy
+            transfer = self._shared_cores.with_cold_caches(Transfer(0.0, ports), target)
+            return latencies, transfer.ports
+        return latencies, ports
 
     def collective(self, parts: Mapping[int, Collective]) -> Transfer:
         """One collective, from the part that each of its ranks has in it."""
@@ -194,10 +166,6 @@ class Cost:
             self._all_reduce_transfers[key] = transfer
         return self._all_reduce_transfers[key]
 
-    @cached_property
-    def _all_reduce_transfers(self) -> dict[tuple[int, tuple[int, ...]], Transfer]:
-        return {}
-
     def loads(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
     ) -> Iterator[PortLoads]:
@@ -216,24 +184,16 @@ class Cost:
         """Where the bytes of an exchange pass; arguments as in `exchange` [B]."""
         if sent.dtype.kind == "f":  # expected items, whose sums are cut to whole bytes
             sent, itemsize = sent * itemsize, 1
-        places = (self.places.island, self.places.server)
-        if group is not None:
-            in_islands, in_servers, items = _items_within(sent, *(at[list(group)] for at in places))
-        else:
-            in_islands, in_servers, items = self._within_places.answer(
-                sent, lambda: _items_within(sent, *places)
-            )
+        members = slice(None) if group is None else list(group)
+        in_islands = _within(sent, self.places.island[members])
+        in_servers = _within(sent, self.places.server[members])
+        items = int(sent.sum())
         shares: dict[LinkName, int] = {
             "island": in_islands * itemsize,
             "intra_node": (in_servers - in_islands) * itemsize,
             "inter_node": (items - in_servers) * itemsize,
         }
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
-
-    @cached_property
-    def _within_places(self) -> Noted[tuple[int, int, int]]:
-        """What `_items_within` says of exchanges of all ranks."""
-        return Noted()
 
     def reduced_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
         """Where the bytes of an all-reduce pass, `sent` over all hops [B]."""
@@ -259,18 +219,13 @@ class Cost:
         """When the last rank has computed, if all begin at once; alone [.., ranks] [s]."""
         return self._shared_cores.all_done_s(seconds) if self._shared_cores else slowest(seconds)
 
-    def core_busy_s(self, seconds: Number) -> dict[Port, Number]:
+    def core_busy_s(self, seconds: Number) -> dict[str, np.ndarray]:
         """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
-        return self._shared_cores.core_busy_s(seconds) if self._shared_cores else {}
+        return {"cores": self._shared_cores.core_busy_s(seconds)} if self._shared_cores else {}
 
-    def computing(self, rank: int, lane: str, seconds: float) -> Transfer | None:
-        """A computation as a transfer that shares the cores; None if it shares nothing."""
-        return self._shared_cores.computing(rank, lane, seconds) if self._shared_cores else None
-
-
-def _items_within(sent: np.ndarray, island: np.ndarray, server: np.ndarray) -> tuple[int, int, int]:
-    """Items of `sent` [ranks, ranks] inside islands, inside servers, and all."""
-    return _within(sent, island), _within(sent, server), int(sent.sum())
+    def computing(self, rank: int, lane: str, seconds: float) -> dict[Port, float]:
+        """Ports that a rank's computation shares with what overlaps it, and for how long [s]."""
+        return self._shared_cores.computing(rank, lane, seconds) if self._shared_cores else {}
 
 
 def _within(sent: np.ndarray, place: np.ndarray) -> int:

@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from gnnplan.planner.cluster.readings import read
@@ -33,8 +32,9 @@ def gpus_here() -> Cluster | None:
     if not count or visible == "":
         return None
     name, memory = found[0]
-    of_model = [each for each in _presets() if _model(each.device.name) == _model(name)]
-    base = of_model[0] if of_model else next(p for p in _presets() if p.name == UNKNOWN)
+    presets = _presets()
+    of_model = [each for each in presets if _model(each.device.name) == _model(name)]
+    base = of_model[0] if of_model else next(p for p in presets if p.name == UNKNOWN)
     provenance = dict(base.provenance)
     if not of_model:
         provenance = dict.fromkeys(provenance, f"generic default ({base.device.name})")
@@ -65,7 +65,6 @@ def _unwired(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"island": None, "switch": None})
 
 
-@cache
 def _presets() -> Sequence[Cluster]:
     """Presets of GPUs, those of whole servers first."""
     paths = sorted(PRESETS.glob("*.yaml"), key=lambda path: (not path.stem.startswith("dgx"), path))

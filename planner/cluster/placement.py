@@ -92,7 +92,7 @@ def best_placement(
         return tuple(gpus)
     if _groups_stay_alone(cluster, gpus, uneven, tied):
         return tuple(gpus)
-    in_order = Cost.of(cluster, tuple(gpus))
+    in_order = Cost(cluster, tuple(gpus))
     in_order_s = sum(times * in_order.exchange(sent).alone for sent, times in uneven)
     if in_order_s <= _lower_bound_s(cluster, uneven) * (1 + 1e-9):
         return tuple(gpus)
@@ -123,7 +123,7 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
     @cache
     def copies(count: int) -> Cost:
         placements = np.arange(count)[:, None] * cluster.ranks + np.asarray(gpus)
-        return Cost.of(cluster, tuple(placements.ravel().tolist()))
+        return Cost(cluster, tuple(placements.ravel().tolist()))
 
     def batch_s(placements: np.ndarray) -> np.ndarray:
         # Each phase of each placement is on a copy: all placements of the first phase come first.
@@ -222,7 +222,7 @@ def _ends(phase: Phase) -> tuple[np.ndarray, np.ndarray]:
 
 def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
     """Seconds that no placement can beat: a rank's messages on all its links at once."""
-    cost = Cost.of(cluster)
+    cost = Cost(cluster)
     places: tuple[LinkName, ...] = ("island", "intra_node", "inter_node")
     links = [cost.link("exchange", where) for where in places if getattr(cluster, where)]
     latency, bandwidth = min(link.latency for link in links), sum(link.bandwidth for link in links)

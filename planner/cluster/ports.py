@@ -16,8 +16,7 @@ A `Transfer` (transfer.py) says how long messages keep these ports busy."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -26,8 +25,7 @@ from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer, add_seconds
-from gnnplan.planner.vocabulary.noted import Noted
+from gnnplan.planner.cluster.transfer import Passes, PortSeconds, PortUse, Transfer, add, seconds_of
 from gnnplan.planner.vocabulary.numbers import Number
 
 
@@ -48,18 +46,6 @@ class _EqualMessages(NamedTuple):
     messages_by_port: dict[str, np.ndarray]  # port -> messages by number
 
 
-class _Talk(NamedTuple):
-    """Who sends to whom in an exchange of equal messages."""
-
-    pairs: bytes  # empty if messages differ
-    items: float  # of a message
-
-    @classmethod
-    def of(cls, sent: np.ndarray) -> _Talk:
-        talk, most = sent > 0, sent.max(initial=0)
-        return cls(talk.tobytes() if (sent == talk * most).all() else b"", most.item())
-
-
 @dataclass(frozen=True, eq=False)
 class MessagePorts:
     """The ports of a cluster whose ranks sit at these places."""
@@ -67,6 +53,10 @@ class MessagePorts:
     cluster: Cluster
     places: Places
     shared_cores: SharedCores | None
+    # by who talks to whom, and the group
+    _equal_exchanges: dict[tuple[bytes, tuple[int, ...] | None], list[_EqualMessages]] = field(
+        default_factory=dict
+    )
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """The link there, as measured for this operation if it was."""
@@ -120,6 +110,7 @@ class MessagePorts:
                 leaving, arriving = np.flatnonzero(out), np.flatnonzero(into)
                 yield PortUse(
                     kind,
+                    int(numbers.max()) + 1,
                     self.link(op, place),
                     used,
                     lambda: [
@@ -139,6 +130,7 @@ class MessagePorts:
             messages = np.append(np.flatnonzero(over_gpu_links), np.flatnonzero(between_servers))
             yield PortUse(
                 "bridge",
+                int(at.server.max()) + 1,
                 cluster.bridge,
                 over_gpu_links,
                 lambda: [Passes("bridge", messages, servers, np.full(1, 2.0))],
@@ -169,6 +161,7 @@ class MessagePorts:
             starts, ends = start[between_servers], end[between_servers]
             yield PortUse(
                 "fabric",
+                ways.links,
                 self.fabric_link(op, fabric),
                 hops,
                 lambda: [Passes("fabric", *ways.passes(start, end))],
@@ -209,29 +202,29 @@ class MessagePorts:
 
     def messages(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
-    ) -> tuple[np.ndarray, dict[Port, Number]]:
+    ) -> tuple[np.ndarray, PortSeconds]:
         """Messages from rank to rank [messages], all started at once.
 
         The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
         """
         latencies: np.ndarray = np.zeros(source.size)
-        busy: dict[Port, Number] = {}
+        ports: dict[str, np.ndarray] = {}
         for use in self.uses(op, source, target):
             latencies = latencies + use.hops * use.link.latency
             loads = use.loads(use.link.stretched(nbytes))
-            add_seconds(busy, loads, 1.0, use.link.bandwidth)
-        return latencies, busy
+            add(ports, seconds_of(loads, 1.0, use.link.bandwidth))
+        return latencies, ports
 
     def transfer(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
     ) -> Transfer:
         """Messages from rank to rank [messages]; each rank starts its own one after the other."""
         latency: Number = 0.0
-        busy: dict[Port, Number] = {}
+        ports: dict[str, np.ndarray] = {}
         for _, link, starts, loads in self.loads(op, source, target, nbytes, messages):
             latency = latency + float(starts.max()) * link.latency
-            add_seconds(busy, loads, 1.0, link.bandwidth)
-        return Transfer(latency, busy)
+            add(ports, seconds_of(loads, 1.0, link.bandwidth))
+        return Transfer(latency, ports)
 
     def exchange(
         self,
@@ -245,7 +238,9 @@ class MessagePorts:
         Where all messages are equal, as in graphs that are known by statistics only, who talks to
         whom is counted once for all sizes.
         """
-        pairs, most = self._talks.answer(sent, lambda: _Talk.of(sent))
+        talks, most = sent > 0, sent.max(initial=0).item()
+        equal = np.count_nonzero(talks) == np.count_nonzero(sent == most) or not most
+        pairs = talks.tobytes() if equal else b""
         key = pairs, None if group is None else tuple(group)
         if not pairs or key not in self._equal_exchanges:
             source, target = np.nonzero(sent > 0)
@@ -264,21 +259,9 @@ class MessagePorts:
                 for use in self.uses("exchange", source, target)
             ]
         latency: Number = 0.0
-        busy: dict[Port, Number] = {}
+        ports: dict[str, np.ndarray] = {}
         for link, most_starts, messages_by_port in self._equal_exchanges[key]:
             latency = latency + most_starts * link.latency
             stretched = float(link.stretched(float(most * itemsize), messages))
-            add_seconds(busy, messages_by_port, stretched, link.bandwidth)
-        return Transfer(latency, busy)
-
-    @cached_property
-    def _talks(self) -> Noted[_Talk]:
-        """What is seen of exchanges."""
-        return Noted()
-
-    @cached_property
-    def _equal_exchanges(
-        self,
-    ) -> dict[tuple[bytes, tuple[int, ...] | None], list[_EqualMessages]]:
-        """By who talks to whom, and the group."""
-        return {}
+            add(ports, seconds_of(messages_by_port, stretched, link.bandwidth))
+        return Transfer(latency, ports)

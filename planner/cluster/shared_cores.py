@@ -12,16 +12,15 @@ second when all cores are busy for a second."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer
+from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer, add
 from gnnplan.planner.vocabulary.numbers import Number, slowest
 
 # The port 'cores' needs a bandwidth, but cores have none: they copy so many bytes per second, and
@@ -31,37 +30,22 @@ COPY_RATE = 1e9
 LEAST_CORE_S_PER_BYTE = 1e-13
 
 
-@dataclass(frozen=True, eq=False)
 class SharedCores:
-    """What ranks that share cores lose to each other."""
+    """What ranks that share cores lose to each other.
 
-    cluster: Cluster
-    cores: int  # of each machine
-    machines: np.ndarray  # the machine of each rank [ranks]
+    cores: of each machine. machines: the machine of each rank [ranks].
+    """
 
-    @cached_property
-    def ranks_by_machine(self) -> np.ndarray:
-        """Number of ranks on each machine [machines]."""
-        return np.bincount(self.machines)
-
-    @property
-    def most_ranks(self) -> int:
-        """Number of ranks on the fullest machine."""
-        return int(self.ranks_by_machine.max())
-
-    @cached_property
-    def core_share(self) -> float:
-        """Share of its machine's cores that a computing rank keeps busy.
-
-        It counts the time that ranks lose by taking turns, so it may exceed 1 / cores.
-        """
-        take_turns = self.most_ranks > self.cores
-        return (self.cluster.timeslice_slowdown if take_turns else 1.0) / self.cores
-
-    @cached_property
-    def full_load_slowdown(self) -> float:
-        """How many times as long a rank computes while all ranks compute."""
-        return max(1.0, float(self.most_ranks) * self.core_share)
+    def __init__(self, cluster: Cluster, cores: int, machines: np.ndarray) -> None:
+        self.cluster, self.cores, self.machines = cluster, cores, machines
+        self.ranks_by_machine = np.bincount(machines)
+        self.most_ranks = int(self.ranks_by_machine.max())
+        # Share of its machine's cores that a computing rank keeps busy. It counts the time that
+        # ranks lose by taking turns, so it may exceed 1 / cores.
+        take_turns = self.most_ranks > cores
+        self.core_share = (cluster.timeslice_slowdown if take_turns else 1.0) / cores
+        # How many times as long a rank computes while all ranks compute.
+        self.full_load_slowdown = max(1.0, float(self.most_ranks) * self.core_share)
 
     def all_done_s(self, seconds: Number) -> Number:
         """When the last rank has computed, if all begin at once [s].
@@ -82,18 +66,16 @@ class SharedCores:
             out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
         return out
 
-    def core_busy_s(self, seconds: Number) -> dict[Port, Number]:
-        """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
-        busy, keepdims = self._by_rank(seconds) * self.core_share, np.ndim(seconds) > 1
-        return {
-            ("cores", machine): busy[..., self.machines == machine].sum(-1, keepdims=keepdims)
-            for machine in set(self.machines.tolist())
-        }
+    def core_busy_s(self, seconds: Number) -> np.ndarray:
+        """How long each machine's cores are busy while its ranks compute [.., machines] [s]."""
+        busy = self._by_rank(seconds) * self.core_share
+        machines = range(self.ranks_by_machine.size)
+        return np.stack([busy[..., self.machines == machine].sum(-1) for machine in machines], -1)
 
-    def computing(self, rank: int, lane: str, seconds: float) -> Transfer:
-        """A computation as a transfer, so that it shares the cores with what overlaps it."""
+    def computing(self, rank: int, lane: str, seconds: float) -> dict[Port, float]:
+        """Ports that a computation keeps busy, so that it shares cores with what overlaps it."""
         cores = ("cores", int(self.machines[rank]))
-        return Transfer(0.0, {(f"lane {lane}", rank): seconds, cores: seconds * self.core_share})
+        return {(f"lane {lane}", rank): seconds, cores: seconds * self.core_share}
 
     @property
     def caches_go_cold(self) -> bool:
@@ -110,13 +92,11 @@ class SharedCores:
         """
         if not self.caches_go_cold:
             return transfer
-        busy = dict(transfer.busy)
-        for machine, ranks in Counter(self.machines[np.unique(waiting)].tolist()).items():
-            if self.ranks_by_machine[machine] > self.cores:
-                port = ("cores", machine)
-                penalty = times * ranks * self.cluster.cold_cache_penalty / self.cores
-                busy[port] = busy.get(port, 0.0) + penalty
-        return transfer._replace(busy=busy)
+        ranks = np.bincount(self.machines[np.unique(waiting)], minlength=self.ranks_by_machine.size)
+        penalties = times * ranks * self.cluster.cold_cache_penalty / self.cores
+        ports = dict(transfer.ports)
+        add(ports, {"cores": np.where(self.ranks_by_machine > self.cores, penalties, 0.0)})
+        return replace(transfer, ports=ports)
 
     def copying(
         self,
@@ -149,6 +129,7 @@ class SharedCores:
         shares = np.full(2 * messages.size, share)
         return PortUse(
             "cores",
+            self.ranks_by_machine.size,
             _copy_link(link.core_s_per_message / core_s_per_byte),
             np.zeros(source.size),
             lambda: [Passes("cores", np.tile(messages, 2), ends, shares)],

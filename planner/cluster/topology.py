@@ -14,8 +14,7 @@ describe ports to people, and to follow a route. fabric.py has the part between 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gnnplan.planner.cluster.fabric import fabric_graph
 from gnnplan.planner.cluster.places import Places, Port
@@ -56,18 +55,7 @@ def graph(cluster: Cluster) -> nx.DiGraph:
     return out
 
 
-def _edges(cluster: Cluster) -> tuple[Edge, ...]:
-    # Clusters of one shape have the same edges, whatever their links are.
-    shape = ("servers", "gpus_per_server", "islands", "switches", "nics", "fabric")
-    return _edges_of(**{name: getattr(cluster, name) for name in shape})
-
-
-@lru_cache(maxsize=8)
-def _edges_of(**shape: Any) -> tuple[Edge, ...]:
-    return tuple(_each_edge(Cluster.model_construct(**shape)))
-
-
-def _each_edge(cluster: Cluster) -> Iterator[Edge]:
+def _edges(cluster: Cluster) -> Iterator[Edge]:
     at = Places.of(cluster, range(cluster.ranks))
     for g, (server, island, switch, nic) in enumerate(
         zip(*(numbers.tolist() for numbers in at[:4]), strict=True)

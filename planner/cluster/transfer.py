@@ -1,12 +1,12 @@
 """What a transfer is, and how messages use the ports of one kind.
 
 A *port* is a part of the cluster that carries bytes at a limited rate (places.py). ports.py says
-which ports a message passes. Where many ports are busy equally long, their seconds are one object,
-so that a maximum over all ports looks at it once."""
+which ports a message passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,26 +14,47 @@ import numpy as np
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.vocabulary.values import Value
+
+# How long ports are busy, by the name of their kind: arrays by number [.., ports] [s].
+PortSeconds = Mapping[str, np.ndarray]
 
 
-class Transfer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Transfer(Value):
     """A latency [s], after which every port is busy for some seconds.
 
     A port's seconds are those it needs when nothing else passes it.
     """
 
     latency: Number
-    busy: Mapping[Port, Number]
+    ports: PortSeconds
 
     @property
     def alone(self) -> Number:
         """Duration without contention: the latency plus the busiest port [s]."""
-        return self.latency + largest(self.busy.values())
+        return self.latency + busiest(self.ports)
 
-    def load(self, ports: dict[Port, Number], times: int = 1) -> None:
-        """Add the seconds that `times` such transfers keep each port busy to `ports` [s]."""
-        products = {id(seconds): seconds * times for seconds in self.busy.values()}
-        _add(ports, {port: products[id(seconds)] for port, seconds in self.busy.items()})
+    @property
+    def busy(self) -> dict[Port, float]:
+        """Seconds of every port that is busy at all, of one cluster."""
+        return {
+            (kind, number): float(seconds[number])
+            for kind, seconds in self.ports.items()
+            for number in np.flatnonzero(seconds).tolist()
+        }
+
+
+def busiest(ports: PortSeconds) -> Number:
+    """How long the busiest port is busy [s]."""
+    return largest(busy.max(-1, keepdims=busy.ndim > 1) for busy in ports.values())
+
+
+def add(ports: dict[str, np.ndarray], more: PortSeconds, times: int = 1) -> None:
+    """Add the seconds that `times` as much as `more` keeps ports busy to those in `ports`."""
+    for kind, seconds in more.items():
+        longer = seconds if times == 1 else seconds * times
+        ports[kind] = ports[kind] + longer if kind in ports else longer
 
 
 class Passes(NamedTuple):
@@ -49,6 +70,7 @@ class PortUse(NamedTuple):
     """How messages use the ports of one kind."""
 
     kind: str
+    size: int  # ports of each name
     link: Link
     hops: np.ndarray  # links of this kind that each message passes [messages]
     passes: Callable[[], list[Passes]]
@@ -60,37 +82,11 @@ class PortUse(NamedTuple):
         if self.bytes_by_port:
             return self.bytes_by_port(nbytes)
         return {
-            port: np.bincount(numbers, nbytes[messages] * shares)
+            port: np.bincount(numbers, nbytes[messages] * shares, self.size)
             for port, messages, numbers, shares in self.passes()
         }
 
 
-def add_seconds(
-    busy: dict[Port, Number], loads: Mapping[str, np.ndarray], times: float, bandwidth: float
-) -> None:
-    """Add the seconds that `times` these loads [B] take at a bandwidth [B/s] to `busy`."""
-    for port, load in loads.items():
-        by_number = load.tolist()
-        seconds_of = {nbytes: nbytes * times / bandwidth for nbytes in set(by_number)}
-        _add(
-            busy,
-            {
-                (port, number): seconds_of[nbytes]
-                for number, nbytes in enumerate(by_number)
-                if nbytes
-            },
-        )
-
-
-def _add(busy: dict[Port, Number], seconds: Mapping[Port, Number]) -> None:
-    """Add seconds to those of the same ports in `busy`; one object where both are one."""
-    if busy.keys().isdisjoint(seconds):
-        busy.update(seconds)
-        return
-    sums: dict[tuple[int, int], tuple[Number, Number]] = {}  # with a part, which keeps its id
-    for port, more in seconds.items():
-        before = busy.get(port, 0.0)
-        key = id(before), id(more)
-        if key not in sums:
-            sums[key] = before, before + more
-        busy[port] = sums[key][1]
+def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> PortSeconds:
+    """How long `times` these loads [B] keep ports busy at a bandwidth [B/s]."""
+    return {port: load * times / bandwidth for port, load in loads.items()}

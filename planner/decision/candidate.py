@@ -104,7 +104,7 @@ class Candidate:
         """Memory of the fullest rank [B]."""
         return float(sum(self.memory.values(), np.zeros(1)).max())
 
-    @cached_property
+    @property
     def host_bytes(self) -> float:
         """Graph data in the fullest server's memory [B]; 0 where a rank's memory includes it."""
         if self.problem.cluster.device.kind == "cpu":

@@ -7,7 +7,6 @@ choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from gnnplan.planner.cluster.places import Port
@@ -360,7 +359,6 @@ def within_doubt(found: SearchResult) -> list[str]:
     ]
 
 
-@cache
 def measured_errors() -> list[float]:
     """|predicted / measured - 1| of every epoch in measured.csv, all on CPU ranks over Gloo."""
     return [

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import fmean
 
 import numpy as np
@@ -89,7 +88,7 @@ class Epochs:
     reached: Sequence[tuple[int, int]]  # of each run: the epochs between which it got there
     name: str  # equal for strategies that compute the same numbers: they draw the same epochs
 
-    @cached_property
+    @property
     def usual(self) -> float:
         """The median: the geometric mean over runs, in the middle between two evaluations."""
         return float(np.exp(fmean(np.log(self._middles))))
@@ -109,7 +108,7 @@ class Epochs:
         gaps = [(at - before - 1) / middle for (before, at), middle in spans]
         return float(np.sqrt(of_seeds + fmean(gap**2 for gap in gaps) / 12))
 
-    @cached_property
+    @property
     def drawn(self) -> Array:
         """In each draw [DRAWS]; at least one."""
         return drawn_epochs(self.usual, self.spread, self.name)

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -45,10 +44,15 @@ class Size:
     needs_bytes: float | None = None  # least memory in which a strategy would fit [B]
 
     @property
-    def best(self) -> Candidate:
-        """What is recommended; only of a size where something fits."""
+    def result(self) -> SearchResult:
+        """What was found; only of a size where something fits."""
         assert self.found is not None
-        return self.found.best
+        return self.found
+
+    @property
+    def best(self) -> Candidate:
+        """What is recommended there."""
+        return self.result.best
 
     @property
     def time_s(self) -> float:
@@ -73,7 +77,7 @@ class Scaling:
     skipped: Sequence[tuple[int, str]]
     objective: Objective = TIME
 
-    @cached_property
+    @property
     def fitting(self) -> list[Size]:
         """Sizes on which a strategy fits."""
         return [size for size in self.sizes if size.found]
@@ -83,12 +87,12 @@ class Scaling:
         """The fewest GPUs on which a strategy fits; speedups are over them."""
         return self.fitting[0]
 
-    @cached_property
+    @property
     def fastest(self) -> Size:
         """The size that takes the least time, of equal ones the smallest."""
         return min(self.fitting, key=lambda size: size.time_s)
 
-    @cached_property
+    @property
     def cheapest(self) -> Size | None:
         """The size that costs the least, of equal ones the fastest; None: no price."""
         priced = [
@@ -98,7 +102,7 @@ class Scaling:
         ]
         return min(priced, key=lambda one: one[:2])[2] if priced else None
 
-    @cached_property
+    @property
     def best(self) -> Size:
         """The size to use: it has least of the objective, and of equal ones is the fastest.
 
@@ -107,12 +111,12 @@ class Scaling:
         most = least.best.value * self.objective.slack
         return next((s for s in self.fitting if s.best.value < most), least)
 
-    @cached_property
+    @property
     def slower_from(self) -> Size | None:
         """The size from which on all are slower than the fastest, a smaller one; None: no such."""
         return self._from(self.fastest, lambda size: size.time_s)
 
-    @cached_property
+    @property
     def worse_from(self) -> Size | None:
         """The size from which on all have more of the objective than the best, a smaller one."""
         return self._from(self.best, lambda size: size.best.value)
@@ -121,12 +125,12 @@ class Scaling:
         larger = (size for size in self.fitting if size.gpus > least.gpus)
         return next((size for size in larger if of(size) > of(least)), None)
 
-    @cached_property
+    @property
     def enough(self) -> Size:
         """The fewest GPUs that take at most NEAR longer than the fastest size."""
         return next(s for s in self.fitting if s.time_s <= (1 + NEAR) * self.fastest.time_s)
 
-    @cached_property
+    @property
     def dips(self) -> list[tuple[Size, Size]]:
         """Sizes below the fastest that are slower than a smaller one, with the fastest smaller."""
         out, before = [], self.first

@@ -84,7 +84,7 @@ class SearchResult:
         """How sure it is that a candidate is the right choice."""
         return self.outlooks[self.ranked.index(candidate)]
 
-    @cached_property
+    @property
     def rivals(self) -> list[Candidate]:
         """What the best was chosen from, the best first: if it is exact, exact candidates.
 
@@ -93,7 +93,7 @@ class SearchResult:
         best = self.best
         return [best, *(c for c in self.others if c.is_comparable or not best.strategy.exact)]
 
-    @cached_property
+    @property
     def settled(self) -> Settled | None:
         """The constant of the cluster that would make the choice among rivals surest.
 
@@ -107,7 +107,7 @@ class SearchResult:
         constant = min(left, key=left.__getitem__)
         return Settled(constant, left[constant])
 
-    @cached_property
+    @property
     def certainty(self) -> Outlook:
         """How sure it is that the best is the right choice among its rivals."""
         return _outlooks(self.rivals)[0]

@@ -547,10 +547,9 @@ def _convolutions(
 
 def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
     """Layers of the user's own."""
-    assert workload.module is not None
     layers = []
     for own, (h_in, h_out) in zip(
-        workload.module.layers, _widths(workload, features, classes), strict=True
+        workload.own.layers, _widths(workload, features, classes), strict=True
     ):
         counted = own.counted
         if h_in < own.h_in and own.half and counted:  # P3 cuts its columns

@@ -297,6 +297,12 @@ class Workload(Fields):
         return self.lr
 
     @property
+    def own(self) -> Module:
+        """The user's module, where the model is one."""
+        assert self.module is not None
+        return self.module
+
+    @property
     def varies_lr(self) -> bool:
         """Whether the learning rate is not the same in all epochs."""
         return self.warmup > 1 or self.schedule != "constant"

@@ -7,7 +7,7 @@ the executor reads indices of the same object, so they agree about bytes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import scipy.sparse as sp
@@ -128,7 +128,6 @@ def cut_parts(graph: Graph, part: np.ndarray, parts: int, pieces: int) -> np.nda
     return piece
 
 
-@lru_cache(maxsize=32)
 def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkFacts:
     """Expected counts for a graph known by statistics only.
 

@@ -41,6 +41,7 @@ from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_layout import mixing_of
 from gnnplan.planner.ownership.layout import LayerFacts, pairs
 from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, Scored, shares
+from gnnplan.planner.vocabulary.values import Value
 
 CLASSES = 100  # of degrees; a directed graph has a quarter of it for each of d and r, in all pairs
 LOWEST = -5.0  # the first class [standard deviations]
@@ -113,8 +114,8 @@ def taken(fanout: int, mean: Floats) -> Floats:
     return np.asarray(below + fanout * pdtrc(fanout - 1, mean))
 
 
-@dataclass(frozen=True)
-class Expected:
+@dataclass(frozen=True, eq=False)
+class Expected(Value):
     """The expected frontier of some seeds."""
 
     rows: tuple[float, ...]  # of h_0 .. h_L

@@ -119,7 +119,7 @@ class EstimatedLayout:
         """Rows of a server's own part."""
         return self.vertices / len(set(self.servers))
 
-    @cached_property
+    @property
     def _external_rows(self) -> float:
         """Rows of all other parts."""
         return self.vertices - self._own_rows
@@ -128,7 +128,7 @@ class EstimatedLayout:
     def _degree(self) -> float:
         return self.edges / self.vertices
 
-    @cached_property
+    @property
     def _allowed(self) -> float:
         """External rows that a server may have: all, or those that an expansion draws."""
         if not self.expansion or not self._external_rows:

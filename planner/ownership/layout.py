@@ -75,19 +75,19 @@ class LayerFacts:
     fresh: np.ndarray | None = None  # rows of the halo that cross before the layer, if not all
 
     def __post_init__(self) -> None:
-        self.sends.setflags(write=False)  # so that what is found out about them can be kept
+        self.sends.setflags(write=False)
 
     @property
     def sends(self) -> np.ndarray:
         """Rows that go from i to j before the layer [ranks, ranks]."""
         return self.halo if self.fresh is None else self.fresh
 
-    @cached_property
+    @property
     def returned(self) -> np.ndarray:
         """Rows whose gradients go from i to j after the layer: the other way [ranks, ranks]."""
         return self.sends.T
 
-    @cached_property
+    @property
     def local(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has before the halo comes [ranks]."""
         return np.asarray(self.sources - self.there) if self.made is None else self.made

@@ -173,6 +173,12 @@ class Problem:
         return self.workload.metric_of(self.stats.learned)
 
     @property
+    def data(self) -> Graph:
+        """The graph, where more than its statistics must be known."""
+        assert self.graph is not None
+        return self.graph
+
+    @property
     def ranks(self) -> int:
         return len(self.placement) or self.cluster.ranks
 
@@ -214,7 +220,7 @@ class Problem:
             launch = np.minimum(device.launch, REPLAYED_LAUNCH)
             device = device.model_copy(update={"launch": launch})
         cluster = self.cluster.model_copy(update={"device": device})
-        return Cost.of(cluster, self.placement, self.stats.spread)
+        return Cost(cluster, self.placement, self.stats.spread)
 
     @property
     def replays(self) -> bool:
@@ -389,8 +395,7 @@ class Problem:
 
     def chunk_of(self, chunks: int) -> np.ndarray:
         """Chunk of every vertex, int32 [N]."""
-        assert self.graph is not None
-        return partition(self.graph, chunks, self.method)
+        return partition(self.data, chunks, self.method)
 
     def _chunks_of_ranks(self, graph: Graph, chunks: int) -> np.ndarray:
         """Chunk of every vertex [N]: every rank's part of the graph is cut in `chunks`."""
@@ -402,8 +407,7 @@ class Problem:
 
     def cut(self, chunks: int, members: int = 1) -> Chunks:
         """The graph in `chunks` chunks, each cut over the members of a stage."""
-        graph = self.graph
-        assert graph is not None
+        graph = self.data
         return self.known.answer(
             ("chunks", graph, self.method, chunks, members),
             lambda: Chunks(graph, self.chunk_of(chunks), chunks, members),
@@ -411,8 +415,7 @@ class Problem:
 
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
         """Counts of `cut`; estimates if only statistics are known."""
-        return (
-            estimated_chunks(self.stats, chunks, members, self.method)
-            if self.graph is None
-            else self.cut(chunks, members).facts
-        )
+        if self.graph is not None:
+            return self.cut(chunks, members).facts
+        asked = self.stats, chunks, members, self.method
+        return self.known.answer(("chunks", *asked), lambda: estimated_chunks(*asked))

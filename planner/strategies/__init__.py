@@ -80,7 +80,6 @@ def families() -> tuple[type[Strategy], ...]:
     return tuple(found)
 
 
-@cache
 def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
     """Published name -> its family, and the knobs that the name sets. Raises SpecError."""
     return _names(families())

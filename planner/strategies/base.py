@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.units import kind, quantity
+
+T = TypeVar("T")
 
 LONG = 4  # longer lists of a knob are written by what repeats
 MOST_NUMBERS = 100_000  # of such a list
@@ -74,6 +76,12 @@ class Example:
     strategy: str
     ranks: int = 2
     servers: int = 1
+
+
+def settled(knob: T | None) -> T:
+    """A knob's value, once `Strategy.settle` has chosen what was left out."""
+    assert knob is not None
+    return knob
 
 
 @dataclass(frozen=True)

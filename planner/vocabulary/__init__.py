@@ -8,7 +8,7 @@
     table.py      tables of text
     spec.py       the base of specifications, and the types of their fields
     numbers.py    numbers that may be arrays of candidates
-    noted.py      what has been found out about arrays
+    values.py     values that hold arrays: equal where their numbers are
     files.py      reading and writing files safely
     progress.py   lines for people who wait
 

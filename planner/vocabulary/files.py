@@ -16,7 +16,6 @@ import secrets
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnplan"
 
 
-@cache
 def quoted(name: str) -> list[dict[str, str]]:
     """The rows of a table of what was measured, or printed."""
     with (QUOTED / name).open(newline="", encoding="utf-8") as file:
@@ -330,7 +328,7 @@ def _plain(
     where: Where,
     lines: dict[Where, int],
     path: str,
-    seen: set[int],
+    seen: set[yaml.Node],
 ) -> Any:
     """A node as plain data; the lines of its values are noted in `lines`.
 
@@ -338,12 +336,12 @@ def _plain(
     """
     line = node.start_mark.line + 1
     lines.setdefault(where, line)
-    if id(node) in seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
+    if node in seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
         raise SpecError(
             f"{path}:{line}: {dotted(where)}: anchors and aliases (&, *) are not supported; write"
             " the value out"
         )
-    seen.add(id(node))
+    seen.add(node)
     if isinstance(node, yaml.MappingNode):
         mapping: dict[Any, Any] = {}
         for key_node, value_node in node.value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean, median
 
 import numpy as np
@@ -16,17 +16,23 @@ Number = float | NDArray[np.float64]
 SPREAD = 1.15
 
 
-def largest(numbers: Collection[Number]) -> Number:
-    """The element-wise maximum of some numbers, or 0 if there are none.
+def largest(values: Iterable[Number], least: Number = 0.0) -> Number:
+    """Element by element, the largest of these values and of `least`.
 
-    >>> largest([1.0, 3.0]), largest([1.0, np.array([0.0, 2.0])]), largest([])
-    (3.0, array([1., 2.]), 0.0)
+    >>> largest([1.0, 3.0, 2.0]), largest([], 5.0)
+    (np.float64(3.0), 5.0)
     """
-    if np.ndarray not in set(map(type, numbers)):
-        return max(numbers, default=0.0)
-    out: Number = -np.inf
-    for number in {id(number): number for number in numbers}.values():
-        out = np.maximum(out, number)
+    out = least
+    for value in values:
+        out = np.maximum(out, value)
+    return out
+
+
+def total(values: Iterable[Number]) -> Number:
+    """Element by element, the sum of these values."""
+    out: Number = 0.0
+    for value in values:
+        out = out + value
     return out
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.values import Value
 
 # Fallback costs where a device has no rate of its own: of a dropout hash, whose words are as long
 # whatever the rows' type [B], and of an attention weight (logit, maximum, exponential, sum, weight)
@@ -69,8 +70,8 @@ class Gather(NamedTuple):
     into: Number  # rows that it makes
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+@dataclass(frozen=True, eq=False)
+class Compute(Value):
     """Work of one rank, counted by kind; cost.py gives each kind a rate.
 
     Fields may be arrays of candidates; all that is computed from them then is an array, too.

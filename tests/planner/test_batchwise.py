@@ -565,14 +565,15 @@ def test_fanouts_are_a_number_per_layer():
     ],
 )
 def test_alike_steps_count_as_often_as_if_they_were_different(text: str) -> None:
-    """Estimated batches are one step many times, which is played once. The same steps, each an
-    object of its own, take as long and hold as much."""
+    """Estimated batches are one step many times, which is played once. The same steps, each of
+    another name, take as long and hold as much."""
     known = problem_of(GRAPHS[0], batch=8)
     asked, strategy = replace(known, graph=None), parse(text).settle(known)
     program = strategy.program(asked)
-    steps = list(program.known())
-    assert len(steps) > 20 and len(set(map(id, steps))) == 1
-    apart = replace(program, known=lambda: [list(step) for step in steps])
+    names = list(program.known())
+    assert len(names) > 20 and len(set(names)) == 1
+    numbers, ops = range(len(names)), list(program.ops(names[0]))
+    apart = replace(program, known=lambda: numbers, ops=lambda number: ops)
     once, each = predict(asked, program), predict(asked, apart)
     for name in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
         assert getattr(once, name) == pytest.approx(getattr(each, name), rel=1e-12)

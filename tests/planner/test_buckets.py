@@ -117,7 +117,7 @@ def test_bytes_and_memory_are_those_of_one_bucket(text: str) -> None:
 def test_a_step_without_exchanges_by_hand() -> None:
     """The wire is slow: it is busy from the first bucket on, to the update."""
     asked, strategy = problem("sage", where=cluster(2, 1, inter=1e6)), GraNNDis(buckets=3)
-    ops = strategy.settle(asked).program(asked).at(0)
+    ops = strategy.settle(asked).program(asked).step(0)
     price = {op.label(0): price_of(asked, op).seconds for op in ops}
     computed = [
         Label("forward", 0, layer=1),
@@ -167,7 +167,7 @@ def test_computation_beside_an_all_reduce_is_slower_by_the_tax() -> None:
         asked = problem(where=cluster(2, 1, intra=1e9, overlap_tax=overlap_tax))
         strategy = GraphParallel(buckets=3)
         taken.append(
-            {op.label(0): price_of(asked, op).seconds for op in strategy.program(asked).at(0)}
+            {op.label(0): price_of(asked, op).seconds for op in strategy.program(asked).step(0)}
         )
     sent = 4 * buckets_of(asked, 3, narrow=False)[0].weights  # each of two ranks sends them once
     gained = taken[1][Label("backward", 0, layer=2)] - taken[0][Label("backward", 0, layer=2)]

@@ -117,7 +117,7 @@ def test_hierarchical_by_hand():
         across.units * unit,
         across.steps,
     ) == (2 * 3 / 4 / 2, 6)
-    cost = Cost.of(cluster(4, 2, nics=[[0], [1]], all_reduce="hierarchical"))
+    cost = Cost(cluster(4, 2, nics=[[0], [1]], all_reduce="hierarchical"))
     taken = cost.all_reduce(10**9, range(8))
     assert taken.latency == pytest.approx(2 * 5e-6 + 6 * 2e-5)
     assert {port: s for port, s in taken.busy.items() if port[1] == 0} == pytest.approx(
@@ -137,14 +137,14 @@ def test_bus_bandwidth_of_large_buffers_is_the_links(ranks: int):
         (cluster(ranks, 1), 1e10),
         (cluster(ranks, 1, "cpu"), 1e10),
     ):
-        seconds = float(Cost.of(where).all_reduce(size, range(ranks)).alone)
+        seconds = float(Cost(where).all_reduce(size, range(ranks)).alone)
         assert size / seconds * 2 * (ranks - 1) / ranks == pytest.approx(link, rel=1e-3)
 
 
 def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
     """128 servers of 8: 7 hops in a server and 7 between, up and down; a ring has 2,046."""
     kinds: dict[str | None, Any] = {
-        name: Cost.of(cluster(128, 8, all_reduce=name)).all_reduce(1024, range(1024))
+        name: Cost(cluster(128, 8, all_reduce=name)).all_reduce(1024, range(1024))
         for name in (*ALGORITHMS, None)
     }
     assert float(kinds["tree"].latency) == pytest.approx(2 * 7 * 5e-6 + 2 * 7 * 2e-5)
@@ -154,7 +154,7 @@ def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
         and kinds[None].alone < kinds["ring"].alone / 100
     )
     # Gloo has no tree
-    assert Cost.of(cluster(128, 8, "cpu")).all_reduce(1024, range(1024)) == kinds["ring"]
+    assert Cost(cluster(128, 8, "cpu")).all_reduce(1024, range(1024)) == kinds["ring"]
 
 
 @given(
@@ -171,9 +171,7 @@ def test_nccl_takes_the_faster_one(
     """Also over two servers, where a tree's cards send half of what a ring's do."""
     where = cluster(servers, gpus, inter_node=Link(bandwidth=bandwidth, latency=latency))
     ring, tree, chosen = (
-        Cost.of(where.model_copy(update={"all_reduce": name})).all_reduce(
-            size, range(servers * gpus)
-        )
+        Cost(where.model_copy(update={"all_reduce": name})).all_reduce(size, range(servers * gpus))
         for name in ("ring", "tree", None)
     )
     assert float(chosen.alone) == pytest.approx(min(ring.alone, tree.alone))
@@ -186,7 +184,7 @@ def test_nccl_takes_the_faster_one(
 def test_bytes_by_link_are_those_on_the_ports(servers: int, gpus: int, algorithm: str, size: int):
     """Whole bytes that add up to the schedule's, and within a byte of what passes cards and
     GPUs."""
-    cost = Cost.of(cluster(servers, gpus, all_reduce=algorithm))
+    cost = Cost(cluster(servers, gpus, all_reduce=algorithm))
     n = servers * gpus
     told, passed = (
         cost.reduced_by_link(2 * (n - 1) * size, range(n)),
@@ -204,7 +202,7 @@ def test_cards_share_what_leaves_a_server():
     would else leave by one."""
     for algorithm in ("ring", "tree"):
         busy = (
-            Cost.of(cluster(2, 4, nics=[[0, 1], [2, 3]], all_reduce=algorithm))
+            Cost(cluster(2, 4, nics=[[0, 1], [2, 3]], all_reduce=algorithm))
             .all_reduce(10**9, range(8))
             .busy
         )

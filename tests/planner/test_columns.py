@@ -17,6 +17,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel, GraphParallel, parse
 from gnnplan.planner.strategies.layerwise.columns import Course, arranged, shares
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Compute
 
 N, F, H, C, RANKS = 600, 12, 16, 4, 4
 ALTERNATING = FeatureParallel("alternating")
@@ -133,9 +134,10 @@ def test_no_order_moves_fewer_numbers(model: str, hidden: int, dropout: float):
 def test_columns_are_shared_where_there_are_fewer_than_ranks():
     assert shares(3, 5).tolist() == [1, 1, 1, 0, 0]
     asked = problem(ranks=8, hidden=5)
-    work = next(op for op in FeatureParallel().program(asked).at(0) if op.layer == 4 and op.work)
+    step = FeatureParallel().program(asked).step(0)
+    work = next(op for op in step if op.layer == 4 and isinstance(op.work, Compute))
     assert work.op == "prepare"
-    sums = [op for op in FeatureParallel().program(asked).at(0) if op.op == "aggregate"]
+    sums = [op for op in step if op.op == "aggregate"]
     rows = sums[2].work.gathers[0].rows  # of layer 4, which sums C = 4 columns
     assert rows.tolist() == [asked.stats.edges + N] * 4 + [0] * 4
 

@@ -24,7 +24,7 @@ DEVICE = Device(
     launch=0.5,
     overlap_tax=0.5,
 )
-COST = Cost.of(
+COST = Cost(
     Cluster(
         servers=2,
         gpus_per_server=2,
@@ -103,14 +103,14 @@ CORE = Device(
 def test_a_core_is_measured_where_a_gpu_waits_for_memory(
     work: Compute, on_gpu: float, on_core: float
 ):
-    core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
+    core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     assert (COST.compute_s(work), core.compute_s(work)) == pytest.approx((on_gpu, on_core))
 
 
 def test_rows_of_many_bytes_are_gathered_slower():
     """Log-log in the bytes that are read from, flat outside; a rate alone is that of all sizes.
     Arrays as one by one."""
-    core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
+    core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     sizes = np.array([1e2, 1e3, 1e4, 1e5, 1e9])
     assert core.gather_rate(16, sizes) == pytest.approx([4e8, 4e8, 2e8, 1e8, 1e8])
     assert core.gather_rate(64, sizes) == pytest.approx(4e8)
@@ -126,7 +126,7 @@ def test_rows_of_many_bytes_are_gathered_slower():
 def test_rows_in_no_order_are_gathered_slower_by_a_core_alone():
     gather = (Gather(1e6, 16, 1e3, 1.0),)
     ordered, scattered = Compute(gathers=gather), Compute(gathers=gather, scattered=True)
-    core = Cost.of(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
+    core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     assert core.compute_s(scattered) == pytest.approx(1.5 * core.compute_s(ordered))
     assert (scattered + Compute()).scattered and (Compute() + scattered).at(0).scattered
     assert COST.compute_s(scattered) == COST.compute_s(ordered)
@@ -135,7 +135,7 @@ def test_rows_in_no_order_are_gathered_slower_by_a_core_alone():
 def test_a_core_loads_by_reading_and_writing():
     """A GPU's loads go over its link to the server's memory."""
     device = CORE.model_copy(update={"launch": 0.05, "memory_rates": {}})
-    core = Cost.of(Cluster(device=device, intra_node=Link(bandwidth=1e3, latency=9.0)))
+    core = Cost(Cluster(device=device, intra_node=Link(bandwidth=1e3, latency=9.0)))
     assert core.load_s(2e8) == pytest.approx(0.05 + 3 * 2e8 / device.memory_bandwidth)
     assert COST.load_s(2e6) == pytest.approx(1.0 + 2.0)
 
@@ -145,13 +145,13 @@ def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
     1e-5 s and 64 B at 1 MB/s each."""
     device = CORE.model_copy(update={"row_latency": 1e-5, "row_bandwidth": 1e6})
     core, nothing = (
-        Cost.of(Cluster(device=each, intra_node=Link(bandwidth=1e9))) for each in (device, CORE)
+        Cost(Cluster(device=each, intra_node=Link(bandwidth=1e9))) for each in (device, CORE)
     )
     work, twice = (Compute(gathers=(Gather(1e6, 16, 10.0, into),)) for into in (1e4, 2e4))
     assert nothing.compute_s(work) == nothing.compute_s(twice) == pytest.approx(0.16)
     assert core.compute_s(work) == pytest.approx(0.16 + 0.1 + 0.64)
     assert core.compute_s(twice) == pytest.approx(0.16 + 0.2 + 1.28)
-    half = Cost.of(scaled.device(core.cluster, 0.5))
+    half = Cost(scaled.device(core.cluster, 0.5))
     assert half.compute_s(work) == pytest.approx(2 * core.compute_s(work))
 
 
@@ -159,7 +159,7 @@ def test_gather_rates_between_widths_are_log_log_and_flat_outside():
     assert [COST.gather_rate(width) for width in (1, 10, 100, 1000, 5000)] == pytest.approx(
         [1e6, 1e6, 1e7, 1e8, 1e8]
     )
-    plain = Cost.of(
+    plain = Cost(
         COST.cluster.model_copy(update={"device": DEVICE.model_copy(update={"gather": {}})})
     )
     assert plain.gather_rate(7) == 5e7  # half the memory bandwidth
@@ -237,7 +237,7 @@ BOX = Cluster(
 def test_ports_by_where_two_gpus_sit():
     """Islands {0,1} {2,3}, switches {0,1,2} {3}, cards for {0,1} and {2,3}: the second card is
     behind no switch alone."""
-    cost = Cost.of(BOX)
+    cost = Cost(BOX)
 
     def busy(a: int, b: int) -> dict:
         return cost.send(a, Send(b, 1_000_000)).busy
@@ -269,7 +269,7 @@ def test_ports_by_where_two_gpus_sit():
 def test_a_placement_moves_ranks_not_ports():
     """Rank 0 on GPU 5 and rank 1 on GPU 4: an island of the second server. All ports are named
     after ranks and places."""
-    cost = Cost.of(BOX, (5, 4, 0))
+    cost = Cost(BOX, (5, 4, 0))
     assert cost.servers == (1, 1, 0) and cost.link_name(0, 1) == "island"
     assert cost.send(0, Send(2, 1_000_000)).busy == {("nic_out", 2): 10.0, ("nic_in", 0): 10.0}
     sent = np.zeros((3, 3), dtype=int)
@@ -280,7 +280,7 @@ def test_a_placement_moves_ranks_not_ports():
 def test_a_ring_visits_places_one_after_the_other():
     """8 ranks, 8 MB: 14 MB between neighbours; islands inside, a hop between islands, two cards
     that share what leaves a server."""
-    cost = Cost.of(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
+    cost = Cost(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
     (hops,) = cost._all_reduces.hops("ring", tuple(range(8)))[0].phases
     assert [cost.placement[a] for a in hops.source] == list(range(8)) and [
         cost.placement[b] for b in hops.target
@@ -320,7 +320,7 @@ def test_equal_messages_are_counted_once_and_come_out_as_any_others(group: tuple
         switch=Link(bandwidth=5e8, latency=1e-6),
     )
     cost, ranks = (
-        Cost.of(where, (3, 1, 4, 6, 0, 2, 7, 5)),
+        Cost(where, (3, 1, 4, 6, 0, 2, 7, 5)),
         (tuple(range(8)) if group is None else group),
     )
     talk = np.random.default_rng(0).random((len(ranks),) * 2) < 0.6
@@ -351,7 +351,7 @@ GPU = Device(gemm=1e9, memory=1e9, memory_bandwidth=1e8, cache=1e6, cache_bandwi
 
 
 def on_gpu(spread: float, **changed: float) -> Cost:
-    return Cost.of(
+    return Cost(
         Cluster(device=GPU.model_copy(update=changed), intra_node=Link(bandwidth=1e9)),
         spread=spread,
     )
@@ -439,7 +439,7 @@ STAGED = Cluster(
 def test_without_peer_access_bytes_go_up_and_down_through_memory():
     """1 MB: up one host link and down another, in and out of memory; between servers up, out, in
     and down. NVLink needs neither."""
-    cost = Cost.of(STAGED)
+    cost = Cost(STAGED)
     inside, across = cost.send(0, Send(2, 1_000_000)), cost.send(0, Send(6, 1_000_000))
     assert (
         inside.busy == {("gpu_out", 0): 1.0, ("gpu_in", 2): 1.0, ("bridge", 0): 1.0}
@@ -455,7 +455,7 @@ def test_without_peer_access_bytes_go_up_and_down_through_memory():
     }
     assert across.alone == 2 * 0.5 + 2.0 + 10.0
     assert cost.send(0, Send(1, 1_000_000)).busy == {("island_out", 0): 0.1, ("island_in", 1): 0.1}
-    measured = Cost.of(
+    measured = Cost(
         STAGED.model_copy(
             update={"collectives": {"send.intra_node": Link(bandwidth=5e5, latency=0.0)}}
         )
@@ -466,7 +466,7 @@ def test_without_peer_access_bytes_go_up_and_down_through_memory():
 def test_all_gpus_of_a_server_share_its_bridge():
     """Two pairs at once: twice through memory's 2 MB/s each, 2 s where each alone takes 1. A ring
     of four passes it four times."""
-    cost = Cost.of(STAGED.model_copy(update={"islands": (), "island": None}))
+    cost = Cost(STAGED.model_copy(update={"islands": (), "island": None}))
     sent = np.zeros((8, 8))
     sent[0, 1] = sent[2, 3] = 1_000_000
     assert cost.exchange(sent).alone - cost.exchange(sent).latency == 2.0
@@ -482,7 +482,7 @@ def test_switches_of_a_server_without_peer_access_are_left():
             "bridge": None,
         }
     )
-    assert Cost.of(where).send(2, Send(3, 1_000_000)).busy == {
+    assert Cost(where).send(2, Send(3, 1_000_000)).busy == {
         ("gpu_out", 2): 1.0,
         ("gpu_in", 3): 1.0,
         ("switch_out", 1): 2.0,
@@ -500,7 +500,7 @@ def test_small_messages_reach_a_share_of_the_bandwidth():
         [1000, 10_000, 100_000, 1_000_000, 10**8]
     )
     assert link.stretched(20_000, 2) == pytest.approx(200_000)
-    cost = Cost.of(COST.cluster.model_copy(update={"intra_node": link}))
+    cost = Cost(COST.cluster.model_copy(update={"intra_node": link}))
     assert cost.send(0, Send(1, 10_000)).alone == pytest.approx(0.1)
     sent = np.zeros((4, 4))
     sent[0, 1], sent[1, 0] = 10_000, 1_000_000
@@ -544,6 +544,6 @@ def test_a_sampler_takes_time_for_a_layer_besides_its_edges():
         host_rates={"draw": 1e7},
         host_latency={"draw": 2e-3},
     )
-    cost = Cost.of(cluster)
+    cost = Cost(cluster)
     assert cost.host_s("draw", 1e5, layers=3) == pytest.approx(3 * 2e-3 + 1e5 / 1e7)
     assert cost.host_s("lay", 1e5, layers=3) == pytest.approx(1e5 / HOST_RATE)

@@ -108,8 +108,7 @@ def traffic(ranks: int, seed: int) -> list[Phase]:
 def by_cost(where: Cluster, placement: tuple[int, ...], phases: list[Phase]) -> float:
     """As cost.py has it, one placement at a time."""
     return sum(
-        phase.times * float(Cost.of(where, placement).exchange(phase.sent).alone)
-        for phase in phases
+        phase.times * float(Cost(where, placement).exchange(phase.sent).alone) for phase in phases
     )
 
 
@@ -251,7 +250,7 @@ def test_hidden_groups_are_found_among_32_gpus():
     together = np.equal.outer(member, member) & ~np.eye(32, dtype=bool)
     phases = [Phase(1e6 * together, 2.0)]
     placement = best_placement(where, range(32), phases)
-    at = Cost.of(where, placement).places
+    at = Cost(where, placement).places
     assert all(
         len({int(at.island[rank]) for rank in np.flatnonzero(member == group)}) == 1
         for group in range(8)

@@ -50,7 +50,8 @@ def test_steps_under_way_together_are_held_together():
         Op("loss", work=Compute(), phase="body"),
         Op("backward", work=Compute(), phase="tail", holds=lambda held: held.free(1.0)),
     ]
-    program = Program(lambda: [step] * 5, 5, lambda t: step, order=pipelined(0), in_flight=3)
+    program = Program.of(step, order=pipelined(0), in_flight=3)
+    program = replace(program, known=lambda: [0] * 5, steps=5)
     assert fullest(TWO, program)["activations"].tolist() == [3, 3]
     plain = replace(program, order=None, in_flight=1)
     assert fullest(TWO, plain)["activations"].tolist() == [1, 1]

@@ -330,7 +330,7 @@ def test_tied_ranks_stay_tied_whatever_they_send(
     """Traffic that would tear them apart: of all permutations that keep groups of `of` on the GPUs
     of one, none is faster."""
     where = problem_of(servers, islands, inter=2e8).cluster
-    at = Cost.of(where).places
+    at = Cost(where).places
     tied = (at.server if servers == 2 and of == 4 else at.island).tolist()
     random = np.random.default_rng(seed)
     phases = [
@@ -371,7 +371,7 @@ def test_groups_that_talk_meet_among_32_gpus():
     """Pairs of islands with heavy traffic between them, and members that would rather be elsewhere:
     islands move as a whole until every pair has a server."""
     where = problem_of(8, CROSSED, inter=1e8).cluster
-    tied = Cost.of(where).places.island
+    tied = Cost(where).places.island
     friend = np.random.default_rng(2).permutation(16).reshape(8, 2)
     partner = {int(a): int(b) for pair in friend for a, b in (pair, pair[::-1])}
     sent = np.zeros((32, 32))
@@ -379,7 +379,7 @@ def test_groups_that_talk_meet_among_32_gpus():
         sent[a, tied == partner[int(tied[a])]] = 1e6
         sent[a, (a + 1) % 32] += 1e3
     placement = best_placement(where, range(32), [Phase(sent, 1.0)], tied.tolist())
-    at = Cost.of(where, placement).places
+    at = Cost(where, placement).places
     assert all(
         len({int(at.island[rank]) for rank in np.flatnonzero(tied == group)}) == 1
         for group in range(16)

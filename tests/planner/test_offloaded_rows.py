@@ -91,12 +91,12 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
         )
         for rank in chunk[list(read)] // chunks:
             crossing[rank, c // chunks] += rank != c // chunks
-    ops = Offload(chunks).built(problem).at(0)
+    ops = Offload(chunks).built(problem).step(0)
 
     def sent(op: str, way: str, layer: int) -> np.ndarray:
         """[ranks, ranks]"""
         alike = [o for o in ops if (o.op, o.way, o.layer) == (op, way, layer)]
-        return sum((o.sent_bytes for o in alike), np.zeros((ranks, ranks), dtype=int))
+        return sum((o.work.nbytes for o in alike), np.zeros((ranks, ranks), dtype=int))
 
     row = 4 * 16
     assert (sent("halo", "f", 2) == row * crossing).all()

@@ -56,7 +56,7 @@ def share_of_measured(cost: Cost, width: int, few: bool) -> float:
 @pytest.mark.parametrize("width", EDGE_S)
 @pytest.mark.parametrize("few", [False, True])
 def test_sums_take_what_was_measured(cluster: Cluster, width: int, few: bool) -> None:
-    assert share_of_measured(Cost.of(cluster), width, few) == pytest.approx(1, rel=0.01)
+    assert share_of_measured(Cost(cluster), width, few) == pytest.approx(1, rel=0.01)
 
 
 @pytest.mark.parametrize(("width", "share"), [(256, 0.96), (64, 0.74), (32, 0.50), (16, 0.22)])
@@ -65,7 +65,7 @@ def test_rooflines_promise_too_much_of_narrow_rows(
 ) -> None:
     """As docs/explanation/cost-model.md says. All vertices are read alike often there."""
     device = cluster.device.model_copy(update={"gather": {}})
-    cost = Cost.of(cluster.model_copy(update={"device": device}), spread=0.0)
+    cost = Cost(cluster.model_copy(update={"device": device}), spread=0.0)
     assert share_of_measured(cost, width, few=False) == pytest.approx(share, abs=0.01)
     assert share_of_measured(cost, 256, few=True) == pytest.approx(0.49, abs=0.01)
 
@@ -73,6 +73,6 @@ def test_rooflines_promise_too_much_of_narrow_rows(
 @pytest.mark.parametrize(("gpus", "mb"), BOTH_MS)
 def test_all_reduces_are_near_what_was_measured(cluster: Cluster, gpus: int, mb: float) -> None:
     """As the preset says. Constants were derived from those of 4 and 16 GPUs."""
-    told = Cost.of(cluster).all_reduce(int(mb * 1e6), range(gpus))
+    told = Cost(cluster).all_reduce(int(mb * 1e6), range(gpus))
     seconds = float(told.latency) + max(map(float, told.busy.values()))
     assert 0.47 < seconds / (1e-3 * sum(BOTH_MS[gpus, mb])) < 1.26

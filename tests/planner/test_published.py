@@ -111,7 +111,7 @@ def test_bubble_of_equal_stages_is_the_formula(stages: int, chunks: int, shuffle
     schedule = equal_slots(
         GNNPipe(stages, chunks, shuffle=shuffle).settle(problem).schedule(problem, 3), 1e6, 2e6
     )
-    played = play(schedule, Cost.of(problem.cluster))
+    played = play(schedule, Cost(problem.cluster))
     assert played.step_s == pytest.approx(pipeline_time(stages, chunks, 1.0, 2.0), rel=1e-6)
     assert 1 - chunks * 3.0 / played.step_s == pytest.approx(bubble_share(stages, chunks), abs=1e-6)
     assert f"{bubble_share(8, 32):.1%}" == "17.9%"

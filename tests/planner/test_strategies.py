@@ -1079,4 +1079,4 @@ def at(value: Any, i: int) -> float:
 
 
 def test_ranks_fill_servers_in_order():
-    assert Cost.of(cluster(2, 3)).servers == (0, 0, 0, 1, 1, 1)
+    assert Cost(cluster(2, 3)).servers == (0, 0, 0, 1, 1, 1)

@@ -164,7 +164,7 @@ def test_messages_between_servers_pass_switch_uplinks_without_peer_access():
         switches=[[0, 1], [2, 3]],
         switch=Link(bandwidth=5e5, latency=0.0),
     )
-    assert Cost.of(staged).send(0, Send(6, 1_000_000)).busy == {
+    assert Cost(staged).send(0, Send(6, 1_000_000)).busy == {
         ("gpu_out", 0): 1.0,
         ("gpu_in", 6): 1.0,
         ("switch_out", 0): 2.0,
@@ -184,7 +184,7 @@ def test_a_stragglers_sampler_is_slow_too(straggler: int, seconds: float):
     for rank in (0, 1):
         work = Host("draw", (rank + 1) * HOST_RATE)
         schedule.tasks.append(Task(Label("draw", 0), rank, "host", work))
-    taken = epochs(schedule, Cost.of(TWO_SERVERS), 1, Noise(stragglers={straggler: 3.0}), 1)
+    taken = epochs(schedule, Cost(TWO_SERVERS), 1, Noise(stragglers={straggler: 3.0}), 1)
     assert np.allclose(taken, seconds)
 
 
@@ -200,7 +200,7 @@ def test_a_ring_sends_a_message_per_step() -> None:
         }
     )
     reached = 0.5 * 10 ** (np.log10(2) / 3)  # log-log between 1 kB and 1 MB
-    seconds = Cost.of(cluster).all_reduce(40_000, (0, 1, 2, 3)).alone
+    seconds = Cost(cluster).all_reduce(40_000, (0, 1, 2, 3)).alone
     assert seconds == pytest.approx(6 * 10_000 / (1e9 * reached))
 
 

@@ -87,7 +87,6 @@ def delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     strategies.families.cache_clear()
-    strategies.names.cache_clear()
 
 
 def problem(ranks: int) -> Problem:

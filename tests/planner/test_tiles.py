@@ -17,6 +17,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D, parse
 from gnnplan.planner.strategies.layerwise.tensor3d import grids, summing_s
 from gnnplan.planner.strategies.layerwise.tiles import Grid, edges_of_tiles, orders, roles
+from gnnplan.planner.strategies.program.program import AllReduce, Exchange
 from gnnplan.planner.vocabulary.errors import SpecError
 
 N, F, H, C = 576, 24, 48, 72  # shares are equal on the grids below
@@ -45,13 +46,13 @@ def problem(
 def by_layer(strategy: object, asked: Problem) -> dict[int | None, int]:
     """Bytes that all ranks send for each layer in a step."""
     out: dict[int | None, int] = {}
-    for op in strategy.program(asked).at(0):  # type: ignore[attr-defined]
+    for op in strategy.program(asked).step(0):  # type: ignore[attr-defined]
         moved = 0
-        if op.sent is not None:
-            moved = int(op.sent.sum()) * op.itemsize
-        elif op.lane == "reduce":
-            everyone = tuple(range(asked.ranks))
-            moved = sum(2 * (len(group) - 1) * size for group, size in op.reductions(everyone))
+        if isinstance(op.work, Exchange):
+            moved = int(op.work.nbytes.sum())
+        elif isinstance(op.work, AllReduce):
+            groups = op.work.by_group(tuple(range(asked.ranks)))
+            moved = sum(2 * (len(group) - 1) * size for group, size in groups)
         out[op.layer] = out.get(op.layer, 0) + moved
     return out
 

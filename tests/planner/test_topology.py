@@ -103,7 +103,7 @@ def test_a_message_fills_the_ports_on_its_way(where: Cluster):
     """networkx walks from GPU to GPU; of several shortest ways one, so half way round a ring it
     says half of what is so."""
     where = where.model_copy(update={"peer_access": True, "bridge": None})
-    cost, whole = Cost.of(where), graph(where)
+    cost, whole = Cost(where), graph(where)
     for a in range(where.ranks):
         for b in range(where.ranks):
             if a != b:
@@ -133,7 +133,7 @@ def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
     n = where.ranks
     sent = random.integers(0, 1000, (n, n)) * (random.random((n, n)) < 0.6)
     np.fill_diagonal(sent, 0)
-    cost = Cost.of(where)
+    cost = Cost(where)
     passed = bytes_by_port(cost, cost.exchange(sent))
     by_link = cost.bytes_by_link(sent)
     for way in ("out", "in"):
@@ -177,7 +177,7 @@ def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
 def test_a_ring_of_servers():
     """Five servers: from 0 to 2 over 1, from 0 to 3 over 4; of four, half way round goes both ways.
     A cable is as fast as a card."""
-    cost = Cost.of(cluster(5, fabric=RING))
+    cost = Cost(cluster(5, fabric=RING))
     ports = {edge: i for i, edge in enumerate(fabric_graph(RING, 5).edges)}
 
     def passed(where: Cost, a: int, b: int) -> dict[tuple[int, int], float]:
@@ -194,9 +194,9 @@ def test_a_ring_of_servers():
     assert len(ports) == 10
     assert passed(cost, 0, 1) == {(0, 1): 1.0} and passed(cost, 0, 2) == {(0, 1): 1.0, (1, 2): 1.0}
     assert passed(cost, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0} and passed(
-        Cost.of(cluster(2, fabric=RING)), 0, 1
+        Cost(cluster(2, fabric=RING)), 0, 1
     ) == {(0, 1): 1.0}
-    assert passed(Cost.of(cluster(4, fabric=RING)), 1, 3) == dict.fromkeys(
+    assert passed(Cost(cluster(4, fabric=RING)), 1, 3) == dict.fromkeys(
         [(1, 2), (2, 3), (1, 0), (0, 3)], 0.5
     )
     assert cost.send(0, Send(2, 10**8)).alone == 2.0 + 2 * 0.5 + 1.0
@@ -214,7 +214,7 @@ def test_a_ring_of_servers():
 def test_leaves_share_their_uplinks():
     """Two servers of two cards per leaf, four times oversubscribed: an uplink is as fast as one
     card, all exchange with all."""
-    cost = Cost.of(cluster(4, 2, nics=[[0], [1]], fabric=LEAVES))
+    cost = Cost(cluster(4, 2, nics=[[0], [1]], fabric=LEAVES))
     assert not [p for p in cost.send(0, Send(2, 1)).busy if p[0] == "fabric"]  # below one leaf
     assert {p[0]: s for p, s in cost.send(0, Send(4, 10**8)).busy.items()} == {
         "nic_out": 1.0,
@@ -237,8 +237,7 @@ def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where: Cluster, seed
     sent = random.integers(0, 1000, (where.ranks,) * 2) * ~np.eye(where.ranks, dtype=bool)
     full = Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=1, latency=0)
     plain, leaves = (
-        Cost.of(where.model_copy(update={"fabric": fabric})).exchange(sent)
-        for fabric in (None, full)
+        Cost(where.model_copy(update={"fabric": fabric})).exchange(sent) for fabric in (None, full)
     )
     assert leaves.alone == pytest.approx(plain.alone)
 
@@ -309,7 +308,7 @@ def test_a_better_network_is_never_slower(
             **where.inter_node.model_dump(exclude={"efficiency"}), efficiency={1e3: 0.1, 1e6: 0.9}
         )  # type: ignore
     where = where.model_copy(update=more)
-    before, after = Cost.of(where), Cost.of(data.draw(improvements(where)))
+    before, after = Cost(where), Cost(data.draw(improvements(where)))
     n = where.ranks
     sent = np.random.default_rng(seed).integers(0, 10**6, (n, n)) * ~np.eye(n, dtype=bool)
     exchanges, sums = (
@@ -367,10 +366,10 @@ def test_no_placement_on_any_fabric_is_faster(where: Cluster, seed: int):
     if not sent.any():
         return
     every = [*permutations(range(n))][:: 1 if n < 6 else 3]
-    alone = [float(Cost.of(where, placement).exchange(sent).alone) for placement in every]
+    alone = [float(Cost(where, placement).exchange(sent).alone) for placement in every]
     assert evaluator(where, range(n), [Phase(sent, 1.0)])(np.array(every)) == pytest.approx(alone)
     chosen = best_placement(where, range(n), [Phase(sent, 1.0)])
-    assert float(Cost.of(where, chosen).exchange(sent).alone) <= min(alone) * (1 + 1e-6)
+    assert float(Cost(where, chosen).exchange(sent).alone) <= min(alone) * (1 + 1e-6)
 
 
 def test_neighbours_in_a_ring_are_placed_side_by_side():
@@ -403,9 +402,9 @@ def test_hidden_groups_are_found_among_32_gpus():
     found, ideal, given = (
         float(cost.exchange(bytes_sent).alone)
         for cost, bytes_sent in (
-            (Cost.of(where, best_placement(where, range(32), [Phase(sent, 1.0)])), sent),
-            (Cost.of(where), unshuffled),
-            (Cost.of(where), sent),
+            (Cost(where, best_placement(where, range(32), [Phase(sent, 1.0)])), sent),
+            (Cost(where), unshuffled),
+            (Cost(where), sent),
         )
     )
     assert found == pytest.approx(ideal) and ideal < given / 2

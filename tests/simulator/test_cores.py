@@ -62,7 +62,7 @@ def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
         Task(Label("forward", 0), rank, "compute", Compute(flops=each * 1e6))
         for rank, each in enumerate(seconds)
     ]
-    return [end for _, end in play(Schedule(len(seconds), 1, tasks), Cost.of(cluster)).times]
+    return [end for _, end in play(Schedule(len(seconds), 1, tasks), Cost(cluster)).times]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
 )
 def test_by_hand(cluster: Cluster, seconds: list[float], expected: list[float]):
     assert ends(cluster, seconds) == pytest.approx(expected)
-    assert float(Cost.of(cluster).all_done_s(np.array(seconds, dtype=float))) == pytest.approx(
+    assert float(Cost(cluster).all_done_s(np.array(seconds, dtype=float))) == pytest.approx(
         max(expected)
     )
 
@@ -100,7 +100,7 @@ def test_who_waited_finds_the_caches_filled_by_others(cluster: Cluster, late: di
     two exchanges, a third of a millisecond's work, each rank took a processor twice as long as
     alone (AMD EPYC, 2026). A wait for the core, charged to ranks that have others to compete with,
     had been right for GraNNDis and GNNPipe by accident."""
-    cost, free = Cost.of(cluster.model_copy(update={"cold_cache_penalty": 0.006})), Cost.of(cluster)
+    cost, free = Cost(cluster.model_copy(update={"cold_cache_penalty": 0.006})), Cost(cluster)
 
     def more(mine: Transfer, bare: Transfer) -> dict[int, float]:
         cores = {
@@ -150,7 +150,7 @@ def test_closed_form_is_the_simulation_and_lies_between_its_bounds(
     cluster = machine(len(seconds), cores).model_copy(
         update={"timeslice_slowdown": timeslice_slowdown}
     )
-    last = float(Cost.of(cluster).all_done_s(np.array(seconds)))
+    last = float(Cost(cluster).all_done_s(np.array(seconds)))
     assert max(ends(cluster, seconds)) == pytest.approx(last)
     assert (
         max(*seconds, sum(seconds) / cores) * (1 - 1e-9)
@@ -168,12 +168,12 @@ def test_copies_take_a_core_from_computation():
         Task(Label("send", 0), 0, "comm", Send(1, 1_000_000)),
         Task(Label("forward", 0), 1, "compute", Compute(flops=1e6)),
     ]
-    sent, computed = play(Schedule(2, 1, tasks), Cost.of(machine(2, 1, core_s_per_byte=1e-6))).times
+    sent, computed = play(Schedule(2, 1, tasks), Cost(machine(2, 1, core_s_per_byte=1e-6))).times
     # the core is wanted for two seconds, by three threads: two of them the message's
     assert (sent[1], computed[1]) == (1.5, 2.0)
-    sent, computed = play(Schedule(2, 1, tasks), Cost.of(machine(2, 2, core_s_per_byte=1e-6))).times
+    sent, computed = play(Schedule(2, 1, tasks), Cost(machine(2, 2, core_s_per_byte=1e-6))).times
     assert (sent[1], computed[1]) == (1.0, 1.0)
-    apart = Cost.of(machine(2, 1, servers=2, core_s_per_byte=1e-6)).send(0, Send(1, 1_000_000))
+    apart = Cost(machine(2, 1, servers=2, core_s_per_byte=1e-6)).send(0, Send(1, 1_000_000))
     assert {port: seconds for port, seconds in apart.busy.items() if port[0] == "cores"} == {
         ("cores", 0): 0.5,
         ("cores", 1): 0.5,
@@ -189,9 +189,7 @@ def test_a_message_that_asks_little_of_a_core_is_not_slowed_by_who_computes_ther
     ]
     sent, *computed = [
         end
-        for _, end in play(
-            Schedule(3, 1, tasks), Cost.of(machine(3, 1, core_s_per_byte=2e-7))
-        ).times
+        for _, end in play(Schedule(3, 1, tasks), Cost(machine(3, 1, core_s_per_byte=2e-7))).times
     ]
     # a fifth of the core for two threads; of the others each would have a third of what is left
     assert sent == pytest.approx(1.0)
@@ -207,17 +205,17 @@ def test_a_message_takes_a_core_however_small(work: float):
     )
     for nbytes in (1, 1000, 100_000):
         each = 0.25 + work * nbytes
-        one = Cost.of(cluster).send(0, Send(1, nbytes)).busy
+        one = Cost(cluster).send(0, Send(1, nbytes)).busy
         assert one["cores", 0] == pytest.approx(each / 2, rel=0.02)  # two cores
         # four inside servers, eight between
-        all_to_all = Cost.of(cluster).exchange(nbytes * (1.0 - np.eye(4)))
+        all_to_all = Cost(cluster).exchange(nbytes * (1.0 - np.eye(4)))
         assert all_to_all.busy["cores", 0] == pytest.approx(12 * each / 2, rel=0.02)
     tasks = [
         Task(Label("send", 0), 0, "comm", Send(1, 1)),
         Task(Label("forward", 0), 1, "compute", Compute(flops=1e6)),
     ]
     sent, computed = play(
-        Schedule(2, 1, tasks), Cost.of(machine(2, 1, core_s_per_byte=work, core_s_per_message=0.25))
+        Schedule(2, 1, tasks), Cost(machine(2, 1, core_s_per_byte=work, core_s_per_message=0.25))
     ).times
     assert (sent[1], computed[1]) == pytest.approx((0.375, 1.25), rel=0.01)  # two thirds of it
 
@@ -381,6 +379,4 @@ def test_messages_that_nobody_copies_do_not_wait_for_cores():
     )
     sent = np.zeros((4, 4))
     sent[0, 1] = sent[2, 3] = sent[0, 2] = sent[1, 3] = 1e6
-    assert Flows.of(Cost.of(cluster), sent).finish().tolist() == pytest.approx(
-        [1.0, 20.0, 20.0, 1.0]
-    )
+    assert Flows.of(Cost(cluster), sent).finish().tolist() == pytest.approx([1.0, 20.0, 20.0, 1.0])

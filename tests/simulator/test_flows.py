@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from gnnplan.planner.cluster.cost import Cost, Transfer
+from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.simulator.flows import ByFlows, Flows
-from gnnplan.simulator.network import Network
+from gnnplan.simulator.network import Demand, Network
 
 DEVICE = Device(memory=1e12, gemm=1e12, memory_bandwidth=1e12)
 unhurried = settings(deadline=None)
@@ -177,7 +177,7 @@ def cost_of(servers: int, gpus: int, fabric: Fabric | None = None, **more: Any) 
         "intra_node": Link(bandwidth=5e10, latency=0.0),
         "inter_node": Link(bandwidth=1e10, latency=0.0),
     }
-    return Cost.of(
+    return Cost(
         Cluster(
             servers=servers, gpus_per_server=gpus, device=DEVICE, fabric=fabric, **{**links, **more}
         )
@@ -298,7 +298,7 @@ def by_network(starts: np.ndarray, sizes: np.ndarray) -> list[float]:
         ends[i] = env.now
 
     def arrive(i: int) -> None:
-        network.start(Transfer(0.0, {("nic_out", 0): float(sizes[i])}), lambda: ended(i))
+        network.start(Demand(0.0, {("nic_out", 0): float(sizes[i])}), lambda: ended(i))
 
     for i, start in enumerate(starts.tolist()):
         env.timeout(start).callbacks.append(lambda _, i=i: arrive(i))

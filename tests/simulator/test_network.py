@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from gnnplan.planner.cluster.cost import Transfer
-from gnnplan.simulator.network import Network, max_min
+from gnnplan.simulator.network import Demand, Network, max_min
 
 unhurried = settings(deadline=None)  # the machine may be busy
 A, B, C, D = (("nic_out", i) for i in range(4))
 
 
-def ends(*starts: tuple[float, Transfer], threads: tuple[int, ...] = ()) -> list[float]:
+def ends(*starts: tuple[float, Demand], threads: tuple[int, ...] = ()) -> list[float]:
     """When transfers that start at these times, by so many threads each (one), end [s]."""
     env = simpy.Environment()
     network = Network(env)
@@ -43,29 +42,29 @@ def ends(*starts: tuple[float, Transfer], threads: tuple[int, ...] = ()) -> list
 
 
 def test_alone_it_takes_its_latency_and_its_busiest_port():
-    assert ends((1.0, Transfer(0.5, {A: 2.0, B: 3.0}))) == [4.5]
+    assert ends((1.0, Demand(0.5, {A: 2.0, B: 3.0}))) == [4.5]
 
 
 def test_without_bytes_it_takes_its_latency():
-    assert ends((1.0, Transfer(0.5, {})), (1.0, Transfer(0.0, {A: 0.0}))) == [1.5, 1.0]
+    assert ends((1.0, Demand(0.5, {})), (1.0, Demand(0.0, {A: 0.0}))) == [1.5, 1.0]
 
 
 def test_two_on_one_port_take_twice():
-    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {A: 3.0}))) == [6.0, 6.0]
+    assert ends((0, Demand(0, {A: 3.0})), (0, Demand(0, {A: 3.0}))) == [6.0, 6.0]
 
 
 def test_two_on_two_ports_do_not_meet():
-    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {B: 3.0}))) == [3.0, 3.0]
+    assert ends((0, Demand(0, {A: 3.0})), (0, Demand(0, {B: 3.0}))) == [3.0, 3.0]
 
 
 def test_the_latency_does_not_fill_the_port():
-    assert ends((0, Transfer(3.0, {A: 1.0})), (0, Transfer(0, {A: 3.0}))) == [4.0, 3.0]
+    assert ends((0, Demand(3.0, {A: 1.0})), (0, Demand(0, {A: 3.0}))) == [4.0, 3.0]
 
 
 def test_one_joins_and_leaves():
     """Alone to 2, half speed beside the second from 2 to 6, alone again: 2 + 4/2 + 1 = 5 s of work
     end at 7."""
-    assert ends((0, Transfer(0, {A: 5.0})), (2, Transfer(0, {A: 2.0}))) == [7.0, 6.0]
+    assert ends((0, Demand(0, {A: 5.0})), (2, Demand(0, {A: 2.0}))) == [7.0, 6.0]
 
 
 def test_three_on_one_port_and_a_fourth_takes_what_the_first_leaves_of_the_other():
@@ -82,13 +81,13 @@ def test_three_over_two_ports():
 def test_three_over_two_ports_in_time():
     """Rates 1/2, 1/2, 3/4 as above. The third ends at 4; the others share A to the end."""
     assert ends(
-        (0, Transfer(0, {A: 4.0})), (0, Transfer(0, {A: 4.0, B: 2.0})), (0, Transfer(0, {B: 3.0}))
+        (0, Demand(0, {A: 4.0})), (0, Demand(0, {A: 4.0, B: 2.0})), (0, Demand(0, {B: 3.0}))
     ) == [8.0, 8.0, 4.0]
 
 
 def test_a_port_filled_by_half_has_room_for_another():
     """1/2 each of port B at full rate: they overlap without a loss."""
-    assert ends((0, Transfer(0, {A: 2.0, B: 1.0})), (0, Transfer(0, {C: 2.0, B: 1.0}))) == [
+    assert ends((0, Demand(0, {A: 2.0, B: 1.0})), (0, Demand(0, {C: 2.0, B: 1.0}))) == [
         2.0,
         2.0,
     ]
@@ -98,9 +97,9 @@ def test_threads_have_equally_much_of_a_core_but_not_of_a_wire():
     """Three of four threads on one core are the first one's; on a wire it is one of two, however
     many ranks take part."""
     assert ends(
-        (0, Transfer(0, {("cores", 0): 3.0})), (0, Transfer(0, {("cores", 0): 3.0})), threads=(3, 1)
+        (0, Demand(0, {("cores", 0): 3.0})), (0, Demand(0, {("cores", 0): 3.0})), threads=(3, 1)
     ) == [4.0, 6.0]
-    assert ends((0, Transfer(0, {A: 3.0})), (0, Transfer(0, {A: 3.0})), threads=(3, 1)) == [
+    assert ends((0, Demand(0, {A: 3.0})), (0, Demand(0, {A: 3.0})), threads=(3, 1)) == [
         6.0,
         6.0,
     ]
@@ -110,12 +109,12 @@ def test_the_end_of_one_parts_a_component_in_two():
     """The middle one ties A and B together until 2; then each of the others is alone on its
     port."""
     assert ends(
-        (0, Transfer(0, {A: 2.0})), (0, Transfer(0, {A: 1.0, B: 1.0})), (0, Transfer(0, {B: 3.0}))
+        (0, Demand(0, {A: 2.0})), (0, Demand(0, {A: 1.0, B: 1.0})), (0, Demand(0, {B: 3.0}))
     ) == [3.0, 2.0, 4.0]
 
 
 def test_one_that_joins_when_another_ends_never_meets_it():
-    assert ends((0, Transfer(0, {A: 2.0})), (1, Transfer(1, {A: 2.0}))) == [2.0, 4.0]
+    assert ends((0, Demand(0, {A: 2.0})), (1, Demand(1, {A: 2.0}))) == [2.0, 4.0]
 
 
 # -- against others --------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ def test_everyone_has_a_bottleneck(busy, weights):
         )
 
 
-def by_plain_loop(starts: list[tuple[float, Transfer]]) -> list[float]:
+def by_plain_loop(starts: list[tuple[float, Demand]]) -> list[float]:
     """All rates anew at every event."""
     wait = {i: start + transfer.latency for i, (start, transfer) in enumerate(starts)}
     left: dict[int, float] = {}
@@ -220,9 +219,9 @@ def by_plain_loop(starts: list[tuple[float, Transfer]]) -> list[float]:
 
 
 @st.composite
-def arrivals(draw) -> list[tuple[float, Transfer]]:
+def arrivals(draw) -> list[tuple[float, Demand]]:
     times = st.integers(0, 8).map(lambda k: k / 4)
-    return [(draw(times), Transfer(draw(times), busy)) for busy in draw(demands(flows=10))]
+    return [(draw(times), Demand(draw(times), busy)) for busy in draw(demands(flows=10))]
 
 
 @unhurried
@@ -257,7 +256,7 @@ def test_a_thousand_odd_numbers_late_in_time_all_end():
     starts = [
         (
             1e6 + random.random() * 1e-3,
-            Transfer(
+            Demand(
                 random.choice([0.0, 1e-7 / 3]), {p: 10 ** random.uniform(-15, -3) for p in (A, B)}
             ),
         )
@@ -266,7 +265,7 @@ def test_a_thousand_odd_numbers_late_in_time_all_end():
     starts += [
         (
             0.0,
-            Transfer(1 / 3, {C: 10 ** random.uniform(-12, 3), D: 10 ** random.uniform(-300, -200)}),
+            Demand(1 / 3, {C: 10 ** random.uniform(-12, 3), D: 10 ** random.uniform(-300, -200)}),
         )
         for _ in range(300)
     ]

@@ -60,9 +60,7 @@ def in_step(ranks: int, steps: int, pieces: int = 1) -> tuple[Schedule, Cost]:
                 )
             )
     link = Link(bandwidth=1e9, latency=0.0)
-    return schedule, Cost.of(
-        Cluster(servers=1, gpus_per_server=ranks, device=DEVICE, intra_node=link)
-    )
+    return schedule, Cost(Cluster(servers=1, gpus_per_server=ranks, device=DEVICE, intra_node=link))
 
 
 def question(family: str) -> Problem:

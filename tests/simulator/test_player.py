@@ -27,7 +27,7 @@ def cluster(servers: int = 1, gpus: int = 8, latency: float = 0.0, speed: float 
     """1e9 flop/s and 1 MB/s, so that `s(2)` and `mb(2)` take 2 s."""
     device = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9)
     link = Link(bandwidth=1e6 * speed, latency=latency / speed)
-    return Cost.of(
+    return Cost(
         Cluster(
             servers=servers, gpus_per_server=gpus, device=device, intra_node=link, inter_node=link
         )
@@ -231,7 +231,7 @@ def test_what_the_setup_did_is_done():
 def test_steps_end_and_take_time():
     """The first step fills the lanes: 3 s, then one each 2 s."""
     played = play(stale(0), cluster())
-    assert [played.step_end(step) for step in range(4)] == [3.0, 5.0, 7.0, 9.0]
+    assert played.step_ends == {0: 3.0, 1: 5.0, 2: 7.0, 3: 9.0}
     assert played.step_s == 2.0
     assert [play(stale(0, steps=steps), cluster()).step_s for steps in (1, 2)] == [3.0, 2.0]
 

@@ -39,7 +39,12 @@ from gnnplan.executor.layers.kernels.matmul import (
 )
 from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
 from gnnplan.executor.layers.kernels.page_locked import pinned, sent, together
-from gnnplan.executor.layers.kernels.runtime import backward, keep_allocator, pin_no_more_than_asked
+from gnnplan.executor.layers.kernels.runtime import (
+    backward,
+    gradient_of,
+    keep_allocator,
+    pin_no_more_than_asked,
+)
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
 
 __all__ = [
@@ -59,6 +64,7 @@ __all__ = [
     "code_of",
     "dropout",
     "dropout_mask",
+    "gradient_of",
     "keep_allocator",
     "linear",
     "linear_sum",

@@ -35,6 +35,12 @@ def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
     return output
 
 
+def gradient_of(leaf: Tensor) -> Tensor:
+    """The gradient of a leaf, after a backward pass that reads it."""
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """torch.autograd.backward without its check of symbolic shapes.
 

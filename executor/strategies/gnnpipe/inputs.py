@@ -38,10 +38,9 @@ class Inputs:
         own: int,
     ) -> None:
         """kept: global ids of the rows that the rank keeps, the first `own` of them its own."""
-        assert problem.graph is not None
         self.net, self.chunks = net, chunks
         self.features: Tensor | SparseRows | None = _load(
-            rank, problem, problem.graph, chunks, kept, own
+            rank, problem, problem.data, chunks, kept, own
         )
         self.by_chunk: list[SparseRows] = []  # of sparse features, what each chunk's edges read
         if isinstance(self.features, SparseRows) and net.encoder is None:

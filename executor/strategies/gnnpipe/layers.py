@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import aggregate_transposed, backward
+from gnnplan.executor.layers.kernels import aggregate_transposed, backward, gradient_of
 from gnnplan.executor.layers.layer import Drop, Layer
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
@@ -177,12 +177,12 @@ def layer_backward(
         backward([kept.out], [passage.gradient])
     if kept.x is None or kept.read is None or kept.rows is None:
         return None
-    assert kept.read.grad is not None and kept.prepared is not None
+    assert kept.prepared is not None
     part, slope = net.layer(layer), history.slope[layer]
     to_read = (
-        aggregate_transposed(chunk.blocks[part.edges], kept.read.grad)
+        aggregate_transposed(chunk.blocks[part.edges], gradient_of(kept.read))
         if _gathers_linearly(part)
-        else kept.read.grad
+        else gradient_of(kept.read)
     )
     slope[chunk.rows] += to_read[: chunk.size]
     # not for own rows too: it is several times as slow as the sum of a slice
@@ -193,8 +193,7 @@ def layer_backward(
     backward([kept.prepared], [chunk.of(slope)])
     gradient = kept.x.grad
     if history.carried:
-        assert gradient is not None
         for places in (chunk.rows, chunk.far):
             slope[places].zero_()  # passed on; what is added from here on is historical
-        gradient = gradient + chunk.of(history.carried[layer])
+        gradient = gradient_of(kept.x) + chunk.of(history.carried[layer])
     return gradient

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of, weight_dtype_of
-from gnnplan.executor.layers.kernels import backward, pack, unpack
+from gnnplan.executor.layers.kernels import backward, gradient_of, pack, unpack
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
@@ -35,6 +35,7 @@ from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
+from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -45,12 +46,10 @@ class Worker(base.Worker):
     net: Net
 
     def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe, first: int = 0) -> None:
-        graph, workload, device = problem.graph, problem.workload, rank.device
-        assert graph is not None
-        assert strategy.chunks is not None and strategy.stages is not None
+        graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.shapes, layers_by_stage = strategy.shape(problem)
-        self.members, self.stages = strategy.members(problem), strategy.stages
+        self.members, self.stages = strategy.members(problem), settled(strategy.stages)
         self.stage, self.member = divmod(rank.rank, self.members)
         self.layers = layers_by_stage[self.stage]
         # runs of layers without an exchange in between
@@ -62,7 +61,7 @@ class Worker(base.Worker):
         self.dtype, self.seed = dtype_of(workload), workload.seed
         self.net = net_of(self.shapes, workload, self.layers).to(device)
         must_run_in_parts(self.net, self.layers)
-        cut = problem.cut(strategy.chunks, self.members)
+        cut = problem.cut(settled(strategy.chunks), self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
         kept, self.chunks = make_chunks(
             rank, graph, workload, cut, self.member, self.reduce_group, kinds
@@ -74,7 +73,7 @@ class Worker(base.Worker):
             if self.is_last
             else []
         )
-        self.inputs = (
+        self._inputs = (
             Inputs(rank, problem, self.net, self.chunks, kept, self.own) if self.is_first else None
         )
         self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
@@ -161,8 +160,8 @@ class Worker(base.Worker):
                 self._drop(step - 1, layer, self.vertices),
                 self._drop(step, layer, self.vertices),
             )
-        if self.inputs is not None:
-            self.inputs.prepare(self._drop(step, 1, self.vertices))
+        if self._inputs is not None:
+            self._inputs.prepare(self._drop(step, 1, self.vertices))
 
     def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
         """Buffers for what the peer will send, by chunk, in its order."""
@@ -235,6 +234,12 @@ class Worker(base.Worker):
     def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
         return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
 
+    @property
+    def inputs(self) -> Inputs:
+        """What the first stage reads."""
+        assert self._inputs is not None
+        return self._inputs
+
     def _halo(self, step: int, way: str, layer: int, c: int, rows: Tensor) -> Tensor:
         """Exchange a chunk's rows between the members of the stage.
 
@@ -302,7 +307,6 @@ class Worker(base.Worker):
         return Passage(h, summed=carried if self.net.jump else None)
 
     def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
-        assert self.inputs is not None
         drop = self._drop(step, 0, self.vertices[chunk.rows])
         passage.encoded = self.inputs.encode(chunk, drop)
         passage.h = passage.encoded.detach()
@@ -332,7 +336,6 @@ class Worker(base.Worker):
     ) -> Kept:
         chunk = self.chunks[c]
         if passage.h is None:  # constant features
-            assert self.inputs is not None
 
             def drop_sources(places: Tensor) -> Drop:
                 return self._drop(step, layer, self.vertices[places])
@@ -389,8 +392,7 @@ class Worker(base.Worker):
         gradient, x0 = passage.gradient, passage.x0
         assert passage.encoded is not None and gradient is not None
         if x0 is not None:
-            assert x0.grad is not None
-            gradient = gradient + x0.grad
+            gradient = gradient + gradient_of(x0)
         backward([passage.encoded], [gradient])
 
     # -- evaluation -------------------------------------------------------------------------------
@@ -405,7 +407,6 @@ class Worker(base.Worker):
         h, carried = self._first_rows()
         for layer in self.layers:
             if h is None:
-                assert self.inputs is not None
                 h = self.inputs.first_layer_sparse_exactly()
             else:
                 if layer in self.history.mixed:
@@ -437,7 +438,6 @@ class Worker(base.Worker):
             arrivals = [Arrival(self.rank, (self.own, w), self.dtype, before) for w in widths]
             h, carried = [*(arrival.wait() for arrival in arrivals), None][:2]
             return h, carried
-        assert self.inputs is not None
         if self.net.encoder is not None:
             assert self.inputs.features is not None
             h = self.net.encode(self.inputs.features)
@@ -447,7 +447,7 @@ class Worker(base.Worker):
     def _layer_exactly(self, layer: int, h: Tensor, x0: Tensor | None) -> list[Tensor]:
         """The layer's output for each chunk, from all rows that it reads."""
         part, relu = self.net.layer(layer), self.net.relu_after(layer)
-        aggregated = self.inputs.aggregated if self.inputs is not None and layer == 1 else []
+        aggregated = self.inputs.aggregated if layer == 1 else []
         outs, rows = [], part.prepare(h, keep)
         for c, chunk in enumerate(self.chunks):
             gathered = aggregated[c] if aggregated else chunk.gather(part, rows)

@@ -31,10 +31,9 @@ class Columns:
     def __init__(
         self, rank: Rank, problem: Problem, columns: range, store: Store | None = None
     ) -> None:
-        assert problem.graph is not None
         self.rank, self.problem, self.columns, self.store = rank, problem, columns, store
         self.rows: Counter[str] = Counter()
-        x = problem.graph.x
+        x = problem.data.x
         self.x = x[:, columns.start : columns.stop]
         if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
             self.x = np.ascontiguousarray(self.x)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import backward, dropout, sent, together
+from gnnplan.executor.layers.kernels import backward, dropout, gradient_of, sent, together
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
@@ -83,7 +83,6 @@ class Worker(base.Worker):
     net: Net
 
     def __init__(self, rank: Rank, problem: Problem, strategy: P3, first: int = 0) -> None:
-        assert problem.graph is not None
         self.rank, self.problem, self.strategy = rank, problem, strategy
         me, device = rank.rank, rank.device
         self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
@@ -329,10 +328,8 @@ class Worker(base.Worker):
             loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         with self.rank.span(Label("backward", step), "compute"):
-            assert leaf.grad is not None
-            backward([h], [leaf.grad])
-            assert summed.grad is not None
-            flight.gradient = summed.grad
+            backward([h], [gradient_of(leaf)])
+            flight.gradient = gradient_of(summed)
         flight.pushed = self._move(
             Label("pull", step, "b", 1),
             flight.exchange,

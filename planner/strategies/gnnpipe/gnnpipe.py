@@ -68,12 +68,19 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import Memory, settled
 from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
 from gnnplan.planner.strategies.gnnpipe.memory import Holds, memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
 from gnnplan.planner.strategies.program.price import setup_s
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Exchange,
+    Message,
+    Op,
+    Program,
+    Receipt,
+)
 from gnnplan.planner.vocabulary.schedule import Compute
 
 
@@ -87,14 +94,14 @@ class GNNPipe(Pipeline):
             stages = next(
                 s for s in range(min(problem.ranks, layers), 0, -1) if problem.ranks % s == 0
             )
-        settled = replace(
+        chosen = replace(
             self, stages=stages, chunks=4 * stages if self.chunks is None else self.chunks
         )
-        if settled.layers_per_stage is None and settled._mistake(problem) is None:
-            settled = replace(
-                settled, layers_per_stage=balance(layer_seconds(settled, problem), stages)
+        if chosen.layers_per_stage is None and chosen._mistake(problem) is None:
+            chosen = replace(
+                chosen, layers_per_stage=balance(layer_seconds(chosen, problem), stages)
             )
-        return settled
+        return chosen
 
     def program(self, problem: Problem) -> Program:
         """The same for all placements and clusters, so it is made once for all of them."""
@@ -103,17 +110,14 @@ class GNNPipe(Pipeline):
         return problem.known.recent("pipeline", (self, *of, *cut), lambda: self._program(problem))
 
     def _program(self, problem: Problem) -> Program:
-        assert self.stages is not None and self.chunks is not None
-        chunks, seed, shuffle = self.chunks, problem.workload.seed, self.shuffle
-        shared = _Shared(self, problem)
-        step = [op for stage in range(self.stages) for op in _stage(self, problem, stage, shared)]
+        chunks, seed, shuffle = settled(self.chunks), problem.workload.seed, self.shuffle
+        shared, stages = _Shared(self, problem), range(settled(self.stages))
+        step = [op for stage in stages for op in _stage(self, problem, stage, shared)]
         inputs = self.inputs_sent(problem)
-        setup = [Op("input_halo", sent=inputs, ranks=tuple(self.group(problem, 0)))]
-        return Program(
-            lambda: [step],
-            1,
-            lambda t: step,
-            lambda: setup if inputs.any() else [],
+        setup = [Op("input_halo", work=Exchange(inputs), ranks=tuple(self.group(problem, 0)))]
+        return Program.of(
+            step,
+            setup=lambda: setup if inputs.any() else [],
             chunks=lambda t: chunk_order(seed, t, chunks, shuffle),
         )
 
@@ -122,13 +126,12 @@ class GNNPipe(Pipeline):
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         """Seconds to cut the graph, and of epoch 0: a forward pass, stage after stage."""
-        assert self.stages is not None and self.chunks is not None
         partitioning_s = (
             0.0
             if problem.graph is None
-            else problem.seconds_of(problem.cut(self.chunks, self.members(problem)))
+            else problem.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
         )
-        first_pass_s = float(self.predict(problem).by_op["forward"]) * self.stages
+        first_pass_s = float(self.predict(problem).by_op["forward"]) * settled(self.stages)
         return {
             "partitioning": partitioning_s,
             "features": setup_s(problem, self.built(problem).setup()),
@@ -137,15 +140,13 @@ class GNNPipe(Pipeline):
 
 
 class _Shared:
-    """What stages that are alike share: work and bytes of all chunks, one object each."""
+    """What stages that are alike share: facts of all chunks, and the work that follows."""
 
     def __init__(self, pipe: Pipeline, problem: Problem) -> None:
         self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
+        self.returned = self.facts.sends.transpose(0, 2, 1)  # rows whose gradients go home
         self.kept = np.array(pipe.kept(problem), dtype=float)
         self._works: dict[object, tuple[Compute, Compute]] = {}
-        self._exchanged: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._handed: dict[int, np.ndarray] = {}
-        self._packing: dict[int, tuple[Compute, Compute]] = {}
 
     def works(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
         """Forward and backward work of a piece [chunks * members]."""
@@ -153,26 +154,6 @@ class _Shared:
         if kind not in self._works:
             self._works[kind] = self.pipe.work(self.problem, piece, self.facts)
         return self._works[kind]
-
-    def exchanged(self, row_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes [chunks, members, members] that members send each other, forward and backward."""
-        if row_bytes not in self._exchanged:
-            sent = self.facts.sends * row_bytes
-            self._exchanged[row_bytes] = sent, sent.transpose(0, 2, 1)
-        return self._exchanged[row_bytes]
-
-    def handed(self, row_bytes: int) -> np.ndarray:
-        """Bytes [chunks, members] that a stage hands on, either way."""
-        if row_bytes not in self._handed:
-            self._handed[row_bytes] = self.facts.rows * row_bytes
-        return self._handed[row_bytes]
-
-    def packing(self, stage: int) -> tuple[Compute, Compute]:
-        """Work of packing what `stage` hands on, and of unpacking it [chunks * members]."""
-        width = self.pipe.boundary(self.problem, stage)
-        if width not in self._packing:
-            self._packing[width] = self.pipe.packing(self.problem, stage, self.facts)
-        return self._packing[width]
 
 
 def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> list[Op]:
@@ -185,7 +166,6 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
 
     With few bits a chunk is packed before it is sent, and unpacked once it is received.
     """
-    assert pipe.stages is not None
     ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
     holds = Holds(pipe, problem, stage)
     forward: list[Op] = []
@@ -194,24 +174,29 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         works, row_bytes = shared.works(piece), pipe.exchanged(problem, piece) * b
         layer = piece[0] if g > 1 else None
         if row_bytes:
-            there, back = shared.exchanged(row_bytes)
-            forward.append(Op("halo", "f", piece[0], sent=there, ranks=ranks, chunks=1))
-            backward.append(Op("halo", "b", piece[0], sent=back, ranks=ranks, chunks=-1))
+            there = Exchange(shared.facts.sends, row_bytes)
+            back = Exchange(shared.returned, row_bytes)
+            forward.append(Op("halo", "f", piece[0], work=there, ranks=ranks, chunks=1))
+            backward.append(Op("halo", "b", piece[0], work=back, ranks=ranks, chunks=-1))
         keeps = partial(holds.forward, piece)
-        forward.append(Op("forward", "", layer, works[0], ranks=ranks, chunks=1, holds=keeps))
+        forward.append(
+            Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1, holds=keeps)
+        )
+        frees = holds.backward
         backward.append(
-            Op("backward", "", layer, works[1], ranks=ranks, chunks=-1, holds=holds.backward)
+            Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1, holds=frees)
         )
     backward.reverse()
 
     def taken(way: Literal["f", "b"]) -> list[Op]:
         """From the neighbour that comes before on this way."""
         sender = stage - 1 if way == "f" else stage + 1
-        message = _received(_message(pipe, problem, sender, way, shared), ranks)
+        sent = _message(pipe, problem, sender, way, shared)
+        message = Op("receive", way, work=Receipt(sent), ranks=ranks, chunks=sent.chunks)
         keeps = holds.receive if way == "f" else None
         if pipe.bits is None:
             return [replace(message, holds=keeps)]
-        _, work = shared.packing(min(sender, stage))
+        _, work = pipe.packing(problem, min(sender, stage), shared.facts)
         unpack = Op("unpack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
         return [message, unpack]
 
@@ -221,19 +206,20 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         if pipe.bits is None:
             return [message]
         below = stage if way == "f" else stage - 1
-        work, keeps = shared.packing(below)[0], partial(holds.pack, below)
+        work, _ = pipe.packing(problem, below, shared.facts)
+        keeps = partial(holds.pack, below)
         pack = Op("pack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
         return [pack, message]
 
     if stage > 0:
         forward = [*taken("f"), *forward]
         backward = [*backward, *given("b")]
-    if stage + 1 < pipe.stages:
+    if stage + 1 < settled(pipe.stages):
         forward = [*forward, *given("f")]
         backward = [*taken("b"), *backward]
     weights = pipe.weights(problem, stage)
     size = weights * problem.model.weight_itemsize
-    ends = [Op("all_reduce", size=size, ranks=ranks)] if g > 1 else []
+    ends = [Op("all_reduce", work=AllReduce((size,)), ranks=ranks)] if g > 1 else []
     return [
         Op("history", work=pipe.refresh_work(problem, stage, shared.kept), ranks=ranks),
         *forward,
@@ -250,20 +236,7 @@ def _message(
     before."""
     g, ranks = pipe.members(problem), tuple(pipe.group(problem, stage))
     below = stage if way == "f" else stage - 1
-    handed = shared.handed(pipe.handed_bytes(problem, below))
-    message = Op("pipeline", way, handed=handed, ranks=ranks)
+    handed = shared.facts.rows * pipe.handed_bytes(problem, below)
     if way == "f":
-        return replace(message, distance=g, chunks=1)
-    return replace(message, distance=-g, chunks=-1)
-
-
-def _received(message: Op, ranks: tuple[int, ...]) -> Op:
-    """The message's other end."""
-    return Op(
-        "receive",
-        message.way,
-        received=message,
-        ranks=ranks,
-        distance=-message.distance,
-        chunks=message.chunks,
-    )
+        return Op("pipeline", way, work=Message(handed, g), ranks=ranks, chunks=1)
+    return Op("pipeline", way, work=Message(handed, -g), ranks=ranks, chunks=-1)

@@ -7,8 +7,6 @@ Sizes of a layer's tensors come from planner/gnn/footprint.py.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -24,17 +22,16 @@ from gnnplan.planner.gnn.footprint import (
 )
 from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.arithmetic import largest
-from gnnplan.planner.strategies.base import Memory, before_training
+from gnnplan.planner.strategies.base import Memory, before_training, settled
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Number, largest
 
 
 def memory(pipe: Pipeline, problem: Problem) -> Memory:
     """Bytes per rank by use, at the fullest moment of a step; a stage's members share the rows."""
-    assert pipe.stages is not None
+    stages = settled(pipe.stages)
     model, b, g = problem.model, problem.model.itemsize, pipe.members(problem)
     kept = np.array(pipe.kept(problem), dtype=float)
     uses = (
@@ -50,7 +47,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
     use: Memory = {name: np.zeros(problem.ranks) for name in uses}
     held = fullest(problem, pipe.built(problem))
     use["activations"], use["buffers"] = held["activations"], held["buffers"]
-    for s in range(pipe.stages):
+    for s in range(stages):
         at = slice(s * g, s * g + g)  # the stage's ranks
         layers = pipe.shape(problem)[1][s]
         weights = pipe.weights(problem, s) * model.weight_itemsize
@@ -60,7 +57,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         # past rows, the mixed rows that are read, and their gradients
         use["history"][at] = (3 + pipe.historical_gradients) * kept * varying * b
         use["features"][at], use["graph"][at] = _constant(pipe, problem, s)
-        if s + 1 < pipe.stages:
+        if s + 1 < stages:
             # buffers for the gradients that come back
             use["pipeline"][at] = pipe.facts(problem).rows.sum(0) * pipe.handed_bytes(problem, s)
     return use | before_training(problem, pipe.groups(problem))
@@ -186,7 +183,7 @@ class Holds:
     def _hand_on(self, held: Held, *sizes: Number) -> None:
         held.handed_on = largest(map(_largest_chunk, sizes), held.handed_on)
 
-    @cached_property
+    @property
     def _counts(self) -> tuple[np.ndarray, ...]:
         """Rows, edges, sources, others' rows that are read [chunks, members]; and whether members
         exchange rows of a chunk [chunks, 1]."""

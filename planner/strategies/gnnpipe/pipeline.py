@@ -21,7 +21,7 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import bits
-from gnnplan.planner.strategies.base import Example, Strategy
+from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -120,52 +120,49 @@ class Pipeline(Strategy):
 
     def _mistake(self, problem: Problem) -> str | None:
         """Rule, numbers and remedy if the knobs do not suit the problem; else None."""
-        assert self.stages is not None and self.chunks is not None
-        layers, vertices, per_stage = (
-            problem.workload.layers,
-            problem.stats.vertices,
-            self.layers_per_stage,
-        )
-        if self.stages < 1 or self.chunks < 1:
+        stages, chunks = settled(self.stages), settled(self.chunks)
+        per_stage = self.layers_per_stage
+        layers, vertices = problem.workload.layers, problem.stats.vertices
+        if stages < 1 or chunks < 1:
             return (
-                f"gnnpipe: stages and chunks are at least 1 (stages: {self.stages}, chunks:"
-                f" {self.chunks}); leave them out"
+                f"gnnpipe: stages and chunks are at least 1 (stages: {stages}, chunks:"
+                f" {chunks}); leave them out"
             )
-        if self.stages > layers:
+        if stages > layers:
             return (
-                f"gnnpipe needs a layer per stage (layers: {layers}, stages: {self.stages}); use"
+                f"gnnpipe needs a layer per stage (layers: {layers}, stages: {stages}); use"
                 f" stages <= {layers}"
             )
-        if problem.ranks % self.stages:
+        if problem.ranks % stages:
             fit = ", ".join(
                 str(s) for s in range(1, min(problem.ranks, layers) + 1) if problem.ranks % s == 0
             )
             return (
-                f"gnnpipe gives every stage equally many ranks (stages: {self.stages}, ranks:"
+                f"gnnpipe gives every stage equally many ranks (stages: {stages}, ranks:"
                 f" {problem.ranks}); use stages in {{{fit}}} or --ranks"
-                f" {self.stages * max(1, problem.ranks // self.stages)}"
+                f" {stages * max(1, problem.ranks // stages)}"
             )
-        if self.chunks > MOST_CHUNKS:
+        if chunks > MOST_CHUNKS:
             return (
-                f"gnnpipe: at most {MOST_CHUNKS:,} chunks are planned (chunks: {self.chunks:,});"
+                f"gnnpipe: at most {MOST_CHUNKS:,} chunks are planned (chunks: {chunks:,});"
                 " use fewer, as 4 per rank"
             )
-        if self.chunks > vertices:
+        if chunks > vertices:
             return (
-                f"gnnpipe needs a vertex per chunk (vertices: {vertices}, chunks: {self.chunks});"
+                f"gnnpipe needs a vertex per chunk (vertices: {vertices}, chunks: {chunks});"
                 " use fewer chunks"
             )
-        if problem.ranks > vertices * self.stages:
+        if problem.ranks > vertices * stages:
             return (
                 f"gnnpipe needs a vertex per rank of a stage (vertices: {vertices}, ranks of a"
-                f" stage: {problem.ranks // self.stages}); use --ranks"
-                f" {vertices * self.stages} or less"
+                f" stage: {problem.ranks // stages}); use --ranks"
+                f" {vertices * stages} or less"
             )
         if per_stage is not None and (
-            len(per_stage) != self.stages or min(per_stage) < 1 or sum(per_stage) != layers
+            len(per_stage) != stages or min(per_stage) < 1 or sum(per_stage) != layers
         ):
             return (
-                f"gnnpipe: layers_per_stage gives each of {self.stages} stages a layer or more,"
+                f"gnnpipe: layers_per_stage gives each of {stages} stages a layer or more,"
                 f" {layers} in all, not {per_stage}; leave it out to have them balanced by cost"
             )
         if per_stage is not None and (tied := _tied_across(problem, per_stage)):
@@ -195,8 +192,7 @@ class Pipeline(Strategy):
 
     def members(self, problem: Problem) -> int:
         """g, the number of ranks of a stage."""
-        assert self.stages is not None
-        return problem.ranks // self.stages
+        return problem.ranks // settled(self.stages)
 
     def group(self, problem: Problem, stage: int) -> range:
         """The ranks of a stage."""
@@ -205,14 +201,12 @@ class Pipeline(Strategy):
 
     def groups(self, problem: Problem) -> list[range]:
         """Ranks that meet in a communicator: those of a stage, and two that hand on chunks."""
-        assert self.stages is not None
         g = self.members(problem)
         pairs = [range(rank, rank + g + 1, g) for rank in range(problem.ranks - g)]
-        return [self.group(problem, stage) for stage in range(self.stages)] + pairs
+        return [self.group(problem, stage) for stage in range(settled(self.stages))] + pairs
 
     def facts(self, problem: Problem) -> ChunkFacts:
-        assert self.chunks is not None
-        return problem.chunks(self.chunks, self.members(problem))
+        return problem.chunks(settled(self.chunks), self.members(problem))
 
     def shape(self, problem: Problem) -> tuple[Model, list[range]]:
         """The model, and each stage's layers (1-based).
@@ -220,8 +214,7 @@ class Pipeline(Strategy):
         A layer that can aggregates before it multiplies: a row that several chunks read is then
         multiplied once.
         """
-        assert self.layers_per_stage is not None
-        ends = accumulate([1, *self.layers_per_stage])
+        ends = accumulate([1, *settled(self.layers_per_stage)])
         return problem.model.aggregating_first, [range(a, b) for a, b in pairwise(ends)]
 
     def pieces(self, problem: Problem, stage: int) -> list[tuple[int, ...]]:
@@ -392,8 +385,7 @@ class Pipeline(Strategy):
             return np.zeros_like(read)
         if problem.graph is None:
             return np.asarray(np.round(problem.model.features_moved(read)).astype(np.int64))
-        assert self.chunks is not None
-        cut, members = problem.cut(self.chunks, len(read)), range(len(read))
+        cut, members = problem.cut(settled(self.chunks), len(read)), range(len(read))
         received = [  # by each member, from each member
             np.bincount(cut.sub[halo] % len(read), problem.features_bytes(halo), len(read))
             for halo in map(cut.halo, members)

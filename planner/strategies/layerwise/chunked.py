@@ -47,33 +47,32 @@ from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import alike_as, moments
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import Op, Program, Queued, Step
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Copy,
+    Exchange,
+    Op,
+    Program,
+    Queued,
+    Step,
+)
 from gnnplan.planner.vocabulary.schedule import Compute, Label
+from gnnplan.planner.vocabulary.values import Value
 
 COUNTS_AT_ENDS = 8  # [B] by which the offsets of a block's edges are more than its rows, both ways
 
 
 @dataclass(frozen=True, eq=False)
-class Counts:
-    """What the ranks' chunks of a turn have in a layer; of a graph known by statistics: on average.
-
-    Chunks that are alike have the same object."""
+class Counts(Value):
+    """What the ranks' chunks of a turn have in a layer; estimates are means."""
 
     rows: np.ndarray  # [ranks]
     sources: np.ndarray  # rows that edges read, the chunk's own and the halo included [ranks]
     edges: np.ndarray  # without self edges [ranks]
     trained: np.ndarray  # training vertices among the rows [ranks]
     sends: np.ndarray  # sends[i, j]: rows of the halo of j that i has [ranks, ranks]
-
-    @cached_property
-    def given(self) -> np.ndarray:
-        """Rows of others' halos that each rank has, and sends [ranks]."""
-        return np.asarray(self.sends.sum(1))
-
-    @cached_property
-    def halo(self) -> np.ndarray:
-        """Rows read that other ranks have [ranks]."""
-        return np.asarray(self.sends.sum(0))
+    given: np.ndarray  # rows of others' halos that each rank has, and sends [ranks]
+    halo: np.ndarray  # rows read that other ranks have [ranks]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +83,6 @@ class ChunkedStep:
     layout: Layout | EstimatedLayout
     _works: dict[tuple[str, int, Counts], Compute] = field(default_factory=dict)
     _losses: dict[Counts, Compute] = field(default_factory=dict)
-    _copies: dict[bytes, np.ndarray] = field(default_factory=dict)
 
     @property
     def model(self) -> Model:
@@ -103,14 +101,14 @@ class ChunkedStep:
     def program(self) -> Program:
         step = list(self.ops(self.chunks))
         order = beside if self.copies_beside else None
-        return Program(lambda: [step], 1, lambda t: step, order=order)
+        return Program.of(step, order=order)
 
     def fullest_program(self) -> Program:
         """The step over one chunk of each kind, which holds as much as the whole step."""
         layers = range(1, len(self.model.layers) + 1)
         kinds = {tuple(self.counts(layer, c) for layer in layers): c for c in self.chunks}
         step = list(self.ops(sorted(kinds.values())))
-        return Program(lambda: [step], 1, lambda t: step)
+        return Program.of(step)
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -143,7 +141,8 @@ class ChunkedStep:
                 if layer > self.model.first_varying:
                     yield self._store("b", layer, c)
         if self.problem.ranks > 1:
-            yield Op("all_reduce", size=self.model.weights * self.model.weight_itemsize)
+            size = self.model.weights * self.model.weight_itemsize
+            yield Op("all_reduce", work=AllReduce((size,)))
         yield Op("update", work=self.model.update(self.model.weights), holds=Held.let_go)
 
     def _like(self) -> dict[int, int]:
@@ -155,18 +154,13 @@ class ChunkedStep:
         }
 
     def _load(self, way: str, layer: int, c: int) -> Op:
-        loaded = self._copied(self.loaded_bytes(way, layer, c))
+        loaded = _copied(self.loaded_bytes(way, layer, c))
         holds = partial(self._held, way, layer, c)
-        return Op("load", way, layer, chunk=c, loaded=loaded, holds=holds)
+        return Op("load", way, layer, chunk=c, work=loaded, holds=holds)
 
     def _store(self, way: str, layer: int, c: int) -> Op:
-        stored = self._copied(self.stored_bytes(way, layer, c))
-        return Op("store", way, layer, chunk=c, loaded=stored)
-
-    def _copied(self, nbytes: np.ndarray) -> np.ndarray:
-        """Whole bytes [ranks]; equal ones are one object, whose copy is priced once."""
-        whole = np.round(nbytes).astype(np.int64)
-        return self._copies.setdefault(whole.tobytes(), whole)
+        stored = _copied(self.stored_bytes(way, layer, c))
+        return Op("store", way, layer, chunk=c, work=stored)
 
     def _halo(self, op: str, way: str, layer: int, c: int) -> Iterator[Op]:
         """Rows that other ranks have, or their gradients on the way home ('halo' b)."""
@@ -178,8 +172,7 @@ class ChunkedStep:
                 way,
                 layer,
                 chunk=c,
-                sent=n.sends.T if home else n.sends,
-                itemsize=self._row_bytes(layer),
+                work=Exchange(n.sends.T if home else n.sends, self._row_bytes(layer)),
                 holds=partial(self._hold_gradients if home else self._hold_halo, layer, c),
             )
 
@@ -205,20 +198,24 @@ class ChunkedStep:
     @cached_property
     def _counted(self) -> list[list[Counts]]:
         """Of every layer, of the chunks of every turn."""
-        facts = [self.layout.facts(layer) for layer in range(1, len(self.model.layers) + 1)]
-        by_facts = {id(each): self._turns(each) for each in facts}  # layers that are alike share it
-        return [by_facts[id(each)] for each in facts]
+        layers = range(1, len(self.model.layers) + 1)
+        turns = {
+            kind: self._turns(self.layout.facts(layer))
+            for kind, layer in {self.layout.kind(layer): layer for layer in layers}.items()
+        }
+        return [turns[self.layout.kind(layer)] for layer in layers]
 
     def _turns(self, facts: LayerFacts) -> list[Counts]:
         """A layer's counts of the chunks of every turn."""
-        once, sends = dict[tuple[bytes, ...], Counts](), self._sends(facts)
+        sends, trained = self._sends(facts), self._trained
 
         def counted(c: int) -> Counts:
             its = slice(c, None, len(self.chunks))
-            each = facts.rows, facts.sources, facts.edges, self._trained
+            each = facts.rows, facts.sources, facts.edges, trained
             arrays = [np.asarray(of_all, dtype=float)[its] for of_all in each]
-            arrays.append(sends[:, :, c])
-            return once.setdefault(tuple(a.tobytes() for a in arrays), Counts(*arrays))
+            its_sends = sends[:, :, c]
+            arrays += [its_sends, its_sends.sum(1), its_sends.sum(0)]
+            return Counts(*arrays)
 
         return [counted(c) for c in self.chunks]
 
@@ -234,7 +231,7 @@ class ChunkedStep:
         by_rank = facts.sends.reshape(ranks, chunks, ranks, chunks).sum(1)
         return np.asarray(others * by_rank)
 
-    @cached_property
+    @property
     def _trained(self) -> list[float]:
         """Training vertices of every rank's chunks."""
         layout = self.layout
@@ -243,10 +240,8 @@ class ChunkedStep:
         return [float(layout.graph.train[layout.own(c)].sum()) for c in range(layout.ranks)]
 
     def _work(self, op: str, layer: int, n: Counts) -> Compute:
-        """Of a layer's pass; chunks that are alike have the same object.
-
-        But for the last layer's, a backward pass begins with the forward pass.
-        """
+        """Of a layer's pass. But for the last layer's, a backward pass begins with the forward
+        pass."""
         if (op, layer, n) not in self._works:
             model, sizes = self.model, (n.rows, n.sources, n.edges)
             work = (model.forward if op == "forward" else model.backward)(layer, *sizes)
@@ -377,6 +372,11 @@ class ChunkedStep:
     def _need(self, layer: int, c: int) -> Footprint:
         n = self.counts(layer, c)
         return footprint(self.model, layer, n.rows, n.sources, n.edges)
+
+
+def _copied(nbytes: np.ndarray) -> Copy:
+    """Whole bytes [ranks]."""
+    return Copy(np.round(nbytes).astype(np.int64))
 
 
 def beside(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.layerwise.step import finish, moments
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
 
@@ -197,7 +197,7 @@ def _by_column(spec: Layer) -> bool:
 def program(problem: Problem, model: ByColumns, courses: Courses) -> Program:
     """One step, which all steps are like."""
     step = list(_step(problem, model, courses))
-    return Program(lambda: [step], 1, lambda t: step, lambda: setup(problem, courses))
+    return Program.of(step, setup=lambda: setup(problem, courses))
 
 
 def crossing(problem: Problem, width: int, op: str) -> np.ndarray:
@@ -213,7 +213,7 @@ def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
     if courses[0] is None and problem.ranks > 1:
         for op in ("to_columns", "to_rows"):
             sent = crossing(problem, problem.model.features, op)
-            yield Op(f"input_{op}", sent=sent, itemsize=problem.model.itemsize)
+            yield Op(f"input_{op}", work=Exchange(sent, problem.model.itemsize))
 
 
 def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
@@ -249,16 +249,12 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             return Compute(itemsize=b)
         return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
 
-    @cache
-    def prepare(layer: int) -> tuple[Compute, Compute]:
-        course = courses[layer - 1]
-        assert course is not None
+    def prepare(layer: int, course: Course) -> tuple[Compute, Compute]:
         rows = own if course.cuts else of_columns(model.layers[layer - 1].h_in)
         forward, backward = model.prepare(layer, rows)
         piece = copied(course.width, course.cuts)
         return forward + piece, backward + piece
 
-    @cache
     def end(layer: int) -> tuple[Compute, Compute]:
         course = courses[layer - 1]
         joins = course is None or course.joins
@@ -269,32 +265,25 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         piece = copied(course.width, joins)
         return forward + piece, backward + piece if course.backward else backward
 
-    @cache
-    def summed(layer: int) -> Compute:
-        course, stats = courses[layer - 1], problem.stats
-        assert course is not None
+    def summed(layer: int, course: Course) -> Compute:
+        stats = problem.stats
         edges = stats.edges + stats.vertices * model.layers[layer - 1].self_edges
         columns = shares(course.width, ranks)
         most = int(columns.max())
         read = Gather(edges * columns / most, most, stats.vertices, stats.vertices)
         return Compute(0.0, (read,), launches=1, itemsize=b)
 
-    @cache
-    def sent(width: int, op: str) -> np.ndarray:
-        return crossing(problem, width, op)
-
-    def sums(layer: int, way: str) -> Iterator[Op]:
+    def sums(layer: int, course: Course, way: str) -> Iterator[Op]:
         """What a layer does on columns, and how it gets there and back."""
-        course = courses[layer - 1]
-        assert course is not None
         there, back = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
         held = Between(model, layer, own, course.width).cross
         if there and several:
-            numbers = sent(course.width, "to_columns")
-            yield Op("to_columns", way, layer, sent=numbers, itemsize=b)
-        yield Op("aggregate", way, layer, work=summed(like[layer]), holds=held)
+            numbers = crossing(problem, course.width, "to_columns")
+            yield Op("to_columns", way, layer, work=Exchange(numbers, b))
+        yield Op("aggregate", way, layer, work=summed(like[layer], course), holds=held)
         if back and several:
-            yield Op("to_rows", way, layer, sent=sent(course.width, "to_rows"), itemsize=b)
+            numbers = crossing(problem, course.width, "to_rows")
+            yield Op("to_rows", way, layer, work=Exchange(numbers, b))
 
     encode = model.encode(encoded) if model.encoder else None
     if encode:
@@ -303,8 +292,8 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         yield from moments(problem, layer, "f")
         if (course := courses[layer - 1]) is not None:
             kept = Between(model, layer, own, course.width).keep if course.backward else None
-            yield Op("prepare", "f", layer, work=prepare(like[layer])[0], holds=kept)
-            yield from sums(layer, "f")
+            yield Op("prepare", "f", layer, work=prepare(like[layer], course)[0], holds=kept)
+            yield from sums(layer, course, "f")
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=end(like[layer])[0], holds=keeps)
     yield from moments(problem, layers + 1, "f")
@@ -315,14 +304,14 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         course, frees = courses[layer - 1], partial(holds.backward, layer)
         yield Op("backward", layer=layer, work=end(like[layer])[1], holds=frees)
         if course is not None and course.backward:
-            yield from sums(layer, "b")
+            yield from sums(layer, course, "b")
             freed = Between(model, layer, own, course.width).free
-            yield Op("prepare", "b", layer, work=prepare(like[layer])[1], holds=freed)
+            yield Op("prepare", "b", layer, work=prepare(like[layer], course)[1], holds=freed)
             yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
     if several:
-        yield Op("all_reduce", size=model.weights * model.weight_itemsize)
+        yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 
 

@@ -69,7 +69,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import bits
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, settled
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise import step as layerwise
@@ -263,9 +263,8 @@ class GraNNDis(Strategy):
         layout, groups = self.layout(problem), self.tied(problem)
         if isinstance(layout, EstimatedLayout):
             return int(problem.stats.train_vertices // len(set(groups)))
-        assert problem.graph is not None
         group_of = np.asarray(groups)[layout.owner]
-        return min(int(problem.graph.train[group_of == group].sum()) for group in set(groups))
+        return min(int(layout.graph.train[group_of == group].sum()) for group in set(groups))
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)
@@ -380,8 +379,8 @@ class GraNNDis(Strategy):
         """Which rows each rank computes, receives and preloads."""
         expansion, layers = None, problem.workload.layers
         if self.sampled:
-            assert self.max_hop is not None and self.fanout is not None
-            expansion = Expansion(self.max_hop, self.fanout, problem.workload.seed)
+            hops, fanout = settled(self.max_hop), settled(self.fanout)
+            expansion = Expansion(hops, fanout, problem.workload.seed)
         elif self.steps(problem) > 1 and layers == problem.model.first_varying:
             # there is no hidden row to recompute: only features are preloaded
             expansion = Expansion(layers, problem.stats.vertices, problem.workload.seed)

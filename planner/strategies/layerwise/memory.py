@@ -19,7 +19,7 @@ from gnnplan.planner.strategies.base import Memory, before_training
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Batches, loaded_bytes, local_rows
 from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.program import Exchange, Program
 
 
 def memory(
@@ -172,9 +172,9 @@ def _during_setup(
 ) -> np.ndarray:
     """The most bytes held while constant rows arrive and layer 1's aggregate is made [ranks]."""
     passing = [
-        (op.sent.sum(0) + op.sent.sum(1)) * op.itemsize
+        op.work.nbytes.sum(0) + op.work.nbytes.sum(1)
         for op in program.setup()
-        if op.sent is not None
+        if isinstance(op.work, Exchange)
     ]
     held = _read(problem, layout)
     for layer, spec in enumerate(problem.model.layers, 1):

@@ -49,11 +49,11 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training, settled
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.program import Copy, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
@@ -178,15 +178,18 @@ class Offload(Strategy):
         return self._step(problem).program()
 
     def _step(self, problem: Problem) -> ChunkedStep:
-        assert self.chunks is not None, "settle chooses it"
-        return ChunkedStep(problem, problem.chunked(self.chunks))
+        return ChunkedStep(problem, problem.chunked(settled(self.chunks)))
 
     def moved(self, problem: Problem) -> tuple[int, int]:
         """Bytes of an epoch to the devices, and back."""
-        ops = self.built(problem).at(0)
+        copies = [(op.op, op.work) for op in self.built(problem).step(0)]
         loaded, stored = (
-            sum(int(op.loaded.sum()) for op in ops if op.op == name and op.loaded is not None)
-            for name in ("load", "store")
+            sum(
+                int(copy.nbytes.sum())
+                for op, copy in copies
+                if op == way and isinstance(copy, Copy)
+            )
+            for way in ("load", "store")
         )
         return loaded, stored
 

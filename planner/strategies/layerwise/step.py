@@ -32,7 +32,7 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -54,11 +54,11 @@ def program(
         for each in dict.fromkeys(layouts)
         for t in range(period)
     }
-    known = [ops[each, t] for t in range(period) for each in layouts]
     return Program(
-        lambda: known,
+        lambda: [(each, t) for t in range(period) for each in layouts],
         len(layouts),
-        lambda t: ops[layouts[batch_at(t)], t % period],
+        lambda t: (layouts[batch_at(t)], t % period),
+        ops.__getitem__,
         lambda: setup(problem, layout),
         int(options.policy.lags),
         period=period,
@@ -79,7 +79,7 @@ def step(
     loss is of, whose ends cross as the rows of a layer L + 1; None: the loss is of labels.
 
     Exchanges stand where a synchronous rank waits for them. Layers that are alike share their work
-    and bytes (the same objects), so that a deep model costs no more to predict than its different
+    and bytes, so that a deep model costs no more to predict than its different
     layers.
     """
     model, layers = problem.model, problem.workload.layers
@@ -97,13 +97,13 @@ def step(
     }
 
     @cache
-    def halo(layer: int, way: str) -> Op | None:
+    def halo(layer: int, way: str) -> Exchange | None:
         """The layer's exchange; None if it has none."""
         if layer <= model.first_varying or not meets[layer]:
             return None
         f, symmetric = facts[layer], isinstance(layout, EstimatedLayout)
         rows = f.sends if way == "f" or symmetric else f.returned
-        return Op("halo", way, layer, sent=rows, itemsize=options.row_bytes(model, layer))
+        return Exchange(rows, options.row_bytes(model, layer))
 
     @cache
     def work(layer: int, way: str, reduced: float = 0.0) -> Compute:
@@ -125,7 +125,7 @@ def step(
             done = done + model.pick(layer, f.sources, f.present)[0 if way == "f" else 1]
         overlapped: Number = 0.0
         if lags:
-            overlapped = np.maximum(moved.sent_bytes.sum(1), moved.sent_bytes.sum(0))
+            overlapped = np.maximum(moved.nbytes.sum(1), moved.nbytes.sum(0))
         return done + Compute(overlapped_bytes=overlapped)
 
     def computation(layer: int, way: str) -> Compute:
@@ -141,28 +141,26 @@ def step(
         # a checkpoint's backward pass begins with the forward pass
         return work + computation(layer, "f") if options.checkpoint and way == "b" else work
 
-    @cache
-    def packing(layer: int, way: str) -> tuple[Compute, Compute]:
+    def packing(layer: int, way: str, bits: int | str) -> tuple[Compute, Compute]:
         """The work of packing what leaves, and of unpacking what comes."""
         f, width = facts[layer], model.exchanged_width(layer, options.narrow)
         leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
-        assert options.bits is not None
         return (
-            few_bits.pack(leaves, width, model.itemsize, options.bits, picked=way == "f"),
-            few_bits.unpack(comes, width, model.itemsize, options.bits, added=way == "b"),
+            few_bits.pack(leaves, width, model.itemsize, bits, picked=way == "f"),
+            few_bits.unpack(comes, width, model.itemsize, bits, added=way == "b"),
         )
 
     def exchange(layer: int, way: str) -> Iterator[Op]:
         """Rows before a layer, or their gradients after it."""
         if (moved := halo(like[layer], way)) is None:
             return
-        moved = replace(moved, layer=layer)
+        crosses = Op("halo", way, layer, work=moved)
         if options.bits is None:
-            yield moved
+            yield crosses
             return
-        pack, unpack = packing(like[layer], way)
+        pack, unpack = packing(like[layer], way, options.bits)
         yield Op("pack", way, layer, work=pack)
-        yield moved
+        yield crosses
         yield Op("unpack", way, layer, work=unpack)
 
     complete: dict[int, list[Bucket]] = {}  # by the layer whose backward pass completes them
@@ -173,7 +171,7 @@ def step(
         """The all-reduces that begin after a layer's backward pass (0: the encoder's)."""
         for layers, weights, _ in complete.get(after, ()):
             size = weights * model.weight_itemsize
-            yield Op("all_reduce", layer=layers.start, size=size, beside=True)
+            yield Op("all_reduce", layer=layers.start, work=AllReduce((size,)), beside=True)
 
     def reduced(after: int) -> float:
         """Bytes that a rank sends in them."""
@@ -184,7 +182,7 @@ def step(
     holds = Holds(problem, model, facts, like, encoded, options, scored)
 
     if loads:
-        yield Op("load", loaded=loaded_bytes(problem, layout))
+        yield Op("load", work=Copy(loaded_bytes(problem, layout)))
     encode = model.encode(encoded) if model.encoder else None
     if encode:
         yield Op("encode", "f", work=encode[0], holds=holds.encode)
@@ -196,13 +194,13 @@ def step(
     forward, backward = finish(problem, facts[like[layers]].rows, scored)
     ends = None
     if scored is not None and scored.meets:
-        ends = scored.sends * model.layers[-1].h_out * model.itemsize
+        ends = Exchange(scored.sends, model.layers[-1].h_out * model.itemsize)
     yield from moments(problem, layers + 1, "f")
     if ends is not None:
-        yield Op("halo", "f", layers + 1, sent=ends)
+        yield Op("halo", "f", layers + 1, work=ends)
     yield Op("loss", work=forward + backward, holds=holds.loss)
     if ends is not None:
-        yield Op("halo", "b", layers + 1, sent=ends.T)
+        yield Op("halo", "b", layers + 1, work=replace(ends, items=ends.items.T))
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
@@ -215,7 +213,7 @@ def step(
         yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
         yield from sums(0)
     if problem.ranks > 1 and not complete:
-        yield Op("all_reduce", size=model.weights * model.weight_itemsize)
+        yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 
 
@@ -225,7 +223,8 @@ def moments(problem: Problem, layer: int, way: str) -> Iterator[Op]:
     Layer L + 1 is the decoder.
     """
     if problem.ranks > 1 and (numbers := problem.model.moments(layer, way)):
-        yield Op("moments", way, layer, size=numbers * problem.model.itemsize)
+        size = numbers * problem.model.itemsize
+        yield Op("moments", way, layer, work=AllReduce((size,)))
 
 
 def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Compute, Compute]:
@@ -265,8 +264,8 @@ def _send_features(
 ) -> Op:
     """The exchange of the features of so many `rows` [ranks, ranks]."""
     if problem.model.nonzeros:
-        return Op(op, sent=_sparse_features_sent(problem, layout, rows, op))
-    return Op(op, sent=rows, itemsize=int(problem.model.features_moved(1)))
+        return Op(op, work=Exchange(_sparse_features_sent(problem, layout, rows, op)))
+    return Op(op, work=Exchange(rows, int(problem.model.features_moved(1))))
 
 
 def _sparse_features_sent(

@@ -45,7 +45,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training, settled
 from gnnplan.planner.strategies.layerwise import tiles
 from gnnplan.planner.strategies.layerwise.columns import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
@@ -138,8 +138,7 @@ class Tensor3D(Strategy):
 
     @property
     def grid(self) -> Grid:
-        assert self.x is not None and self.y is not None and self.z is not None
-        return Grid(self.x, self.y, self.z)
+        return Grid(settled(self.x), settled(self.y), settled(self.z))
 
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
         return {axis: int(self.grid.places(axis)[rank]) for axis in AXES}

@@ -54,7 +54,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.columns import shares
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import Group, Op, Program
+from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Group, Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 Axis = Literal["x", "y", "z"]
@@ -189,42 +189,42 @@ class Tiles:
         """Whether its inputs have a gradient."""
         return self.layer > self.model.first_varying
 
-    @cached_property
+    @property
     def rows(self) -> np.ndarray:
         return self.grid.share(self.problem.stats.vertices, self.axes.rows)
 
-    @cached_property
+    @property
     def sources(self) -> np.ndarray:
         return self.grid.share(self.problem.stats.vertices, self.axes.sources)
 
-    @cached_property
+    @property
     def h_in(self) -> np.ndarray:
         """Columns of the inputs."""
         return self.grid.share(self.spec.h_in, self.axes.columns)
 
-    @cached_property
+    @property
     def h_out(self) -> np.ndarray:
         """Columns of the outputs."""
         return self.grid.share(self.spec.h_out, self.axes.sources)
 
-    @cached_property
+    @property
     def summed(self) -> np.ndarray:
         """Columns of the sums: of neighbours, and of own rows where the layer reads them."""
         return self.h_in * self.spec.matrices
 
-    @cached_property
+    @property
     def weights(self) -> np.ndarray:
         """Numbers of the weights, with the bias on the first ranks along `columns`."""
         first = self.grid.places(self.axes.columns) == 0
         return np.asarray((self.summed + (first & self.spec.bias)) * self.h_out)
 
-    @cached_property
+    @property
     def kept_weights(self) -> np.ndarray:
         """Numbers of the weights that a rank keeps, of those of its tile."""
         size = self.grid.size(self.axes.rows)
         return self.weights // size + (self.grid.places(self.axes.rows) < self.weights % size)
 
-    @cached_property
+    @property
     def whole_rows(self) -> np.ndarray:
         """Rows of the outputs where ranks turn their columns into whole rows."""
         size, place = self.grid.size(self.axes.sources), self.grid.places(self.axes.sources)
@@ -241,7 +241,7 @@ class Tiles:
 def program(problem: Problem, grid: Grid) -> Program:
     """One step, which all steps are like."""
     step = list(_step(problem, grid))
-    return Program(lambda: [step], 1, lambda t: step)
+    return Program.of(step)
 
 
 def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
@@ -260,10 +260,10 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
         if grid.size(axis) > 1:
             groups = grid.groups(axis)
             sizes = tuple(int(numbers[group[0]]) * b for group in groups)
-            yield Op(op, way, layer, groups=groups, sizes=sizes)
+            yield Op(op, way, layer, work=AllReduce(sizes, groups))
 
     def exchange(axis: Axis, op: str, way: str, layer: int | None, sent: np.ndarray) -> Op:
-        return Op(op, way, layer, sent=sent * alike(grid, axis), itemsize=b)
+        return Op(op, way, layer, work=Exchange(sent * alike(grid, axis), b))
 
     def gather_weights(tiles: Tiles, way: str) -> Iterator[Op]:
         if grid.size(tiles.axes.rows) > 1:

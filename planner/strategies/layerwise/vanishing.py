@@ -16,7 +16,7 @@ from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import Op, Program, Sampling
 from gnnplan.planner.vocabulary.errors import SpecError
 
 
@@ -40,9 +40,8 @@ def with_laying(problem: Problem, program: Program) -> Program:
         laid = laid + problem.layout().facts(layer).edges
     if not laid.any():
         return program
-    lay = Op("lay", host=("lay", laid, 0))
-    steps = [[lay, *step] for step in program.known()]
-    return replace(program, known=lambda: steps, at=lambda t: steps[t % len(steps)])
+    lay = Op("lay", work=Sampling("lay", laid, 0))
+    return replace(program, ops=lambda name: [lay, *program.ops(name)])
 
 
 def blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:

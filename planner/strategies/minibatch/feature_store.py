@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -137,10 +136,11 @@ class Store:
     def slot(self, rank: int) -> NDArray[np.int32]:
         """The place of each vertex [N] in the rank's cache; -1: it is not cached."""
         ids = self.cached[rank]
-        if id(ids) not in self._slots:
-            self._slots[id(ids)] = place = np.full(self.vertices, -1, np.int32)
+        first = next(other for other, its in enumerate(self.cached) if its is ids)  # that has them
+        if first not in self._slots:
+            self._slots[first] = place = np.full(self.vertices, -1, np.int32)
             place[ids] = np.arange(ids.size, dtype=np.int32)
-        return self._slots[id(ids)]
+        return self._slots[first]
 
     def _holder(self, server: int) -> NDArray[np.int32]:
         """The rank of a server that caches each vertex [N]; -1: none does."""
@@ -243,7 +243,7 @@ class EstimatedStore:
     def caches(self) -> bool:
         return self.cached_rows > 0
 
-    @cached_property
+    @property
     def asks(self) -> NDArray[np.bool_]:
         asks = (self.spread & pairs(self.servers, False)) | (
             self.shared & pairs(self.servers, True)
@@ -284,14 +284,14 @@ class EstimatedStore:
         counts, read = batch.row_counts(0), _read_ranks(self.slices, m)
         rows = np.array([counts[list(ranks)].sum() for ranks in read])
         classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
-        # (id of what a group needs, GPUs that cache different rows) -> share of the group's reads
-        shares: dict[tuple[int, int], float] = {}
+        # (what a group needs, GPUs that cache different rows) -> share of the group's reads
+        shares: dict[tuple[Expected, int], float] = {}
         together = self.together
         for rank in range(m):
             need, sharing = batch.needs[self.groups[rank]], together[rank]
-            if (id(need), sharing) not in shares:
-                shares[id(need), sharing] = self.held_share(need, self.cached_rows * sharing)
-            cached = round(int(rows[rank]) * shares[id(need), sharing])
+            if (need, sharing) not in shares:
+                shares[need, sharing] = self.held_share(need, self.cached_rows * sharing)
+            cached = round(int(rows[rank]) * shares[need, sharing])
             classes[rank, HIT] = cached // sharing if self.shared else cached
             if self.shared:
                 asked[rank] += _evenly(cached - int(classes[rank, HIT]), same[rank], rank)

@@ -56,8 +56,7 @@ def of_lists(problem: Problem, lists: Structure | EstimatedStructure | None) -> 
     for server in dict.fromkeys(problem.servers):
         ranks = np.flatnonzero(servers == server).tolist()
         if isinstance(lists, Structure):
-            assert problem.graph is not None
-            held.append(float(lists.edges_at(problem.graph, ranks)))
+            held.append(float(lists.edges_at(problem.data, ranks)))
         else:
             held.append(edges * (lists.share_at(ranks) if lists else 1.0))
     return NEIGHBOUR * np.array(held) + ENTRY * (n + 1) + ENTRY * (1 + directed) * n

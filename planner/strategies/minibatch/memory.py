@@ -120,8 +120,7 @@ def _drawn_from(problem: Problem, lists: Lists | None) -> np.ndarray | float:
 def _copied(problem: Problem, lists: Lists) -> np.ndarray:
     if isinstance(lists, EstimatedStructure):
         return lists.copied(problem.stats)
-    assert problem.graph is not None
-    return lists.copied(problem.graph)
+    return lists.copied(problem.data)
 
 
 def _arriving(problem: Problem, batch: MiniBatch, store: Features) -> np.ndarray:

@@ -56,7 +56,13 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import (
 )
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store, row_bytes
 from gnnplan.planner.strategies.program.price import setup_s
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import (
+    Copy,
+    Exchange,
+    Op,
+    Program,
+    Sampling,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -86,26 +92,26 @@ def step(
     peers = pairs(batch.servers, True)
     for layer in reversed(layers) if splits else ():
         drawn = batch.sampled(layer)
-        yield Op("draw", layer=layer, host=("draw", drawn, 1), ahead=True)
+        yield Op("draw", layer=layer, work=Sampling("draw", drawn, 1), ahead=True)
         yield from reading(problem, drawn, store, lists, layer)
         if batch.asks(layer):
             yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead=True)
     if batch.pushed is not None:
         yield from told("push", batch.pushed, peers, ahead=True, itemsize=NEIGHBOUR)
-    yield Op("lay", host=("lay", in_all, len(layers)), ahead=True)
+    yield Op("lay", work=Sampling("lay", in_all, len(layers)), ahead=True)
     if prefetch:
         # takes no time if the sampler is fast enough
         yield Op("wait", work=Compute(), idle=True)
     if store is None:
-        yield Op("load", loaded=loaded_bytes(problem, batch))
+        yield Op("load", work=Copy(loaded_bytes(problem, batch)))
     else:
         yield from arrive(problem, batch, store)
     if batch.meets(1) and problem.model.first_varying == 1:
         if isinstance(batch, EstimatedBatch):
             row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
-            yield Op("halo", "f", 1, sent=batch.facts(1).sends, itemsize=row_bytes)
+            yield Op("halo", "f", 1, work=Exchange(batch.facts(1).sends, row_bytes))
         else:
-            yield Op("halo", "f", 1, sent=halo_bytes(problem, batch))
+            yield Op("halo", "f", 1, work=Exchange(halo_bytes(problem, batch)))
     yield from layerwise.step(problem, batch, options, scored=batch.scored)
 
 
@@ -121,8 +127,8 @@ def told(
 
     counts: how many [ranks, ranks]. among: whether the one tells the other [ranks, ranks].
     """
-    yield Op(op, "n", layer, sent=among, itemsize=ID, ahead=ahead)
-    yield Op(op, layer=layer, sent=counts, itemsize=itemsize, ahead=ahead)
+    yield Op(op, "n", layer, work=Exchange(among, ID), ahead=ahead)
+    yield Op(op, layer=layer, work=Exchange(counts, itemsize), ahead=ahead)
 
 
 def reading(
@@ -136,7 +142,7 @@ def reading(
     on_gpu = lists_there(problem, store, lists)
     if problem.cluster.sampler == "device" and on_gpu < 1.0:
         read = np.rint(SECTOR * (1 - on_gpu) * edges).astype(np.int64)
-        yield Op("read", layer=layer, loaded=read, ahead=True)
+        yield Op("read", layer=layer, work=Copy(read), ahead=True)
 
 
 def lists_there(problem: Problem, store: Features | None, lists: Lists | None) -> float:
@@ -168,7 +174,7 @@ def drawing(
     With spread lists, ranks draw layer by layer, for whoever asks.
     """
     if lists is None:
-        yield Op("draw", host=("draw", edges, problem.workload.layers), ahead=True)
+        yield Op("draw", work=Sampling("draw", edges, problem.workload.layers), ahead=True)
         yield from reading(problem, edges, store, None)
         return
     others = ~np.eye(batch.ranks, dtype=bool)
@@ -177,8 +183,9 @@ def drawing(
     ):
         asked, drawn = lists.of(batch, layer, fanout)
         yield from told("ask_edges", asked, others, layer=layer, ahead=True)
-        yield Op("draw", layer=layer, host=("draw", drawn.sum(0), 1), ahead=True)
-        yield Op("edges", layer=layer, sent=drawn.T * others, itemsize=NEIGHBOUR, ahead=True)
+        yield Op("draw", layer=layer, work=Sampling("draw", drawn.sum(0), 1), ahead=True)
+        neighbours = Exchange(drawn.T * others, NEIGHBOUR)
+        yield Op("edges", layer=layer, work=neighbours, ahead=True)
 
 
 def arrive(problem: Problem, batch: MiniBatch, store: Features) -> Iterator[Op]:
@@ -187,19 +194,19 @@ def arrive(problem: Problem, batch: MiniBatch, store: Features) -> Iterator[Op]:
     All ranks take part in an exchange if any of them may, so that they agree without a message.
     """
     loads = store.loads_of(problem, batch)
-    yield Op("load", loaded=loads.host)
+    yield Op("load", work=Copy(loads.host))
     if store.caches:
         moved = 2 * loads.hits.astype(np.float64)  # read and written
         yield Op("pick", work=Compute(elementwise_bytes=moved, launches=1))
     if store.asks.any():
         yield from told("ask", loads.asked, store.asks)
-        yield Op("fetch", sent=loads.fetched)
+        yield Op("fetch", work=Exchange(loads.fetched))
 
 
 def fill(problem: Problem, store: Features | None) -> Iterator[Op]:
     """The exchange before the first step: cached rows whose home is another server."""
     if store and (sent := store.filled(problem)).any():
-        yield Op("fill", sent=sent)
+        yield Op("fill", work=Exchange(sent))
 
 
 def filling(problem: Problem, store: Features | None) -> dict[str, float]:
@@ -282,9 +289,10 @@ def program(
         return list(step(problem, batch, options, prefetch, store, lists))
 
     return Program(
-        lambda: map(step_on, batches.first()),
+        batches.first,
         batches.steps,
-        lambda t: step_on(batches.at(t)),
+        batches.at,
+        step_on,
         lambda: fill(problem, store),
         prefetch=prefetch,
     )

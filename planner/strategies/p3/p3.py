@@ -83,7 +83,15 @@ from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.p3.memory import Batch, Later, memory
 from gnnplan.planner.strategies.p3.periods import pipelined
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
-from gnnplan.planner.strategies.program.program import Op, Program, Step
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Copy,
+    Exchange,
+    Op,
+    Program,
+    Sampling,
+    Step,
+)
 from gnnplan.planner.vocabulary.schedule import Compute
 
 
@@ -131,7 +139,7 @@ class P3(Slices):
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
         # a sampler of its own has its own memory
         sampling = None if self.prefetch else holds(Batch.lay)
-        host.append(Op("lay", host=("lay", laid, len(layers)), ahead=True, holds=sampling))
+        host.append(Op("lay", work=Sampling("lay", laid, len(layers)), ahead=True, holds=sampling))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 
@@ -149,10 +157,9 @@ class P3(Slices):
         body = self._body(problem, facts, holds, batch.scored)
         if has_peers:
             row_bytes = model.layers[0].h_out * b
-            pull = Op("pull", "f", 1, sent=pulled, itemsize=row_bytes)
-            front.append(replace(pull, holds=holds(Batch.pull_forward)))
-            pull = replace(pull, way="b", sent=returned)
-            body.append(replace(pull, holds=holds(Batch.pull_backward)))
+            there, back = Exchange(pulled, row_bytes), Exchange(returned, row_bytes)
+            front.append(Op("pull", "f", 1, work=there, holds=holds(Batch.pull_forward)))
+            body.append(Op("pull", "b", 1, work=back, holds=holds(Batch.pull_backward)))
         reduce, update = self._end(problem)
         phases = {
             "host": host,
@@ -193,7 +200,7 @@ class P3(Slices):
         """The operations that bring each rank its columns of its peers' rows."""
         if store is not None:
             return list(batchwise.arrive(problem, batch, store))
-        return [Op("load", loaded=self.loaded_bytes(problem, batch))]
+        return [Op("load", work=Copy(self.loaded_bytes(problem, batch)))]
 
     def _attention(self, problem: Problem, blocks: np.ndarray) -> tuple[Compute, Op, Op]:
         """Projection of the blocks' source rows, and the all-reduces of logits over peers."""
@@ -205,8 +212,8 @@ class P3(Slices):
         sizes = tuple(
             int(first.heads * (blocks[0, rail[0]] + blocks[1, rail[0]]) * b) for rail in rails
         )
-        forward, backward = (Op("logits", way, 1, groups=rails, sizes=sizes) for way in ("f", "b"))
-        return work, forward, backward
+        reduced = AllReduce(sizes, rails)
+        return work, Op("logits", "f", 1, work=reduced), Op("logits", "b", 1, work=reduced)
 
     def _body(
         self,
@@ -239,21 +246,22 @@ class P3(Slices):
         """All-reduces of shared weights and of slices that have twins, and the update."""
         model, sliced = problem.model, self.sliced_weights(problem)
         shared = model.weights - sliced
-        reduce = [Op("all_reduce", size=shared * model.itemsize)]
+        reduce = [Op("all_reduce", work=AllReduce((shared * model.itemsize,)))]
         groups = tuple(self.all_twins(problem))
         if len(groups[0]) > 1:
             column_bytes = sliced // problem.stats.features * model.itemsize
             sizes = tuple(column_bytes * len(self.columns(problem, group[0])) for group in groups)
-            reduce.append(Op("all_reduce", layer=1, groups=groups, sizes=sizes))
+            reduce.append(Op("all_reduce", layer=1, work=AllReduce(sizes, groups)))
         own = shared + sliced // len(self.rail(problem, 0))
         return reduce, Op("update", work=model.update(own))
 
     def program(self, problem: Problem) -> Program:
         batches, step = self.batches(problem), cache(partial(self.step, problem))
         program = Program(
-            lambda: map(step, batches.first()),
+            batches.first,
             batches.steps,
-            lambda t: step(batches.at(t)),
+            batches.at,
+            step,
             prefetch=self.prefetch,
         )
         if self.pipelined:

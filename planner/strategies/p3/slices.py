@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import ClassVar, Self
 
 import numpy as np
@@ -174,11 +174,19 @@ class Slices(Strategy):
         Peers are neighbours. Ranks fill servers in order, so with over='rank' and one copy per
         server partial sums stay inside the server.
         """
-        return list(_rails(problem.servers, self.over, self.copies))
+        lines = _lines(problem.servers, self.over)
+        slices = len(lines[0]) // self.copies
+        starts = range(0, len(lines[0]), slices)
+        return [line[start : start + slices] for line in lines for start in starts]
 
     def slices(self, problem: Problem) -> tuple[Slice, ...]:
         """The peers of each rank, itself included, and its feature columns [ranks]."""
-        return _slices(problem.servers, self.over, self.copies, problem.stats.features)
+        of = {
+            rank: Slice(rail, columns(problem.stats.features, len(rail), i))
+            for rail in self.rails(problem)
+            for i, rank in enumerate(rail)
+        }
+        return tuple(of[rank] for rank in range(len(of)))
 
     def rail(self, problem: Problem, rank: int) -> tuple[int, ...]:
         """The peers of a rank, itself included."""
@@ -337,7 +345,7 @@ def _why_whole(problem: Problem) -> str:
     )
 
 
-def _lines(servers: tuple[int, ...], over: str) -> list[tuple[int, ...]]:
+def _lines(servers: tuple[int, ...], over: str | None) -> list[tuple[int, ...]]:
     """Ranks that could be peers: those at the same place of every server, or all."""
     if over == "rank":
         return [tuple(range(len(servers)))]
@@ -349,22 +357,3 @@ def _lines(servers: tuple[int, ...], over: str) -> list[tuple[int, ...]]:
         tuple(sorted(ranks[place] for ranks in seen.values() if place < len(ranks)))
         for place in range(most)
     ]
-
-
-@lru_cache(maxsize=64)
-def _rails(servers: tuple[int, ...], over: str, copies: int) -> tuple[tuple[int, ...], ...]:
-    lines = _lines(servers, over)
-    slices = len(lines[0]) // copies
-    return tuple(
-        line[start : start + slices] for line in lines for start in range(0, len(line), slices)
-    )
-
-
-@lru_cache(maxsize=64)
-def _slices(servers: tuple[int, ...], over: str, copies: int, features: int) -> tuple[Slice, ...]:
-    of = {
-        rank: Slice(rail, columns(features, len(rail), i))
-        for rail in _rails(servers, over, copies)
-        for i, rank in enumerate(rail)
-    }
-    return tuple(of[rank] for rank in range(len(servers)))

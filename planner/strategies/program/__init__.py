@@ -17,5 +17,5 @@
     drawing.py    a schedule as text, for documents
 
 All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room
-knows no strategy; it may import `arithmetic` beside it.
+knows no strategy.
 """

@@ -19,59 +19,57 @@ stages those of flowshop.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.cluster.transfer import PortSeconds, add, busiest
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.arithmetic import largest, times, total
 from gnnplan.planner.strategies.program import flowshop, lanes
 from gnnplan.planner.strategies.program.beside import waited_s
 from gnnplan.planner.strategies.program.prediction import Prediction, mean
 from gnnplan.planner.strategies.program.price import (
-    Identity,
     Price,
+    Steps,
     bytes_of,
     price_of,
     unlike_ranks,
 )
-from gnnplan.planner.strategies.program.program import Op, Program, Step
-from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import Label
+from gnnplan.planner.strategies.program.program import Exchange, Kind, Op, Program
+from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
+from gnnplan.planner.vocabulary.schedule import Compute, Label
 
 
 def predict(problem: Problem, program: Program) -> Prediction:
     """One epoch: the mean of its known steps, times the steps that it has; each of a period."""
     known = list(program.known())
-    if any(op.chunks for op in known[0]):
+    if any(op.chunks for op in program.ops(known[0])):
         return flowshop.predict(problem, program)
     starts = range(0, len(known), len(known) // program.period)
     return mean([_epoch(problem, program, known[at : at + starts.step]) for at in starts])
 
 
-def _epoch(problem: Problem, program: Program, known: list[Step]) -> Prediction:
+def _epoch(problem: Problem, program: Program, known: Sequence[Hashable]) -> Prediction:
     """The epoch of these known steps."""
-    # steps that are alike are one object, many times
-    different = {id(step): [(op.identity, op) for op in step] for step in _once(known)}
-    steps = [different[id(step)] for step in known]
-    ops = {identity: op for step in different.values() for identity, op in step}
+    numbers: dict[Kind, int] = {}
+    steps = {
+        name: [(numbers.setdefault(op.kind, len(numbers)), op) for op in program.ops(name)]
+        for name in dict.fromkeys(known)
+    }
+    ops = {number: op for step in steps.values() for number, op in step}
     unlike = unlike_ranks(problem, ops.values())
-    priced = {identity: price_of(problem, op, unlike) for identity, op in ops.items()}
-    counts = _Counts(steps, program.prefetch)
+    priced = [price_of(problem, op, unlike) for op in ops.values()]
+    counts = _Counts(known, steps, program.prefetch)
     p = _account(problem, program, counts, ops, priced)
     if program.order is not None:
-        busiest_s = largest(_port_s(problem.cost, priced, list(counts.all.items())).values())
-        epoch = largest((busiest_s, p.compute_s), lanes.epoch_s(problem.cost, program, priced))
+        busiest_s = busiest(_port_s(problem.cost, priced, list(counts.all.items())))
+        by_kind = dict(zip(numbers, priced, strict=True))
+        epoch = lanes.epoch_s(problem.cost, program, program.order, by_kind)
+        epoch = largest((busiest_s, p.compute_s), epoch)
         p = replace(p, epoch_s=epoch, comm_s=epoch - p.compute_s, bubble_s=0.0 * epoch)
     return p if len(known) == program.steps else _scaled(p, program.steps / len(known))
-
-
-def _once(steps: Sequence[Step]) -> Iterable[Step]:
-    """Every object among the steps once."""
-    return {id(step): step for step in steps}.values()
 
 
 def _scaled(p: Prediction, factor: float) -> Prediction:
@@ -96,17 +94,17 @@ def _account(
     problem: Problem,
     program: Program,
     counts: _Counts,
-    ops: Mapping[Identity, Op],
-    priced: Mapping[Identity, Price],
+    ops: Mapping[int, Op],
+    priced: Sequence[Price],
 ) -> Prediction:
     """The prediction of an epoch of these operations, step after step."""
     cost, prefetch = problem.cost, program.prefetch
-    seconds = {identity: price.seconds for identity, price in priced.items()}
+    seconds = [price.seconds for price in priced]
     computed = _sum(counts.computed, seconds)  # [.., ranks]
     compute_s = cost.all_done_s(computed)
     waited: Number = 0.0
     if counts.beside:
-        waited = waited_s(cost, counts.steps, priced, not program.late, prefetch > 0)
+        waited = waited_s(cost, counts.known, counts.steps, priced, not program.late, prefetch > 0)
     epoch, exposed = (_stale_epoch if program.late else _synchronous_epoch)(
         cost, counts, priced, seconds, waited
     )
@@ -120,75 +118,68 @@ def _account(
         compute_s,
         exposed,
         waiting,
-        *bytes_of(problem, ((ops[identity], count) for identity, count in counts.all.items())),
+        *bytes_of(problem, ((ops[number], count) for number, count in counts.all.items())),
         program.setup_bytes,
         by_op,
     )
 
 
-Identified = Sequence[tuple[Identity, Op]]  # the operations of a step
-
-
 class _Counts:
     """How often each operation occurs in an epoch, by what it holds up."""
 
-    def __init__(self, steps: Sequence[Identified], prefetch: int) -> None:
-        self.steps = steps
-        self.all = Counter[Identity]()
-        self.computed = Counter[Identity]()
-        self.hosted = Counter[Identity]()  # loads, and sampling that is not done ahead
-        self.exchanged = Counter[Identity]()
-        self.reduced = Counter[Identity]()
-        self.beside = Counter[Identity]()  # all-reduces that hold up the update alone
-        self.exchanged_ahead = Counter[Identity]()
-        self.labelled = Counter[tuple[Label, Identity]]()
-        times, once = Counter(map(id, steps)), {id(step): step for step in steps}
-        between: dict[int, _Between] = {}
-        for key, step in once.items():
-            between[key] = _Between()
-            for identity, op in step:
-                self._count(identity, op, times[key], op.ahead and prefetch > 0, between[key])
-        in_order = [between[id(step)] for step in steps]
+    def __init__(self, known: Sequence[Hashable], steps: Steps, prefetch: int) -> None:
+        self.known, self.steps = known, steps
+        self.all = Counter[int]()
+        self.computed = Counter[int]()
+        self.hosted = Counter[int]()  # loads, and sampling that is not done ahead
+        self.exchanged = Counter[int]()
+        self.reduced = Counter[int]()
+        self.beside = Counter[int]()  # all-reduces that hold up the update alone
+        self.exchanged_ahead = Counter[int]()
+        self.labelled = Counter[tuple[Label, int]]()
+        between = {name: _Between() for name in steps}
+        for name, times in Counter(known).items():
+            for number, op in steps[name]:
+                self._count(number, op, times, op.ahead and prefetch > 0, between[name])
+        in_order = [between[name] for name in known]
         self.segments = BarrierSegments(each.transfers for each in in_order)
         self.reduce_segments = BarrierSegments(each.all_reduces for each in in_order)
         self.ahead_segments = BarrierSegments(each.exchanges_ahead for each in in_order)
 
-    def _count(
-        self, identity: Identity, op: Op, times: int, ahead: bool, between: _Between
-    ) -> None:
-        self.all[identity] += times
-        self.labelled[op.label(0)._replace(chunk=None), identity] += times
+    def _count(self, number: int, op: Op, times: int, ahead: bool, between: _Between) -> None:
+        self.all[number] += times
+        self.labelled[op.label(0)._replace(chunk=None), number] += times
         if op.beside:
-            self.beside[identity] += times
+            self.beside[number] += times
             return
         if op.op == "update" and self.beside:  # all ranks wait for them
             between.transfers.append([])
             between.all_reduces.append([])
-        if op.work is not None:
-            self.computed[identity] += times
-            between.transfers[-1].append(identity)
-            between.all_reduces[-1].append(identity)
+        if isinstance(op.work, Compute):
+            self.computed[number] += times
+            between.transfers[-1].append(number)
+            between.all_reduces[-1].append(number)
         elif op.lane == "reduce":
-            self.reduced[identity] += times
+            self.reduced[number] += times
             between.transfers.append([])
             between.all_reduces.append([])
-        elif op.sent is not None:
-            (self.exchanged_ahead if ahead else self.exchanged)[identity] += times
+        elif isinstance(op.work, Exchange):
+            (self.exchanged_ahead if ahead else self.exchanged)[number] += times
             (between.exchanges_ahead if ahead else between.transfers).append([])
         elif ahead:
-            between.exchanges_ahead[-1].append(identity)
+            between.exchanges_ahead[-1].append(number)
         else:
-            self.hosted[identity] += times
-            between.transfers[-1].append(identity)
+            self.hosted[number] += times
+            between.transfers[-1].append(number)
 
 
 class _Between:
     """A step's operations between its barriers: a list before, between and after them."""
 
     def __init__(self) -> None:
-        self.transfers: list[list[Identity]] = [[]]  # work
-        self.all_reduces: list[list[Identity]] = [[]]  # computation
-        self.exchanges_ahead: list[list[Identity]] = [[]]  # work done ahead
+        self.transfers: list[list[int]] = [[]]  # work
+        self.all_reduces: list[list[int]] = [[]]  # computation
+        self.exchanges_ahead: list[list[int]] = [[]]  # work done ahead
 
 
 class BarrierSegments:
@@ -198,9 +189,9 @@ class BarrierSegments:
     last one belongs to the next step's first barrier. Equal segments are counted.
     """
 
-    def __init__(self, steps: Iterable[Sequence[Sequence[Identity]]]) -> None:
-        self._ended: Counter[tuple[Identity, ...]] = Counter()
-        current: tuple[Identity, ...] = ()
+    def __init__(self, steps: Iterable[Sequence[Sequence[int]]]) -> None:
+        self._ended: Counter[tuple[int, ...]] = Counter()
+        current: tuple[int, ...] = ()
         for first, *others in steps:
             current += tuple(first)
             for segment in others:
@@ -209,10 +200,10 @@ class BarrierSegments:
         self._ended[current] += 1
         del self._ended[()]
 
-    def all_done_s(self, cost: Cost, seconds: Mapping[Identity, Number]) -> Number:
+    def all_done_s(self, cost: Cost, seconds: Sequence[Number]) -> Number:
         """How long all segments take, each until its slowest rank is done [s]."""
         return total(
-            times(cost.all_done_s(_sum(Counter(segment), seconds)), count)
+            cost.all_done_s(_sum(Counter(segment), seconds)) * count
             for segment, count in self._ended.items()
         )
 
@@ -220,8 +211,8 @@ class BarrierSegments:
 def _synchronous_epoch(
     cost: Cost,
     counts: _Counts,
-    priced: Mapping[Identity, Price],
-    seconds: Mapping[Identity, Number],
+    priced: Sequence[Price],
+    seconds: Sequence[Number],
     waited: Number,
 ) -> tuple[Number, Number]:
     """Seconds of the epoch, and those of its exposed transfers, loads and sampling.
@@ -238,8 +229,8 @@ def _synchronous_epoch(
 def _stale_epoch(
     cost: Cost,
     counts: _Counts,
-    priced: Mapping[Identity, Price],
-    seconds: Mapping[Identity, Number],
+    priced: Sequence[Price],
+    seconds: Sequence[Number],
     waited: Number,
 ) -> tuple[Number, Number]:
     """Seconds of the epoch, and those that are not computation.
@@ -250,21 +241,21 @@ def _stale_epoch(
     """
     computing_s = counts.reduce_segments.all_done_s(cost, seconds)
     ports = cost.core_busy_s(_sum(counts.computed, seconds))
-    for identity, count in (counts.exchanged + counts.reduced + counts.beside).items():
-        priced[identity].transfer.load(ports, count)
+    for number, count in (counts.exchanged + counts.reduced + counts.beside).items():
+        add(ports, priced[number].transfer.ports, count)
     lanes_s = (
         computing_s + _sum(counts.reduced, seconds) + waited,
         _sum(counts.exchanged, seconds),
     )
-    epoch = largest((*lanes_s, *ports.values()))
+    epoch = largest(lanes_s, busiest(ports))
     return epoch, epoch - computing_s
 
 
 def _ahead_s(
     cost: Cost,
     counts: _Counts,
-    priced: Mapping[Identity, Price],
-    seconds: Mapping[Identity, Number],
+    priced: Sequence[Price],
+    seconds: Sequence[Number],
 ) -> Number:
     """The shortest epoch that sampling ahead allows: its own lane, and the cores that it shares
     with computation [s]."""
@@ -273,40 +264,35 @@ def _ahead_s(
     if not cost.cores:
         return lane_s
     ports = _port_s(cost, priced, [(key, count) for (_, key), count in counts.labelled.items()])
-    return largest((busy for (kind, _), busy in ports.items() if kind == "cores"), lane_s)
+    return np.maximum(slowest(ports["cores"]), lane_s)
 
 
-def _by_operation(
-    cost: Cost, counts: _Counts, priced: Mapping[Identity, Price]
-) -> dict[str, Number]:
+def _by_operation(cost: Cost, counts: _Counts, priced: Sequence[Price]) -> dict[str, Number]:
     """Seconds of each kind of operation on its slowest rank."""
     by_op: dict[str, Number] = {}
-    slowest_s = {
-        identity: price.seconds if price.is_transfer else cost.all_done_s(price.seconds)
-        for identity, price in priced.items()
-    }
-    for (label, identity), count in counts.labelled.items():
-        by_op[label.kind] = by_op.get(label.kind, 0.0) + times(slowest_s[identity], count)
+    slowest_s = [
+        price.seconds if price.is_transfer else cost.all_done_s(price.seconds) for price in priced
+    ]
+    for (label, number), count in counts.labelled.items():
+        by_op[label.kind] = by_op.get(label.kind, 0.0) + slowest_s[number] * count
     return by_op
 
 
-def _port_s(
-    cost: Cost, priced: Mapping[Identity, Price], counted: Sequence[tuple[Identity, int]]
-) -> dict[Port, Number]:
+def _port_s(cost: Cost, priced: Sequence[Price], counted: Sequence[tuple[int, int]]) -> PortSeconds:
     """How long each port is busy with operations, each so many times [s]; shared CPU cores are a
     port."""
     ports = cost.core_busy_s(
         total(
-            times(priced[identity].seconds, count)
-            for identity, count in counted
-            if not priced[identity].is_transfer
+            priced[number].seconds * count
+            for number, count in counted
+            if not priced[number].is_transfer
         )
     )
-    for identity, count in counted:
-        priced[identity].transfer.load(ports, count)
+    for number, count in counted:
+        add(ports, priced[number].transfer.ports, count)
     return ports
 
 
-def _sum(counted: Mapping[Identity, int], seconds: Mapping[Identity, Number]) -> Number:
+def _sum(counted: Mapping[int, int], seconds: Sequence[Number]) -> Number:
     """The operations' seconds, each as often as it is counted."""
-    return total(times(seconds[identity], count) for identity, count in counted.items())
+    return total(seconds[number] * count for number, count in counted.items())

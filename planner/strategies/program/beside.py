@@ -13,41 +13,40 @@ time that they have in common: two transfers over one wire by all of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.strategies.arithmetic import largest, times, total
-from gnnplan.planner.strategies.program.price import Identity, Price
-from gnnplan.planner.strategies.program.program import Op
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.cluster.transfer import PortSeconds, busiest
+from gnnplan.planner.strategies.program.price import Price, Steps
+from gnnplan.planner.strategies.program.program import Exchange, Op
+from gnnplan.planner.vocabulary.numbers import Number, total
 
 
 def waited_s(
     cost: Cost,
-    steps: Iterable[Sequence[tuple[Identity, Op]]],
-    priced: Mapping[Identity, Price],
+    known: Iterable[Hashable],
+    steps: Steps,
+    priced: Sequence[Price],
     exchanges_wait: bool,
     ahead: bool,
 ) -> Number:
     """Seconds that an epoch takes longer than without its all-reduces `beside` computation [s].
 
-    `steps`: their operations in order; steps that are alike are one object. `exchanges_wait`: ranks
-    wait for exchanges; with staleness they do not. `ahead`: what can be done in steps before does
-    not hold ranks up.
+    `known`: the names of its `steps`. `exchanges_wait`: ranks wait for exchanges; with staleness
+    they do not. `ahead`: what can be done in steps before does not hold ranks up.
     """
     ranks, waits = _Ranks(cost, priced), list[Number]()
     # an update waits for all that is under way: what goes from step to step is a segment
-    played: dict[object, tuple[list[Number], Counter[Identity]]] = {}
-    for step in steps:
-        begun = id(step), tuple(ranks.segment.items())
+    played: dict[object, tuple[list[Number], Counter[int]]] = {}
+    for name in known:
+        begun = name, tuple(ranks.segment.items())
         if begun not in played:
             ranks.waits = []
-            for identity, op in step:
+            for number, op in steps[name]:
                 if not (ahead and op.ahead):
-                    ranks.go_on(identity, op, exchanges_wait)
+                    ranks.go_on(number, op, exchanges_wait)
             played[begun] = ranks.waits, ranks.segment
         waited, segment = played[begun]
         waits += waited
@@ -58,52 +57,50 @@ def waited_s(
 class _Ranks:
     """All ranks together, on their way through an epoch."""
 
-    def __init__(self, cost: Cost, priced: Mapping[Identity, Price]) -> None:
+    def __init__(self, cost: Cost, priced: Sequence[Price]) -> None:
         self.cost, self.priced = cost, priced
         self.waits: list[Number] = []  # what they waited, one after the other
         self.under_way = False
         self.backlog: Number = 0.0
-        self.shares_of: dict[Identity, dict[Port, Number]] = {}  # a share of its time for each port
-        self.shares: dict[Port, Number] = {}  # those of what is under way
+        self.shares: PortSeconds = {}  # of its time, for which what is under way uses each port
         self._end_segment()
 
-    def go_on(self, identity: Identity, op: Op, exchanges_wait: bool) -> None:
+    def go_on(self, number: int, op: Op, exchanges_wait: bool) -> None:
         """To the end of an operation."""
         if op.beside:
-            self.begin(identity)
+            self.begin(number)
         elif op.lane == "reduce":  # after those under way
             self.wait()
-        elif op.sent is not None and exchanges_wait:
-            self.exchange(identity)
-        elif op.sent is None:
+        elif not isinstance(op.work, Exchange):
             if op.op == "update":
                 self.wait()
-            self.compute(identity)
+            self.compute(number)
+        elif exchanges_wait:
+            self.exchange(number)
 
     def _end_segment(self) -> None:
-        self.segment = Counter[Identity]()  # what ranks do between barriers
+        self.segment = Counter[int]()  # what ranks do between barriers
         self.seconds: Number = 0.0  # of it, each rank alone, up to `reached`
         self.reached: Number = 0.0  # when all were done with that
 
-    def compute(self, identity: Identity) -> None:
-        self.segment[identity] += 1
+    def compute(self, number: int) -> None:
+        self.segment[number] += 1
 
-    def begin(self, identity: Identity) -> None:
+    def begin(self, number: int) -> None:
         """An all-reduce, once all ranks are there."""
         self._meet_segment()
-        price = self.priced[identity]
+        price = self.priced[number]
         self.under_way, self.backlog = True, self.backlog + price.seconds
-        if identity not in self.shares_of:
-            busy = price.transfer.busy
-            shares = {id(one): _ratio(one, price.seconds) for one in busy.values()}
-            self.shares_of[identity] = {port: shares[id(one)] for port, one in busy.items()}
-        self.shares = self.shares_of[identity]
+        ports = price.transfer.ports
+        self.shares = {
+            kind: np.asarray(_ratio(busy, price.seconds)) for kind, busy in ports.items()
+        }
 
-    def exchange(self, identity: Identity) -> None:
+    def exchange(self, number: int) -> None:
         """All wait for it."""
         self._barrier()
-        price = self.priced[identity]
-        self._meet(price.seconds, price.transfer.busy)
+        price = self.priced[number]
+        self._meet(price.seconds, price.transfer.ports)
 
     def wait(self) -> None:
         """All wait for what is under way."""
@@ -119,23 +116,23 @@ class _Ranks:
     def _meet_segment(self) -> None:
         """Up to where the segment is now."""
         seconds = total(
-            times(self.priced[identity].seconds, count) for identity, count in self.segment.items()
+            self.priced[number].seconds * count for number, count in self.segment.items()
         )
         reached = self.cost.all_done_s(seconds)
         self._meet(reached - self.reached, self.cost.core_busy_s(seconds - self.seconds))
         self.seconds, self.reached = seconds, reached
 
-    def _meet(self, seconds: Number, busy: Mapping[Port, Number]) -> None:
+    def _meet(self, seconds: Number, ports: PortSeconds) -> None:
         """Ranks do what takes so long, and uses ports for so long, alone."""
         if not self.under_way:
             return
-        # equally busy ports are one object (cluster/transfer.py)
-        wanted = {
-            (id(busy[port]), id(share)): (busy[port], share)
-            for port, share in self.shares.items()
-            if port in busy
-        }
-        crowded = largest(_ratio(used, seconds) + share - 1 for used, share in wanted.values())
+        crowded = busiest(
+            {
+                kind: np.where(share > 0, _ratio(ports[kind], seconds) + share - 1, 0.0)
+                for kind, share in self.shares.items()
+                if kind in ports
+            }
+        )
         in_common = np.minimum(seconds, self.backlog)
         self.waits.append(in_common * crowded)
         self.backlog = self.backlog - in_common

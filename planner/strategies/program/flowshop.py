@@ -29,15 +29,22 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
-from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.cluster.transfer import PortSeconds, add, busiest
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.arithmetic import largest, total
 from gnnplan.planner.strategies.program.order import by_ranks
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.price import bytes_of
-from gnnplan.planner.strategies.program.program import Group, Op, Program
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Exchange,
+    Group,
+    Message,
+    Op,
+    Program,
+)
+from gnnplan.planner.vocabulary.numbers import Number, largest, total
 from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.values import Content
 
 MANY = 200  # problems, from which on it is faster to go through the chunks one by one
 WAYS = ("f", "b")  # forward, backward
@@ -60,7 +67,7 @@ class _Pass:
     chunks: _ChunkTimes  # exchanges included; in the order in which chunks come
     computed: Mapping[str, Number]  # by operation, seconds of each member, alone [.., g]
     exchanged: Number  # seconds of halo exchanges
-    busy: Mapping[Port, Number]  # seconds of each port, by the exchanges
+    ports: PortSeconds  # by the exchanges
 
 
 Passes = Mapping[str, Sequence[_Pass]]  # 'f' and 'b' -> of each stage
@@ -75,8 +82,9 @@ class _StageCosts:
 
     def __init__(self, problem: Problem, stages: Sequence[Sequence[Op]]) -> None:
         def slowest_s(ops: Iterable[Op]) -> Number:
-            work_s = (problem.cost.compute_s(op.work) for op in ops if op.work is not None)
-            return total(_slowest_member(np.atleast_1d(seconds)) for seconds in work_s)
+            works = (op.work for op in ops if isinstance(op.work, Compute))
+            seconds = map(problem.cost.compute_s, works)
+            return total(_slowest_member(np.atleast_1d(each)) for each in seconds)
 
         self.refresh: list[Number] = []
         self.update: list[Number] = []
@@ -86,13 +94,17 @@ class _StageCosts:
             after = [op for op in ops[len(before) :] if not op.chunks]
             self.refresh.append(slowest_s(before))
             self.update.append(slowest_s(after))
-            reduced = [problem.cost.all_reduce(op.size, op.ranks) for op in after if op.size]
+            reduced = [
+                problem.cost.all_reduce(op.work.sizes[0], op.ranks)
+                for op in after
+                if isinstance(op.work, AllReduce)
+            ]
             self.all_reduce.append(reduced[0] if reduced else Transfer(0.0, {}))
         self.link = [
-            _handed_on(problem, op)
+            _handed_on(problem, op.ranks, op.work)
             for ops in stages
             for op in ops
-            if op.handed is not None and op.chunks > 0
+            if isinstance(op.work, Message) and op.chunks > 0
         ]
 
     @property
@@ -110,10 +122,10 @@ class _StageCosts:
 def predict(problem: Problem, program: Program) -> Prediction:
     """One epoch of the pipeline; chunks in the order in which their arrays have them."""
     assert program.steps == 1
-    cost, k, (step,) = problem.cost, len(program.chunks(0)), program.known()
+    cost, k, step = problem.cost, len(program.chunks(0)), program.step(0)
     stages = list(by_ranks(step).values())
-    ops = {op.identity: op for op in step}
-    counted = Counter(op.identity for op in step)
+    ops = {op.kind: op for op in step}
+    counted = Counter(op.kind for op in step)
     costs, pricing = _StageCosts(problem, stages), _Pricing(problem, stages, k)
     alone = pricing.passes()
     uncontended_s = _flow_shop_s(alone, costs)
@@ -130,10 +142,10 @@ def predict(problem: Problem, program: Program) -> Prediction:
     ports = cost.core_busy_s(each_rank)
     if cost.full_load_slowdown > 1:  # cores are idle only while someone waits for a transfer
         waits = exchanged_s + 2 * k * largest(costs.link_s)
-        epoch = np.maximum(uncontended_s, np.minimum(epoch, largest(ports.values()) + waits))
-    for busy in (messages, *(one.busy for way in WAYS for one in passes[way])):
-        Transfer(0.0, busy).load(ports)
-    epoch = largest(ports.values(), epoch)
+        epoch = np.maximum(uncontended_s, np.minimum(epoch, busiest(ports) + waits))
+    for more in (messages, *(one.ports for way in WAYS for one in passes[way])):
+        add(ports, more)
+    epoch = np.maximum(busiest(ports), epoch)
 
     busy_s = np.minimum(largest(map(_slowest_member, computed)) * cost.full_load_slowdown, epoch)
     # The first chunk's way through the pipeline and back is exposed. Later chunks' transfers hide
@@ -144,7 +156,7 @@ def predict(problem: Problem, program: Program) -> Prediction:
         busy_s,
         moving_s,
         np.maximum(epoch - busy_s - moving_s, 0.0),
-        *bytes_of(problem, [(ops[identity], times) for identity, times in counted.items()]),
+        *bytes_of(problem, [(ops[kind], times) for kind, times in counted.items()]),
         program.setup_bytes,
         _by_operation(cost, costs, passes, k),
     )
@@ -160,14 +172,14 @@ def _computed(passes: Passes, costs: _StageCosts) -> list[Number]:
     ]
 
 
-def _message_ports(costs: _StageCosts, chunks: int) -> dict[Port, Number]:
+def _message_ports(costs: _StageCosts, chunks: int) -> PortSeconds:
     """How long ports are busy with messages, which other stages' computation may overlap: chunks
     handed on, forward and backward, and all-reduces at the end of a step [s]."""
-    ports: dict[Port, Number] = {}
+    ports: dict[str, np.ndarray] = {}
     for ring in costs.all_reduce:
-        ring.load(ports)
+        add(ports, ring.ports)
     for onward in costs.link:
-        onward.load(ports, 2 * chunks)
+        add(ports, onward.ports, 2 * chunks)
     return ports
 
 
@@ -249,18 +261,17 @@ def _port_sharing(passes: Passes, epoch: Number) -> list[Number]:
     Others use a port for a share of the epoch, and leave half of its bandwidth then. CPU cores are
     no such port: computation takes most of them.
     """
-    of_stage: list[dict[Port, Number]] = [{} for _ in passes["f"]]
-    of_all: dict[Port, Number] = {}
+    of_stage: list[dict[str, np.ndarray]] = [{} for _ in passes["f"]]
+    of_all: dict[str, np.ndarray] = {}
     for way in passes.values():
         for ports, one in zip(of_stage, way, strict=True):
-            for port, seconds in one.busy.items():
-                if port[0] != "cores":
-                    ports[port] = ports.get(port, 0.0) + seconds
-                    of_all[port] = of_all.get(port, 0.0) + seconds
+            links = {kind: seconds for kind, seconds in one.ports.items() if kind != "cores"}
+            add(ports, links)
+            add(of_all, links)
     slowdowns: list[Number] = []
     for ports in of_stage:
-        shared = largest(seconds * (of_all[port] - seconds) for port, seconds in ports.items())
-        slowdowns.append(1.0 + shared / np.maximum(largest(ports.values()) * epoch, 1e-30))
+        shared = {kind: seconds * (of_all[kind] - seconds) for kind, seconds in ports.items()}
+        slowdowns.append(1.0 + busiest(shared) / np.maximum(busiest(ports) * epoch, 1e-30))
     return slowdowns
 
 
@@ -278,7 +289,7 @@ def _by_operation(cost: Cost, costs: _StageCosts, passes: Passes, chunks: int) -
         "update": largest(costs.update) * full_load,
         "pipeline": 2 * chunks * largest(costs.link_s),
     }
-    if any(ring.busy for ring in costs.all_reduce):
+    if any(ring.ports for ring in costs.all_reduce):
         by_op |= {f"halo:{way}": largest(one.exchanged for one in passes[way]) for way in WAYS}
         by_op["all_reduce"] = largest(ring.alone for ring in costs.all_reduce)
     return by_op
@@ -307,9 +318,9 @@ class _Pricing:
         self.cost, self.chunks, self.stages = problem.cost, chunks, stages
         self.groups = [ops[0].ranks for ops in stages]
         self.placed = [_placed(self.cost, group) for group in self.groups]
-        self._compute_times: dict[int, _ComputeTimes] = {}
-        self._exchange_s: dict[tuple[object, int], Number] = {}
-        self._port_s: dict[tuple[Group, int], Mapping[Port, Number]] = {}
+        self._compute_times: dict[Compute, _ComputeTimes] = {}
+        self._exchange_s: dict[tuple[object, Exchange], Number] = {}
+        self._port_s: dict[tuple[Group, Exchange], PortSeconds] = {}
 
     def passes(
         self, exchange_slowdown: Sequence[Number] = (), compute_slowdown: Number = 1.0
@@ -322,13 +333,12 @@ class _Pricing:
         out: dict[str, list[_Pass]] = {way: [] for way in WAYS}
         for stage, ops in enumerate(self.stages):
             for way, sign in zip(WAYS, (1, -1), strict=True):
-                works = [
-                    (_name(op), op.work) for op in ops if op.chunks == sign and op.work is not None
-                ]
-                sent = [op.sent_bytes for op in ops if op.chunks == sign and op.sent is not None]
+                passing = [(_name(op), op.work) for op in ops if op.chunks == sign]
+                works = [(name, work) for name, work in passing if isinstance(work, Compute)]
+                sent = [work for _, work in passing if isinstance(work, Exchange)]
                 slowed = stage if exchange_slowdown else None
                 met = (self.placed[stage], slowed) if sent else ()
-                key = way, met, *(id(work) for _, work in works), *map(id, sent)
+                key = way, met, *(work for _, work in works), *sent
                 if key not in alike:
                     computing = [(name, self._compute(work)) for name, work in works]
                     slowdown = exchange_slowdown[stage] if exchange_slowdown else 1.0
@@ -346,34 +356,34 @@ class _Pricing:
                         total(map(_sum_of_chunks, exchanging)),
                         {},
                     )
-                out[way].append(replace(alike[key], busy=self._ports(stage, sent)))
+                out[way].append(replace(alike[key], ports=self._ports(stage, sent)))
         return out
 
     def _compute(self, work: Compute) -> _ComputeTimes:
-        if id(work) not in self._compute_times:
+        if work not in self._compute_times:
             members = len(self.groups[0])
             seconds = self.cost.compute_s(work)
-            self._compute_times[id(work)] = _slowest_and_each(seconds, (self.chunks, members))
-        return self._compute_times[id(work)]
+            self._compute_times[work] = _slowest_and_each(seconds, (self.chunks, members))
+        return self._compute_times[work]
 
-    def _exchange(self, stage: int, sent: np.ndarray) -> Number:
+    def _exchange(self, stage: int, sent: Exchange) -> Number:
         """Seconds of each chunk's exchange [.., chunks]."""
-        key = self.placed[stage], id(sent)
+        key = self.placed[stage], sent
         if key not in self._exchange_s:
-            self._exchange_s[key] = _side_by_side(
-                [self.cost.exchange(each, self.groups[stage]).alone for each in sent]
-            )
+            chunks, group = list(map(Content, sent.nbytes)), self.groups[stage]
+            alone = {each: self.cost.exchange(each.array, group).alone for each in set(chunks)}
+            self._exchange_s[key] = _side_by_side([alone[each] for each in chunks])
         return self._exchange_s[key]
 
-    def _ports(self, stage: int, exchanges: Sequence[np.ndarray]) -> Mapping[Port, Number]:
+    def _ports(self, stage: int, exchanges: Sequence[Exchange]) -> PortSeconds:
         """How long ports are busy with all of a pass' exchanges [s]."""
-        group, ports = self.groups[stage], dict[Port, Number]()
+        group, ports = self.groups[stage], dict[str, np.ndarray]()
         for sent in exchanges:
-            key = group, id(sent)
+            key = group, sent
             if key not in self._port_s:
-                whole = self.cost.exchange(sent.sum(0), group, self.chunks)
-                self._port_s[key] = whole.busy
-            Transfer(0.0, self._port_s[key]).load(ports)
+                whole = self.cost.exchange(sent.nbytes.sum(0), group, self.chunks)
+                self._port_s[key] = whole.ports
+            add(ports, self._port_s[key])
         return ports
 
 
@@ -406,15 +416,14 @@ def _slowest_and_each(seconds: Number, shape: tuple[int, ...]) -> _ComputeTimes:
     return _ComputeTimes(by_member.max(-1), by_member.sum(-2))
 
 
-def _handed_on(problem: Problem, op: Op) -> Transfer:
+def _handed_on(problem: Problem, group: Group, message: Message) -> Transfer:
     """The mean chunk from a stage to the next, from all members at once.
 
     An empty sub-chunk is not sent.
     """
-    assert op.handed is not None
-    ranks, nbytes = np.array(op.ranks), np.rint(op.handed.mean(0))
-    latencies, busy = problem.cost.sends(ranks, ranks + op.distance, nbytes)
-    return Transfer(_slowest_member(latencies * (op.handed > 0).mean(0)), busy)
+    ranks, nbytes = np.array(group), np.rint(message.nbytes.mean(0))
+    latencies, ports = problem.cost.sends(ranks, ranks + message.distance, nbytes)
+    return Transfer(_slowest_member(latencies * (message.nbytes > 0).mean(0)), ports)
 
 
 def _side_by_side(values: Sequence[Number]) -> Number:

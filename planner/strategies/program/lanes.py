@@ -12,27 +12,25 @@ the time, each as slowly as all together are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
+from functools import partial
 
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost, slowest
-from gnnplan.planner.strategies.arithmetic import largest
-from gnnplan.planner.strategies.program.price import Identity, Price
-from gnnplan.planner.strategies.program.program import Program
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.strategies.program.price import Price
+from gnnplan.planner.strategies.program.program import Kind, Order, Program
+from gnnplan.planner.vocabulary.numbers import Number, largest
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-def epoch_s(cost: Cost, program: Program, priced: Mapping[Identity, Price]) -> Number:
+def epoch_s(cost: Cost, program: Program, order: Order, priced: Mapping[Kind, Price]) -> Number:
     """Seconds of the known steps, played over and over: from the last loss of a round to that of
     the next. If an epoch has more steps than are known, its end is left out."""
-    assert program.order is not None
     known, slowdown = list(program.known()), cost.full_load_slowdown
-    takes: dict[int, tuple[str, Number, bool]] = {}  # by id() of an operation, of a few different
-    for op in chain.from_iterable({id(step): step for step in known}.values()):
-        seconds, _, is_transfer = priced[op.identity]
-        takes[id(op)] = op.lane, seconds if is_transfer else seconds * slowdown, is_transfer
+    takes = {
+        kind: (price.seconds * (1.0 if price.is_transfer else slowdown), price.is_transfer)
+        for kind, price in priced.items()
+    }
     rounds = 1 + -(-program.in_flight // len(known))  # the last one begins with all under way
     steps, epoch = rounds * len(known), len(known)
     if epoch < program.steps:  # no step that counts ends an epoch or the run
@@ -40,8 +38,9 @@ def epoch_s(cost: Cost, program: Program, priced: Mapping[Identity, Price]) -> N
     free: dict[str, Number] = {}  # lane -> when [.., ranks]
     ended: dict[Label, Number] = {}  # -> when [.., ranks]
     losses: dict[int, Number] = {}  # step -> when its last loss has ended [.., ranks]
-    for op, step, after, _ in program.order(lambda t: known[t % len(known)], epoch, steps):
-        lane, seconds, is_transfer = takes[id(op)]
+    at = partial(program.again, known)
+    for op, step, after, _ in order(at, epoch, steps):
+        (seconds, is_transfer), lane = takes[op.kind], op.lane
         ready = largest((ended[label] for label in after), free.get(lane, 0.0))
         end = (slowest(ready) if is_transfer else ready) + seconds
         free[lane] = ended[op.label(step)] = end

@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -47,13 +48,13 @@ def _operations(program: Program) -> Iterator[Op]:
     few are enough, for these and those of an epoch's end to have been under way.
     """
     known = list(program.known())
-    different = {id(step): step for step in known}
+    different = dict.fromkeys(known)
     if program.order is None:
-        for step in different.values():
-            yield from step
+        for name in different:
+            yield from program.ops(name)
         return
     if len(different) == 1:
         known = known[: 2 * program.in_flight + 1]
     last = len(known) + program.in_flight - 1
-    queued = program.order(lambda t: known[t % len(known)], len(known), last + 2)
+    queued = program.order(partial(program.again, known), len(known), last + 2)
     yield from (each.op for each in takewhile(lambda each: each.step < last, queued))

@@ -20,21 +20,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from gnnplan.planner.strategies.program.program import Group, Op, Program, Queued, Step
+from gnnplan.planner.strategies.program.program import (
+    Exchange,
+    Group,
+    Op,
+    Program,
+    Queued,
+    Receipt,
+    Step,
+)
 from gnnplan.planner.vocabulary.schedule import Label
 
 
 def queue(program: Program, steps: int) -> Iterator[Queued]:
     """The operations of the first so many steps, in every rank's order."""
     if program.order is not None:
-        return program.order(program.at, program.steps, steps)
+        return program.order(program.step, program.steps, steps)
     return _step_after_step(program, steps)
 
 
 def _step_after_step(program: Program, steps: int) -> Iterator[Queued]:
     for step in range(steps):
         chunks = program.chunks(step)
-        for ops in by_ranks(program.at(step)).values():
+        for ops in by_ranks(program.step(step)).values():
             waits = _StepWaits(step, program.late, program.prefetch)
             for op, chunk in _chunk_by_chunk(ops, chunks):
                 yield Queued(op, step, waits.of(op, chunk), chunk)
@@ -55,7 +63,12 @@ def _chunk_by_chunk(ops: Iterable[Op], chunks: Sequence[int]) -> Iterator[tuple[
             yield from ((op, None) for op in alike)
             continue
         for chunk in chunks if way > 0 else reversed(chunks):
-            yield from ((op, chunk) for op in alike if op.sent is None or op.sent[chunk].any())
+            yield from ((op, chunk) for op in alike if not _empty(op, chunk))
+
+
+def _empty(op: Op, chunk: int) -> bool:
+    """Whether nobody sends anything of the chunk."""
+    return isinstance(op.work, Exchange) and not op.work.items[chunk].any()
 
 
 class _StepWaits:
@@ -70,7 +83,7 @@ class _StepWaits:
 
     def of(self, op: Op, chunk: int | None) -> tuple[Label, ...]:
         label, updated = op.label(self.step, chunk), Label("update", self.step - 1)
-        if op.idle or op.received is not None:  # it is the wait, and begins at once
+        if op.idle or isinstance(op.work, Receipt):  # it is the wait, and begins at once
             self.awaited += (label,)
             return ()
         if op.lane == "compute":

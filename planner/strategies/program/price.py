@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Transfer
-from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import LinkName
+from gnnplan.planner.cluster.transfer import add
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.arithmetic import largest
-from gnnplan.planner.strategies.program.program import Op
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Copy,
+    Exchange,
+    Message,
+    Op,
+    Receipt,
+    Sampling,
+)
+from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.vocabulary.schedule import Compute
 
-Identity = object  # of an operation (Op.identity)
+# Of each known step: its operations, each with the number of its kind
+Steps = Mapping[Hashable, Sequence[tuple[int, Op]]]
 
 
 class Price(NamedTuple):
@@ -30,19 +39,19 @@ class Price(NamedTuple):
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
     """Of an operation that is done once; seconds of these `ranks`, or of all."""
     cost, among = problem.cost, slice(None) if ranks is None else ranks
-    if op.work is not None:
-        return Price(cost.compute_s(op.work if ranks is None else op.work.among(ranks)))
-    if op.host is not None:
-        work, edges, layers = op.host
-        return Price(cost.host_s(work, edges[among], layers))
-    if op.loaded is not None:
-        return Price(cost.load_s(op.loaded[among]))
-    assert op.handed is None and op.received is None and not op.chunks
-    transfer = (
-        cost.exchange(op.sent, op.ranks or None, itemsize=op.itemsize)
-        if op.sent is not None
-        else _all_reduce(problem, op)
-    )
+    match op.work:
+        case Compute() as work:
+            return Price(cost.compute_s(work if ranks is None else work.among(ranks)))
+        case Sampling(what, edges, layers):
+            return Price(cost.host_s(what, edges[among], layers))
+        case Copy(nbytes):
+            return Price(cost.load_s(nbytes[among]))
+        case Exchange(items, itemsize):
+            transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
+        case AllReduce():
+            transfer = _all_reduce(problem, op, op.work)
+        case Message() | Receipt():
+            raise AssertionError("messages are priced by flowshop.py")
     return Price(transfer.alone, transfer, True)
 
 
@@ -54,9 +63,10 @@ def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
     """
     if problem.cost.cores:
         return None
-    numbers = [number for op in ops if op.work is not None for number in op.work.numbers()]
-    numbers += [op.host[1] for op in ops if op.host is not None]
-    numbers += [op.loaded for op in ops if op.loaded is not None]
+    works, numbers = [op.work for op in ops], list[Number]()
+    numbers += [number for work in works if isinstance(work, Compute) for number in work.numbers()]
+    numbers += [work.edges for work in works if isinstance(work, Sampling)]
+    numbers += [work.nbytes for work in works if isinstance(work, Copy)]
     by_rank = [each for each in numbers if np.ndim(each) and np.ptp(each)]
     if not by_rank:
         return np.zeros(1, dtype=np.int64)
@@ -71,18 +81,16 @@ def setup_s(problem: Problem, setup: Iterable[Op]) -> float:
 def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
     """Bytes that a transfer moves over each class of link, all chunks together."""
     cost, by_link = problem.cost, Counter[LinkName]()
-    if op.sent is not None:
-        by_link.update(
-            cost.bytes_by_link(
-                op.sent.sum(0) if op.chunks else op.sent, op.ranks or None, op.itemsize
-            )
-        )
-    elif op.handed is not None:
-        for rank, nbytes in zip(op.ranks, op.handed.sum(0).tolist(), strict=True):
-            by_link[cost.link_name(rank, rank + op.distance)] += nbytes
-    else:
-        for group, size in op.reductions(tuple(range(problem.ranks))):
-            by_link.update(cost.reduced_by_link(2 * (len(group) - 1) * size, group))
+    match op.work:
+        case Exchange(items, itemsize):
+            sent = items.sum(0) if op.chunks else items
+            by_link.update(cost.bytes_by_link(sent, op.ranks or None, itemsize))
+        case Message(handed, distance):
+            for rank, nbytes in zip(op.ranks, handed.sum(0).tolist(), strict=True):
+                by_link[cost.link_name(rank, rank + distance)] += nbytes
+        case AllReduce():
+            for group, size in op.work.by_group(op.ranks or tuple(range(problem.ranks))):
+                by_link.update(cost.reduced_by_link(2 * (len(group) - 1) * size, group))
     return dict(by_link)
 
 
@@ -102,13 +110,11 @@ def bytes_of(
     return dict(by_op), dict(+links)
 
 
-def _all_reduce(problem: Problem, op: Op) -> Transfer:
+def _all_reduce(problem: Problem, op: Op, work: AllReduce) -> Transfer:
     """All groups' all-reduces at the same time; ports that they share are busy for all of them."""
-    groups = op.reductions(tuple(range(problem.ranks)))
+    groups = work.by_group(op.ranks or tuple(range(problem.ranks)))
     transfers = [problem.cost.all_reduce(size, group) for group, size in groups]
-    if len(transfers) == 1:
-        return transfers[0]
-    busy: dict[Port, Number] = {}
+    ports: dict[str, np.ndarray] = {}
     for transfer in transfers:
-        transfer.load(busy)
-    return Transfer(largest(transfer.latency for transfer in transfers), busy)
+        add(ports, transfer.ports)
+    return Transfer(largest(transfer.latency for transfer in transfers), ports)

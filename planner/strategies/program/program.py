@@ -3,37 +3,105 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.vocabulary.schedule import Compute, HostWork, Label
+from gnnplan.planner.vocabulary.values import Value
 
 Group = tuple[int, ...]  # ranks
 PLACED_BY = 4  # steps whose exchanges decide where ranks sit; later ones are like these
 
 
 @dataclass(frozen=True, eq=False)
+class Exchange(Value):
+    """Every rank sends items to every other rank of its group."""
+
+    items: np.ndarray  # from row to column [ranks, ranks]
+    itemsize: int = 1  # [B]
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        return self.items if self.itemsize == 1 else self.items * self.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Copy(Value):
+    """Every rank copies between its server's memory and its device."""
+
+    nbytes: np.ndarray  # [ranks]
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling(Value):
+    """A sampler's work for every rank."""
+
+    what: HostWork
+    edges: np.ndarray  # [ranks]
+    layers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Message(Value):
+    """Every rank hands bytes to the rank `distance` further on."""
+
+    nbytes: np.ndarray  # [ranks]
+    distance: int
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Every rank waits for the message of the rank `distance` further on."""
+
+    sender: Op
+
+    @property
+    def message(self) -> Message:
+        assert isinstance(self.sender.work, Message)
+        return self.sender.work
+
+    @property
+    def distance(self) -> int:
+        return -self.message.distance
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """An all-reduce in each group, of that group's bytes; without groups all ranks are one."""
+
+    sizes: tuple[int, ...]
+    groups: tuple[Group, ...] = ()
+
+    def by_group(self, everyone: Group) -> list[tuple[Group, int]]:
+        """The groups, each with its bytes."""
+        return list(zip(self.groups or (everyone,), self.sizes, strict=True))
+
+
+Work = Compute | Exchange | Copy | Sampling | Message | Receipt | AllReduce
+LANES: dict[type[Work], str] = {
+    Compute: "compute",
+    Exchange: "comm",
+    Copy: "copy",
+    Sampling: "host",
+    Message: "send",
+    Receipt: "receive",
+    AllReduce: "reduce",
+}
+
+
+@dataclass(frozen=True)
 class Op:
     """One operation that `ranks` do together. In a step either no operation names ranks (all ranks
-    do it), or all operations do. Exactly one of these is set:
-
-    work            computation; its fields are arrays [ranks], or numbers that hold for all ranks
-    loaded          bytes [ranks] between the server's memory and the device
-    host            a sampler's work, edges [ranks], and of how many layers they are
-    sent            an exchange: items of `itemsize` bytes [ranks, ranks], from row to column
-    handed          a message of each rank to the one `distance` further on: bytes [ranks]
-    received        that message of its sender, which is the rank `distance` further on
-    size            an all-reduce of that many bytes over the ranks
-    groups, sizes   an all-reduce in each group, of that group's size
+    do it), or all operations do. The numbers of a computation are arrays [ranks], or hold for all.
 
     With `chunks` it is done for every chunk of the graph, 1: in order, -1: in reverse order. Arrays
-    have one more axis then, [chunks, ranks, ..]; those of `work` are flat, [chunks * ranks].
+    have one more axis then, [chunks, ranks, ..]; a computation's are flat, [chunks * ranks].
     Operations that follow one another and have the same sign are done chunk by chunk. A chunk
     without rows is not handed on, and one of which nobody sends anything is not exchanged. Where
     the order of chunks is another, each has an operation of its own, named by `chunk`.
@@ -51,70 +119,40 @@ class Op:
     op: str
     way: str = ""
     layer: int | None = None
-    work: Compute | None = None
-    loaded: np.ndarray | None = None
-    host: tuple[HostWork, np.ndarray, int] | None = None
-    sent: np.ndarray | None = None
-    itemsize: int = 1
-    size: int = 0
-    groups: tuple[Group, ...] = ()
-    sizes: tuple[int, ...] = ()
+    work: Work = field(kw_only=True)
     beside: bool = False
     ahead: bool = False
     idle: bool = False
     phase: str = ""
     ranks: Group = ()
-    handed: np.ndarray | None = None
-    received: Op | None = None
-    distance: int = 0
     chunks: Literal[-1, 0, 1] = 0
     chunk: int | None = None
-    holds: Callable[[Held], None] | None = None
+    holds: Callable[[Held], None] | None = field(default=None, compare=False)
 
     @property
     def lane(self) -> str:
-        if self.work is not None:
-            return "compute"
-        if self.handed is not None:
-            return "send"
-        if self.received is not None:
-            return "receive"
-        if self.ahead or self.host is not None:
-            return "host"
-        if self.loaded is not None:
-            return "copy"
-        return "comm" if self.sent is not None else "reduce"
+        return "host" if self.ahead else LANES[type(self.work)]
 
     @property
     def moves(self) -> bool:
         """Whether ranks send each other anything; the receiving end of a message does not."""
-        return self.sent is not None or self.lane in ("send", "reduce")
-
-    @property
-    def sent_bytes(self) -> np.ndarray:
-        """Bytes of an exchange [ranks, ranks]."""
-        assert self.sent is not None
-        return self.sent if self.itemsize == 1 else self.sent * self.itemsize
+        return isinstance(self.work, (Exchange, Message, AllReduce))
 
     def label(self, step: int, chunk: int | None = None) -> Label:
         """Its name; `peer` is the distance to a message's other end (at_rank makes it a rank)."""
         chunk = self.chunk if chunk is None else chunk
-        return Label(self.op, step, self.way, self.layer, chunk, self.distance or None)
+        peer = self.work.distance if isinstance(self.work, (Message, Receipt)) else None
+        return Label(self.op, step, self.way, self.layer, chunk, peer)
 
     @property
-    def identity(self) -> object:
-        """Equal for operations that share their work: such operations take equally long."""
-        shared = (self.work, self.loaded, self.host, self.sent, self.handed)
-        where = () if self.work is not None else self.ranks
+    def kind(self) -> Kind:
+        """Equal for operations that take equally long, and are reported as one."""
+        where = () if isinstance(self.work, Compute) else self.ranks
         layer = self.layer if self.ahead else None  # each layer is sampled for itself
-        numbers = (self.itemsize, self.size, self.groups, self.sizes, self.distance, self.chunks)
-        return self.op, where, layer, numbers, *map(id, shared)
+        return self.op, where, layer, self.chunks, self.work
 
-    def reductions(self, everyone: Group) -> list[tuple[Group, int]]:
-        """The groups of an all-reduce, each with its bytes; `everyone` if it names no ranks."""
-        if self.groups:
-            return list(zip(self.groups, self.sizes, strict=True))
-        return [(self.ranks or everyone, self.size)]
+
+Kind = tuple[str, Group, int | None, int, Work]  # of an operation
 
 
 Step = Sequence[Op]  # in order; exchanges stand where a synchronous rank waits for them
@@ -140,16 +178,17 @@ class Order(Protocol):
 class Program:
     """The steps of training.
 
-    An epoch has `steps` of them; the first ones are `known`, and the others are taken to be like
-    these. Epochs need not be alike: epoch e + `period` is like epoch e, and the steps of a whole
-    period are known where that is more than 1. `at(t)` is step t of training, counted over all
-    epochs. Operations are made when they are asked for: the same objects where steps are alike, for
-    an operation is priced once however often it occurs.
+    An epoch has `steps` of them. What differs between steps is named, as the batch that a step is
+    over: steps of one name are alike. The first ones are `known`, and the others are taken to be
+    like these. Epochs need not be alike: epoch e + `period` is like epoch e, and the steps of a
+    whole period are known where that is more than 1. `at(t)` names step t of training, counted over
+    all epochs. Operations are made when they are asked for.
     """
 
-    known: Callable[[], Iterable[Step]]
+    known: Callable[[], Iterable[Hashable]]
     steps: int
-    at: Callable[[int], Step]
+    at: Callable[[int], Hashable]
+    ops: Callable[[Any], Step]
     # exchanges before step 0, not counted in an epoch
     setup: Callable[[], Iterable[Op]] = lambda: ()
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
@@ -159,10 +198,24 @@ class Program:
     in_flight: int = 1  # steps after which all that overlaps is under way
     period: int = 1  # epochs after which they repeat
 
+    @classmethod
+    def of(cls, step: Step, **others: Any) -> Program:
+        """An epoch is one step, always the same."""
+        return cls(lambda: [0], 1, lambda t: 0, lambda name: step, **others)
+
+    def step(self, t: int) -> Step:
+        """The operations of step t of training."""
+        return self.ops(self.at(t))
+
+    def again(self, known: Sequence[Hashable], t: int) -> Step:
+        """The operations of step t, if the known steps were done over and over."""
+        return self.ops(known[t % len(known)])
+
     @property
     def setup_bytes(self) -> int:
         """Bytes that all ranks send before step 0."""
-        return sum(int(op.sent.sum()) * op.itemsize for op in self.setup() if op.sent is not None)
+        exchanges = [op.work for op in self.setup() if isinstance(op.work, Exchange)]
+        return sum(int(each.items.sum()) * each.itemsize for each in exchanges)
 
 
 def traffic(program: Program, ranks: int) -> list[Phase]:
@@ -172,15 +225,13 @@ def traffic(program: Program, ranks: int) -> list[Phase]:
     What ranks send because of where they sit (rows from another server's memory) is not counted:
     it would be other traffic elsewhere.
     """
-    ops = [op for step in islice(program.known(), PLACED_BY) for op in step]
-    exchanges = [op for op in ops if op.op == "halo" and op.sent is not None and not op.ranks]
-    times = Counter((id(op.sent), op.itemsize) for op in exchanges)
-    alike = {(id(op.sent), op.itemsize): op for op in exchanges}
-    whole = [Phase(op.sent_bytes, times[key]) for key, op in alike.items()]
-    return whole + _inside_groups(ops, ranks)
+    ops = [op for name in islice(program.known(), PLACED_BY) for op in program.ops(name)]
+    halos = [op.work for op in ops if op.op == "halo" and not op.ranks]
+    times = Counter(work for work in halos if isinstance(work, Exchange))
+    return [Phase(each.nbytes, count) for each, count in times.items()] + _in_groups(ops, ranks)
 
 
-def _inside_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
+def _in_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
     """Transfers of groups of ranks. Those of one kind (as 'halo:f') in all groups are on the way
     together: a phase is all groups' mean chunk, and happens as often as the group that has most of
     that kind does it."""
@@ -188,28 +239,18 @@ def _inside_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
     for op in ops:
         if op.ranks and op.moves:
             kinds.setdefault((op.op, op.way), []).append(op)
-    means: dict[int, np.ndarray] = {}  # by id of the bytes: stages share them
-
-    def of_mean_chunk(nbytes: np.ndarray, op: Op) -> np.ndarray:
-        if not op.chunks:
-            return nbytes
-        if id(nbytes) not in means:
-            means[id(nbytes)] = nbytes.mean(0)
-        return means[id(nbytes)]
-
     phases = []
     for alike in kinds.values():
         most = max(Counter(op.ranks for op in alike).values())
         sent, chunks = np.zeros((ranks, ranks)), 1
         for op in alike:
-            at = np.array(op.ranks)
-            if op.sent is not None:
-                sent[np.ix_(at, at)] += of_mean_chunk(op.sent_bytes, op) / most
-                chunks = len(op.sent) if op.chunks else 1
-            elif op.handed is not None:
-                sent[at, at + op.distance] += of_mean_chunk(op.handed, op) / most
-                chunks = len(op.handed) if op.chunks else 1
-            else:
-                sent[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * op.size / most
+            at, work = np.array(op.ranks), op.work
+            if isinstance(work, AllReduce):
+                sent[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * work.sizes[0] / most
+                continue
+            assert isinstance(work, (Exchange, Message))
+            into = np.ix_(at, at) if isinstance(work, Exchange) else (at, at + work.distance)
+            sent[into] += (work.nbytes.mean(0) if op.chunks else work.nbytes) / most
+            chunks = len(work.nbytes) if op.chunks else 1
         phases.append(Phase(sent, chunks * most))
     return phases

@@ -6,9 +6,20 @@ from collections.abc import Set
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.order import queue
-from gnnplan.planner.strategies.program.program import Group, Op, Program
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Copy,
+    Exchange,
+    Group,
+    Message,
+    Op,
+    Program,
+    Receipt,
+    Sampling,
+)
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
+    Compute,
     Host,
     Label,
     Load,
@@ -31,27 +42,25 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
             Task(op.label(-1), rank, "comm", _share(op, i, group, None))
             for i, rank in enumerate(group)
         ]
-    # ranks' shares, by identity of the operation: layers and steps that are alike share theirs.
-    # The operation is kept so that its arrays, whose ids are in the key, stay alive.
-    shares: dict[object, tuple[Op, list[Work]]] = {}
+    shares: dict[object, list[Work]] = {}  # ranks', of operations of a kind
     arriving: set[tuple[int, Label]] = set()  # messages that ranks receive
     for op, step, after, chunk in queue(program, steps):
         group, label = op.ranks or everyone, op.label(step, chunk)
-        if op.distance:
-            messages = _messages(op, step, chunk)
+        if isinstance(op.work, (Message, Receipt)):
+            messages = _messages(op.ranks, op.work, step, chunk)
             out.tasks += [
                 Task(at_rank(label, rank), rank, op.lane, work, _waits(after, rank, arriving))
                 for rank, work in messages.items()
             ]
-            if op.received is not None:
+            if isinstance(op.work, Receipt):
                 arriving |= {(rank, at_rank(label, rank)) for rank in messages}
             continue
-        key = op.identity, op.ranks, chunk
+        key = op.kind, op.ranks, chunk
         if key not in shares:
-            shares[key] = op, [_share(op, i, group, chunk) for i in range(len(group))]
+            shares[key] = [_share(op, i, group, chunk) for i in range(len(group))]
         out.tasks += [
             Task(label, rank, op.lane, work, _waits(after, rank, arriving))
-            for rank, work in zip(group, shares[key][1], strict=True)
+            for rank, work in zip(group, shares[key], strict=True)
         ]
     return out
 
@@ -72,35 +81,40 @@ def _waits(
     return tuple(label for label in seen if label.peer is None or (rank, label) in arriving)
 
 
-def _messages(op: Op, step: int, chunk: int | None) -> dict[int, Work]:
+def _messages(
+    ranks: Group, work: Message | Receipt, step: int, chunk: int | None
+) -> dict[int, Work]:
     """What ranks send, or what they receive, if it has any bytes."""
-    sender = op if op.received is None else op.received
-    assert sender.handed is not None
-    nbytes = (sender.handed if chunk is None else sender.handed[chunk]).tolist()
+    message = work if isinstance(work, Message) else work.message
+    nbytes = (message.nbytes if chunk is None else message.nbytes[chunk]).tolist()
     out: dict[int, Work] = {}
-    for rank, count in zip(op.ranks, nbytes, strict=True):
-        other = rank + op.distance
-        if count and op.received is None:
+    for rank, count in zip(ranks, nbytes, strict=True):
+        other = rank + work.distance
+        if count and isinstance(work, Message):
             out[rank] = Send(other, count)
-        elif count:
-            out[rank] = Recv(other, at_rank(sender.label(step, chunk), other))
+        elif count and isinstance(work, Receipt):
+            out[rank] = Recv(other, at_rank(work.sender.label(step, chunk), other))
     return out
 
 
 def _share(op: Op, i: int, group: Group, chunk: int | None) -> Work:
     """The share of the i-th rank of a group."""
-    if op.work is not None:
-        return op.work.at(i if chunk is None else chunk * len(group) + i)
-    if op.loaded is not None:
-        return Load(int(op.loaded[i]))
-    if op.host is not None:
-        what, edges, layers = op.host
-        return Host(what, int(edges[i]), layers)
-    if op.sent is not None:
-        items = (op.sent if chunk is None else op.sent[chunk])[i]
-        sent = (items * op.itemsize).tolist()
-        peers = tuple((peer, nbytes) for peer, nbytes in zip(group, sent, strict=True) if nbytes)
-        return Collective("exchange", group, peers)
-    rank = group[i]
-    members, size = next(each for each in op.reductions(group) if rank in each[0])
-    return ring(rank, members, size)
+    match op.work:
+        case Compute() as work:
+            return work.at(i if chunk is None else chunk * len(group) + i)
+        case Copy(nbytes):
+            return Load(int(nbytes[i]))
+        case Sampling(what, edges, layers):
+            return Host(what, int(edges[i]), layers)
+        case Exchange(items, itemsize):
+            sent = ((items if chunk is None else items[chunk])[i] * itemsize).tolist()
+            peers = tuple(
+                (peer, nbytes) for peer, nbytes in zip(group, sent, strict=True) if nbytes
+            )
+            return Collective("exchange", group, peers)
+        case AllReduce() as work:
+            rank, everyone = group[i], op.ranks or group
+            members, size = next(each for each in work.by_group(everyone) if rank in each[0])
+            return ring(rank, members, size)
+        case Message() | Receipt():
+            raise AssertionError("messages have tasks of their own")
