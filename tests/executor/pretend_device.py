@@ -64,7 +64,9 @@ class Device:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.counts: collections.Counter[str] = collections.Counter()  # launches, copies, waits
+        self.counts: collections.Counter[str] = (
+            collections.Counter()
+        )  # launches, copies, bytes, waits
         self.operations: collections.Counter[str] = collections.Counter()  # by name
         self.may_wait = True
         # storages by address of their C++ object: whether it lives, its bytes, and who made it
@@ -114,6 +116,7 @@ class Device:
         """Numbers cross between host and device."""
         if host.numel():
             self.counts["copies"] += 1
+            self.counts["bytes"] += host.nbytes
             if not (in_background and is_pinned(host)):
                 self.wait(f"{what}, not in the background or not of page-locked memory")
 
