@@ -12,6 +12,7 @@ import os
 import secrets
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, on_device
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
@@ -30,6 +31,7 @@ from gnnplan.planner.strategies.minibatch.step import ID
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.schedule import Label
 
+T = TypeVar("T")
 LARGE = 16 << 20  # [B] of features that are worth a file
 
 
@@ -55,25 +57,23 @@ class FeatureStore:
             )
             self.meets = bool(asks.any())
 
-    def read(self, ids: Ids, step: int, room: int = 0) -> FeatureRows:
+    def read(
+        self, ids: Ids, step: int, beside: T, laid: int, room: int = 0
+    ) -> tuple[FeatureRows, T]:
         """Features [R, F] of these vertices on the device, in order; all ranks call it together.
 
-        Dense features have `room` more rows, which are not filled. Spans and bytes are recorded
-        under the operations of `step`.
+        Dense features have `room` more rows, which are not filled. `beside`: tensors that are
+        loaded with them, `laid` bytes. Spans and bytes are recorded under the operations of `step`.
         """
         rank, store = self.rank, self.store
         if store is None:
             self._count(np.full(ids.size, HOST))
-            nbytes = int(self.problem.features_bytes(ids).sum())
-            with rank.span(Label("load", step), "copy", nbytes):
-                return self._host(ids, room)
+            return self._load(ids, step, beside, laid, room)
         kind, provider = store.of(rank.rank, ids)
         self._count(kind)
         hits, in_host = np.flatnonzero(kind == HIT), np.flatnonzero(kind == HOST)
-        parts: list[tuple[Ids, FeatureRows]] = []
-        nbytes = int(self.problem.features_bytes(ids[in_host]).sum())
-        with rank.span(Label("load", step), "copy", nbytes):
-            parts.append((in_host, self._host(ids[in_host])))
+        loaded, there = self._load(ids[in_host], step, beside, laid)
+        parts: list[tuple[Ids, FeatureRows]] = [(in_host, loaded)]
         if any(rows.size for rows in store.cached):
             with rank.span(Label("pick", step), "compute"):
                 parts.append((hits, self._from_cache(ids[hits])))
@@ -83,8 +83,16 @@ class FeatureStore:
             parts.append((away, self._from_ranks(ids[away], provider[away], step)))
         rows = merged(parts, ids.size, rank.device)
         if room and isinstance(rows, Tensor):
-            return torch.cat([rows, rows.new_empty(room, rows.shape[1])])
-        return rows
+            rows = torch.cat([rows, rows.new_empty(room, rows.shape[1])])
+        return rows, there
+
+    def _load(
+        self, ids: Ids, step: int, beside: T, laid: int, room: int = 0
+    ) -> tuple[FeatureRows, T]:
+        """Rows of the server's memory, and what is loaded with them."""
+        nbytes = int(self.problem.features_bytes(ids).sum()) + laid
+        with self.rank.span(Label("load", step), "copy", nbytes):
+            return self._host(ids, room), on_device(beside, self.rank.device)
 
     def _from_ranks(self, ids: Ids, provider: NDArray[np.int32], step: int) -> FeatureRows:
         """Rows that other ranks provide, grouped by them; and rows for those who ask this one."""

@@ -102,6 +102,11 @@ class Share:
     parts: Sequence[Part]  # of layers 1 .. L; layers that are alike have the same Part
     ends: Ends | None = None  # link prediction: what the loss is of
 
+    def laid_bytes(self, device: torch.device) -> int:
+        """Bytes of a batch's edges, and of the ids of the rows that they join, sent to a GPU."""
+        on_gpu = device.type != "cpu"
+        return on_gpu * sum(part.block.nbytes + part.source.nbytes for part in self.parts)
+
 
 def share_of(
     layout: Layout, me: int, edges: Sequence[str], workload: Workload, degrees: str = "global"

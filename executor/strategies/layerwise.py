@@ -7,17 +7,17 @@ schedule's names (planner/strategies/layerwise/).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cache
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import SparseRows, backward, gradient_of, sent, together
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, backward, gradient_of, together
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -35,6 +35,8 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
 _Segment = Callable[[], Tensor]  # computes h_l
+# what layer 1 or the encoder reads, and on the device what a worker has on the host
+_Bring = Callable[[Any], tuple[FeatureRows, Any]]
 
 
 @dataclass
@@ -75,8 +77,9 @@ class Worker(base.Worker):
     # makes the worker that evaluates, where the share leaves out rows of which evaluation is
     evaluator: Callable[[], Worker] | None = None
     seen: Seen | None = None  # filled in training steps, if it is there
+    bring: InitVar[_Bring | None] = None  # None: one by one, and features are given later
 
-    def __post_init__(self, share: Share, weights: RowWeights | None) -> None:
+    def __post_init__(self, share: Share, weights: RowWeights | None, bring: _Bring | None) -> None:
         problem, device, host = self.problem, self.rank.device, torch.device("cpu")
         self.shapes = problem.model
         self.layers = range(1, len(share.parts) + 1)
@@ -97,23 +100,23 @@ class Worker(base.Worker):
         self.vertices_in_all = share.everyone
         self.targets = targets_of(problem, share, host, self.batch)
 
-        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
-            # one by one where all of the graph would be page-locked
-            return [t.to(device) for t in tensors] if self.batch is None else sent(tensors, device)
+        def one_by_one(things: T) -> tuple[Tensor, T]:  # not all of the graph is page-locked
+            moved = together(things, lambda tensors: [t.to(device) for t in tensors])
+            return torch.empty(0), moved
 
         blocks = by_layer(lambda part: part.block)
         vertices = by_layer(lambda part: torch.from_numpy(part.source))
         picks = {layer: made for layer, made in by_layer(Picks.of).items() if made}
         both = self.own_vertices, self.scored_vertices
-        exchanges, self.picks, self.blocks, self.vertices, both, self.targets = together(
-            (exchanges, picks, blocks, vertices, both, self.targets), move
+        self.features, moved = (bring or one_by_one)(
+            (exchanges, picks, blocks, vertices, both, self.targets)
         )
+        exchanges, self.picks, self.blocks, self.vertices, both, self.targets = moved
         self.own_vertices, self.scored_vertices = both
         self.scored = self.targets  # to which the last logits belong
         self.plain_halo = Halo(self.rank, exchanges)
         self.halo = halo_of(self.plain_halo, problem, self.options, self.vertices, weights or {})
         self.errors = self.halo.errors
-        self.features: Tensor | SparseRows = torch.empty(0)  # what layer 1 or the encoder reads
         self.cached: Tensor | None = None
         self.to_sum: Tensor | None = None  # gradient of the sum of all layers' rows
 

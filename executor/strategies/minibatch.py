@@ -6,15 +6,19 @@ layerwise.py trains on it.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import lengths_of
-from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Arriving, Sampler, drawing_device
-from gnnplan.executor.minibatch.share import Share
+from gnnplan.executor.minibatch.share import Part, Share
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
@@ -27,6 +31,8 @@ from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.vocabulary.schedule import Label
+
+T = TypeVar("T")
 
 
 class Worker(base.Worker):
@@ -65,7 +71,13 @@ class Worker(base.Worker):
         """
         share = self.arriving.next(step)
         worker = layerwise.Worker(
-            self.rank, self.problem, share, self.exchange_options, self.net, batch=share.total
+            self.rank,
+            self.problem,
+            share,
+            self.exchange_options,
+            self.net,
+            batch=share.total,
+            bring=partial(self._load, share, step),
         )
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
@@ -74,19 +86,27 @@ class Worker(base.Worker):
         items = count_items(self.problem.workload, self.problem.stats)
         return loss * (share.everyone / items), logits
 
+    def _reads_halo(self, first: Part) -> bool:
+        return first.meets and self.problem.model.first_varying > 0
+
+    def _load(self, share: Share, step: int, beside: T) -> tuple[FeatureRows, T]:
+        """Own rows of what layer 1 or the encoder reads, with room for a halo, and what else a
+        worker has on the device."""
+        first = share.parts[0]
+        own, halo = np.split(first.source, [first.local])
+        room = halo.size * self._reads_halo(first)
+        return self.store.read(own, step, beside, share.laid_bytes(self.rank.device), room)
+
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
         """What layer 1 or the encoder reads: own rows, loaded, and a halo that its owners send."""
-        problem, part = self.problem, share.parts[0]
-        local, halo = part.source[: part.local], part.source[part.local :]
-        meets = part.meets and problem.model.first_varying > 0
-        rows: Tensor | SparseRows = self.store.read(local, step, halo.size * meets)
-        if not meets:
+        first, rows = share.parts[0], worker.features
+        if not self._reads_halo(first):
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]
         if isinstance(rows, Tensor):
-            exchange.fetch(label, rows, into=rows[part.local :])
+            exchange.fetch(label, rows, into=rows[first.local :])
             return rows
-        lengths = lengths_of(problem.data, halo)
+        lengths = lengths_of(self.problem.data, first.source[first.local :])
         return SparseRows.cat([rows, exchange.fetch_sparse(label, rows, lengths)])
 
     @property

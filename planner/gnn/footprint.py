@@ -21,6 +21,7 @@ RUNTIME = {"cpu": 300e6, "cuda": 800e6}
 # channels, of which NVLink has many and PCIe few (github.com/NVIDIA/nccl, issue 986): two A100s
 # with NVLink took 544 MB, four 688 MB (issue 964).
 COMMUNICATOR = 300e6
+COUNTS_AT_ENDS = 8  # [B] by which the offsets of a block's edges are more than its rows, both ways
 
 
 @dataclass(frozen=True)

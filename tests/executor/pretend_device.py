@@ -14,10 +14,11 @@ import collections
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.planner.gnn.amounts import summing
 
+T = TypeVar("T")
 CUDA = torch.device("cuda", 0)
 ROUNDED = 512  # [B] of which torch's allocator hands out multiples
 FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")
@@ -46,11 +48,25 @@ READ = {  # the host reads what the device has computed, if only how large a res
 }  # fmt: skip
 
 
+def _alone(method: Callable[..., T]) -> Callable[..., T]:
+    """A method of the device that one thread calls at a time: copies have a thread of their own."""
+
+    @functools.wraps(method)
+    def locked(device: Device, *args: Any) -> T:
+        with device.lock:
+            return method(device, *args)
+
+    return locked
+
+
 class Device:
     """What the pretend device has been asked for, and the bytes that live there."""
 
     def __init__(self) -> None:
-        self.counts: collections.Counter[str] = collections.Counter()  # launches, copies, waits
+        self.lock = threading.RLock()
+        self.counts: collections.Counter[str] = (
+            collections.Counter()
+        )  # launches, copies, bytes, waits
         self.operations: collections.Counter[str] = collections.Counter()  # by name
         self.may_wait = True
         # storages by address of their C++ object: whether it lives, its bytes, and who made it
@@ -59,6 +75,7 @@ class Device:
         self.most = 0  # bytes that ever lived at once
         self.at_most: collections.Counter[str] = collections.Counter()  # then, by who made them
 
+    @_alone
     def hold(self, made: Tensor, name: str) -> None:
         """Count a tensor's storage, which torch's allocator rounds up."""
         storage = made.untyped_storage()
@@ -68,6 +85,7 @@ class Device:
             self.storages[storage._cdata] = StorageWeakRef(storage), size, f"{name} {_line()}"
             self.watch(name)
 
+    @_alone
     def live(self) -> int:
         """Bytes that live now."""
         for address in [a for a, (storage, *_) in self.storages.items() if storage.expired()]:
@@ -81,20 +99,24 @@ class Device:
             for _, size, who in self.storages.values():
                 self.at_most[who] += size
 
+    @_alone
     def launch(self, name: str, times: int = 1) -> None:
         self.counts["launches"] += times
         self.operations[name] += times
 
+    @_alone
     def wait(self, why: str) -> None:
         """The host waits for all that it has asked for. Raises AssertionError if it may not."""
         assert self.may_wait, f"the host waits for the device: {why}"
         self.counts["waits"] += 1
         self.operations[f"wait: {why}"] += 1
 
+    @_alone
     def copy(self, host: Tensor, in_background: bool, what: str) -> None:
         """Numbers cross between host and device."""
         if host.numel():
             self.counts["copies"] += 1
+            self.counts["bytes"] += host.nbytes
             if not (in_background and is_pinned(host)):
                 self.wait(f"{what}, not in the background or not of page-locked memory")
 

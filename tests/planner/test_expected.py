@@ -294,7 +294,11 @@ def test_batches_of_statistics() -> None:
     loaded = sum(
         t.work.nbytes for t in strategy.schedule(problem, 1).tasks if isinstance(t.work, Load)
     )
-    assert loaded == sum(batches.at(0).rows(rank, 0).size for rank in range(3)) * 32 * 4
+    features = sum(batches.at(0).rows(rank, 0).size for rank in range(3)) * 32 * 4
+    # either way an edge's end, weight and place, and offsets of rows; and the sources' ids
+    facts = [batches.at(0).facts(layer) for layer in (1, 2)]
+    laid = [np.rint(20 * f.edges + 4 * (f.rows + f.sources) + 8 * f.sources) + 8 for f in facts]
+    assert loaded == features + np.sum(laid)
     end = play(strategy.schedule(problem, batches.steps), problem.cost).end_s
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(end, rel=1e-9)
 

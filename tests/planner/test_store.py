@@ -21,7 +21,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.graph.splitting import BEFORE
-from gnnplan.planner.ownership.minibatch import shares
+from gnnplan.planner.ownership.minibatch import MiniBatch, shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, parse
 from gnnplan.planner.strategies.minibatch import feature_store as store_module
@@ -84,6 +84,17 @@ def rows_of_an_epoch(strategy: Strategies, problem: Problem) -> np.ndarray:
     """By rank and class [ranks, 4]."""
     store, batches = made(strategy, problem), strategy.batches(problem)
     return np.sum([store.loads_of(problem, batch).rows for batch in batches.first()], axis=0)
+
+
+def laid_of(problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """Bytes of the batch's edges and of their sources' ids, which go to a GPU [ranks]."""
+    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
+    return np.sum([laid_bytes(f.rows, f.sources, f.edges) for f in facts], axis=0)
+
+
+def laid_bytes(rows: Any, sources: Any, edges: Any) -> Any:
+    """Either way an edge's end, weight and place, and the rows' offsets; and the sources' ids."""
+    return 20 * edges + 4 * (rows + 1) + 4 * (sources + 1) + 8 * sources
 
 
 @st.composite
@@ -181,9 +192,9 @@ def test_prediction_schedule_and_simulation_agree(drawn: tuple[Strategies, Probl
 
     if strategy.store(problem) is not None:
         hit, peer, host, remote = rows_of_an_epoch(strategy, problem).sum(0)
-        assert (
-            loaded(strategy) == host * ROW and loaded(plain) == (hit + peer + host + remote) * ROW
-        )
+        laid = sum(laid_of(problem, batch).sum() for batch in strategy.batches(problem).first())
+        assert loaded(strategy) == host * ROW + laid
+        assert loaded(plain) == (hit + peer + host + remote) * ROW + laid
         assert p.bytes.get("fetch", 0) == (peer + remote) * ROW
         asks = int(made(strategy, problem).asks.sum())
         assert p.bytes.get("ask", 0) == 8 * (peer + remote + steps * asks)
@@ -273,12 +284,17 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over: str) -> None:
         picked = {op for _, _, op in done if op == "pick"}
         assert picked == ({"pick"} if rows else set())
         for step, batch in enumerate(strategy.batches(problem).first()):
+            first = batch.facts(1)
             for rank in range(4):
-                read = np.concatenate(
-                    [batch.rows(peer, 0) for peer in strategy.rail(problem, rank)]
-                )
+                peers = strategy.rail(problem, rank)
+                read = np.concatenate([batch.rows(peer, 0) for peer in peers])
                 hits = int(np.isin(read, order[:rows]).sum())
-                assert done[step, rank, "load"] == Load((read.size - hits) * width)
+                of_layer_1 = np.array([first.rows, first.sources, first.edges])
+                laid = laid_of(problem, batch)[rank] + (
+                    laid_bytes(*of_layer_1[:, list(peers)].sum(1))
+                    - laid_bytes(*of_layer_1[:, rank])
+                )
+                assert done[step, rank, "load"] == Load((read.size - hits) * width + laid)
                 if rows:
                     assert done[step, rank, "pick"].elementwise_bytes == 2 * hits * width
         played = play(schedule, problem.cost).end_s

@@ -14,7 +14,7 @@ Open
     mixed_bits.py      for `pack_mixed`, `Mix`: rows of 8, 4 or 2 bits beside each other
     gpu.py             for `triton_kernels`: the next file, where a GPU takes it
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
-    page_locked.py     for `sent`, `together`, `pinned`: copies to a GPU that nobody waits for
+    page_locked.py     for `sent`, `on_device`, `pinned`: copies to a GPU that nobody waits for
     runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
@@ -38,7 +38,7 @@ from gnnplan.executor.layers.kernels.matmul import (
     weight_gradient,
 )
 from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
-from gnnplan.executor.layers.kernels.page_locked import pinned, sent, together
+from gnnplan.executor.layers.kernels.page_locked import on_device, pinned, sent, together
 from gnnplan.executor.layers.kernels.runtime import (
     backward,
     gradient_of,
@@ -69,6 +69,7 @@ __all__ = [
     "linear",
     "linear_sum",
     "mix",
+    "on_device",
     "pack",
     "pack_mixed",
     "pin_no_more_than_asked",

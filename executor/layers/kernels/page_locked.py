@@ -50,6 +50,11 @@ def together(things: T, move: Callable[[Sequence[Tensor]], Sequence[Tensor]]) ->
     return mapped(things, lambda tensor: moved[id(tensor)])
 
 
+def on_device(things: T, device: torch.device) -> T:
+    """Objects on a device, in one copy."""
+    return together(things, lambda tensors: sent(tensors, device))
+
+
 def pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in one piece of page-locked memory."""
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]

@@ -13,16 +13,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import backward, dropout, gradient_of, sent, together
+from gnnplan.executor.layers.kernels import Block, backward, dropout, gradient_of
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
+from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
 from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
@@ -45,7 +47,6 @@ from gnnplan.planner.strategies.p3.slices import DELAY
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
 
-T = TypeVar("T")
 HOST = torch.device("cpu")
 
 
@@ -70,6 +71,8 @@ class Flight:
     net: Net
     share: Share
     exchange: Exchange
+    # of the layers above the first: edges, ids of rows that they read and make, and targets
+    above: tuple[list[Block], list[Tensor], Tensor, Targets | LinkTargets]
     partial: Tensor  # layer 1's partial sums for all peers' blocks, with their graph
     own: slice  # the rows of this rank's block among them
     pulled: Future[Tensor] | None = None  # the peers' partial sums of this rank's block
@@ -204,8 +207,6 @@ class Worker(base.Worker):
         rank, problem, workload = self.rank, self.problem, self.problem.workload
         part = share.parts[0]
         assert isinstance(part, Pushed)
-        # sparse rows offer what dropout and layer 1 ask of a tensor
-        x = cast(Tensor, self.features.read(part.source, step))
         layer = cast(ColumnLayer, net.layer(1))
         ends = np.cumsum(part.rows)
         place = self.rail.index(rank.rank)
@@ -215,8 +216,15 @@ class Worker(base.Worker):
         for peer, end, count in zip(self.rail, ends.tolist(), part.rows, strict=True):
             if peer != rank.rank:
                 give[peer], take[peer] = np.arange(end - count, end), own_rows
-        block, vertices, exchange = self._sent(
-            (part.block, torch.from_numpy(part.source), Exchange(rank, give, take, at=HOST))
+        above = (
+            [part.block for part in share.parts[1:]],
+            [torch.from_numpy(part.source) for part in share.parts[1:]],
+            torch.from_numpy(share.own),
+            targets_of(problem, share, HOST, share.total),
+        )
+        read = part.block, torch.from_numpy(part.source), Exchange(rank, give, take, at=HOST)
+        x, ((block, vertices, exchange), above) = self.features.read(
+            part.source, step, (read, above), share.laid_bytes(rank.device)
         )
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
         with ExitStack() as spans:
@@ -231,14 +239,11 @@ class Worker(base.Worker):
 
             # a user's module may leave its features whole
             p = workload.dropout if problem.model.layers[0].drops else 0.0
-            rows = dropout(x, workload.seed, step, 1, vertices, p, self.columns.start)
+            # sparse rows offer what dropout asks of a tensor
+            rows = dropout(cast(Tensor, x), workload.seed, step, 1, vertices, p, self.columns.start)
             partial = partial_sums(layer, block, rows, sync)
         del x, rows  # autograd keeps what it needs of them
-        return Flight(step, net, share, exchange, partial, own)
-
-    def _sent(self, things: T) -> T:
-        """Objects on the device, in one copy."""
-        return together(things, lambda tensors: sent(tensors, self.rank.device))
+        return Flight(step, net, share, exchange, above, partial, own)
 
     def _total_over_peers(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
         """What sums attention's logits over peers, in the middle of a span of computation.
@@ -290,14 +295,7 @@ class Worker(base.Worker):
         step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
         assert flight.pulled is not None
         pulled = flight.pulled.result()
-        blocks, sources, own, targets = self._sent(
-            (
-                [part.block for part in share.parts[1:]],
-                [torch.from_numpy(part.source) for part in share.parts[1:]],
-                torch.from_numpy(share.own),
-                targets_of(self.problem, share, HOST, share.total),
-            )
-        )
+        blocks, sources, own, targets = flight.above
         with self.rank.span(Label("forward", step), "compute"):
             summed = flight.partial.detach()[flight.own].clone()
             for part in pulled.view(len(self.rail) - 1, *summed.shape):

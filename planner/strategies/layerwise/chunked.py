@@ -39,7 +39,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Footprint, block, footprint, loss
+from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, Footprint, block, footprint, loss
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -58,8 +58,6 @@ from gnnplan.planner.strategies.program.program import (
 )
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.values import Value
-
-COUNTS_AT_ENDS = 8  # [B] by which the offsets of a block's edges are more than its rows, both ways
 
 
 @dataclass(frozen=True, eq=False)

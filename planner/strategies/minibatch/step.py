@@ -18,6 +18,7 @@
              number)
     lay      edges are laid out as blocks
     wait     with `prefetch` p, sampling may be p batches ahead; a rank records its wait for it
+    load     rows of features are copied to the device, and to a GPU also the blocks
 
 With a feature store (feature_store.py) `load` brings the rows that are in the server's memory and
 in no cache. More operations follow:
@@ -34,16 +35,17 @@ strategies/program/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
 
+from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, block
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
-from gnnplan.planner.ownership.layout import pairs
+from gnnplan.planner.ownership.layout import LayerFacts, pairs
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
@@ -102,10 +104,11 @@ def step(
     if prefetch:
         # takes no time if the sampler is fast enough
         yield Op("wait", work=Compute(), idle=True)
+    laid = laid_bytes(problem, map(batch.facts, layers))
     if store is None:
-        yield Op("load", work=Copy(loaded_bytes(problem, batch)))
+        yield Op("load", work=Copy(loaded_bytes(problem, batch) + laid))
     else:
-        yield from arrive(problem, batch, store)
+        yield from arrive(problem, batch, store, laid)
     if batch.meets(1) and problem.model.first_varying == 1:
         if isinstance(batch, EstimatedBatch):
             row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
@@ -188,13 +191,13 @@ def drawing(
         yield Op("edges", layer=layer, work=neighbours, ahead=True)
 
 
-def arrive(problem: Problem, batch: MiniBatch, store: Features) -> Iterator[Op]:
-    """The operations that bring each rank its own rows of h_0.
+def arrive(problem: Problem, batch: MiniBatch, store: Features, laid: np.ndarray) -> Iterator[Op]:
+    """The operations that bring each rank its own rows of h_0, and what was `laid` [ranks] [B].
 
     All ranks take part in an exchange if any of them may, so that they agree without a message.
     """
     loads = store.loads_of(problem, batch)
-    yield Op("load", work=Copy(loads.host))
+    yield Op("load", work=Copy(loads.host + laid))
     if store.caches:
         moved = 2 * loads.hits.astype(np.float64)  # read and written
         yield Op("pick", work=Compute(elementwise_bytes=moved, launches=1))
@@ -260,6 +263,20 @@ def loaded_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
         row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
         return np.asarray(batch.row_counts(0) * row_bytes)
     return np.array([row_bytes_read(problem, batch, [rank]) for rank in range(batch.ranks)])
+
+
+def laid_bytes(problem: Problem, facts: Iterable[LayerFacts]) -> np.ndarray:
+    """Bytes [ranks] of a batch's edges, and of the ids of the rows that they join.
+
+    A GPU is sent them; on a CPU they are where they were laid out. So is what a user's module makes
+    of edges, if only when a layer reads it first. facts: of layers 1 .. L.
+    """
+    model, nbytes = problem.model, np.zeros(problem.ranks)
+    for spec, f in zip(model.layers, facts, strict=True):
+        edges = f.edges if f.away is None else f.edges - spec.self_edges * f.away
+        laid = block(model, spec, f.rows, f.sources, edges)
+        nbytes = nbytes + laid + COUNTS_AT_ENDS
+    return np.asarray(np.rint(nbytes * model.on_gpu).astype(np.int64))
 
 
 def halo_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:

@@ -13,7 +13,8 @@ columns and sends it back (pull). So rows of H_1 numbers cross, in the place of 
 
     push      layer 1's block goes to the rank's peer on every server
     load      each peer loads its columns of all peers' source rows; with a `cache`, those that
-              its GPU does not have, and then it picks the others (`pick`)
+              its GPU does not have, and then it picks the others (`pick`); to a GPU it also
+              copies its batch's blocks, and those pushed to it
     F_M       layer 1 forward: partial sums on the peer's columns, for all peers' blocks
     pull      partial sums go to the rank whose block it is
     F_D, B_D  layers 2 .. L forward and backward, data parallel
@@ -144,7 +145,13 @@ class P3(Slices):
             host.append(Op("wait", work=Compute(), idle=True))
 
         sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
-        front = self._arrive(problem, batch, store)
+        of_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
+        laid = batchwise.laid_bytes(problem, (facts | {1: of_peers}).values())
+        front = (
+            [Op("load", work=Copy(self.loaded_bytes(problem, batch) + laid))]
+            if store is None
+            else list(batchwise.arrive(problem, batch, store, laid))
+        )
         front[-1] = replace(front[-1], holds=holds(Batch.load))
         backward = sliced.backward(1, *blocks)
         tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]
@@ -193,14 +200,6 @@ class P3(Slices):
 
         asked = self.over, self.copies, problem.servers, batch
         return problem.known.recent("crossing", asked, make, most=2)
-
-    def _arrive(
-        self, problem: Problem, batch: MiniBatch, store: batchwise.Features | None
-    ) -> list[Op]:
-        """The operations that bring each rank its columns of its peers' rows."""
-        if store is not None:
-            return list(batchwise.arrive(problem, batch, store))
-        return [Op("load", work=Copy(self.loaded_bytes(problem, batch)))]
 
     def _attention(self, problem: Problem, blocks: np.ndarray) -> tuple[Compute, Op, Op]:
         """Projection of the blocks' source rows, and the all-reduces of logits over peers."""
