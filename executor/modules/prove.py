@@ -302,7 +302,8 @@ def _numbers_of(module: nn.Module) -> dict[str, float]:
 
     def note(name: str, value: Any, depth: int) -> None:
         if isinstance(value, (int, float)):
-            found[name] = value
+            if value == value:  # what is no number differs from itself
+                found[name] = value
         elif depth and isinstance(value, (list, tuple)):
             note(name, dict(enumerate(value)), depth)
         elif depth and isinstance(value, dict):

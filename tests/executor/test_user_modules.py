@@ -1115,3 +1115,19 @@ class Net(nn.Module):
 """)
     workload = with_module(Workload(), read(f"{path}:Net", Workload(), GRAPH), ())
     assert workload.is_cut and workload.repeats == repeats
+
+
+def test_what_is_no_number_does_not_change_from_call_to_call(tmp_path: Path) -> None:
+    """A NaN in any file of the user's kept every module from training: it differs from itself."""
+    path = tmp_path / "net.py"
+    path.write_text(f"""{PYG}
+UNKNOWN = [float("nan")]
+class Net(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.limit = GCNConv(in_channels, out_channels), UNKNOWN[0]
+
+    def forward(self, x, edge_index):
+        return F.silu(self.conv(x, edge_index))
+""")
+    assert with_module(Workload(), read(f"{path}:Net", Workload(), GRAPH), ()).is_cut
