@@ -255,8 +255,10 @@ class _Training:
         return no_counts(self.problem, self.rank.device, training)
 
     def _replays(self, step: int) -> bool:
-        """Whether the step is launched as one; the first epochs are not, to be recorded."""
-        recorded = (self.before + TRACED_EPOCHS) * self.steps
+        """Whether the step is replayed as a CUDA graph.
+
+        The first epochs of a process are not: they are recorded, and fill caches."""
+        recorded = (max(self.before, self.first) + TRACED_EPOCHS) * self.steps
         if step < recorded or self.gradient_errors or not self.worker.replays:
             return False
         return self.replay is not None or (not self.unrepeatable and is_small(self.rank.device))

@@ -133,9 +133,8 @@ class Worker(base.Worker):
     def replays(self) -> bool:
         """Of one rank on the full graph, where no step draws anything on the host."""
         alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
-        workload = self.problem.workload
-        draws = workload.task == "link" or isinstance(self.features, SparseRows)
-        return alone and workload.repeats and not draws and triton_kernels() is not None
+        repeats = self.problem.workload.repeats and not isinstance(self.features, SparseRows)
+        return alone and repeats and triton_kernels() is not None
 
     def keep(self, features: Tensor | SparseRows) -> None:
         """Take features that stay, and aggregate them once if layer 1 always reads the same."""

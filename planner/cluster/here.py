@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as `nvidia-smi` tells of them, before `gnnplan measure` has."""
+"""Describes this machine's GPUs from `nvidia-smi`, until `gnnplan measure` has run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_yaml
 
-OURS = 0.9  # of a GPU's memory, as in presets
+USABLE = 0.9  # of a GPU's memory, as in presets
 UNKNOWN = "l4_box"  # whose rates a GPU has that no preset tells of: few GPUs are slower
 
 
@@ -26,12 +26,10 @@ def gpus_here() -> Cluster | None:
     Rates and links are those of the preset whose GPUs have the same model, or else of UNKNOWN.
     """
     queried = _nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    found = [line.rsplit(", ", 1) for line in queried.splitlines() if ", " in line]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(found) if visible is None else min(len(found), len(visible.split(",")))
-    if not count or visible == "":
+    found = _visible([line.rsplit(", ", 1) for line in queried.splitlines() if ", " in line])
+    if not found:
         return None
-    name, memory = found[0]
+    count, (name, memory) = len(found), found[0]
     presets = _presets()
     of_model = [each for each in presets if _model(each.device.name) == _model(name)]
     base = of_model[0] if of_model else next(p for p in presets if p.name == UNKNOWN)
@@ -40,14 +38,31 @@ def gpus_here() -> Cluster | None:
         provenance = dict.fromkeys(provenance, f"generic default ({base.device.name})")
     update: dict[str, object] = {"name": name}
     if memory.isdigit():
-        update["memory"] = OURS * int(memory) * 2**20
-        provenance["device.memory"] = f"nvidia-smi, x {OURS}"
+        update["memory"] = USABLE * int(memory) * 2**20
+        provenance["device.memory"] = f"nvidia-smi, x {USABLE}"
     alone = {"servers": 1, "gpus_per_server": count, "islands": (), "switches": (), "nics": ()}
     device = base.device.model_copy(update=update)
     cluster = base.model_copy(
         update={"name": "local", "device": device, "provenance": provenance, **alone}
     )
     return (count > 1 and _wired(cluster)) or _unwired(cluster)
+
+
+def _visible(found: list[list[str]]) -> list[list[str]]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, up to a name that is none, as '-1'."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return found
+    visible = []
+    for name in names.split(","):
+        number = name.strip()
+        if number.isdigit() and int(number) < len(found):
+            visible.append(found[int(number)])
+        elif number.startswith(("GPU-", "MIG-")):
+            visible.append(found[0])
+        else:
+            break
+    return visible
 
 
 def _wired(cluster: Cluster) -> Cluster | None:

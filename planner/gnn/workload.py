@@ -347,7 +347,7 @@ class Workload(Fields):
         """Whether the host launches the same kernels with the same arguments in every step."""
         layers = self.module.layers if self.module else ()
         reads_host = any(layer.counted and layer.counted.reads_host for layer in layers)
-        return not self.varies_lr and not reads_host
+        return self.task == "node" and not self.varies_lr and not reads_host
 
     @property
     def is_converted(self) -> bool:

@@ -227,10 +227,11 @@ class Problem:
         """Whether all kernels of a step are launched as one (executor/ranks/replay.py).
 
         Steps that fill more of a GPU's memory are not. Their kernels take longer than launches, so
-        the host is ahead. Nor are those that differ (Workload.repeats).
+        the host is ahead. Nor are those that differ (Workload.repeats), or read sparse features.
         """
         alone = self.cluster.device.kind == "cuda" and self.ranks == 1
-        return self.replayed and alone and self.workload.mode == "full" and self.workload.repeats
+        repeats = self.workload.repeats and self.workload.mode == "full" and not self.model.nonzeros
+        return self.replayed and alone and repeats
 
     def launching(self, replayed: bool) -> Problem:
         """The same problem for a strategy whose steps are `replayed`, or are not."""

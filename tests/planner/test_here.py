@@ -88,6 +88,9 @@ def test_several_gpus_are_wired_as_topo_says(told, monkeypatch: pytest.MonkeyPat
 def test_no_gpus(told, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told(lines)
     assert gpus_here() is None and read_cluster("local").device.kind == "cpu"
-    told("NVIDIA H200, 143771\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus_here() is None
+    told("NVIDIA H200, 143771\nNVIDIA L4, 23034\n")
+    for none in ("", "-1", "-1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert gpus_here() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert read_cluster("local").device.name == "NVIDIA L4"

@@ -31,7 +31,7 @@ Rows = Layout | EstimatedLayout
 
 
 class Crossing(NamedTuple):
-    """An exchange from one owner to one reader; for gradients it is the same, backwards."""
+    """An exchange from one owner to one reader. Gradients go from the reader to the owner."""
 
     seed: int
     step: int
@@ -41,11 +41,11 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """All halo rows are fresh in every step; classes derived from it let fewer cross.
+    """All halo rows are fresh (sent) in every step; classes derived from it send fewer.
 
-    others: whether rows that are not fresh stay as they came last (zero before that) or vanish;
-    'lag': what crosses is read one step later. period: after so many steps the same rows are fresh
-    again; 1 also where only as many are.
+    others: whether rows that are not sent stay as they came last (zero before that) or vanish;
+    'lag': rows are read one step after they are sent. period: after so many steps the same rows are
+    sent again; 1 also where the number of rows that are sent, not which, is the same in every step.
     """
 
     others: Literal["stay", "vanish", "lag"] = "stay"
@@ -56,7 +56,10 @@ class Policy:
             raise ValueError(f"{self}: rows that lag all cross, and `fresh` is not asked; leave it")
 
     def fresh(self, ids: Ids, crossing: Crossing) -> Ids:
-        """Which of an owner's rows `ids` [n] that the reader reads cross: places, ascending."""
+        """Positions in `ids` [n], ascending, of the owner's rows that are sent to the reader.
+
+        How many there are must not depend on the layer.
+        """
         return np.arange(ids.size)
 
     def count(self, ids: Ids, crossing: Crossing) -> int:

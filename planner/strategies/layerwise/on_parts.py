@@ -64,7 +64,7 @@ class OnParts(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """None: what it costs in accuracy is not known of a graph; users ask for it."""
+        """None: what it costs in accuracy on a graph is unknown, so users have to name it."""
         return iter(())
 
     @classmethod
@@ -76,7 +76,7 @@ class OnParts(Strategy):
         return bits.sentences(problem, fastest)
 
     def with_less_memory(self) -> Strategy | None:
-        if self.exchange_options.checkpoint:
+        if "checkpoint" not in self.knobs() or self.exchange_options.checkpoint:
             return None
         return replace(self, checkpoint=True)  # type: ignore[call-arg]  # its knob
 
