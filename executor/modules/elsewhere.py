@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from io import BytesIO
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -69,13 +69,13 @@ def _as_rank(
             f"its process ends {how} while forward runs on a small graph: it leaves, or compiled"
             " code of it reads what is not there; run it with python to see more"
         )
-    error, arrays = pickle.loads(data)
-    return error, [torch.from_numpy(array) for array in arrays]
+    unfit, failed, found = torch.load(BytesIO(data), weights_only=True)
+    return Unfit(unfit) if unfit else RuntimeError(failed) if failed else None, found
 
 
 def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
     """Be the process that `_as_rank` waits for."""
-    result: tuple[Exception | None, list[Any]]
+    unfit, failed, found = "", "", list[Tensor]()
     try:
         os.environ |= RANK
         faulthandler.disable()
@@ -89,13 +89,15 @@ def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
         limits.limit_memory(limits.FORWARD_BYTES + 4 * held)
         forward = f"forward on a graph of {VERTICES[0]} vertices"
         with limits.seconds(limits.FORWARD_SECONDS, forward):
-            result = None, [tensor.numpy() for tensor in rows(module)]
-    except Unfit as unfit:
-        result = Unfit(str(unfit)), []
+            found = [tensor.detach().clone() for tensor in rows(module)]
+    except Unfit as error:
+        unfit = str(error)
     except BaseException as error:  # of a class that this process alone may have
-        result = RuntimeError(f"{type(error).__name__}: {error}"), []
+        failed = f"{type(error).__name__}: {error}"
+    data = BytesIO()
+    torch.save((unfit, failed, found), data)
     with os.fdopen(taken, "wb") as pipe:
-        pipe.write(pickle.dumps(result))
+        pipe.write(data.getbuffer())
     os._exit(0)
 
 
