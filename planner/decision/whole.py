@@ -5,8 +5,8 @@
     the full graph    16    1.40 s    0.00622  fastest
     mini-batches       1   83.42 s     0.0232
 
-Each mode is searched with the epochs that it is assumed to train (epochs.py). What is chosen of the two is chosen
-as of two strategies (search.recommend).
+Each mode is searched with the epochs that it is assumed to train (epochs.py). What is chosen of the
+two is chosen as of two strategies (search.recommend).
 """
 
 from __future__ import annotations
