@@ -50,7 +50,7 @@ from importlib import import_module
 from pathlib import Path
 
 from commands import words
-from gpu_stages.record import Record, Setting, about, write_json
+from gpu_stages.record import TRAINED, Record, Setting, about, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {
@@ -67,9 +67,8 @@ STAGES = {
     "references": "training.run_references",
 }
 # stages and their seconds, in the order of what they tell
-FIRST = "kernels:90 peers:90 one:50 tests:55 measure:60 shared:70 streams:35 further:60 sampling:25"
-MORE = "further:80 shared:80 peers:50:batches one:60"
-TRAINED = ("one", "shared", "further", "modules")  # whose losses are compared with the CPU's
+FIRST = "kernels:80 peers:80 measure:50 one:45 modules:70 tests:75 shared:60 streams:30 further:35"
+MORE = "further:70 modules:50 shared:60 sampling:20 peers:30:batches"
 CLOSING_S, LEAST_S = 8.0, 15.0  # kept for the page; with less left no stage begins
 MOST_PACKED = 15_000_000  # [B]
 

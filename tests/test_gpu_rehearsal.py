@@ -42,7 +42,7 @@ def stage(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Stage:
     from gpu_stages.record import Setting
 
     out = tmp_path_factory.mktemp("gpu")
-    referred = ("one: ", "shared: ")  # two trainings and one
+    referred = ("one: ", "shared: ", "modules: ")  # two trainings, one and one
 
     def left(name: str) -> dict[str, Any]:
         if not (out / f"{name}.json").exists():
@@ -133,6 +133,14 @@ def test_one_rank(stage: Stage) -> None:
         assert row["bytes_equal"] and row["order_equal"] and row["ranks"] == 1
         assert row["losses_off"] == 0 < row["epoch_s"]
         assert row["memory_bytes"] is None or row["memory_bytes"] > 0 < row["predicted_bytes"]
+
+
+def test_modules_of_users(stage: Stage) -> None:
+    pytest.importorskip("torch_geometric", exc_type=ImportError)
+    (row,) = compared(stage, "modules")
+    assert (row["strategy"], row["model"], row["ranks"]) == ("graph_parallel", "Gat", 1)
+    assert row["bytes_equal"] and row["order_equal"] and row["losses_off"] == 0
+    assert row["alone_s"] > 0 < row["epoch_s"]
 
 
 def test_ranks_that_share_the_card(stage: Stage) -> None:

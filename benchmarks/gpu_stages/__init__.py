@@ -2,9 +2,9 @@
 
     kernels.py     kernels      aggregation, dropout, products, attention against the card's rates
     peers.py       peers        epochs beside PyG's and DGL's
-    modules.py     users' modules that training.py trains
     training.py    one, shared  plan, train, validate: one rank; two and four that share the card
                    further      the same with rounded rows, columns, tiles, the server's memory
+                   modules      the same of PyG's modules in modules.py
                    references   the same on the CPU
     marked.py      tests        all tests that are marked `gpu`
     measuring.py   measure      `gnnplan measure`, with its ranges

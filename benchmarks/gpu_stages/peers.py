@@ -163,26 +163,41 @@ def _training(
     edges: object,
     first: bool = False,
 ) -> Epoch:
-    """An epoch as the libraries' examples have it. first: edges are a layer's first argument."""
-    graph = problem.graph
-    assert graph is not None
-    held = torch.nn.ModuleList(layers).to(device)
-    x = torch.tensor(graph.x, device=device)
-    y = torch.tensor(graph.y, device=device).long()
-    train = torch.tensor(graph.train, device=device).nonzero()[:, 0]
-    optimizer = torch.optim.Adam(held.parameters(), lr=problem.workload.lr)
-    dropout = problem.workload.dropout
+    """An epoch of layers as the libraries' examples have them.
+
+    first: edges are a layer's first argument."""
+    held, dropout = torch.nn.ModuleList(layers).to(device), problem.workload.dropout
 
     def apply(layer: torch.nn.Module, h: Tensor) -> Tensor:
         h = F.dropout(h, dropout) if dropout else h
         out: Tensor = layer(edges, h) if first else layer(h, edges)
         return out
 
-    def epoch() -> Tensor:
-        h = x
+    def forward(h: Tensor) -> Tensor:
         for layer in layers[:-1]:
             h = apply(layer, h).relu()
-        loss = F.cross_entropy(apply(layers[-1], h)[train], y[train])
+        return apply(layers[-1], h)
+
+    return examples_epoch(problem, device, held, forward)
+
+
+def examples_epoch(
+    problem: Problem,
+    device: torch.device,
+    held: torch.nn.Module,
+    forward: Callable[[Tensor], Tensor],
+) -> Epoch:
+    """An epoch as the libraries' examples train. forward: from features to logits, by what is
+    `held`."""
+    graph = problem.graph
+    assert graph is not None
+    x = torch.tensor(graph.x, device=device)
+    y = torch.tensor(graph.y, device=device).long()
+    train = torch.tensor(graph.train, device=device).nonzero()[:, 0]
+    optimizer = torch.optim.Adam(held.parameters(), lr=problem.workload.lr)
+
+    def epoch() -> Tensor:
+        loss = F.cross_entropy(forward(x)[train], y[train])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+TRAINED = ("one", "shared", "further", "modules")  # stages whose losses are the CPU's
 
 
 class LeftOut(Exception):

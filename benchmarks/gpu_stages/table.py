@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
-from gpu_stages.record import Row
+from gpu_stages.record import TRAINED, Row
 
-TRAINED = ("one", "shared", "further", "modules")
 NOTHING = "-"
 WIDEST = 250  # characters of a line of the digest
 

@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 import gnnplan
 from gnnplan.executor.launch.checks import trainable
@@ -34,6 +33,7 @@ from gnnplan.planner.vocabulary.trace import overlap, read_traces
 from gpu_stages import question
 from gpu_stages.clock import whole_s
 from gpu_stages.graphs import edge_index
+from gpu_stages.peers import examples_epoch
 from gpu_stages.record import LeftOut, Record, Row, Setting
 
 # Epochs that are trained; those whose losses must be the CPU's, and how nearly: later ones drift
@@ -77,7 +77,7 @@ FURTHER = (
     (4, "tensor3d(x=2,y=1,z=2)", "float32"),
     (4, "offload(chunks=2)", "bfloat16"),
 )
-# modules.py: users' modules, and on how many ranks
+# of modules.py, the most telling first
 MODULES = ("Gcn", "Sage", "Gat", "SageMax", "Transformer", "Tag", "Gen", "Appnp")
 # The share of the memory of graph_parallel's data that there is instead. On a CPU the memory of
 # an offload's devices and that of their server are one.
@@ -262,22 +262,14 @@ def _trained(setting: Setting, case: Case) -> Row:
 
 
 def _alone_s(setting: Setting, case: Case, plan: gnnplan.Plan) -> float:
-    """Seconds of an epoch of the module by itself on this device, as PyG's examples train it."""
+    """Seconds of an epoch of the module by itself on this device."""
     from gpu_stages import modules
 
-    graph, device = plan.problem.graph, setting.torch_device
-    assert graph is not None
-    x, y = torch.tensor(graph.x, device=device), torch.tensor(graph.y, device=device).long()
-    train = torch.tensor(graph.train, device=device).nonzero()[:, 0]
-    edges = edge_index(graph).to(device)
-    module = getattr(modules, case.module)(x.shape[1], graph.stats.classes).to(device)
-    optimizer = torch.optim.Adam(module.parameters(), lr=plan.problem.workload.lr)
-
-    def epoch() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(module(x, edges)[train], y[train]).backward()
-        optimizer.step()
-
+    problem, device = plan.problem, setting.torch_device
+    edges = edge_index(problem.data).to(device)
+    make = getattr(modules, case.module)
+    module = make(problem.stats.features, problem.stats.classes).to(device)
+    epoch = examples_epoch(problem, device, module, lambda x: module(x, edges))
     for _ in range(3):
         epoch()
     return whole_s(device, epoch, setting.small)

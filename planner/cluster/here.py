@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,12 +30,12 @@ def gpus_here() -> Cluster | None:
     if not found:
         return None
     count, (name, memory) = len(found), found[0]
-    presets = _presets()
-    of_model = [each for each in presets if _model(each.device.name) == _model(name)]
-    base = of_model[0] if of_model else next(p for p in presets if p.name == UNKNOWN)
-    provenance = dict(base.provenance)
-    if not of_model:
-        provenance = dict.fromkeys(provenance, f"generic default ({base.device.name})")
+    base = next((each for each in _presets() if _model(each.device.name) == _model(name)), None)
+    if base is not None:
+        provenance = dict(base.provenance)
+    else:
+        base = next(each for each in _presets() if each.name == UNKNOWN)
+        provenance = dict.fromkeys(base.provenance, f"generic default ({base.device.name})")
     update: dict[str, object] = {"name": name}
     if memory.isdigit():
         update["memory"] = USABLE * int(memory) * 2**20
@@ -80,11 +80,11 @@ def _unwired(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"island": None, "switch": None})
 
 
-def _presets() -> Sequence[Cluster]:
+def _presets() -> Iterator[Cluster]:
     """Presets of GPUs, those of whole servers first."""
     paths = sorted(PRESETS.glob("*.yaml"), key=lambda path: (not path.stem.startswith("dgx"), path))
     clusters = (Cluster.model_validate(read_yaml(path).data) for path in paths)
-    return [each for each in clusters if each.device.kind == "cuda"]
+    return (each for each in clusters if each.device.kind == "cuda")
 
 
 def _model(name: str) -> str:
