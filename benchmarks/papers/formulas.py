@@ -27,6 +27,14 @@ NOT_NEGATIVE: Rule = ("at least 0", lambda x: x >= 0)
 POSITIVE: Rule = ("above 0", lambda x: x > 0)
 COUNT: Rule = ("at least 1", lambda x: x >= 1)
 SHARE: Rule = ("between 0 and 1", lambda x: (x >= 0) & (x <= 1))
+# of a graph on servers of GPUs
+ON_SERVERS: dict[str, Rule] = {
+    "vertices": NOT_NEGATIVE,
+    "edges": NOT_NEGATIVE,
+    "servers": COUNT,
+    "gpus": COUNT,
+    "compute": POSITIVE,
+}
 
 
 def _wide(value: Any) -> Any:
@@ -412,15 +420,7 @@ def sampling_in_range(
     return (sampling > 1) & (factor * sampling < preload) & (preload <= servers * gpus)
 
 
-@_domain(
-    vertices=NOT_NEGATIVE,
-    edges=NOT_NEGATIVE,
-    servers=COUNT,
-    gpus=COUNT,
-    compute=POSITIVE,
-    internal=POSITIVE,
-    external=POSITIVE,
-)
+@_domain(**ON_SERVERS, internal=POSITIVE, external=POSITIVE)
 def t_previous(
     vertices: Number,
     edges: Number,
@@ -446,15 +446,7 @@ def t_previous(
     return vertices / (servers * gpus * compute) + edges / (servers * gpus) * (inside + across)
 
 
-@_domain(
-    vertices=NOT_NEGATIVE,
-    edges=NOT_NEGATIVE,
-    servers=COUNT,
-    gpus=COUNT,
-    compute=POSITIVE,
-    internal=POSITIVE,
-    growth=POSITIVE,
-)
+@_domain(**ON_SERVERS, internal=POSITIVE, growth=POSITIVE)
 def t_preload(
     vertices: Number,
     edges: Number,
@@ -481,15 +473,7 @@ def t_preload(
     )
 
 
-@_domain(
-    vertices=NOT_NEGATIVE,
-    edges=NOT_NEGATIVE,
-    servers=COUNT,
-    gpus=COUNT,
-    compute=POSITIVE,
-    external=POSITIVE,
-    growth=POSITIVE,
-)
+@_domain(**ON_SERVERS, external=POSITIVE, growth=POSITIVE)
 def preload_difference(
     vertices: Number,
     edges: Number,
@@ -543,15 +527,7 @@ def preload_wins(compute: Number, external: Number, growth: Number, degree: Numb
     return compute / external > preload_threshold(growth, degree)
 
 
-@_domain(
-    vertices=NOT_NEGATIVE,
-    edges=NOT_NEGATIVE,
-    servers=COUNT,
-    gpus=COUNT,
-    compute=POSITIVE,
-    internal=POSITIVE,
-    growth=POSITIVE,
-)
+@_domain(**ON_SERVERS, internal=POSITIVE, growth=POSITIVE)
 def t_sampling(
     vertices: Number,
     edges: Number,
