@@ -167,6 +167,8 @@ def test_every_size_below_the_fastest_that_a_smaller_one_beats_is_a_dip():
             if gpus < fastest and any(times[n] < times[gpus] for n in times if n < gpus)
         ]
         assert [(dip.gpus, before.gpus) for dip, before in found.dips] == beaten
+        near = [gpus for gpus in times if times[gpus] <= 1.1 * times[fastest]]
+        assert found.enough.gpus == min(near)
         slower = [gpus for gpus in times if gpus > fastest]
         assert (found.slower_from.gpus if found.slower_from else None) == min(slower, default=None)
 
