@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,18 @@ def test_the_timeline_shows_one_epoch_of_every_rank_and_lane(facts: Facts):
     assert all(0 <= mark.start <= mark.end <= window.seconds for mark in marks(window))
     ranks = {label.split()[1] for label in timeline(facts).figure.layout.yaxis.ticktext}
     assert ranks == {str(rank) for rank in range(facts.problem.ranks)}
+
+
+def test_the_window_is_the_median_step_after_the_first_ones():
+    """The first steps warm up; one of the others may be a straggler."""
+    ends = [0.0, 9.0, 16.0, 18.0, 24.0, 27.0]  # steps of 9, 7, 2, 6 and 3 s
+    spans = [
+        Span(f"forward:s{step}", "forward", 0, "compute", begin, end, 0, step)
+        for step, (begin, end) in enumerate(pairwise(ends))
+    ]
+    window = steady("run", spans, 1)
+    assert window is not None and window.seconds == 3.0
+    assert [(span.start, span.end, span.step) for span in window.spans] == [(0.0, 3.0, 4)]
 
 
 def test_a_run_that_has_recorded_no_step_is_not_drawn():

@@ -18,7 +18,7 @@ from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.epochs import MODES, Stated, in_mode
-from gnnplan.planner.decision.objective import gpus_taken, watts
+from gnnplan.planner.decision.objective import watts
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult, recommend
 from gnnplan.planner.problem.problem import Problem
@@ -148,8 +148,8 @@ def _is(mode: str) -> str:
 
 
 def gpu_hours(candidate: Candidate) -> float:
-    """Of the GPUs that others cannot have meanwhile [h]."""
-    return gpus_taken(candidate.problem) * candidate.time_s / 3600
+    """Of the GPUs that train [h]; a server that is rented whole has more, which dollars count."""
+    return candidate.problem.ranks * candidate.time_s / 3600
 
 
 def compare(

@@ -96,6 +96,13 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
 
     with lab.lab(2, rate) as servers:
         across, inside = seconds([0, 1]), seconds([0, 0])
+        shaped = servers[0].inside("tc", "-json", "qdisc")
+        [bucket] = [
+            queue["options"]
+            for queue in json.loads(subprocess.check_output(shaped))
+            if queue["kind"] == "tbf"
+        ]
+    assert bucket["rate"] == rate  # [B/s]
     burst = 2 * max(lab.PACKETS[0], rate * lab.BURST_S)
     assert across > (nbytes - burst) / rate * 0.95
     assert inside < across / 3  # of 0.8 s: loopback takes milliseconds

@@ -24,7 +24,7 @@ from pairwise import covered
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.ranks.memory import MemoryWatch, allocated
+from gnnplan.executor.ranks.memory import INTERVAL, MemoryWatch, allocated
 from gnnplan.executor.ranks.opening import wait_in_turn
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
@@ -62,6 +62,23 @@ def test_the_watch_sees_what_torch_counts() -> None:
     assert grown == pytest.approx(left, rel=0.01) == kept.nbytes
     assert watch.stop() == pytest.approx(most, rel=0.02)
     assert most > 1.9 * left
+
+
+def test_what_is_left_out_after_the_peak_leaves_the_peak_as_it_was() -> None:
+    """The shared rows of a server are mapped when a rank has had its fullest moment."""
+    gc.collect()
+    watch = MemoryWatch(torch.device("cpu"))
+    with watch.left_out():
+        early = torch.ones(5_000_000)
+    full = torch.ones(10_000_000)  # 40 MB
+    time.sleep(20 * INTERVAL)  # a busy machine lets the watch wait
+    fullest = full.nbytes
+    del full
+    with watch.left_out():
+        late = torch.ones(5_000_000)
+    most = watch.stop()
+    assert early.nbytes == late.nbytes == 20_000_000
+    assert most == pytest.approx(fullest, rel=0.02)
 
 
 def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

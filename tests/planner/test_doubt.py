@@ -109,6 +109,59 @@ def test_a_draw_is_a_cluster_of_these_constants(name: str):
             assert np.ravel(together)[draw] == pytest.approx(float(alone), rel=1e-9)
 
 
+TIMES = ("launch", "latency", "overlap_tax")  # more of these takes longer; all others are rates
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"), [("dgx_a100", 10), ("p3_p100", 8), ("l4_box", 6), ("measured", 9)]
+)
+def test_a_better_constant_is_never_slower(name: str, moved: int):
+    """Each constant was drawn in the other direction once, and no test noticed."""
+    cluster = read_cluster(str(MEASURED)) if name == "measured" else preset(name)
+    certain = {constant: (1.0, 1.0) for constant in doubt.constants(cluster)}
+    moving = set()
+    for constant in certain:
+        ranges = {**certain, constant: (0.5, 2.0)}
+        doubted = cluster.model_copy(update={"ranges": ranges})
+        draws, factors = doubt.drawn(doubted), doubt.factors(doubted)
+        assert list(factors) == [constant]
+        better = np.argsort(factors[constant])
+        if constant.endswith(TIMES):
+            better = better[::-1]
+        for mode, text in (
+            ("full", "graph_parallel"),
+            ("full", "pipegcn"),
+            ("full", "gnnpipe(stages=2)"),
+            ("full", "offload"),
+            ("mini", "data_parallel"),
+        ):
+            problem = replace(reddit(doubted), workload=Workload(model="sage", mode=mode))
+            strategy = parse(text).settle(problem)
+            epochs = np.ravel(strategy.predict(replace(problem, cluster=draws)).epoch_s)
+            if epochs.size > 1 and np.ptp(epochs) > 1e-12:
+                assert np.all(np.diff(epochs[better]) < 1e-12), (constant, text)
+                moving.add(constant)
+    assert len(moving) >= moved, moving
+
+
+def test_a_drawn_device_has_better_rates_and_longer_times_together():
+    """A number that another constant scales is scaled as that one, not against it."""
+    measured = read_cluster(str(MEASURED))
+    device = measured.device.model_copy(update={"row_latency": 1e-6})
+    cluster = measured.model_copy(update={"device": device, "host_latency": {"draw": 1e-3}})
+    draws, factors = doubt.drawn(cluster), doubt.factors(cluster)
+    gather, memory = factors["device.gather"], factors["device.memory_bandwidth"]
+    assert np.allclose(np.ravel(draws.device.row_latency) * gather, 1e-6)
+    for size, rate in device.memory_rates.items():
+        assert np.allclose(np.ravel(draws.device.memory_rates[size]), rate * memory)
+    host = factors["host_rates"]
+    for work, seconds in cluster.host_latency.items():
+        assert np.allclose(np.ravel(draws.host_latency[work]) * host, seconds)
+    for name, link in cluster.collectives.items():
+        speed = factors[f"collectives.{name}"]
+        assert np.allclose(np.ravel(draws.collectives[name].latency) * speed, link.latency)
+
+
 def one(draws: Cluster, index: int) -> Cluster:
     """One of several clusters: each number instead of its column."""
 

@@ -4,7 +4,7 @@ than any of them, and where more GPUs are slower is said."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 from examples import NIGHT
@@ -13,7 +13,7 @@ from pairwise import covered
 from gnnplan.planner.decision.explain import NEARLY_FULL, nearly_full
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.plan import make
-from gnnplan.planner.decision.scale import problem_of, scale, sizes_of
+from gnnplan.planner.decision.scale import Scaling, problem_of, scale, sizes_of
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
@@ -150,6 +150,27 @@ def test_a_size_below_the_fastest_may_be_slower_than_a_smaller_one():
     eight, sixteen, *_, most = found.sizes
     assert found.dips == [(sixteen, eight)] and found.fastest is most
     assert found.slower_from is None
+
+
+def test_every_size_below_the_fastest_that_a_smaller_one_beats_is_a_dip():
+    """Only the first of several dips was told once, each with the size before it."""
+    base = question("reddit", "granndis_2080ti_1gbe", layers=3)
+    sizes = scale(base, [2, 8, 16, 32], forced=parse("graph_parallel")).sizes
+    assert len({size.time_s for size in sizes}) == 4
+    for order in permutations(sizes):
+        found = Scaling([replace(s, gpus=n) for s, n in zip(order, (1, 2, 4, 8), strict=True)], ())
+        times = {size.gpus: size.time_s for size in found.sizes}
+        fastest = min(times, key=times.__getitem__)
+        beaten = [
+            (gpus, min((n for n in times if n < gpus), key=times.__getitem__))
+            for gpus in times
+            if gpus < fastest and any(times[n] < times[gpus] for n in times if n < gpus)
+        ]
+        assert [(dip.gpus, before.gpus) for dip, before in found.dips] == beaten
+        near = [gpus for gpus in times if times[gpus] <= 1.1 * times[fastest]]
+        assert found.enough.gpus == min(near)
+        slower = [gpus for gpus in times if gpus > fastest]
+        assert (found.slower_from.gpus if found.slower_from else None) == min(slower, default=None)
 
 
 def test_speedup_is_over_the_fewest_gpus_that_fit():

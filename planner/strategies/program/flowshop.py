@@ -212,10 +212,8 @@ def _flow_shop_s(passes: Passes, costs: _StageCosts, compute_slowdown: Number = 
             link_s[stage - 1] if stage else None,
         )
         backward_end.append(end)
-    seconds = [*costs.refresh, *link_s, *(one.exchanged for one in passes["f"])]
-    several = any(np.ndim(each) for each in seconds)  # problems at once
     return largest(
-        (end if several else end.item()) + after
+        (end.item() if end.size == 1 else end) + after
         for end, after in zip(reversed(backward_end), after_s, strict=True)
     )
 
