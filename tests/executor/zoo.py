@@ -172,7 +172,7 @@ class SparseGCN(nn.Module):
         return adj @ self.lin2(h)
 
 
-@needs()
+@needs(one_way="from end to start")
 class SparseSAGE(nn.Module):
     """A matrix from sources to readers, which is its own transpose if edges go both ways."""
 

@@ -19,10 +19,12 @@ VERTEX = {"pos": ((3,), "<f8", 0), "batch": ((), "<i8", 2)}
 
 @dataclass(frozen=True)
 class Entry:
-    """Fields of a graph that a module needs, and words of its refusal where it is refused."""
+    """Fields of a graph that a module needs, and words of its refusal where it is refused: on
+    every graph, or on one whose edges lead one way."""
 
     fields: tuple[str, ...]
     refused: str
+    one_way: str
 
     @property
     def vertex(self) -> dict[str, Any]:
@@ -33,11 +35,11 @@ class Entry:
         return {name: shape for name, shape in EDGE.items() if name in self.fields}
 
 
-def needs(*fields: str, refused: str = "") -> Callable[[T], T]:
+def needs(*fields: str, refused: str = "", one_way: str = "") -> Callable[[T], T]:
     """Enter a module into the zoo."""
 
     def entered(made: T) -> T:
-        made.entry = Entry(fields, refused)  # type: ignore[attr-defined]
+        made.entry = Entry(fields, refused, one_way or refused)  # type: ignore[attr-defined]
         return made
 
     return entered
