@@ -145,7 +145,9 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
             return np.asarray(padded.reshape(all_copies, size).max(1))
 
         latency = busiest = np.zeros(all_copies)
-        for kind, link, starts, loads in copies(all_copies).loads("exchange", source, target, sent):
+        for kind, link, starts, loads in copies(all_copies).ports.loads(
+            "exchange", source, target, sent
+        ):
             latency = latency + maximum(starts, n) * link.latency
             for load in loads.values():
                 busiest = np.maximum(busiest, maximum(load, most_ports[kind]) / link.bandwidth)
@@ -224,7 +226,7 @@ def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
     """Seconds that no placement can beat: a rank's messages on all its links at once."""
     cost = Cost(cluster)
     places: tuple[LinkName, ...] = ("island", "intra_node", "inter_node")
-    links = [cost.link("exchange", where) for where in places if getattr(cluster, where)]
+    links = [cost.ports.link("exchange", where) for where in places if getattr(cluster, where)]
     latency, bandwidth = min(link.latency for link in links), sum(link.bandwidth for link in links)
     total = 0.0
     for sent, times in phases:
@@ -268,9 +270,8 @@ def all_placements(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
     at = Places.of(cluster, gpus)
     hops: tuple[tuple[int, ...], ...] = ()
     if cluster.fabric:
-        ways = routes(cluster.fabric, cluster.servers)
-        point = ways.at[at.server]
-        hops = tuple(map(tuple, ways.hops[point[:, None], point].tolist()))
+        apart = routes(cluster.fabric, cluster.servers).hops(at.server[:, None], at.server)
+        hops = tuple(map(tuple, apart.tolist()))
     server, island, switch, nic, uplinked = (tuple(numbers.tolist()) for numbers in at)
     return np.asarray(np.asarray(gpus)[_orders((server, island, switch, nic), uplinked, hops)])
 
