@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from gnnplan.planner.cluster.spec import Fabric
+from gnnplan.planner.vocabulary.numbers import ranges
 
 Node = tuple[str, int]
 
@@ -96,8 +97,7 @@ class Routes:
             return np.tile(away, 2), over, np.ones(2 * away.size)
         on, back = self._around(a, b)
         lengths = np.append(np.where(on <= back, on, 0), np.where(back <= on, back, 0))
-        step = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        link = (np.repeat(np.append(a, b), lengths) + step) % self.points
+        link = ranges(np.append(a, b), lengths) % self.points
         link[lengths[: a.size].sum() :] += self.links // 2
         message = np.repeat(np.tile(np.arange(a.size), 2), lengths)
         return message, link, np.where(on == back, 0.5, 1.0)[message]

@@ -27,14 +27,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pymetis
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.batches import drawn_as, presampled, seeds_in
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.partition import cached, check_parts, for_metis, repair
+from gnnplan.planner.graph.partition import by_metis, cached, check_parts, repair
 from gnnplan.planner.graph.sampling import frontier
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
@@ -141,19 +140,16 @@ def split(
     del frequency, drawn, one_way  # METIS needs the memory
     if parts == load.size or not both.nnz:
         return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
-    adjacency, weights = for_metis(
-        both.indptr, both.indices, _whole(both.data, 2**30) if splitter == "gsplit" else None
-    )
-    del both
-    part = pymetis.part_graph(
+    part = by_metis(
+        both.indptr,
+        both.indices,
         parts,
-        adjacency,
-        vweights=_whole(load, 2**30 - load.size),
-        eweights=weights,
-        recursive=False,
-        options=pymetis.Options(seed=seed + 1, ufactor=_ufactor(imbalance)),
-    ).vertex_part
-    return repair(np.asarray(part, dtype=np.int32), parts)
+        seed,
+        _whole(load, 2**30 - load.size),
+        _whole(both.data, 2**30) if splitter == "gsplit" else None,
+        ufactor=_ufactor(imbalance),
+    )
+    return repair(part, parts)
 
 
 def _ufactor(imbalance: float) -> int:

@@ -30,6 +30,7 @@ import numpy as np
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import locality_order, partition_weighted
 from gnnplan.planner.graph.streams import BATCHES, EXPANSION
+from gnnplan.planner.vocabulary.numbers import ranges
 
 FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges handled at a time, so that temporaries are small compared to the graph
@@ -435,11 +436,7 @@ class Layout:
 
 def neighbours(graph: Graph, rows: np.ndarray) -> np.ndarray:
     """In-neighbours of `rows`, row after row, int32 [edges]."""
-    start, degree = graph.indptr[rows], np.diff(graph.indptr)[rows]
-    if not rows.size or not degree.sum():
-        return np.zeros(0, dtype=graph.indices.dtype)
-    offsets = np.repeat(start - np.concatenate([[0], np.cumsum(degree)[:-1]]), degree)
-    return np.asarray(graph.indices[offsets + np.arange(degree.sum())])
+    return np.asarray(graph.indices[ranges(graph.indptr[rows], np.diff(graph.indptr)[rows])])
 
 
 def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

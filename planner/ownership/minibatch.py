@@ -36,6 +36,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.links import fetched
 from gnnplan.planner.graph.sampling import Frontier, Ids, frontier
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
+from gnnplan.planner.vocabulary.numbers import ranges
 
 MOST_EDGES = 20_000_000  # sampled in all batches that are looked at one by one
 MOST_BATCHES = 64  # that are looked at one by one
@@ -110,8 +111,7 @@ class MiniBatch(Layout):
         indptr, edges = self._frontiers[self.servers[rank]].edges[layer - 1]
         rows = self._places[rank][: self.rows(rank, layer).size]
         degree = np.diff(indptr)[rows]
-        starts = np.repeat(indptr[rows] - np.concatenate([[0], np.cumsum(degree)])[:-1], degree)
-        return self.graph.indices[edges[starts + np.arange(starts.size)]], degree
+        return self.graph.indices[edges[ranges(indptr[rows], degree)]], degree
 
     def crossing(self, layer: int) -> np.ndarray:
         """Edges of a layer whose source another rank owns [ranks]."""
