@@ -34,17 +34,11 @@ def kind_of(path: str, name: str, rows: int, vertices: int, edges: int) -> str |
     return VERTEX if rows == vertices else None
 
 
-def fields_in(
-    path: str, arrays: Mapping[str, Array], vertices: int, edges: int
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
-    found: list[dict[str, Array]] = []
-    for prefix, rows, of in ((VERTEX, vertices, "vertices"), (EDGE, edges, "edges")):
-        names = sorted(name for name in arrays if name.startswith(prefix))
-        found.append(
-            {n.removeprefix(prefix): _checked(path, n, arrays[n], rows, of) for n in names}
-        )
-    return found[0], found[1]
+def checked_fields(
+    path: str, prefix: str, fields: Mapping[str, Array], rows: int, of: str
+) -> dict[str, Array]:
+    """Fields by name, with a row for each of the vertices or edges. Raises SpecError."""
+    return {n: _checked(path, prefix + n, fields[n], rows, of) for n in sorted(fields)}
 
 
 def _checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:

@@ -11,10 +11,15 @@ import numpy as np
 
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.formats.sparse import load_matrix
+from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.labels import read_labels
+from gnnplan.planner.graph.masks import mask_of, named
+from gnnplan.planner.graph.npy import check_member
+from gnnplan.planner.graph.parts import (
     Matrix,
     Parts,
-    column_names,
     edge_pieces,
     gathered,
     mapped_array,
@@ -22,12 +27,6 @@ from gnnplan.planner.graph.formats.parts import (
     tensor_array,
     vertices_of,
 )
-from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.sparse import load_matrix
-from gnnplan.planner.graph.graph import Array, must_fit
-from gnnplan.planner.graph.labels import read_labels
-from gnnplan.planner.graph.masks import mask_of, named
-from gnnplan.planner.graph.npy import check_member
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -66,7 +65,7 @@ def add(parts: Parts, extras: Extras) -> None:
     if extras.labels:
         parts.y = np.atleast_1d(_labels(extras.labels, parts))
         # who refuses names the file
-        read_labels(extras.labels, {"y": parts.y}, len(parts.y), {}, extras.numbers)
+        read_labels(extras.labels, parts.y, len(parts.y), None, extras.numbers)
     if extras.split:
         parts.masks = _split(extras.split, _vertices(parts))
 
@@ -75,7 +74,7 @@ def _vertices(parts: Parts) -> int:
     """How many vertices there are; edges are read for it where nothing else says so."""
     if (said := vertices_of(parts)) is not None:
         return said
-    columns = len(column_names(parts))
+    columns = 2 + len(parts.edge_fields)
     parts.edges = [tuple(gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns))]
     src, dst, *_ = parts.edges[0]
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.formats.text import tables
+from gnnplan.planner.graph.graph import MOST_CLASSES, Array
+from gnnplan.planner.graph.ids import must_be_count
+from gnnplan.planner.graph.labels import labels_of
+from gnnplan.planner.graph.masks import mask_of_ids
+from gnnplan.planner.graph.parts import (
     FEATURES,
     Parts,
     add_edge_field,
@@ -18,12 +24,6 @@ from gnnplan.planner.graph.formats.parts import (
     mapped_array,
     tensor_array,
 )
-from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.text import tables
-from gnnplan.planner.graph.graph import MOST_CLASSES, Array
-from gnnplan.planner.graph.ids import must_be_count
-from gnnplan.planner.graph.labels import labels_of
-from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
 

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.masks import MASKS
+from gnnplan.planner.graph.parts import (
     FEATURES,
     LABELS,
     Parts,
@@ -22,8 +24,6 @@ from gnnplan.planner.graph.formats.parts import (
     take_vertex_data,
     tensor_array,
 )
-from gnnplan.planner.graph.graph import Array, must_fit
-from gnnplan.planner.graph.masks import MASKS
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ENTITY = b"<!ENTITY"

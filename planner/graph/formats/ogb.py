@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.parts import Parts, add_edge_field, reading, tensor_array
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import column, matrix, narrow, tables, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.graph.ids import must_be_count
 from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.graph.npy import Header, check_member
+from gnnplan.planner.graph.parts import Parts, add_edge_field, reading, tensor_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.parts import Parts, library, reading
 from gnnplan.planner.graph.formats.text import columns_of, field_columns, taken_note
 from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.parts import Parts, library, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ROWS = 1 << 20  # at a time

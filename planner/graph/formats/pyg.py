@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from gnnplan.planner.graph.fields import VERTEX, kind_of
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.ids import must_be_count
+from gnnplan.planner.graph.npy import must_not_swell
+from gnnplan.planner.graph.parts import (
     Parts,
     add_edge_field,
     endpoints,
@@ -22,8 +24,6 @@ from gnnplan.planner.graph.formats.parts import (
     tensor_array,
     vertices_of,
 )
-from gnnplan.planner.graph.ids import must_be_count
-from gnnplan.planner.graph.npy import must_not_swell
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 

@@ -15,11 +15,11 @@ from typing import IO, Any
 import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
-from gnnplan.planner.graph.formats.parts import Parts, reading
 from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
 from gnnplan.planner.graph.ids import must_be_count, must_be_ids
 from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.graph.npy import must_not_swell
+from gnnplan.planner.graph.parts import Parts, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 

@@ -10,14 +10,15 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
+from gnnplan.planner.graph.features import sparse_features
+from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import (
     AT_ONCE,
     MOST_VERTICES,
@@ -185,13 +186,21 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: data[name] for name in data if name not in taken and data[name] is not None}
 
 
+def counts_of(parts: Parts) -> dict[str, int]:
+    """By their names, how many vertices parts have rows of, or say that there are."""
+    named = {"x": parts.x, "y": parts.y}
+    named |= {name: parts.masks[name] for name in MASKS if name in parts.masks}
+    named |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
+    if sp.issparse(parts.x):
+        named["x_indptr"] = named.pop("x")
+    shapes: dict[str, Any] = {name: getattr(each, "shape", ()) for name, each in named.items()}
+    counts = {name: int(shape[0]) for name, shape in shapes.items() if shape}
+    return counts if parts.vertices is None else {**counts, "meta.vertices": parts.vertices}
+
+
 def vertices_of(parts: Parts) -> int | None:
     """How many vertices the parts say that there are, without a look at edges."""
-    if parts.vertices is not None:
-        return parts.vertices
-    rows = (parts.y, parts.x, *parts.masks.values(), *parts.vertex_fields.values())
-    shapes: Any = (getattr(each, "shape", ()) for each in rows)  # an array, or sparse
-    return next((int(shape[0]) for shape in shapes if shape), None)
+    return next(reversed(counts_of(parts).values()), None)
 
 
 def take_fields(
@@ -303,29 +312,23 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
         raise SpecError(f"{path}: x: holds no rows of features; give a row for each vertex")
 
 
-def collect(parts: Parts) -> dict[str, Array]:
-    """The parts in memory, under the names that arrays.read_arrays gives."""
-    names = column_names(parts)
-    columns = gathered(parts.path, "its edges", edge_pieces(parts), np.int32, len(names))
-    arrays = {**dict(zip(names, columns, strict=True)), **small_arrays(parts)}
-    if (x := parts.x) is None or sp.issparse(x):
-        return arrays
-    if isinstance(x, np.memmap) and _stays(x):
-        arrays["x"] = x
-    else:
-        pieces = ((piece,) for piece in feature_pieces(parts.x_path or parts.path, x))
-        (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
-    return arrays
+def collect(parts: Parts) -> Parts:
+    """The parts in memory, with the edges in one piece."""
+    columns = 2 + len(parts.edge_fields)
+    edges = gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns)
+    x, path = parts.x, parts.x_path or parts.path
+    if sp.issparse(x):
+        x = cast(sp.csr_matrix, x).tocsr()
+        x = sparse_features(parts.path, x.indptr, x.indices, np.array(x.shape), x.data)
+    elif x is not None and not (isinstance(x, np.memmap) and _stays(x)):
+        pieces = ((piece,) for piece in feature_pieces(path, cast("Array | Iterator[Array]", x)))
+        (x,) = gathered(path, "its features", pieces, np.float32, 1)
+    return replace(parts, edges=[tuple(edges)], x=x)
 
 
 def _stays(x: np.memmap) -> bool:
     """Whether mapped features stay in their file."""
     return x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous
-
-
-def column_names(parts: Parts) -> list[str]:
-    """Names of the arrays that a piece of edges has rows of."""
-    return ["src", "dst", *(EDGE + name for name in parts.edge_fields)]
 
 
 def small_arrays(parts: Parts) -> dict[str, Array]:
