@@ -93,11 +93,12 @@ def best_placement(
     if in_order_s <= _lower_bound_s(cluster, uneven) * (1 + 1e-9):
         return tuple(gpus)
     seconds = evaluator(cluster, gpus, uneven)
-    found = (
-        exhaustive(cluster, gpus, seconds, tied)
-        if len(gpus) <= MOST_EXHAUSTIVE
-        else heuristic(cluster, gpus, uneven, seconds, tied)
-    )
+    if len(gpus) <= MOST_EXHAUSTIVE:
+        every = all_placements(cluster, gpus)
+        every = every[_keeps_groups(gpus, every, tied)]
+        found = tuple(every[int(np.argmin(seconds(every)))].tolist())  # the first of equals
+    else:
+        found = heuristic(cluster, gpus, uneven, seconds, tied)
     before, after = seconds(np.array([gpus, found]))
     return found if after < before * (1 - 1e-9) else tuple(gpus)
 
@@ -227,15 +228,6 @@ def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
 
 
 # -- up to 8 GPUs: every placement
-
-
-def exhaustive(
-    cluster: Cluster, gpus: Sequence[int], seconds: Evaluator, tied: Sequence[int]
-) -> tuple[int, ...]:
-    """The best placement; the first of several that are equally good."""
-    every = all_placements(cluster, gpus)
-    every = every[_keeps_groups(gpus, every, tied)]
-    return tuple(every[int(np.argmin(seconds(every)))].tolist())
 
 
 def _keeps_groups(gpus: Sequence[int], placements: np.ndarray, tied: Sequence[int]) -> np.ndarray:

@@ -80,12 +80,6 @@ class Model:
         return self.layers[0].h_in if self.hands_on_initial else self.jumped
 
     @property
-    def encoder_inputs(self) -> Layer:
-        """A layer whose preparation the encoder's inputs get."""
-        assert self.encoder
-        return Layer(*self.encoder, drops=not self.activates_last)
-
-    @property
     def decoder_inputs(self) -> Layer:
         """The layer whose preparation the decoder's inputs get."""
         assert self.decoder
@@ -315,7 +309,9 @@ class Model:
         assert self.encoder
         setting = self._setting(self.reads_sparse(0))._replace(varies=False)
         h_out, twice = self.encoder[1], self.hands_on_initial
-        return played_rowwise(self.encoder_inputs, setting, h_out, self.relu_after(0), twice)
+        # whose preparation its inputs get
+        spec = Layer(*self.encoder, drops=not self.activates_last)
+        return played_rowwise(spec, setting, h_out, self.relu_after(0), twice)
 
     @property
     def decodes(self) -> Played:

@@ -220,10 +220,12 @@ class Layout:
             if len(ranks) == 1:
                 rank_of = np.full(region.size, ranks[0])
             else:
-                indptr, indices = _induced(self.graph, region)
+                inside = self.graph.adjacency[region][:, region]
                 # METIS balances the layers in which rows are computed, at least 1
                 weights = np.maximum(last[region].astype(np.int64), 1)
-                rank_of = ranks[partition_weighted(indptr, indices, weights, len(ranks), seed=0)]
+                rank_of = ranks[
+                    partition_weighted(inside.indptr, inside.indices, weights, len(ranks))
+                ]
             own = self._part(server)[region]
             owner[region[own]] = rank_of[own]
             members |= {int(rank): self._sorted(region[rank_of == rank], last) for rank in ranks}
@@ -494,13 +496,3 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
         frontier = np.flatnonzero(found & ~allowed)
         allowed |= found
     return allowed
-
-
-def _induced(graph: Graph, region: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """CSR of the subgraph induced by `region`."""
-    place = np.full(graph.stats.vertices, -1, dtype=np.int64)
-    place[region] = np.arange(region.size)
-    columns = place[neighbours(graph, region)]
-    row = np.repeat(np.arange(region.size), np.diff(graph.indptr)[region])[columns >= 0]
-    counts = np.bincount(row, minlength=region.size)
-    return np.concatenate([[0], np.cumsum(counts)]), columns[columns >= 0]

@@ -29,7 +29,7 @@ from gnnplan.planner.graph.formats import (
 )
 from gnnplan.planner.graph.formats.extras import Extras, add
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.parts import Parts, collect, endpoints, mapped_array, reading
+from gnnplan.planner.graph.parts import Parts, collect, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -67,10 +67,6 @@ def _own(path: str) -> Parts:
     return parts
 
 
-def _array(path: str) -> Parts:
-    return Parts(path, [endpoints(path, "edge_index", mapped_array(path))])
-
-
 def _refuse_pickle(path: str) -> Parts:
     raise SpecError(
         f"{path}: is a pickle, and to load it runs whatever code is in it; if you trust who made"
@@ -101,7 +97,7 @@ FILES: tuple[Format, ...] = (
     Format("gnnplan's .npz", lambda f: f.has("src.npy"), _own),
     Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
     Format("Parquet", lambda f: f.start.startswith(b"PAR1"), parquet.edge_list),
-    Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), _array),
+    Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), pyg.read_npy),
     Format("GraphML", _is_graphml, networkx_graphs.read_graphml),
     PICKLE,
     Format(

@@ -146,7 +146,10 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
             for file in Path(path).glob(f"*{ending}")
             if file.is_file()
         }
-        found = {mask: _list_of(file) for mask, file in named(files).items()}
+        found = {}
+        for mask, file in named(files).items():
+            saved = _saved(file, "ids")
+            found[mask] = text.column(file) if saved is None else np.asarray(saved)
     elif _is_zip(path):
         found = named(_arrays(path) if _holds(path, ".npy") else _tensors(path))
     else:
@@ -157,11 +160,6 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
             f" found {', '.join(found) or 'none'}"
         )
     return {name: mask_of(path, name, array, vertices) for name, array in found.items()}
-
-
-def _list_of(path: str) -> Array:
-    saved = _saved(path, "ids")
-    return text.column(path) if saved is None else np.asarray(saved)
 
 
 def _tensors(path: str) -> dict[str, Array]:

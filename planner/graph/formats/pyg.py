@@ -18,6 +18,7 @@ from gnnplan.planner.graph.parts import (
     add_edge_field,
     endpoints,
     library,
+    mapped_array,
     reading,
     take_fields,
     take_vertex_data,
@@ -177,6 +178,11 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
 
     take_fields(parts, left, kind)
     return parts
+
+
+def read_npy(path: str) -> Parts:
+    """An edge_index in a .npy file, mapped."""
+    return of_edge_index(mapped_array(path), path)
 
 
 def of_edge_index(edge_index: Any, path: str = "an edge_index") -> Parts:
