@@ -22,7 +22,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.all_reduce import AllReduces
 from gnnplan.planner.cluster.compute import HOST_RATE, Roofline
-from gnnplan.planner.cluster.places import Places
+from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, LinkName
@@ -61,10 +61,7 @@ class Cost:
 
     def link_name(self, a: int, b: int) -> LinkName:
         """The link between two ranks."""
-        at = self.places
-        if at.server[a] != at.server[b]:
-            return "inter_node"
-        return "island" if at.island[a] == at.island[b] else "intra_node"
+        return LINK_NAMES[int(self.places.links(np.array([a]), np.array([b]))[0])]
 
     # -- computation
 

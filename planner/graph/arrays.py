@@ -56,7 +56,7 @@ def read_own(path: str) -> Parts:
             raise SpecError(f"{path}: no such file")
         must_be_file(path, remedy)
         with zipfile.ZipFile(path) as archive:
-            return _parts(path, _in_zip(path, archive))
+            return _parts(path, in_zip(path, archive))
     except SpecError:
         raise
     except zipfile.BadZipFile as error:
@@ -68,7 +68,8 @@ def read_own(path: str) -> Parts:
         ) from error
 
 
-def _in_zip(path: str, archive: zipfile.ZipFile) -> _Source:
+def in_zip(path: str, archive: zipfile.ZipFile) -> _Source:
+    """The arrays of a .npz."""
     members: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
         name = info.filename.removesuffix(".npy")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+from gnnplan.planner.graph.arrays import in_zip
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.sparse import load_matrix
-from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.graph.labels import read_labels
 from gnnplan.planner.graph.masks import mask_of, named
-from gnnplan.planner.graph.npy import check_member
 from gnnplan.planner.graph.parts import (
     Matrix,
     Parts,
@@ -172,9 +172,6 @@ def _tensors(path: str) -> dict[str, Array]:
 
 
 def _arrays(path: str) -> dict[str, Array]:
-    with reading(path, ".npz"):
-        with zipfile.ZipFile(path) as archive:
-            sizes = (check_member(path, archive, info).nbytes for info in archive.infolist())
-            must_fit(path, "what it holds", sum(sizes))
-        with np.load(path, allow_pickle=False) as held:
-            return dict(held)
+    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
+        source = in_zip(path, archive)
+        return {name: source.read(name, False) for name in source.names}
