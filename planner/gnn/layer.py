@@ -31,7 +31,7 @@ from gnnplan.planner.gnn.amounts import (
 from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
 from gnnplan.planner.gnn.operations import Operations
 from gnnplan.planner.gnn.products import Product
-from gnnplan.planner.gnn.trace import SUM, GatherOf, Node, Setting, Value, Work
+from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Value, Work
 from gnnplan.planner.gnn.workload import Residual
 
 
@@ -340,17 +340,12 @@ def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) ->
             )
         )
     keeps = counted.keeps_inputs or counted.projects_first
+    back = (event for event in counted.backward_events if not (outside and event.of_gather))
     return ops.note(
-        Node(
-            (Value(ROWS, spec.h_out, True),),
-            () if outside else (prepared,),
-            (prepared,) if keeps else (),
-            events=tuple(
-                _amount(event.bytes)
-                for event in counted.backward_events
-                if not (outside and event.of_gather)
-            ),
-        )
+        Value(ROWS, spec.h_out, True),
+        () if outside else (prepared,),
+        (prepared,) if keeps else (),
+        events=tuple(_amount(event.bytes) for event in back),
     )
 
 
