@@ -157,7 +157,8 @@ def _parts(path: str, source: _Source) -> Parts:
         else:
             fields[of][name] = source.read(name, of == VERTEX)
     parts.notes += [f"ignored arrays: {shown(ignored, 8)}"] if ignored else []
-    parts.edges, parts.edge_fields = [(src, dst, *fields[EDGE].values())], tuple(fields[EDGE])
+    parts.edges = [(src, dst)]
+    parts.edge_fields = {name: [rows] for name, rows in fields[EDGE].items()}
     return parts
 
 

@@ -47,10 +47,10 @@ class MadeUp:
 def must_be_a_graph(parts: Parts) -> tuple[int, int]:
     """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
 
-    Edges are one piece."""
-    (src, _, *on_edges), vertices, _ = _checked_edges(parts)
+    It is in one piece each."""
+    (src, _), vertices, _ = _checked_edges(parts)
     _features(parts)
-    _fields(parts, vertices, on_edges)
+    _fields(parts, vertices, len(src))
     if parts.y is not None or parts.masks:  # of as many vertices
         found = read_labels(parts.path, parts.y, vertices, parts.classes, parts.numbers)
         rng, notes = np.random.default_rng(0), list[str]()
@@ -62,17 +62,17 @@ def must_be_a_graph(parts: Parts) -> tuple[int, int]:
 def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     """The graph of the parts, with a note for everything that was changed or made up.
 
-    Edges are one piece, which the parts lose: they take as much memory as the graph. Raises
-    SpecError that names the array, the rule and the offending number."""
+    Edges and their fields are one piece each, which the parts lose: they take as much memory as the
+    graph. Raises SpecError that names the array, the rule and the offending number."""
     path, notes = parts.path, [*parts.notes]
-    (src, dst, *columns), vertices, counted = _checked_edges(parts)
+    (src, dst), vertices, counted = _checked_edges(parts)
     if not counted:
         notes.append("vertex count taken from the highest edge id")
         if first := min(int(src.min()), int(dst.min())):
             notes.append(
                 f"no edge has vertex 0: ids begin with {first:,}; if they count from 1, subtract 1"
             )
-    vertex_fields, on_edges = _fields(parts, vertices, columns)
+    vertex_fields, on_edges = _fields(parts, vertices, len(src))
     stand_in_width = made_up.width if parts.x is None else 0
     must_fit(
         source,
@@ -88,8 +88,8 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
     edge_fields, moved = along(on_edges, (src, dst), (indptr, indices), directed)
     notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
-    parts.edges = []
-    del src, dst, columns, on_edges
+    parts.edges, parts.edge_fields = [], {}
+    del src, dst, on_edges
 
     rng = np.random.default_rng(made_up.seed)
     if (x := _features(parts)) is None:
@@ -147,15 +147,12 @@ def _features(parts: Parts) -> Features | None:
     return dense_features(parts.path, parts.x) if isinstance(parts.x, np.ndarray) else parts.x
 
 
-def _fields(
-    parts: Parts, vertices: int, on_edges: list[Array]
-) -> tuple[dict[str, Array], dict[str, Array]]:
+def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:
     """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
-    by_name = dict(zip(parts.edge_fields, on_edges, strict=True))
-    edges = len(next(iter(parts.edges))[0])
+    on_edges = {name: rows for name, pieces in parts.edge_fields.items() for rows in pieces}
     return (
         checked_fields(parts.path, VERTEX, parts.vertex_fields, vertices, "vertices"),
-        checked_fields(parts.path, EDGE, by_name, edges, "edges"),
+        checked_fields(parts.path, EDGE, on_edges, edges, "edges"),
     )
 
 
@@ -175,8 +172,8 @@ def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
 
     Raises SpecError for an id beyond the vertices."""
     (edges,) = parts.edges
-    vertices, counted = count(parts, *edges[:2])
-    for name, ids in zip(("src", "dst"), edges, strict=False):
+    vertices, counted = count(parts, *edges)
+    for name, ids in zip(("src", "dst"), edges, strict=True):
         must_be_ids(parts.path, name, ids, vertices, counted=counted or "the edges")
     return edges, vertices, counted
 

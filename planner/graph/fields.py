@@ -24,14 +24,20 @@ NUMBERS = "biuf"  # kinds of numpy
 
 def kind_of(path: str, name: str, rows: int, vertices: int, edges: int) -> str | None:
     """VERTEX or EDGE, by a field's name and its rows; None: it is no field. Raises SpecError."""
-    if name in OF_EDGES and rows != edges:
+    if name in OF_EDGES:
+        must_be_by_edge(path, name, rows, edges)
+    if rows == edges and (rows != vertices or "edge" in name):
+        return EDGE
+    return VERTEX if rows == vertices else None
+
+
+def must_be_by_edge(path: str, name: str, rows: int, edges: int) -> None:
+    """Raise SpecError for a field of edges with more or fewer rows."""
+    if rows != edges:
         raise SpecError(
             f"{path}: {name}: has {rows:,} rows, and there are {edges:,} edges; give a row for each"
             " edge, in their order"
         )
-    if rows == edges and (rows != vertices or "edge" in name):
-        return EDGE
-    return VERTEX if rows == vertices else None
 
 
 def checked_fields(

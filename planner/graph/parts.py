@@ -18,7 +18,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnplan.planner.graph.features import sparse_features
-from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX
+from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX, must_be_by_edge
 from gnnplan.planner.graph.graph import (
     AT_ONCE,
     MOST_VERTICES,
@@ -54,7 +54,7 @@ class Parts:
     """What a source holds: N vertices, E edges, F features, C classes."""
 
     path: str  # the name that messages give
-    edges: Iterable[tuple[Array, ...]]  # src, dst and each of `edge_fields`, some at a time
+    edges: Iterable[tuple[Array, ...]]  # src, dst and each of `columns`, some at a time
     vertices: int | None = None  # None: nothing says how many but the other parts
     classes: int | None = None
     x: Matrix | None = None  # [N, F]
@@ -62,7 +62,9 @@ class Parts:
     masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
     notes: list[str] = field(default_factory=list)
     vertex_fields: dict[str, Array] = field(default_factory=dict)  # [N, ..]
-    edge_fields: tuple[str, ...] = ()  # names
+    columns: tuple[str, ...] = ()  # names of fields of edges that stand beside both ends
+    # other fields of edges [E, ..], in the order of the edges, some rows at a time
+    edge_fields: dict[str, Iterable[Array]] = field(default_factory=dict)
     numbers: bool = False  # y are numbers to predict, whatever they look like
     x_path: str = ""  # the name that messages give x, if it is of another file
 
@@ -220,7 +222,7 @@ def take_fields(
         if kind == VERTEX:
             parts.vertex_fields[str(name)] = array
         else:
-            add_edge_field(parts, str(name), array)
+            parts.edge_fields[str(name)] = [array]
     parts.notes += ignored(left)
 
 
@@ -229,41 +231,6 @@ def is_numbers(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.dtype.kind in NUMBERS
     return str(getattr(value, "layout", "")) == "torch.strided" and not value.is_complex()
-
-
-def add_edge_field(parts: Parts, name: str, rows: Array | Iterable[Array]) -> None:
-    """Add a field of edges, as an array or some rows at a time, in the order of the edges."""
-    beside = _beside(parts.path, name, parts.edges, rows)
-    whole = isinstance(parts.edges, list) and isinstance(rows, np.ndarray)
-    parts.edges = [*beside] if whole else beside
-    parts.edge_fields = (*parts.edge_fields, name)
-
-
-def _beside(
-    path: str, name: str, edges: Iterable[tuple[Array, ...]], rows: Array | Iterable[Array]
-) -> Iterator[tuple[Array, ...]]:
-    """Pieces of edges with as many rows of a field. Raises SpecError for more or fewer."""
-    pieces, more = iter(edges), iter([rows] if isinstance(rows, np.ndarray) else rows)
-    edge_count = row_count = 0
-    rest: Array = np.empty(0)
-    for piece in pieces:
-        edge_count += len(piece[0])
-        while len(piece[0]):
-            count = min(len(rest), len(piece[0]))
-            if count:
-                yield (*(array[:count] for array in piece), rest[:count])
-                piece, rest = tuple(array[count:] for array in piece), rest[count:]
-            elif (found := next(more, None)) is not None:
-                row_count, rest = row_count + len(found), found
-            else:
-                edge_count += sum(len(piece[0]) for piece in pieces)
-                break
-    row_count += sum(map(len, more))
-    if row_count != edge_count:
-        raise SpecError(
-            f"{path}: {name}: has {row_count:,} rows, and there are {edge_count:,} edges; give a"
-            " row for each edge, in their order"
-        )
 
 
 # -- pieces ----------------------------------------------------------------------------------------
@@ -313,17 +280,23 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
 
 
 def collect(parts: Parts) -> Parts:
-    """The parts in memory, with the edges in one piece."""
-    columns = 2 + len(parts.edge_fields)
-    edges = gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns)
-    x, path = parts.x, parts.x_path or parts.path
+    """The parts in memory, in one piece each."""
+    path, x, width = parts.path, parts.x, 2 + len(parts.columns)
+    src, dst, *beside = gathered(path, "its edges", edge_pieces(parts), np.int32, width)
+    fields = dict(zip(parts.columns, beside, strict=True))
+    for name, pieces in parts.edge_fields.items():
+        each = ((piece,) for piece in pieces_of(path, "its edges", pieces))
+        (fields[name],) = gathered(path, name, each, np.int32, 1)
+        must_be_by_edge(path, name, len(fields[name]), len(src))
     if sp.issparse(x):
         x = cast(sp.csr_matrix, x).tocsr()
-        x = sparse_features(parts.path, x.indptr, x.indices, np.array(x.shape), x.data)
+        x = sparse_features(path, x.indptr, x.indices, np.array(x.shape), x.data)
     elif x is not None and not (isinstance(x, np.memmap) and _stays(x)):
-        pieces = ((piece,) for piece in feature_pieces(path, cast("Array | Iterator[Array]", x)))
-        (x,) = gathered(path, "its features", pieces, np.float32, 1)
-    return replace(parts, edges=[tuple(edges)], x=x)
+        path = parts.x_path or path
+        rows = ((piece,) for piece in feature_pieces(path, cast("Array | Iterator[Array]", x)))
+        (x,) = gathered(path, "its features", rows, np.float32, 1)
+    edge_fields: dict[str, Iterable[Array]] = {name: [rows] for name, rows in fields.items()}
+    return replace(parts, edges=[(src, dst)], columns=(), edge_fields=edge_fields, x=x)
 
 
 def _stays(x: np.memmap) -> bool:

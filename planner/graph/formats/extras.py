@@ -74,7 +74,7 @@ def _vertices(parts: Parts) -> int:
     """How many vertices there are; edges are read for it where nothing else says so."""
     if (said := vertices_of(parts)) is not None:
         return said
-    columns = 2 + len(parts.edge_fields)
+    columns = 2 + len(parts.columns)
     parts.edges = [tuple(gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns))]
     src, dst, *_ = parts.edges[0]
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1

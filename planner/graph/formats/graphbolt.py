@@ -18,7 +18,6 @@ from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.graph.parts import (
     FEATURES,
     Parts,
-    add_edge_field,
     endpoints,
     ignored,
     mapped_array,
@@ -124,7 +123,7 @@ def read(path: str) -> Parts:
         if other in left:
             parts.vertex_fields[other] = meta.array(left[other])
         if other in on_edges:
-            add_edge_field(parts, other, meta.array(on_edges[other]))
+            parts.edge_fields[other] = [meta.array(on_edges[other])]
     if tasks := meta.get(("tasks",), list, []):
         if len(tasks) > 1:
             parts.notes.append(f"of {len(tasks)} tasks the first is taken")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +16,13 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.arrays import ENDS, read_own
 from gnnplan.planner.graph.build import must_be_a_graph
-from gnnplan.planner.graph.fields import EDGE
+from gnnplan.planner.graph.fields import EDGE, must_be_by_edge
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.graph.parts import (
     Parts,
     edge_pieces,
     feature_pieces,
+    pieces_of,
     small_arrays,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -111,7 +113,7 @@ def must_be_new(folder: Path) -> None:
 
 
 def _write(parts: Parts, folder: Path) -> None:
-    names = [*ENDS, *(EDGE + name for name in parts.edge_fields)]
+    names = [*ENDS, *(EDGE + name for name in parts.columns)]
     files = [_Rows(folder / f"{name}.npy", np.int32 if name in ENDS else bool) for name in names]
     with contextlib.ExitStack() as stack:
         for file in files:
@@ -119,10 +121,20 @@ def _write(parts: Parts, folder: Path) -> None:
         for piece in edge_pieces(parts):
             for file, column in zip(files, piece, strict=True):
                 file.append(column)
+    for name, pieces in parts.edge_fields.items():
+        read = pieces_of(parts.path, "its edges", pieces)
+        rows = _write_rows(folder / f"{EDGE}{name}.npy", bool, read)
+        must_be_by_edge(parts.path, name, rows, files[0].rows)
     if parts.x is not None and not sp.issparse(parts.x):
-        x = _Rows(folder / "x.npy", np.float32)
-        with contextlib.closing(x):
-            for rows in feature_pieces(parts.x_path or parts.path, parts.x):
-                x.append(rows)
+        read = feature_pieces(parts.x_path or parts.path, parts.x)
+        _write_rows(folder / "x.npy", np.float32, read)
     for name, array in small_arrays(parts).items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
+
+
+def _write_rows(path: Path, dtype: Any, pieces: Iterator[Array]) -> int:
+    """Write an array piece by piece: how many rows it has."""
+    with contextlib.closing(_Rows(path, dtype)) as rows:
+        for piece in pieces:
+            rows.append(piece)
+    return rows.rows

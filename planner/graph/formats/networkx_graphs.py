@@ -16,7 +16,6 @@ from gnnplan.planner.graph.parts import (
     FEATURES,
     LABELS,
     Parts,
-    add_edge_field,
     ignored,
     is_numbers,
     library,
@@ -74,7 +73,7 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
     fields, left = _columns(on_edges, ())
     for name, column in fields.items():
         both = column if graph.is_directed() else np.concatenate([column, column])
-        add_edge_field(parts, "edge_weight" if name == "weight" else name, both)
+        parts.edge_fields["edge_weight" if name == "weight" else name] = [both]
     on_nodes = [of for _, of in sorted(graph.nodes(data=True), key=lambda each: number[each[0]])]
 
     def values(names: tuple[str, ...], missing: object = None) -> dict[str, Array]:

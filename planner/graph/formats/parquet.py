@@ -52,4 +52,4 @@ def edge_list(path: str) -> Parts:
                 yield tuple(np.asarray(column.to_numpy(False)) for column in columns)
 
     notes = taken_note(len(schema.names), schema.names, ends, len(fields))
-    return Parts(path, edges(), notes=notes, edge_fields=tuple(fields))
+    return Parts(path, edges(), notes=notes, columns=tuple(fields))

@@ -15,7 +15,6 @@ from gnnplan.planner.graph.ids import must_be_count
 from gnnplan.planner.graph.npy import must_not_swell
 from gnnplan.planner.graph.parts import (
     Parts,
-    add_edge_field,
     endpoints,
     library,
     mapped_array,
@@ -159,7 +158,7 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
         parts.vertices = must_be_count(path, "num_nodes", data["num_nodes"])
     src, dst, *_ = next(iter(parts.edges))
     if numbers is not None and data.get("edge_weight") is None and (numbers != 1).any():
-        add_edge_field(parts, "edge_weight", numbers)
+        parts.edge_fields["edge_weight"] = [numbers]
     left = take_vertex_data(parts, {n: value for n, value in data.items() if n not in OTHERS})
     shapes: Any = (getattr(left[name], "shape", ()) for name in BY_VERTEX if name in left)
     said = [vertices_of(parts), *(int(shape[0]) for shape in shapes if len(shape))]

@@ -384,7 +384,7 @@ def edge_list(path: str) -> Parts:
                 *(column if name == "edge_weight" else narrow(column) for name, column in pairs),
             )
 
-    return Parts(path, edges(), notes=notes, edge_fields=tuple(fields))
+    return Parts(path, edges(), notes=notes, columns=tuple(fields))
 
 
 # -- MatrixMarket ----------------------------------------------------------------------------------
@@ -440,4 +440,4 @@ def matrix_market(path: str) -> Parts:
             )
 
     names = ("edge_weight",) if weighs else ()
-    return Parts(path, edges(), vertices, notes=notes, edge_fields=names)
+    return Parts(path, edges(), vertices, notes=notes, columns=names)
