@@ -19,13 +19,7 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.features import sparse_features
 from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX, must_be_by_edge
-from gnnplan.planner.graph.graph import (
-    AT_ONCE,
-    MOST_VERTICES,
-    Array,
-    must_fit,
-    narrowed,
-)
+from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
 from gnnplan.planner.graph.ids import must_be_ids
 from gnnplan.planner.graph.labels import class_ids
 from gnnplan.planner.graph.masks import MASKS, as_mask

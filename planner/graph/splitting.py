@@ -63,10 +63,8 @@ def presample(
     """Run the sampler as training does, on other draws, and count what is sampled.
 
     progress is called with the number of batches done and the number of all."""
-    vertices, edges = (
-        np.zeros(graph.stats.vertices, np.int32),
-        np.zeros(graph.indices.size, np.int32),
-    )
+    vertices = np.zeros(graph.stats.vertices, np.int32)
+    edges = np.zeros(graph.indices.size, np.int32)
     done = 0
     for epoch in range(BEFORE, BEFORE + epochs):
         batches = presampled(graph, workload, epoch)

@@ -75,12 +75,8 @@ class MiniBatch(Layout):
         scored: Scored | None = None,
     ) -> None:
         self.scored = scored
-        self.graph, self.servers, self.ranks, self.first_varying = (
-            graph,
-            groups,
-            len(groups),
-            first_varying,
-        )
+        self.graph, self.servers, self.ranks = graph, groups, len(groups)
+        self.first_varying = first_varying
         self.layers = self.inside = len(frontiers[0].edges)
         self.depth = self.layers - first_varying
         self._frontiers, self._allowed = frontiers, {}
@@ -343,13 +339,8 @@ class Batches:
         member: np.ndarray | None,
         first_varying: int,
     ) -> None:
-        self.graph, self.workload, self.groups, self.member, self.first_varying = (
-            graph,
-            workload,
-            groups,
-            member,
-            first_varying,
-        )
+        self.graph, self.workload, self.groups = graph, workload, groups
+        self.member, self.first_varying = member, first_varying
         self._made: dict[int, MiniBatch] = {}
         self._split: dict[int, MiniBatch] = {}  # those of which layer 1 alone is split
         self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last

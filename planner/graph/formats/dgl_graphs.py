@@ -16,13 +16,7 @@ import numpy as np
 from gnnplan.planner.graph.arrays import read_own
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.formats.mapped import write
-from gnnplan.planner.graph.parts import (
-    Parts,
-    library,
-    reading,
-    take_fields,
-    take_vertex_data,
-)
+from gnnplan.planner.graph.parts import Parts, library, reading, take_fields, take_vertex_data
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 
 MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")

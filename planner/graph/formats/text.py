@@ -395,15 +395,10 @@ def matrix_market(path: str) -> Parts:
 
     Its numbers are the field edge_weight, unless all are 1."""
     # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
-    head, sizes, words = 0, "", (start_of(path) or "").partition("\n")[0].lower().split()
-    for number, lines in lines_of(path):
-        for i, line in enumerate(lines):
-            if line.strip() and not line.startswith("%"):
-                head, sizes = number + i, line
-                break
-        if head:
-            break
-    counts = sizes.split()
+    numbered = (line for number, lines in lines_of(path) for line in enumerate(lines, number))
+    full = (line for line in numbered if line[1].strip() and not line[1].startswith("%"))
+    head, sizes = next(full, (0, ""))
+    words, counts = (start_of(path) or "").partition("\n")[0].lower().split(), sizes.split()
     if len(words) < 5 or len(counts) < 2 or not all(re.fullmatch(r"\d{1,18}", n) for n in counts):
         raise SpecError(
             f"{path}:{head or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
