@@ -44,7 +44,7 @@ class Flows:
         """The messages of an exchange [ranks, ranks], without latencies."""
         source, target = np.nonzero(sent)
         nbytes = np.asarray(sent[source, target], dtype=float)
-        passes, capacity = cost.passes("exchange", source, target, nbytes)
+        passes, capacity = cost.ports.passes("exchange", source, target, nbytes)
         index = {port: i for i, port in enumerate(capacity)}
         columns = [
             (messages, np.array([index[name, i] for i in numbers.tolist()], dtype=np.int64), shares)

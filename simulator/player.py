@@ -316,7 +316,7 @@ class TaskGraph:
                 if id(work) not in seconds:
                     seconds[id(work)] = _seconds(cost, work)
                 alone = seconds[id(work)]
-                shared = cost.computing(rank, node.task.lane, alone)
+                shared = cost.cores.computing(rank, node.task.lane, alone)
                 activity = _Activity(1, alone, Demand(0.0, shared))
             if not activity.nodes:
                 self.activities.append(activity)

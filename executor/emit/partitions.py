@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gnnplan.planner.graph.formats.mapped import must_be_new
-from gnnplan.planner.graph.formats.parts import library
 from gnnplan.planner.graph.graph import Graph, must_fit
+from gnnplan.planner.graph.parts import library
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy

@@ -273,7 +273,7 @@ def _device(
                 # as the cost model counts them
                 times, tensor = PRODUCTS[kind], rows * max(h_in, h_out) * b
                 read = times * rows * (h_in + h_out) * b
-                reading_s = 0.0 if cuda else read / float(plain.memory_rate(tensor))
+                reading_s = 0.0 if cuda else read / float(plain.roofline.memory_rate(tensor))
                 flops.append(times * 2 * rows * h_in * h_out)
                 seconds.append(max(median(samples) - reading_s, median(samples) / 2))
         if not flops:

@@ -71,6 +71,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.strategies.minibatch.step import ID, Features, Lists, lists_there
 from gnnplan.planner.vocabulary.errors import LostRank
+from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -289,10 +290,7 @@ class Sampler(Dataset[Sampled]):
         # neighbours stand in the order of providers: move them to that of rows
         indptr = np.concatenate([[0], np.cumsum(counts)])
         columns = np.empty(counts.sum(), columns.dtype)
-        counts = counts[order]
-        columns[
-            np.repeat(indptr[order] - np.cumsum(counts) + counts, counts) + np.arange(columns.size)
-        ] = np.concatenate(found)
+        columns[ranges(indptr[order], counts[order])] = np.concatenate(found)
         return indptr, columns
 
     def _lay(self, made: Sampled, step: int, drawn: Sequence[Drawn]) -> None:

@@ -16,6 +16,7 @@ from gnnplan.executor.minibatch.sampler import Drawn, Sampled, Sampler, absent
 from gnnplan.executor.minibatch.share import Part
 from gnnplan.planner.graph.sampling import Ids, taken
 from gnnplan.planner.ownership.minibatch import PUSHED
+from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -68,8 +69,7 @@ class SourceSampler(Sampler):
         rows, at, own = rows[order], at[order], int(is_own.sum())
         ends, lengths = np.cumsum(counts), counts[at]
         indptr = np.concatenate([[0], np.cumsum(lengths)])
-        starts = ends[at] - lengths - indptr[:-1]
-        columns = columns[np.repeat(starts, lengths) + np.arange(indptr[-1])]
+        columns = columns[ranges(ends[at] - lengths, lengths)]
         present = np.zeros(self._where.size, dtype=bool)
         present[rows[:own]] = True
         source = np.concatenate([rows[:own], absent(present, [columns])])

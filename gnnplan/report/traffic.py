@@ -9,9 +9,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from gnnplan.planner.cluster import topology
+from gnnplan.planner.cluster.fabric import Node
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.cluster.topology import Node
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
@@ -71,7 +71,7 @@ def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
             for peer, nbytes in work.sent:
                 sent[task.rank, peer] += nbytes
     for group, nbytes in reduced.items():
-        sent += candidate.problem.cost.reduced_between(nbytes, group)
+        sent += candidate.problem.cost.all_reduces.between(nbytes, group)
     return sent
 
 
@@ -92,7 +92,7 @@ def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
             nbytes,
             nbytes / float(kind.link.bandwidth) / epoch_s,
         )
-        for kind in problem.cost.loads("exchange", source, target, sent[source, target])
+        for kind in problem.cost.ports.loads("exchange", source, target, sent[source, target])
         for port, numbers in kind.bytes_by_port.items()
         for number, nbytes in enumerate(numbers.tolist())
         if nbytes
@@ -211,11 +211,11 @@ def _edges(cluster: Cluster, busy: dict[Port, float]) -> dict[frozenset[Node], f
     A way that has no port of its own is drawn only if it leads to a NIC that is in use.
     """
     shares: dict[frozenset[Node], float] = {}
-    for a, b, port in topology.graph(cluster).edges(data="port"):
+    for a, b, port in topology.edges(cluster):
         to_nic = "nic" in (a[0], b[0])
         if (to_nic and cluster.servers > 1) or (port is not None and not to_nic):
             edge = frozenset((a, b))
-            shares[edge] = max(shares.get(edge, 0.0), busy.get(port, 0.0))
+            shares[edge] = max(shares.get(edge, 0.0), busy.get(port, 0.0) if port else 0.0)
     return shares
 
 

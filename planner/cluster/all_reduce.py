@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
+from gnnplan.planner.cluster.places import LINK_NAMES
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.cluster.transfer import Transfer, add, busiest, seconds_of
@@ -130,17 +131,13 @@ class AllReduces:
 
         They are whole bytes that add up to `sent`. Where NCCL may choose, they are a ring's.
         """
-        units: dict[LinkName, int] = {"inter_node": 0, "island": 0, "intra_node": 0}
-        at = self.ports.places
+        units = np.zeros(len(LINK_NAMES), dtype=np.int64)
         reduction, _ = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
         for phase in reduction.phases:
-            same_server = at.server[phase.source] == at.server[phase.target]
-            same_island = at.island[phase.source] == at.island[phase.target]
-            masks = (~same_server, same_island, same_server & ~same_island)
-            for where, mask in zip(units, masks, strict=True):
-                units[where] += phase.units * int(mask.sum())
-        used, total = [where for where in units if units[where]], sum(units.values())
-        if not used:
+            np.add.at(units, self.ports.places.links(phase.source, phase.target), phase.units)
+        by_link = {where: n for where, n in zip(LINK_NAMES, units.tolist(), strict=True) if n}
+        if not by_link:
             return {}
-        shares = {where: sent * units[where] // total for where in used[:-1]}
-        return {**shares, used[-1]: sent - sum(shares.values())}
+        *others, last = by_link
+        shares = {where: sent * by_link[where] // sum(by_link.values()) for where in others}
+        return {**shares, last: sent - sum(shares.values())}

@@ -92,9 +92,9 @@ class Roofline:
         )
         for rows, width, distinct, outputs in work.gathers:
             row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
-            rate = self.gather_rate(
-                width, distinct * self._read_at_once(row_bytes), rows / distinct
-            )
+            # of a row, before it goes on to the next one [B]
+            at_once = row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)
+            rate = self.gather_rate(width, distinct * at_once, rows / distinct)
             slowdown = SCATTERED_SLOWDOWN if work.scattered and not on_gpu else 1.0
             if work.itemsize == BFLOAT16:
                 slowdown /= device.gather_bfloat16
@@ -166,7 +166,3 @@ class Roofline:
             np.clip(missed, 0.0, 1.0) / device.memory_bandwidth, 1.0 / from_cache
         )
         return rate
-
-    def _read_at_once(self, row_bytes: int) -> int:
-        """Bytes of a row that an aggregation reads before it goes on to the next row [B]."""
-        return row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)

@@ -8,24 +8,25 @@
     collectives.py    algorithms of an all-reduce; all_reduce.py: what they take on a cluster
     shared_cores.py   what ranks on a CPU lose to each other; a GPU is not shared
 
+whose objects are its `roofline`, `ports`, `all_reduces` and `cores`.
+
 A transfer alone takes its latency plus its busiest port. No schedule can be faster than the sum of
 what has to pass a port, and on a non-blocking fabric max-min fair flows come within 0.5 % of that
 bound. The simulator shares ports between transfers that overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from gnnplan.planner.cluster.all_reduce import AllReduces
 from gnnplan.planner.cluster.compute import HOST_RATE, Roofline
-from gnnplan.planner.cluster.places import Places, Port
-from gnnplan.planner.cluster.ports import MessagePorts, PortLoads
+from gnnplan.planner.cluster.places import LINK_NAMES, Places
+from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.shared_cores import SharedCores
-from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, PortSeconds, Transfer
+from gnnplan.planner.cluster.spec import Cluster, LinkName
+from gnnplan.planner.cluster.transfer import PortSeconds, Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
 
@@ -49,36 +50,24 @@ class Cost:
         self.placement = tuple(placement) or tuple(range(cluster.ranks))
         self.places = Places.of(cluster, self.placement)  # what each rank shares with others
         self.servers: tuple[int, ...] = tuple(self.places.server.tolist())  # of each rank
-        self._shared_cores: SharedCores | None = None  # each rank has a device of its own
-        if cluster.cores is not None and cluster.device.kind == "cpu":
-            machines = self.places.server // (cluster.servers if cluster.one_machine else 1)
-            self._shared_cores = SharedCores(cluster, cluster.cores, machines)
-        self._ports = MessagePorts(cluster, self.places, self._shared_cores)
-        self._all_reduces = AllReduces(self._ports, self.placement)
-        bandwidth = self.link("exchange", "intra_node").bandwidth
-        self._roofline = Roofline(cluster.device, spread, bandwidth)
+        self.cores = SharedCores(
+            cluster, self.places.server // (cluster.servers if cluster.one_machine else 1)
+        )
+        self.ports = MessagePorts(cluster, self.places, self.cores)
+        self.all_reduces = AllReduces(self.ports, self.placement)
+        bandwidth = self.ports.link("exchange", "intra_node").bandwidth
+        self.roofline = Roofline(cluster.device, spread, bandwidth)
         self._all_reduce_transfers: dict[tuple[int, tuple[int, ...]], Transfer] = {}
 
     def link_name(self, a: int, b: int) -> LinkName:
         """The link between two ranks."""
-        at = self.places
-        if at.server[a] != at.server[b]:
-            return "inter_node"
-        return "island" if at.island[a] == at.island[b] else "intra_node"
+        return LINK_NAMES[int(self.places.links(np.array([a]), np.array([b]))[0])]
 
     # -- computation
 
     def compute_s(self, work: Compute) -> Number:
         """Duration of a rank's work on a device, or a core, of its own [s]."""
-        return self._roofline.compute_s(work)
-
-    def memory_rate(self, tensor_bytes: Number) -> Number:
-        """Rate of element-wise work on tensors of this size [B/s]."""
-        return self._roofline.memory_rate(tensor_bytes)
-
-    def gather_rate(self, width: int, source_bytes: Number = np.inf, reads: Number = 1.0) -> Number:
-        """Rate of an aggregation [B of gathered rows/s]; see compute.py."""
-        return self._roofline.gather_rate(width, source_bytes, reads)
+        return self.roofline.compute_s(work)
 
     def load_s(self, nbytes: Number) -> Number:
         """Duration of a copy from the server's memory to the device [s].
@@ -88,7 +77,7 @@ class Cost:
         """
         device = self.cluster.device
         if device.kind == "cpu" and self.cluster.host is None:
-            return device.launch + 3 * nbytes / self.memory_rate(nbytes)
+            return device.launch + 3 * nbytes / self.roofline.memory_rate(nbytes)
         link = self.cluster.host or self.cluster.intra_node
         return link.latency + link.stretched(nbytes) / link.bandwidth
 
@@ -98,10 +87,6 @@ class Cost:
         return layers * per_layer + edges / self.cluster.host_rates.get(work, HOST_RATE)
 
     # -- transfers
-
-    def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
-        """The link there, as measured for this operation if it was."""
-        return self._ports.link(op, where)
 
     def send(self, rank: int, work: Send) -> Transfer:
         """One message from `rank` to a peer."""
@@ -116,11 +101,8 @@ class Cost:
 
         The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
         """
-        latencies, ports = self._ports.messages("send", source, target, nbytes)
-        if self._shared_cores:
-            transfer = self._shared_cores.with_cold_caches(Transfer(0.0, ports), target)
-            return latencies, transfer.ports
-        return latencies, ports
+        latencies, ports = self.ports.messages("send", source, target, nbytes)
+        return latencies, self.cores.with_cold_caches(Transfer(0.0, ports), target).ports
 
     def collective(self, parts: Mapping[int, Collective]) -> Transfer:
         """One collective, from the part that each of its ranks has in it."""
@@ -146,13 +128,13 @@ class Cost:
         messages one after the other. With `messages`, so many equal exchanges are one transfer: its
         ports carry the bytes of all, its latency is that of one.
         """
-        transfer = self._ports.exchange(sent, group, messages, itemsize)
-        if self._shared_cores and self._shared_cores.caches_go_cold:
-            receivers = np.flatnonzero((sent > 0).any(axis=0))
-            if group is not None:
-                receivers = np.asarray(group)[receivers]
-            return self._shared_cores.with_cold_caches(transfer, receivers, messages)
-        return transfer
+        transfer = self.ports.exchange(sent, group, messages, itemsize)
+        if not self.cores.caches_go_cold:
+            return transfer
+        receivers = np.flatnonzero((sent > 0).any(axis=0))
+        if group is not None:
+            receivers = np.asarray(group)[receivers]
+        return self.cores.with_cold_caches(transfer, receivers, messages)
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """An all-reduce of `size` bytes among `group`."""
@@ -160,23 +142,9 @@ class Cost:
         if key not in self._all_reduce_transfers:
             transfer = Transfer(0.0, {})
             if len(group) > 1:
-                transfer = self._all_reduces.transfer(*key)
-                if self._shared_cores:
-                    transfer = self._shared_cores.with_cold_caches(transfer, group)
+                transfer = self.cores.with_cold_caches(self.all_reduces.transfer(*key), group)
             self._all_reduce_transfers[key] = transfer
         return self._all_reduce_transfers[key]
-
-    def loads(
-        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
-    ) -> Iterator[PortLoads]:
-        """What messages from rank to rank [messages] put on the ports, kind by kind."""
-        return self._ports.loads(op, source, target, nbytes, messages)
-
-    def passes(
-        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
-    ) -> tuple[list[Passes], dict[Port, float]]:
-        """Which ports each message passes, and the bandwidth of those ports [B/s]."""
-        return self._ports.passes(op, source, target, nbytes)
 
     def bytes_by_link(
         self, sent: np.ndarray, group: Sequence[int] | None = None, itemsize: int = 1
@@ -194,38 +162,6 @@ class Cost:
             "inter_node": (items - in_servers) * itemsize,
         }
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
-
-    def reduced_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
-        """Where the bytes of an all-reduce pass, `sent` over all hops [B]."""
-        return self._all_reduces.bytes_by_link(sent, group)
-
-    def reduced_between(self, sent: float, group: Sequence[int]) -> np.ndarray:
-        """Bytes from rank to rank [ranks, ranks] of an all-reduce, `sent` over all hops [B]."""
-        return self._all_reduces.between(sent, group)
-
-    # -- ranks on a CPU, which share cores; shared_cores.py says how
-
-    @property
-    def cores(self) -> int | None:
-        """Cores that the ranks of a machine share; None if they share none."""
-        return self._shared_cores.cores if self._shared_cores else None
-
-    @property
-    def full_load_slowdown(self) -> float:
-        """How many times as long a rank computes while all ranks compute."""
-        return self._shared_cores.full_load_slowdown if self._shared_cores else 1.0
-
-    def all_done_s(self, seconds: Number) -> Number:
-        """When the last rank has computed, if all begin at once; alone [.., ranks] [s]."""
-        return self._shared_cores.all_done_s(seconds) if self._shared_cores else slowest(seconds)
-
-    def core_busy_s(self, seconds: Number) -> dict[str, np.ndarray]:
-        """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
-        return {"cores": self._shared_cores.core_busy_s(seconds)} if self._shared_cores else {}
-
-    def computing(self, rank: int, lane: str, seconds: float) -> dict[Port, float]:
-        """Ports that a rank's computation shares with what overlaps it, and for how long [s]."""
-        return self._shared_cores.computing(rank, lane, seconds) if self._shared_cores else {}
 
 
 def _within(sent: np.ndarray, place: np.ndarray) -> int:

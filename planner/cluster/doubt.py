@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from gnnplan.planner.cluster.spec import DOUBTED, LINKS, Cluster, Link
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.cluster.scaling import multiplied
+from gnnplan.planner.cluster.spec import DOUBTED, LINKS, Cluster
 
 DRAWS = 300
 TENTH = 1.2816  # standard deviations from the median of a normal to its 10th and 90th percentile
@@ -51,6 +51,19 @@ RANGES: dict[str, tuple[float, float]] = {
     "--set": (1.0, 1.0),  # a what-if is about this number
 }
 UNSAID = (0.5, 1.33)  # of a number that does not say where it comes from
+# The fields that a constant stands for, if it is not one itself (scaling.multiplied)
+FIELDS = {
+    "device.gemm": ("device.gemm", "device.gemm_bfloat16", "device.gemm_tf32"),
+    "device.memory_bandwidth": (
+        "device.memory_bandwidth",
+        "device.memory_rates",
+        "device.cache_bandwidth",
+        "device.hash_rate",
+        "device.edge_rate",
+    ),
+    "device.gather": ("device.gather", "device.row_bandwidth", "/device.row_latency"),
+    "host_rates": ("host_rates", "/host_latency"),
+}
 
 
 def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
@@ -109,52 +122,20 @@ def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
 
 def drawn(cluster: Cluster) -> Cluster:
     """DRAWS clusters at once: every constant is a column [DRAWS, 1]."""
-    columns = {name: values[:, np.newaxis] for name, values in factors(cluster).items()}
+    found = multiplied(
+        cluster,
+        {
+            field: values[:, np.newaxis]
+            for constant, values in factors(cluster).items()
+            for field in _fields_of(constant)
+        },
+    )
+    tax = np.minimum(found.device.overlap_tax, 1.0)
+    return found.model_copy(update={"device": found.device.model_copy(update={"overlap_tax": tax})})
 
-    def factor(constant: str) -> Number:
-        return columns.get(constant, 1.0)
 
-    def link(old: Link, bandwidth: Number, latency: Number) -> Link:
-        return old.model_copy(
-            update={"bandwidth": old.bandwidth * bandwidth, "latency": old.latency * latency}
-        )
-
-    device, memory, gather = cluster.device, factor("device.memory_bandwidth"), "device.gather"
-    rates = ("memory_bandwidth", "cache_bandwidth", "hash_rate", "edge_rate")
-    scaled: dict[str, object] = {
-        name: rate * memory for name in rates if (rate := getattr(device, name)) is not None
-    }
-    scaled["gemm"] = device.gemm * factor("device.gemm")
-    for name in ("gemm_bfloat16", "gemm_tf32"):
-        if (rate := getattr(device, name)) is not None:
-            scaled[name] = rate * factor("device.gemm")
-    if device.weight_gradient is not None:
-        scaled["weight_gradient"] = device.weight_gradient * factor("device.weight_gradient")
-    scaled["launch"] = device.launch * factor("device.launch")
-    scaled["overlap_tax"] = np.minimum(device.overlap_tax * factor("device.overlap_tax"), 1.0)
-    scaled["memory_rates"] = {size: rate * memory for size, rate in device.memory_rates.items()}
-    scaled["gather"] = {
-        width: {size: rate * factor(gather) for size, rate in by_size.items()}
-        for width, by_size in device.gather.items()
-    }
-    scaled["row_latency"] = device.row_latency / factor(gather)
-    if device.row_bandwidth is not None:
-        scaled["row_bandwidth"] = device.row_bandwidth * factor(gather)
-    update: dict[str, object] = {
-        name: link(old, factor(f"{name}.bandwidth"), factor(f"{name}.latency"))
-        for name in LINKS
-        if (old := getattr(cluster, name))
-    }
-    update["collectives"] = {
-        operation: link(old, speed, 1 / speed)
-        for operation, old in cluster.collectives.items()
-        for speed in [factor(f"collectives.{operation}")]
-    }
-    update["host_rates"] = {
-        work: rate * factor("host_rates") for work, rate in cluster.host_rates.items()
-    }
-    update["host_latency"] = {
-        work: seconds / factor("host_rates") for work, seconds in cluster.host_latency.items()
-    }
-    update["device"] = device.model_copy(update=scaled)
-    return cluster.model_copy(update=update)
+def _fields_of(constant: str) -> tuple[str, ...]:
+    """The fields that a constant multiplies, or divides ('/')."""
+    if constant.startswith("collectives."):
+        return f"{constant}.bandwidth", f"/{constant}.latency"
+    return FIELDS.get(constant, (constant,))

@@ -1,96 +1,57 @@
-"""The fabric between servers as a graph, and all shortest ways through it at once.
+"""The fabric between servers: its links, and which of them bytes pass on the shortest ways.
 
-networkx and sparse solvers are imported only where a cluster has a fabric, so that ranks and other
-clusters start sooner."""
+leaf_spine    up a leaf's link, then down another's
+ring          on from router to router, or back; half way round, half of the bytes go either way
+"""
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 import numpy as np
 
 from gnnplan.planner.cluster.spec import Fabric
+from gnnplan.planner.vocabulary.numbers import ranges
 
-if TYPE_CHECKING:
-    import networkx as nx
-    from scipy.sparse import csr_array
-    from scipy.sparse.linalg import SuperLU
+Node = tuple[str, int]
 
 
-def fabric_graph(fabric: Fabric, servers: int) -> nx.DiGraph:
-    """The graph between servers; its edges, in order, are the ports ('fabric', 0), ('fabric', 1) ..
+def links(fabric: Fabric, servers: int) -> list[tuple[Node, Node]]:
+    """The links between servers, which in this order are the ports ('fabric', 0), ('fabric', 1) ..
 
-    Spine switches count as one, because ways over them are spread evenly.
+    First those up to the spine, or on in the ring; then the same ones down, or back. Spine switches
+    count as one, because ways over them are spread evenly.
     """
-    import networkx as nx
-
-    out = nx.Graph()
     if fabric.kind == "leaf_spine":
-        leaves = [("leaf", leaf) for leaf in range(-(-servers // fabric.below))]
-        out.add_nodes_from(leaves)
-        out.add_edges_from((leaf, ("spine", 0)) for leaf in leaves)
+        leaves = range(-(-servers // fabric.below))
+        first: list[tuple[Node, Node]] = [(("leaf", leaf), ("spine", 0)) for leaf in leaves]
     else:
-        routers = [("router", server) for server in range(servers)]
-        out.add_nodes_from(routers)
-        out.add_edges_from(nx.utils.pairwise(routers, cyclic=servers > 2))
-    return out.to_directed()
+        cables = servers if servers > 2 else servers - 1
+        first = [(("router", a), ("router", (a + 1) % servers)) for a in range(cables)]
+    return first + [(end, start) for start, end in first]
 
 
 class Routes:
     """All shortest ways between the *points* of a fabric, which are where servers are plugged in.
 
-    Where several ways are equally short, each takes an equal share of the bytes.
+    Where two ways are equally short, each takes half of the bytes.
     """
 
     def __init__(self, fabric: Fabric, servers: int) -> None:
-        import networkx as nx
-
-        graph = fabric_graph(fabric, servers)
-        self.points = sum(node[0] != "spine" for node in graph)  # they are the first nodes
+        self.is_ring = fabric.kind == "ring"
         self.at = np.arange(servers) // fabric.below  # the point of each server [servers]
-        self.links = graph.number_of_edges()
-        self._nodes = graph.number_of_nodes()
-        number = {node: i for i, node in enumerate(graph)}
-        link_number = {edge: i for i, edge in enumerate(graph.edges)}
-        # Links on the way from point to point.
-        self.hops = np.zeros((self.points, self.points), dtype=np.int64)
-        # Bytes from a point to a node pass the nodes before it: what goes to the state
-        # (point, node) goes to (point, node before), over this link, with this share.
-        steps: list[tuple[int, int, int, float]] = []
-        for point in list(graph)[: self.points]:
-            first = number[point] * self._nodes
-            before = nx.predecessor(graph, point)
-            distance = nx.single_source_shortest_path_length(graph, point)
-            for node, nearer in before.items():
-                if number[node] < self.points:
-                    self.hops[number[point], number[node]] = distance[node]
-                for near in nearer:
-                    link = link_number[near, node]
-                    steps.append(
-                        (first + number[node], first + number[near], link, 1 / len(nearer))
-                    )
-        columns = [np.array(column) for column in zip(*sorted(steps), strict=True)] or [
-            np.zeros(0, dtype=np.int64)
-        ] * 4
-        self._steps = columns[0], columns[1], columns[2], columns[3]
+        self.points = int(self.at[-1]) + 1
+        self.links = len(links(fabric, servers))
 
-    @cached_property
-    def _solver(self) -> tuple[SuperLU, csr_array]:
-        """Two matrices that turn bytes by destination into bytes by link.
+    def hops(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Links on the way of each message between servers [messages]."""
+        a, b = self.at[source], self.at[target]
+        return np.asarray(np.minimum(*self._around(a, b)) if self.is_ring else 2 * (a != b))
 
-        What passes a state, x, is what is destined for it, b, and what passes the states behind it:
-        (I - T) x = b. The second matrix sums x by link.
-        """
-        from scipy.sparse import csr_array, identity
-        from scipy.sparse.linalg import splu
-
-        behind, nearer, link, share = self._steps
-        size = self.points * self._nodes
-        handed_on = csr_array((share, (nearer, behind)), shape=(size, size))
-        by_link = csr_array((share, (link, behind)), shape=(self.links, size))
-        system = (identity(size, format="csc") - handed_on).tocsc()
-        return splu(system, permc_spec="NATURAL"), by_link
+    def _around(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Links from a on to b, and from a back to b; two routers have one cable."""
+        n, alone = self.points, self.points == 2
+        return (b - a) % n + alone * (a > b), (a - b) % n + alone * (a < b)
 
     def bytes_by_link(
         self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
@@ -99,37 +60,47 @@ class Routes:
 
         Servers beyond the last are those of a copy of the cluster, whose links follow.
         """
-        servers = self.at.size
-        copy, copies = source // servers, int(source.max()) // servers + 1
-        ends = self.at[source % servers] * self._nodes + self.at[target % servers]
-        size = self.points * self._nodes
-        by_destination = np.bincount(
-            copy * size + ends, weights=nbytes, minlength=copies * size
-        ).reshape(copies, size)
-        solver, by_link = self._solver
-        return np.asarray((by_link @ solver.solve(by_destination.T)).T.ravel())
+        n, servers = self.points, self.at.size
+        copies = int(source.max()) // servers + 1
+        a, b = self.at[source % servers], self.at[target % servers]
+        place = (source // servers * n + a) * n + b
+        between = np.bincount(place, nbytes, copies * n * n).reshape(copies, n, n)
+        if self.is_ring:
+            mirrored = self._passing_on(between[:, ::-1, ::-1])[:, ::-1]
+            both = self._passing_on(between), np.roll(mirrored, -1, 1)
+        else:
+            between[:, range(n), range(n)] = 0.0
+            both = between.sum(2), between.sum(1)
+        return np.concatenate([one_way[:, : self.links // 2] for one_way in both], 1).ravel()
+
+    def _passing_on(self, between: np.ndarray) -> np.ndarray:
+        """Bytes on the cable from each router of a ring to the next, of those between points
+        [copies, n, n]: [copies, n]."""
+        start = np.arange(self.points)
+        cable = passing = np.zeros(between.shape[:2])
+        for left in range(self.points // 2, 0, -1):  # cables that are left to pass
+            end = (start + left) % self.points
+            on, back = self._around(start, end)
+            share = (on <= back) / (1.0 + (on == back))
+            passing = np.roll(passing, 1, 1) + share * between[:, start, end]
+            cable = cable + passing
+        return cable
 
     def passes(
         self, source: np.ndarray, target: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which message between servers passes which link with which share of it: three [passes].
-
-        All messages go back from their ends at once, a link at a time.
-        """
-        behind, nearer, link, share = self._steps
-        message, part = np.arange(source.size), np.ones(source.size)
-        state = self.at[source] * self._nodes + self.at[target]
-        found = []
-        while message.size:
-            low = np.searchsorted(behind, state, "left")
-            ways = np.searchsorted(behind, state, "right") - low
-            step = np.repeat(low - np.cumsum(ways) + ways, ways) + np.arange(ways.sum())
-            message = np.repeat(message, ways)
-            part = np.repeat(part, ways) * share[step]
-            state = nearer[step]
-            found.append((message, link[step], part))
-        messages, links, parts = (np.concatenate(column) for column in zip(*found, strict=True))
-        return messages, links, parts
+        """Which message between servers passes which link, with which share: three [passes]."""
+        a, b = self.at[source], self.at[target]
+        if not self.is_ring:
+            away = np.flatnonzero(a != b)
+            over = np.append(a[away], self.points + b[away])
+            return np.tile(away, 2), over, np.ones(2 * away.size)
+        on, back = self._around(a, b)
+        lengths = np.append(np.where(on <= back, on, 0), np.where(back <= on, back, 0))
+        link = ranges(np.append(a, b), lengths) % self.points
+        link[lengths[: a.size].sum() :] += self.links // 2
+        message = np.repeat(np.tile(np.arange(a.size), 2), lengths)
+        return message, link, np.where(on == back, 0.5, 1.0)[message]
 
 
 @lru_cache(maxsize=32)

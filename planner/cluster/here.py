@@ -45,7 +45,8 @@ def gpus_here() -> Cluster | None:
     cluster = base.model_copy(
         update={"name": "local", "device": device, "provenance": provenance, **alone}
     )
-    return (count > 1 and _wired(cluster)) or _unwired(cluster)
+    unwired = cluster.model_copy(update={"island": None, "switch": None})
+    return (count > 1 and _wired(cluster)) or unwired
 
 
 def _visible(found: list[list[str]]) -> list[list[str]]:
@@ -74,10 +75,6 @@ def _wired(cluster: Cluster) -> Cluster | None:
             found = read(cluster, (), path)
             return found if found.gpus_per_server == cluster.gpus_per_server else None
     return None
-
-
-def _unwired(cluster: Cluster) -> Cluster:
-    return cluster.model_copy(update={"island": None, "switch": None})
 
 
 def _presets() -> Iterator[Cluster]:

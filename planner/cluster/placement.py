@@ -17,9 +17,9 @@ was, or its members swap places among themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import cycle
+from itertools import chain, cycle, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -49,15 +49,11 @@ class Phase(NamedTuple):
 
 def walk(cluster: Cluster, gpus: Sequence[int]) -> list[int]:
     """The GPUs, ordered so that an island, a switch and a server end before the next begins."""
-    at = Places.of(cluster, gpus)
-    first_switch: dict[int, int] = {}  # of each island
-    for island, switch in zip(at.island.tolist(), at.switch.tolist(), strict=True):
-        first_switch[island] = min(first_switch.get(island, switch), switch)
-    keys = [
-        (server, first_switch[island], island, switch, gpu)
-        for server, island, switch, gpu in zip(*(a.tolist() for a in at[:3]), gpus, strict=True)
-    ]
-    return [key[-1] for key in sorted(keys)]
+    at, all_gpus = Places.of(cluster, gpus), np.asarray(gpus)
+    first_switch = np.full(int(at.island.max()) + 1, cluster.ranks)  # of each island
+    np.minimum.at(first_switch, at.island, at.switch)
+    order = np.lexsort((all_gpus, at.switch, at.island, first_switch[at.island], at.server))
+    return [int(gpu) for gpu in all_gpus[order]]
 
 
 def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -97,11 +93,12 @@ def best_placement(
     if in_order_s <= _lower_bound_s(cluster, uneven) * (1 + 1e-9):
         return tuple(gpus)
     seconds = evaluator(cluster, gpus, uneven)
-    found = (
-        exhaustive(cluster, gpus, seconds, tied)
-        if len(gpus) <= MOST_EXHAUSTIVE
-        else heuristic(cluster, gpus, uneven, seconds, tied)
-    )
+    if len(gpus) <= MOST_EXHAUSTIVE:
+        every = all_placements(cluster, gpus)
+        every = every[_keeps_groups(gpus, every, tied)]
+        found = tuple(every[int(np.argmin(seconds(every)))].tolist())  # the first of equals
+    else:
+        found = heuristic(cluster, gpus, uneven, seconds, tied)
     before, after = seconds(np.array([gpus, found]))
     return found if after < before * (1 - 1e-9) else tuple(gpus)
 
@@ -145,7 +142,9 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
             return np.asarray(padded.reshape(all_copies, size).max(1))
 
         latency = busiest = np.zeros(all_copies)
-        for kind, link, starts, loads in copies(all_copies).loads("exchange", source, target, sent):
+        for kind, link, starts, loads in copies(all_copies).ports.loads(
+            "exchange", source, target, sent
+        ):
             latency = latency + maximum(starts, n) * link.latency
             for load in loads.values():
                 busiest = np.maximum(busiest, maximum(load, most_ports[kind]) / link.bandwidth)
@@ -204,7 +203,7 @@ def _groups_stay_alone(
     GPUs its group sits on. All placements are alike.
     """
     group = np.asarray(tied)
-    if any((group[source] != group[target]).any() for source, target in map(_ends, phases)):
+    if any((phase.sent[group[:, None] != group] != 0).any() for phase in phases):
         return False
     at = Places.of(cluster, gpus)
     # without peer access all messages share a server's memory, and on CPUs its cores
@@ -214,17 +213,11 @@ def _groups_stay_alone(
     return bool((place == place[first[number]]).all())
 
 
-def _ends(phase: Phase) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks that send, and those that they send to [messages]."""
-    source, target = np.nonzero(phase.sent)
-    return source, target
-
-
 def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
     """Seconds that no placement can beat: a rank's messages on all its links at once."""
     cost = Cost(cluster)
     places: tuple[LinkName, ...] = ("island", "intra_node", "inter_node")
-    links = [cost.link("exchange", where) for where in places if getattr(cluster, where)]
+    links = [cost.ports.link("exchange", where) for where in places if getattr(cluster, where)]
     latency, bandwidth = min(link.latency for link in links), sum(link.bandwidth for link in links)
     total = 0.0
     for sent, times in phases:
@@ -235,15 +228,6 @@ def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
 
 
 # -- up to 8 GPUs: every placement
-
-
-def exhaustive(
-    cluster: Cluster, gpus: Sequence[int], seconds: Evaluator, tied: Sequence[int]
-) -> tuple[int, ...]:
-    """The best placement; the first of several that are equally good."""
-    every = all_placements(cluster, gpus)
-    every = every[_keeps_groups(gpus, every, tied)]
-    return tuple(every[int(np.argmin(seconds(every)))].tolist())
 
 
 def _keeps_groups(gpus: Sequence[int], placements: np.ndarray, tied: Sequence[int]) -> np.ndarray:
@@ -265,68 +249,30 @@ def all_placements(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
     Such placements are alike in which ranks share a server, an island, a switch and a NIC, and in
     how far their servers are apart. Nothing else enters the cost of a phase.
     """
-    at = Places.of(cluster, gpus)
-    hops: tuple[tuple[int, ...], ...] = ()
+    at, n = Places.of(cluster, gpus), len(gpus)
+    related = [numbers[:, None] == numbers for numbers in at[:4]]
+    related += [at.uplinked[:, None], at.uplinked[None]]
     if cluster.fabric:
-        ways = routes(cluster.fabric, cluster.servers)
-        point = ways.at[at.server]
-        hops = tuple(map(tuple, ways.hops[point[:, None], point].tolist()))
-    server, island, switch, nic, uplinked = (tuple(numbers.tolist()) for numbers in at)
-    return np.asarray(np.asarray(gpus)[_orders((server, island, switch, nic), uplinked, hops)])
+        servers = at.server[:, None], at.server
+        related.append(routes(cluster.fabric, cluster.servers).hops(*servers))
+    pairs = np.stack(np.broadcast_arrays(*related), -1).reshape(n * n, -1)
+    _, kinds = np.unique(pairs, axis=0, return_inverse=True)
+    return np.asarray(np.asarray(gpus)[_orders(kinds.astype(np.uint8).tobytes(), n)])
 
 
 @lru_cache(maxsize=16)
-def _orders(
-    places: tuple[tuple[int, ...], ...],
-    uplinked: tuple[bool, ...],
-    hops: tuple[tuple[int, ...], ...],
-) -> np.ndarray:
-    """`all_placements` as positions among the GPUs; a plan asks for the same ones many times.
+def _orders(kinds: bytes, n: int) -> np.ndarray:
+    """`all_placements` as positions among n GPUs; a plan asks for the same ones many times.
 
-    A symmetry moves GPUs such that every two of them stay related as they are. Of orders that
-    symmetries make of one another the first is taken: each of its GPUs is the first that it can be
-    moved to while all GPUs before it stay where they are.
+    kinds: how every two of the GPUs are related. A symmetry moves GPUs such that they stay related
+    as they are: it leaves ranks related as they were. Of such orders the first is taken.
     """
-    gpus = range(len(uplinked))
-    related = [
-        [
-            (
-                *(numbers[a] == numbers[b] for numbers in places),
-                hops[a][b] if hops else 0,
-                uplinked[a],
-                uplinked[b],
-            )
-            for b in gpus
-        ]
-        for a in gpus
-    ]
-
-    def can_move(moved: dict[int, int], gpu: int, to: int) -> bool:
-        """Whether a symmetry that moves GPUs so moves one more GPU there."""
-        moved = {**moved, gpu: to}
-        if len(set(moved.values())) < len(moved) or any(
-            related[gpu][a] != related[to][b] for a, b in moved.items()
-        ):
-            return False
-        left = next((a for a in gpus if a not in moved), None)
-        return left is None or any(can_move(moved, left, b) for b in gpus)
-
-    @cache
-    def following(before: frozenset[int]) -> list[int]:
-        stay = {gpu: gpu for gpu in before}
-        return [
-            gpu
-            for gpu in gpus
-            if gpu not in before and not any(can_move(stay, gpu, first) for first in range(gpu))
-        ]
-
-    def beginning(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(order) == len(gpus):
-            yield order
-        for gpu in following(frozenset(order)):
-            yield from beginning((*order, gpu))
-
-    return np.array(list(beginning(())))
+    orders = np.fromiter(chain.from_iterable(permutations(range(n))), np.intp).reshape(-1, n)
+    kind = np.frombuffer(kinds, np.uint8).reshape(n, n)
+    of_ranks = kind[orders[:, :, None], orders[:, None, :]].reshape(len(orders), -1)
+    related = of_ranks.view(f"S{n * n}").ravel().tolist()
+    first = dict(zip(reversed(related), reversed(range(len(related))), strict=True))
+    return orders[sorted(first.values())]
 
 
 def _neighbourhoods(cluster: Cluster, gpus: Sequence[int]) -> list[tuple[int, int, int]]:

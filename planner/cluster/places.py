@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.cluster.spec import Cluster, LinkName
 
 # A part of the cluster that carries bytes at a limited rate, in one direction where it has two:
 #     ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', NIC)
 #     ('gpu_in', rank), ('island_in', rank), ('switch_in', switch), ('nic_in', NIC)
 #     ('bridge', server), ('fabric', link), ('cores', machine)
 Port = tuple[str, int]
+LINK_NAMES: tuple[LinkName, ...] = ("inter_node", "island", "intra_node")
 
 
 class Places(NamedTuple):
@@ -54,3 +55,9 @@ class Places(NamedTuple):
             nic=nic,
             uplinked=~np.asarray(within_switch)[nic % len(nics)],
         )
+
+    def links(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """The link between two ranks of each message, as its place among LINK_NAMES [messages]."""
+        same_island = self.island[source] == self.island[target]
+        between = self.server[source] != self.server[target]
+        return np.asarray(np.where(between, 0, np.where(same_island, 1, 2)))

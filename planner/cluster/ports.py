@@ -15,9 +15,9 @@ A `Transfer` (transfer.py) says how long messages keep these ports busy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -25,25 +25,16 @@ from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, PortSeconds, PortUse, Transfer, add, seconds_of
+from gnnplan.planner.cluster.transfer import (
+    Passes,
+    PortLoads,
+    PortSeconds,
+    PortUse,
+    Transfer,
+    add,
+    seconds_of,
+)
 from gnnplan.planner.vocabulary.numbers import Number
-
-
-class PortLoads(NamedTuple):
-    """What messages put on the ports of one kind."""
-
-    kind: str
-    link: Link
-    starts: np.ndarray  # messages that each rank starts, times the links that they pass [ranks]
-    bytes_by_port: dict[str, np.ndarray]  # port -> bytes by number
-
-
-class _EqualMessages(NamedTuple):
-    """An exchange of equal messages over the ports of one kind, for a message of any size."""
-
-    link: Link
-    most_starts: float  # messages that a rank starts, at most
-    messages_by_port: dict[str, np.ndarray]  # port -> messages by number
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +43,9 @@ class MessagePorts:
 
     cluster: Cluster
     places: Places
-    shared_cores: SharedCores | None
-    # by who talks to whom, and the group
-    _equal_exchanges: dict[tuple[bytes, tuple[int, ...] | None], list[_EqualMessages]] = field(
+    cores: SharedCores
+    # messages of a byte, by who talks to whom, and the group
+    _equal_exchanges: dict[tuple[bytes, tuple[int, ...] | None], list[PortLoads]] = field(
         default_factory=dict
     )
 
@@ -136,10 +127,9 @@ class MessagePorts:
                 lambda: [Passes("bridge", messages, servers, np.full(1, 2.0))],
             )
         yield from both_ends("nic", "inter_node", between_servers, between_servers, at.nic)
-        if self.shared_cores:
-            yield from self.shared_cores.copying(
-                lambda place: self.link(op, place), source, target, between_servers
-            )
+        yield from self.cores.copying(
+            lambda place: self.link(op, place), source, target, between_servers
+        )
         if cluster.fabric and between_servers.any():
             yield from self._fabric_use(op, cluster.fabric, source, target, between_servers)
 
@@ -154,9 +144,7 @@ class MessagePorts:
         servers = self.cluster.servers
         ways = routes(fabric, servers)
         start, end = self.places.server[source], self.places.server[target]
-        hops = np.where(
-            between_servers, ways.hops[ways.at[start % servers], ways.at[end % servers]], 0
-        )
+        hops = ways.hops(start % servers, end % servers)
         if hops.any():
             starts, ends = start[between_servers], end[between_servers]
             yield PortUse(
@@ -178,12 +166,7 @@ class MessagePorts:
         The bytes of each pair go in `messages` equal messages.
         """
         for use in self.uses(op, source, target):
-            yield PortLoads(
-                use.kind,
-                use.link,
-                np.bincount(source, weights=use.hops),
-                use.loads(use.link.stretched(nbytes, messages)),
-            )
+            yield use.starting(source, use.loads(use.link.stretched(nbytes, messages)))
 
     def passes(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
@@ -215,17 +198,6 @@ class MessagePorts:
             add(ports, seconds_of(loads, 1.0, use.link.bandwidth))
         return latencies, ports
 
-    def transfer(
-        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
-    ) -> Transfer:
-        """Messages from rank to rank [messages]; each rank starts its own one after the other."""
-        latency: Number = 0.0
-        ports: dict[str, np.ndarray] = {}
-        for _, link, starts, loads in self.loads(op, source, target, nbytes, messages):
-            latency = latency + float(starts.max()) * link.latency
-            add(ports, seconds_of(loads, 1.0, link.bandwidth))
-        return Transfer(latency, ports)
-
     def exchange(
         self,
         sent: np.ndarray,
@@ -248,20 +220,24 @@ class MessagePorts:
             if group is not None:
                 source, target = np.asarray(group)[source], np.asarray(group)[target]
             if not pairs:
-                return self.transfer("exchange", source, target, nbytes, messages)
-            one_byte = np.ones(source.size)
-            self._equal_exchanges[key] = [
-                _EqualMessages(
-                    use.link,
-                    float(np.bincount(source, weights=use.hops).max()),
-                    use.loads(one_byte),
+                return _transfer(
+                    (each, 1.0) for each in self.loads("exchange", source, target, nbytes, messages)
                 )
+            self._equal_exchanges[key] = [
+                use.starting(source, use.loads(np.ones(source.size)))
                 for use in self.uses("exchange", source, target)
             ]
-        latency: Number = 0.0
-        ports: dict[str, np.ndarray] = {}
-        for link, most_starts, messages_by_port in self._equal_exchanges[key]:
-            latency = latency + most_starts * link.latency
-            stretched = float(link.stretched(float(most * itemsize), messages))
-            add(ports, seconds_of(messages_by_port, stretched, link.bandwidth))
-        return Transfer(latency, ports)
+        return _transfer(
+            (each, float(each.link.stretched(float(most * itemsize), messages)))
+            for each in self._equal_exchanges[key]
+        )
+
+
+def _transfer(loads: Iterable[tuple[PortLoads, float]]) -> Transfer:
+    """Loads so many times; each rank starts its messages one after the other."""
+    latency: Number = 0.0
+    ports: dict[str, np.ndarray] = {}
+    for (_, link, starts, bytes_by_port), times in loads:
+        latency = latency + float(starts.max()) * link.latency
+        add(ports, seconds_of(bytes_by_port, times, link.bandwidth))
+    return Transfer(latency, ports)

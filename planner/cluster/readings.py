@@ -341,7 +341,8 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
             link = link.model_copy(update={"bandwidth": link.bandwidth * port})
         measured[name] = link
         provenance[f"collectives.{name}"] = f"nccl-tests, {path.name}"
-        fields[place] = link if found.op == "send" else _link(fields, base, place) or link
+        if found.op == "send" or not (fields.get(place) or getattr(base, place)):
+            fields[place] = link
     try:
         return Cluster.model_validate(
             {**base.model_dump(), **fields, "collectives": measured, "provenance": provenance}
@@ -351,11 +352,6 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
         raise SpecError(
             f"{files}: no cluster with the rest of {base.name}: {error.errors()[0]['msg']}"
         ) from error
-
-
-def _link(fields: Mapping[str, Any], base: Cluster, place: str) -> Link | None:
-    link: Link | None = fields.get(place) or getattr(base, place)
-    return link
 
 
 def _place(found: Reading, islands: Sequence[Sequence[int]]) -> str:

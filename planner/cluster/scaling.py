@@ -6,22 +6,55 @@ A factor may be a column [n, 1]: n clusters at once, which closed forms price to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
+from gnnplan.planner.cluster.spec import Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import Number
 
-# The device's rates that are one number.
+# All that a device's speed is in; '/': seconds
 DEVICE = (
-    "gemm",
-    "weight_gradient",
-    "gemm_bfloat16",
-    "gemm_tf32",
-    "memory_bandwidth",
-    "cache_bandwidth",
-    "hash_rate",
-    "edge_rate",
-    "row_bandwidth",
+    "device.gemm",
+    "device.weight_gradient",
+    "device.gemm_bfloat16",
+    "device.gemm_tf32",
+    "device.memory_bandwidth",
+    "device.memory_rates",
+    "device.cache_bandwidth",
+    "device.hash_rate",
+    "device.edge_rate",
+    "device.gather",
+    "device.row_bandwidth",
+    "/device.row_latency",
+    "/device.launch",
 )
+
+
+def multiplied(cluster: Cluster, factors: Mapping[str, Number]) -> Cluster:
+    """The cluster with numbers multiplied by the names of their fields, as 'host.bandwidth'.
+
+    What begins with '/' is divided. A name may lead to numbers by size; absent numbers stay absent.
+    """
+    found: Any = cluster
+    for name, factor in factors.items():
+        times = 1 / factor if name.startswith("/") else factor
+        found = _times(found, name.removeprefix("/"), times)
+    out: Cluster = found
+    return out
+
+
+def _times(value: Any, name: str, factor: Number) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        if not name:
+            return {size: _times(number, "", factor) for size, number in value.items()}
+        # keys of collectives contain a dot
+        key, _, rest = (name, "", "") if name in value else name.rpartition(".")
+        return {**value, key: _times(value[key], rest, factor)}
+    if not name:
+        return value * factor
+    field, _, rest = name.partition(".")
+    return value.model_copy(update={field: _times(getattr(value, field), rest, factor)})
 
 
 def links(cluster: Cluster, factor: Number, names: Sequence[str]) -> Cluster:
@@ -29,42 +62,19 @@ def links(cluster: Cluster, factor: Number, names: Sequence[str]) -> Cluster:
 
     As with `--set`, operations that were measured on the links keep what software took of them.
     """
-    faster: dict[str, Link] = {}
-    for name in names:
-        link: Link = getattr(cluster, name)
-        faster[name] = link.model_copy(update={"bandwidth": link.bandwidth * factor})
-    return cluster.model_copy(update=faster).carried(cluster)
+    faster = multiplied(cluster, dict.fromkeys([f"{name}.bandwidth" for name in names], factor))
+    return faster.carried(cluster)
 
 
 def device(cluster: Cluster, factor: Number) -> Cluster:
     """The cluster with a device that computes everything `factor` times as fast."""
-    old = cluster.device
-    plain = {name: rate * factor for name in DEVICE if (rate := getattr(old, name)) is not None}
-    by_size = {
-        "memory_rates": _times(old.memory_rates, factor),
-        "gather": {width: _times(rates, factor) for width, rates in old.gather.items()},
-    }
-    latencies = {"launch": old.launch / factor, "row_latency": old.row_latency / factor}
-    new = old.model_copy(update={**plain, **by_size, **latencies})
-    return cluster.model_copy(update={"device": new})
-
-
-def _times(rates: Mapping[float, float], factor: Number) -> dict[float, Number]:
-    return {size: rate * factor for size, rate in rates.items()}
+    return multiplied(cluster, dict.fromkeys(DEVICE, factor))
 
 
 def messages(cluster: Cluster, factor: Number, where: LinkName) -> Cluster:
     """The cluster with the link there, and all that was measured on it, multiplied; latency too."""
-
-    def faster(link: Link) -> Link:
-        return link.model_copy(
-            update={"bandwidth": link.bandwidth * factor, "latency": link.latency / factor}
-        )
-
-    measured = {
-        key: faster(link) if key.endswith(where) else link
-        for key, link in cluster.collectives.items()
-    }
-    return cluster.model_copy(
-        update={"collectives": measured, where: faster(getattr(cluster, where))}
-    )
+    measured = [f"collectives.{key}" for key in cluster.collectives if key.endswith(where)]
+    names = [
+        name for link in (where, *measured) for name in (f"{link}.bandwidth", f"/{link}.latency")
+    ]
+    return multiplied(cluster, dict.fromkeys(names, factor))

@@ -1,4 +1,4 @@
-"""Ranks on a CPU that share the cores of their machine. Clusters of GPUs have no use for this file.
+"""Ranks on a CPU that share the cores of their machine; ranks on GPUs share none.
 
 A machine's c cores are shared fairly, as an operating system does it (processor sharing):
 
@@ -33,19 +33,23 @@ LEAST_CORE_S_PER_BYTE = 1e-13
 class SharedCores:
     """What ranks that share cores lose to each other.
 
-    cores: of each machine. machines: the machine of each rank [ranks].
+    count: cores of each machine; None if ranks share none. machines: the machine of each rank
+    [ranks].
     """
 
-    def __init__(self, cluster: Cluster, cores: int, machines: np.ndarray) -> None:
-        self.cluster, self.cores, self.machines = cluster, cores, machines
+    def __init__(self, cluster: Cluster, machines: np.ndarray) -> None:
+        self.cluster, self.machines = cluster, machines
+        self.count = cluster.cores if cluster.device.kind == "cpu" else None
         self.ranks_by_machine = np.bincount(machines)
-        self.most_ranks = int(self.ranks_by_machine.max())
+        most_ranks, cores = int(self.ranks_by_machine.max()), self.count or np.inf
+        take_turns = most_ranks > cores
+        # Whether a rank that waits loses its caches to others.
+        self.caches_go_cold = bool(cluster.cold_cache_penalty) and take_turns
         # Share of its machine's cores that a computing rank keeps busy. It counts the time that
         # ranks lose by taking turns, so it may exceed 1 / cores.
-        take_turns = self.most_ranks > cores
         self.core_share = (cluster.timeslice_slowdown if take_turns else 1.0) / cores
         # How many times as long a rank computes while all ranks compute.
-        self.full_load_slowdown = max(1.0, float(self.most_ranks) * self.core_share)
+        self.full_load_slowdown = max(1.0, float(most_ranks) * self.core_share)
 
     def all_done_s(self, seconds: Number) -> Number:
         """When the last rank has computed, if all begin at once [s].
@@ -66,21 +70,22 @@ class SharedCores:
             out = np.maximum(out, steps.sum(-1, keepdims=np.ndim(seconds) > 1))
         return out
 
-    def core_busy_s(self, seconds: Number) -> np.ndarray:
-        """How long each machine's cores are busy while its ranks compute [.., machines] [s]."""
+    def core_busy_s(self, seconds: Number) -> dict[str, np.ndarray]:
+        """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
+        if not self.count:
+            return {}
         busy = self._by_rank(seconds) * self.core_share
         machines = range(self.ranks_by_machine.size)
-        return np.stack([busy[..., self.machines == machine].sum(-1) for machine in machines], -1)
+        return {
+            "cores": np.stack([busy[..., self.machines == each].sum(-1) for each in machines], -1)
+        }
 
     def computing(self, rank: int, lane: str, seconds: float) -> dict[Port, float]:
-        """Ports that a computation keeps busy, so that it shares cores with what overlaps it."""
+        """Ports that a rank's computation shares with what overlaps it, and for how long [s]."""
+        if not self.count:
+            return {}
         cores = ("cores", int(self.machines[rank]))
         return {(f"lane {lane}", rank): seconds, cores: seconds * self.core_share}
-
-    @property
-    def caches_go_cold(self) -> bool:
-        """Whether a rank that waits loses its caches to others."""
-        return bool(self.cluster.cold_cache_penalty) and self.most_ranks > self.cores
 
     def with_cold_caches(
         self, transfer: Transfer, waiting: Sequence[int] | np.ndarray, times: int = 1
@@ -90,12 +95,12 @@ class SharedCores:
         They compute longer afterwards, which keeps their machine's cores busy; `times` says how
         many such transfers there are in this one.
         """
-        if not self.caches_go_cold:
+        if not (self.caches_go_cold and self.count):
             return transfer
         ranks = np.bincount(self.machines[np.unique(waiting)], minlength=self.ranks_by_machine.size)
-        penalties = times * ranks * self.cluster.cold_cache_penalty / self.cores
+        penalties = times * ranks * self.cluster.cold_cache_penalty / self.count
         ports = dict(transfer.ports)
-        add(ports, {"cores": np.where(self.ranks_by_machine > self.cores, penalties, 0.0)})
+        add(ports, {"cores": np.where(self.ranks_by_machine > self.count, penalties, 0.0)})
         return replace(transfer, ports=ports)
 
     def copying(
@@ -110,6 +115,8 @@ class SharedCores:
         `link` gives the link of a place. Messages inside servers and `between_servers` (bool
         [messages]) have different ones.
         """
+        if not self.count:
+            return
         places: dict[LinkName, np.ndarray] = {
             "intra_node": ~between_servers,
             "inter_node": between_servers,
@@ -118,14 +125,19 @@ class SharedCores:
             if mask.any():
                 own = link(place)
                 if own.core_s_per_byte or own.core_s_per_message:
-                    yield self._copying_over(own, source, target, np.flatnonzero(mask))
+                    yield self._copying_over(own, self.count, source, target, np.flatnonzero(mask))
 
     def _copying_over(
-        self, link: Link, source: np.ndarray, target: np.ndarray, messages: np.ndarray
+        self,
+        link: Link,
+        cores: int,
+        source: np.ndarray,
+        target: np.ndarray,
+        messages: np.ndarray,
     ) -> PortUse:
         core_s_per_byte = max(link.core_s_per_byte, LEAST_CORE_S_PER_BYTE)
         ends = self.machines[np.append(source[messages], target[messages])]
-        share = core_s_per_byte * COPY_RATE / (2 * self.cores)  # half at either end
+        share = core_s_per_byte * COPY_RATE / (2 * cores)  # half at either end
         shares = np.full(2 * messages.size, share)
         return PortUse(
             "cores",

@@ -8,22 +8,17 @@
     ring         server ── server ── server ── (the first)
 
 Every edge that can be busy carries its *port* (places.py). Costs do not need this graph: ports.py
-names ports by what two ranks share, and tests check that the graph says the same. It serves to
-describe ports to people, and to follow a route. fabric.py has the part between servers."""
+names ports by what two ranks share, and tests follow routes to check that the graph says the same.
+It serves to describe ports to people. fabric.py has the part between servers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from gnnplan.planner.cluster.fabric import fabric_graph
+from gnnplan.planner.cluster.fabric import Node, links
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.spec import Cluster
-
-if TYPE_CHECKING:
-    import networkx as nx
-
-Node = tuple[str, int]
 
 
 class Edge(NamedTuple):
@@ -31,31 +26,15 @@ class Edge(NamedTuple):
 
     start: Node
     end: Node
-    length: int
     port: Port | None  # that it keeps busy
 
 
-# A route prefers NVLink to PCIe, and never turns round at a NIC.
-_LENGTHS = {"island": 1, "switch": 2, "host": 2}
-_LENGTH_ELSEWHERE = 9
 _WORDS = {"gpu": "GPU", "nic": "NIC"}
 
 
-def graph(cluster: Cluster) -> nx.DiGraph:
-    """The graph of a cluster; every edge has the `port` that it keeps busy, or None.
-
-    Nodes are ('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and those of the
-    fabric, numbered over the cluster. A server without `switches` has one, its host bridge.
-    """
-    import networkx as nx  # here: it takes long, and most plans need none of it
-
-    out = nx.DiGraph()
-    for start, end, length, port in _edges(cluster):
-        out.add_edge(start, end, length=length, port=port)
-    return out
-
-
-def _edges(cluster: Cluster) -> Iterator[Edge]:
+def edges(cluster: Cluster) -> Iterator[Edge]:
+    """Nodes are ('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and those of the
+    fabric, numbered over the cluster. A server without `switches` has one, its host bridge."""
     at = Places.of(cluster, range(cluster.ranks))
     for g, (server, island, switch, nic) in enumerate(
         zip(*(numbers.tolist() for numbers in at[:4]), strict=True)
@@ -69,15 +48,14 @@ def _edges(cluster: Cluster) -> Iterator[Edge]:
         if cluster.servers > 1:
             yield from _both(("nic", nic), attached(cluster, server), "nic", nic)
     if cluster.servers > 1 and cluster.fabric:
-        for number, (a, b) in enumerate(fabric_graph(cluster.fabric, cluster.servers).edges):
-            yield Edge(a, b, 1, ("fabric", number))
+        for number, (a, b) in enumerate(links(cluster.fabric, cluster.servers)):
+            yield Edge(a, b, ("fabric", number))
 
 
 def _both(below: Node, above: Node, kind: str | None, number: int) -> Iterator[Edge]:
     """Two edges, whose ports are (kind + '_out', number) up and (kind + '_in', number) down."""
-    length = _LENGTHS.get(above[0], _LENGTH_ELSEWHERE)
-    yield Edge(below, above, length, (f"{kind}_out", number) if kind else None)
-    yield Edge(above, below, length, (f"{kind}_in", number) if kind else None)
+    yield Edge(below, above, (f"{kind}_out", number) if kind else None)
+    yield Edge(above, below, (f"{kind}_in", number) if kind else None)
 
 
 def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str:
@@ -91,10 +69,10 @@ def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str
         )
     if kind.startswith(("gpu", "island")):
         number = placement[number]
-    edges = [edge for edge in _edges(cluster) if edge.port == (kind, number)]
+    named = [edge for edge in edges(cluster) if edge.port == (kind, number)]
     # A switch's uplink is also on edges between GPUs and NICs; the edge to the host is named first.
-    edges.sort(key=lambda edge: {edge.start[0], edge.end[0]} == {"gpu", "nic"})
-    return " -> ".join(f"{_WORDS.get(node, node)} {number}" for node, number in edges[0][:2])
+    named.sort(key=lambda edge: {edge.start[0], edge.end[0]} == {"gpu", "nic"})
+    return " -> ".join(f"{_WORDS.get(node, node)} {number}" for node, number in named[0][:2])
 
 
 def attached(cluster: Cluster, server: int) -> Node:
@@ -103,14 +81,3 @@ def attached(cluster: Cluster, server: int) -> Node:
     if fabric is None:
         return ("network", 0)
     return ("leaf", server // fabric.below) if fabric.kind == "leaf_spine" else ("router", server)
-
-
-def route(cluster: Cluster, whole: nx.DiGraph, a: int, b: int) -> list[Port]:
-    """The ports on a shortest way from GPU a to GPU b that passes no other GPU."""
-    import networkx as nx
-
-    others = [node for node in whole if node[0] == "gpu" and node[1] not in (a, b)]
-    path = nx.shortest_path(
-        nx.restricted_view(whole, others, []), ("gpu", a), ("gpu", b), weight="length"
-    )
-    return [port for hop in nx.utils.pairwise(path) if (port := whole.edges[hop]["port"])]

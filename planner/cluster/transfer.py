@@ -66,6 +66,15 @@ class Passes(NamedTuple):
     shares: np.ndarray  # bytes on the port per byte of the message
 
 
+class PortLoads(NamedTuple):
+    """What messages put on the ports of one kind."""
+
+    kind: str
+    link: Link
+    starts: np.ndarray  # messages that each rank starts, times the links that they pass [ranks]
+    bytes_by_port: dict[str, np.ndarray]  # port -> bytes by number
+
+
 class PortUse(NamedTuple):
     """How messages use the ports of one kind."""
 
@@ -85,6 +94,10 @@ class PortUse(NamedTuple):
             port: np.bincount(numbers, nbytes[messages] * shares, self.size)
             for port, messages, numbers, shares in self.passes()
         }
+
+    def starting(self, source: np.ndarray, loads: dict[str, np.ndarray]) -> PortLoads:
+        """The loads of messages that these ranks start [messages]."""
+        return PortLoads(self.kind, self.link, np.bincount(source, weights=self.hops), loads)
 
 
 def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> PortSeconds:

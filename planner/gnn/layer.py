@@ -31,7 +31,7 @@ from gnnplan.planner.gnn.amounts import (
 from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
 from gnnplan.planner.gnn.operations import Operations
 from gnnplan.planner.gnn.products import Product
-from gnnplan.planner.gnn.trace import SUM, GatherOf, Node, Setting, Value, Work
+from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Value, Work
 from gnnplan.planner.gnn.workload import Residual
 
 
@@ -286,7 +286,10 @@ def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value
         return Value(ROWS, spec.h_in, setting.varies), own
     if spec.kind == "sage" and adds:
         return ops.aggregate_beside(prepared, spec.sums)
-    rows = _project(ops, spec, prepared) if spec.projects_first else prepared
+    rows = prepared
+    if spec.projects_first:
+        rows = ops.linear([rows], spec.h_in, spec.multiplied, bias=spec.kind == "gatv2")
+        rows = ops.beside_logits(rows, spec.heads) if spec.kind == "gat" else rows
     if setting.narrow:
         rows.lives_on = True
         own = ops.segment(ops.first_rows(prepared), OWN)
@@ -303,11 +306,6 @@ def _sum(ops: Operations, spec: Layer, rows: Value) -> Value:
     if spec.kind == "gen":
         return _messages(ops, spec, rows)
     return ops.aggregate(rows, spec.sums)
-
-
-def _project(ops: Operations, spec: Layer, prepared: Value) -> Value:
-    z = ops.linear([prepared], spec.h_in, spec.multiplied, bias=spec.kind == "gatv2")
-    return ops.beside_logits(z, spec.heads) if spec.kind == "gat" else z
 
 
 def _messages(ops: Operations, spec: Layer, rows: Value) -> Value:
@@ -342,17 +340,12 @@ def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) ->
             )
         )
     keeps = counted.keeps_inputs or counted.projects_first
+    back = (event for event in counted.backward_events if not (outside and event.of_gather))
     return ops.note(
-        Node(
-            (Value(ROWS, spec.h_out, True),),
-            () if outside else (prepared,),
-            (prepared,) if keeps else (),
-            events=tuple(
-                _amount(event.bytes)
-                for event in counted.backward_events
-                if not (outside and event.of_gather)
-            ),
-        )
+        Value(ROWS, spec.h_out, True),
+        () if outside else (prepared,),
+        (prepared,) if keeps else (),
+        events=tuple(_amount(event.bytes) for event in back),
     )
 
 

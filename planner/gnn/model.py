@@ -7,9 +7,9 @@ decoder after the last; the decoder counts as layer L + 1. The executor's models
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, partialmethod
+from functools import cached_property, partialmethod
 from itertools import pairwise
 from typing import ClassVar
 
@@ -28,6 +28,7 @@ MASK = 5
 # taken one by one. In longer rows it costs one.
 SHORT = 5
 COLUMN = 4  # [B] of the column of a number of a sparse row, at least
+ENCODING = ("gcnii", "resgcn")  # an encoder before the first layer, a decoder after the last
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,6 @@ class Model:
     def carried(self) -> int:
         """Numbers per row that go past all layers: a pipeline stage hands them on."""
         return self.layers[0].h_in if self.hands_on_initial else self.jumped
-
-    @property
-    def encoder_inputs(self) -> Layer:
-        """A layer whose preparation the encoder's inputs get."""
-        assert self.encoder
-        return Layer(*self.encoder, drops=not self.activates_last)
 
     @property
     def decoder_inputs(self) -> Layer:
@@ -294,7 +289,7 @@ class Model:
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of a narrow layer's projection, before its exchange."""
         if self.is_cut or not self.narrow_at(layer):
-            return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
+            return self._moved(), self._moved()
         return self._rowwise(self.played(layer, True).project, rows)
 
     def _rowwise(
@@ -314,7 +309,9 @@ class Model:
         assert self.encoder
         setting = self._setting(self.reads_sparse(0))._replace(varies=False)
         h_out, twice = self.encoder[1], self.hands_on_initial
-        return played_rowwise(self.encoder_inputs, setting, h_out, self.relu_after(0), twice)
+        # whose preparation its inputs get
+        spec = Layer(*self.encoder, drops=not self.activates_last)
+        return played_rowwise(spec, setting, h_out, self.relu_after(0), twice)
 
     @property
     def decodes(self) -> Played:
@@ -322,18 +319,19 @@ class Model:
         assert self.decoder
         return played_rowwise(self.decoder_inputs, self._setting(), self.decoder[1])
 
+    def _moved(self, nbytes: Number = 0.0, launches: float = 0.0) -> Compute:
+        """Element-wise work on so many bytes [B]."""
+        return Compute(elementwise_bytes=nbytes, launches=launches, itemsize=self.itemsize)
+
     def lay_out(self, layer: int, rows: Number, narrow: bool) -> Compute:
         """Work of putting a rank's own `rows` beside those that others send before the layer."""
         width = self.exchanged_width(layer, narrow)
-        copied = 1.0 * self.own_laid_out * rows * width * self.itemsize
-        return Compute(elementwise_bytes=copied, itemsize=self.itemsize)
+        return self._moved(1.0 * self.own_laid_out * rows * width * self.itemsize)
 
     def pick(self, layer: int, rows: Number, present: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of picking the `rows` that a layer reads of those `present`."""
         width = self.exchanged_width(layer, narrow=False) * self.itemsize
-        forward = Compute(elementwise_bytes=2.0 * rows * width, launches=1, itemsize=self.itemsize)
-        moved = (2.0 * rows + present) * width
-        return forward, Compute(elementwise_bytes=moved, launches=2, itemsize=self.itemsize)
+        return self._moved(2.0 * rows * width, 1), self._moved((2.0 * rows + present) * width, 2)
 
     def apply(self, layer: int, rows: Number, partial: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of making h_l: its `rows` are sums of `partial` rows.
@@ -345,16 +343,8 @@ class Model:
         )
         row_bytes = spec.h_out * self.itemsize
         return (
-            Compute(
-                elementwise_bytes=(5.0 * partial + (1 + forward) * rows) * row_bytes,
-                launches=5,
-                itemsize=self.itemsize,
-            ),
-            Compute(
-                elementwise_bytes=(5.0 * partial + backward * rows) * row_bytes,
-                launches=5,
-                itemsize=self.itemsize,
-            ),
+            self._moved((5.0 * partial + (1 + forward) * rows) * row_bytes, 5),
+            self._moved((5.0 * partial + backward * rows) * row_bytes, 5),
         )
 
     def without_ends(self, layer: int) -> Model:
@@ -368,13 +358,12 @@ class Model:
         layers'.
 
         The backward pass does it once more, to keep nothing."""
-        nothing = Compute(itemsize=self.itemsize)
         if self.jump is None:
-            return nothing, nothing
+            return self._moved(), self._moved()
         again, gradient = self._rowwise(self.adds(layer).ways, rows)
         h_out = self.layers[layer - 1].h_out
-        added = Compute(elementwise_bytes=3.0 * rows * self.jumped * self.itemsize, launches=2)
-        passed = Compute(elementwise_bytes=3.0 * rows * h_out * self.itemsize, launches=3)
+        added = self._moved(3.0 * rows * self.jumped * self.itemsize, 2)
+        passed = self._moved(3.0 * rows * h_out * self.itemsize, 3)
         return again + added, again + gradient + passed
 
     def adds(self, layer: int) -> Played:
@@ -387,7 +376,7 @@ class Model:
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
         if self.encoder is None:
-            return Compute(itemsize=self.itemsize), Compute(itemsize=self.itemsize)
+            return self._moved(), self._moved()
         return self._rowwise(self.encodes.ways, rows)
 
     def finish(
@@ -396,7 +385,7 @@ class Model:
         """Forward and backward work of decoder and loss on a rank's own rows.
 
         edges: of link prediction, each with so many negatives; None: the loss is of labels."""
-        forward = backward = Compute(itemsize=self.itemsize)
+        forward = backward = self._moved()
         if self.decoder:
             forward, backward = self._rowwise(self.decodes.ways, rows)
         if edges is not None:
@@ -419,17 +408,11 @@ class Model:
         products = 2.0 * pairs * width
         read = picked * width * b
         forward = Compute(
-            products,
-            launches=10,
-            itemsize=b,
-            gemm_bytes=read,
-            hash_ops=pairs,
-            random_rows=pick,
+            products, launches=10, itemsize=b, gemm_bytes=read, hash_ops=pairs, random_rows=pick
         )
-        zeros_and_sum = (2 + SUM) * rows * width * b
         backward = Compute(
             2 * products,
-            elementwise_bytes=zeros_and_sum,
+            elementwise_bytes=(2 + SUM) * rows * width * b,  # zeros, and a sum
             launches=10,
             itemsize=b,
             gemm_bytes=2 * read,
@@ -483,28 +466,28 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     [(40, 16), (16, 16), (16, 5)]
     """
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
-    architecture, module = ARCHITECTURES[workload.model], workload.module
-    layers = _as_in_module(architecture.layers(workload, features, classes, nonzeros > 0), module)
+    module, encodes = workload.module, workload.model in ENCODING
+    layers = _as_in_module(_layers(workload, features, classes, nonzeros > 0), module)
     jump = module.jump if module else None
-    decoder = (workload.hidden, classes) if architecture.encodes else None
+    decoder = (workload.hidden, classes) if encodes else None
     ends = module is not None and module.ends
     if (jump and jump.of == "sum" and jump.linear) or ends:
         decoder = (layers[-1].h_out, classes)
     return Model(
         layers=layers,
-        encoder=(features, workload.hidden) if architecture.encodes else None,
+        encoder=(features, workload.hidden) if encodes else None,
         decoder=decoder,
         dropout=workload.dropout,
         itemsize=workload.itemsize,
         weight_itemsize=workload.weight_itemsize,
         features=features,
         classes=classes,
-        hands_on_initial=architecture.hands_on_initial,
+        hands_on_initial=workload.model == "gcnii",
         norm=_norm_of(workload),
-        activates_last=architecture.activates_last or ends,
+        activates_last=workload.model == "resgcn" or ends,
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
-        relu=architecture.relu and (module is None or module.relu),
+        relu=workload.model != "sgc" and (module is None or module.relu),
         jump=jump,
         ends=ends,
         is_cut=workload.is_cut,
@@ -515,104 +498,65 @@ def _norm_of(workload: Workload) -> str:
     return workload.norm or ("layer" if workload.model == "resgcn" else "none")
 
 
-def _gcn_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Kipf and Welling 2017: a matrix W and a bias per layer."""
-    return _convolutions(Layer, workload, features, classes, sparse)
+def _layers(workload: Workload, features: int, classes: int, sparse: bool) -> Iterator[Layer]:
+    """The layers of a workload, but for what is a module's own.
 
-
-def _sage_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Hamilton et al. 2017: a matrix for neighbours, a matrix for the own row, and a bias."""
-    convolution = partial(Layer, kind="sage", matrices=2)
-    return _convolutions(convolution, workload, features, classes, sparse)
-
-
-def _convolutions(
-    convolution: Callable[..., Layer],
-    workload: Workload,
-    features: int,
-    classes: int,
-    sparse: bool,
-) -> Sequence[Layer]:
-    """Layers (h_in, h_out, projects_first=) that project first where that narrows the rows.
-
-    The first one does not where its aggregate is cached, and always does on sparse features."""
-    layers: list[Layer] = []
-    for h_in, h_out in _widths(workload, features, classes):
-        projects_first = h_out < h_in
-        if not layers:
-            projects_first = sparse or (projects_first and not _caches_aggregate(workload))
-        layers.append(convolution(h_in, h_out, projects_first=projects_first))
-    return _normalised(layers, workload)
-
-
-def _own_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Layers of the user's own."""
-    layers = []
-    for own, (h_in, h_out) in zip(
-        workload.own.layers, _widths(workload, features, classes), strict=True
-    ):
-        counted = own.counted
-        if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
-            counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
-        assert counted is not None
-        layers.append(
-            Layer(h_in, h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
+    They project first where that narrows the rows. The first one does not where its aggregate is
+    cached, and always does on sparse features."""
+    attends, encodes = workload.model in ("gat", "gatv2"), workload.model in ENCODING
+    norm = _norm_of(workload)
+    for place, (h_in, h_out) in enumerate(_widths(workload, features, classes)):
+        reads_features = place == 0 and not encodes
+        narrows = h_out < h_in and not (reads_features and _caches_aggregate(workload))
+        projects_first = attends or narrows or (reads_features and sparse)
+        layer = _layer(workload, place, h_in, h_out, projects_first)
+        # a module has norms of its own
+        normed = norm != "none" and not workload.module
+        yield (
+            _activating(layer, norm) if place and (normed or workload.model == "resgcn") else layer
         )
-    return layers
 
 
-def _attention_layers(
-    workload: Workload, features: int, classes: int, sparse: bool
-) -> Sequence[Layer]:
-    """GAT (Velickovic et al. 2018) and GATv2 (Brody et al. 2022). The last layer has one head."""
-    layers = [
-        Layer(h_in, h_out, workload.model, projects_first=True, heads=workload.heads)
-        for h_in, h_out in _widths(workload, features, classes)
-    ]
-    layers[-1] = replace(layers[-1], heads=1)
-    return _normalised(layers, workload)
+def _layer(workload: Workload, place: int, h_in: int, h_out: int, projects_first: bool) -> Layer:
+    """A layer, counted from 0. A matrix and a bias make it GCN's (Kipf and Welling 2017)."""
+    layer, ends = Layer(h_in, h_out, "gcn", projects_first), place == workload.layers - 1
+    match workload.model:
+        case "sage":  # Hamilton et al. 2017: a matrix for neighbours, a matrix for the own row
+            return replace(layer, kind="sage", matrices=2)
+        case "gat" | "gatv2":  # Velickovic et al. 2018; Brody et al. 2022
+            return replace(layer, kind=workload.model, heads=1 if ends else workload.heads)
+        case "gin":  # Xu et al. 2019: a perceptron of two matrices, hidden rows between them
+            module = workload.module
+            middle = module.layers[place].middle if module else workload.hidden
+            return replace(layer, kind="gin", middle=middle)
+        case "sgc":  # Wu et al. 2019: the first layer has the matrix, the last one the bias
+            begins = place == 0
+            return replace(layer, matrices=int(begins), drops=begins, bias=ends)
+        case "gcnii":  # Chen et al. 2020: a matrix per layer, and no bias
+            return replace(layer, kind="gcnii", bias=False)
+        case "resgcn":  # Li et al. 2020 (DeeperGCN, Res+)
+            sums = 2 if workload.aggregation == "softmax" else 1
+            return replace(layer, kind="gen", sums=sums, drops=False)
+        case "own":
+            own = workload.own.layers[place]
+            counted = own.counted
+            if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
+                counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
+            assert counted is not None
+            return Layer(h_in, h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
+    return layer
 
 
-def _gin_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Xu et al. 2019: a perceptron of two matrices and two biases, hidden rows between them."""
-    own = iter(workload.module.layers if workload.module else ())
-
-    def layer(h_in: int, h_out: int, projects_first: bool) -> Layer:
-        middle = next(own).middle if workload.module else workload.hidden
-        return Layer(h_in, h_out, "gin", projects_first, middle=middle)
-
-    return _convolutions(layer, workload, features, classes, sparse)
-
-
-def _sgc_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Wu et al. 2019: the first layer has the matrix, the last one the bias; all aggregate."""
-    projects_first = sparse or (classes < features and not _caches_aggregate(workload))
-    first = Layer(features, classes, projects_first=projects_first, bias=False)
-    following = Layer(classes, classes, matrices=0, drops=False, bias=False)
-    layers = [first, *[following] * (workload.layers - 1)]
-    layers[-1] = replace(layers[-1], bias=True)
-    return layers
-
-
-def _gcnii_layers(workload: Workload, features: int, classes: int, sparse: bool) -> Sequence[Layer]:
-    """Chen et al. 2020: a matrix per layer, and no bias."""
-    return [Layer(workload.hidden, workload.hidden, "gcnii", bias=False)] * workload.layers
-
-
-def _resgcn_layers(
-    workload: Workload, features: int, classes: int, sparse: bool
-) -> Sequence[Layer]:
-    """Li et al. 2020 (DeeperGCN, Res+): from layer 2 on a layer activates and drops its inputs."""
-    hidden, sums = workload.hidden, 2 if workload.aggregation == "softmax" else 1
-    first = Layer(hidden, hidden, "gen", sums=sums, drops=False)
-    return [first, *[_activating(first, _norm_of(workload))] * (workload.layers - 1)]
-
-
-def _widths(workload: Workload, features: int, classes: int) -> list[tuple[int, int]]:
-    """(H_in, H_out) of each layer of a model without encoder and decoder."""
+def _widths(workload: Workload, features: int, classes: int) -> Iterator[tuple[int, int]]:
+    """(H_in, H_out) of each layer."""
+    inside = [workload.hidden] * (workload.layers - 1)
+    if workload.model in ENCODING:
+        return pairwise([workload.hidden, *inside, workload.hidden])
+    if workload.model == "sgc":
+        return pairwise([features, *[classes] * workload.layers])
     if workload.module:
-        return list(pairwise([features, *(layer.h_out for layer in workload.module.layers)]))
-    return list(pairwise([features, *[workload.hidden] * (workload.layers - 1), classes]))
+        return pairwise([features, *(layer.h_out for layer in workload.module.layers)])
+    return pairwise([features, *inside, classes])
 
 
 def _caches_aggregate(workload: Workload) -> bool:
@@ -621,15 +565,7 @@ def _caches_aggregate(workload: Workload) -> bool:
     return not (workload.dropout and drops) and workload.mode != "mini"
 
 
-def _normalised(layers: Sequence[Layer], workload: Workload) -> Sequence[Layer]:
-    """The layers with the workload's norm, if any, before all but the first."""
-    norm = _norm_of(workload)
-    if norm == "none" or workload.module:  # a module has norms of its own
-        return layers
-    return [layers[0], *(_activating(layer, norm) for layer in layers[1:])]
-
-
-def _as_in_module(layers: Sequence[Layer], module: Module | None) -> tuple[Layer, ...]:
+def _as_in_module(layers: Iterable[Layer], module: Module | None) -> tuple[Layer, ...]:
     """The layers with a user's module's own norms, heads, dropout and biases."""
     if module is None or module.cut:  # whose layers are counted with all that they do
         return tuple(layers)
@@ -648,27 +584,3 @@ def _as_in_module(layers: Sequence[Layer], module: Module | None) -> tuple[Layer
 def _activating(layer: Layer, norm: str) -> Layer:
     """The layer with norm and activation of its inputs."""
     return replace(layer, activates=True, drops=True, norm=norm)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A kind of model: its layers, and what surrounds them."""
-
-    layers: Callable[[Workload, int, int, bool], Sequence[Layer]]  # features, classes, sparse
-    encodes: bool = False  # an encoder before the first layer, a decoder after the last
-    hands_on_initial: bool = False
-    activates_last: bool = False
-    relu: bool = True
-
-
-ARCHITECTURES = {
-    "gcn": Architecture(_gcn_layers),
-    "sage": Architecture(_sage_layers),
-    "gat": Architecture(_attention_layers),
-    "gatv2": Architecture(_attention_layers),
-    "gin": Architecture(_gin_layers),
-    "own": Architecture(_own_layers),
-    "sgc": Architecture(_sgc_layers, relu=False),
-    "gcnii": Architecture(_gcnii_layers, encodes=True, hands_on_initial=True),
-    "resgcn": Architecture(_resgcn_layers, encodes=True, activates_last=True),
-}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gnnplan.planner.gnn.amounts import EDGES, LOCAL, NOTHING, OWN, READ, ROWS, Amount
 from gnnplan.planner.gnn.products import Product, block_rows
-from gnnplan.planner.gnn.trace import SUM, GatherOf, Node, Trace, Value
+from gnnplan.planner.gnn.trace import SUM, GatherOf, Trace, Value
 from gnnplan.planner.vocabulary.schedule import HASH_BYTES
 
 # Numbers that a processor multiplies at once. A product of fewer columns costs as much as one of
@@ -50,7 +50,8 @@ class Operations(Trace):
         forward, backward = ACTIVATE[norm]
         self.passes(forward, backward * x.varies, x)
         if norm == "none":
-            return self.note(Node((out := self.like(x),), (x,), (out,)))
+            out = self.like(x)
+            return self.note(out, (x,), (out,))
         self.weights += 2 * int(x.width)
         if norm == "batch":
             self.passes(*MOMENTS, Value(ROWS, x.width, True))
@@ -60,8 +61,8 @@ class Operations(Trace):
         out = self.like(x)
         normed = replace(out, held=NOTHING)
         within = (2 * size,) if norm == "batch" else ()
-        self.note(Node((normed,), (x,), extra=kept, temporaries=within))
-        return self.note(Node((out,), (normed,), (out,)))
+        self.note(normed, (x,), extra=kept, temporaries=within)
+        return self.note(out, (normed,), (out,))
 
     def drop(self, x: Value) -> Value:
         """Dropout. A word of the hash serves four columns of a dense row, and one number of a
@@ -76,7 +77,7 @@ class Operations(Trace):
         self.tape.take(mask)
         out = self.like(x)
         self.tape.free(NOTHING if x.varies else mask)
-        return self.note(Node((out,), (x,), extra=mask))
+        return self.note(out, (x,), extra=mask)
 
     def like(self, x: Value) -> Value:
         """A new tensor as x."""
@@ -112,12 +113,10 @@ class Operations(Trace):
         of_bias = self.of_vector(out) if bias else NOTHING
         saved = (*terms, out) if relu else terms
         return self.note(
-            Node(
-                (out,),
-                tuple(terms),
-                tuple(saved),
-                temporaries=tuple(t + of_bias for t in temporaries),
-            )
+            out,
+            tuple(terms),
+            tuple(saved),
+            temporaries=tuple(t + of_bias for t in temporaries),
         )
 
     def _multiply(self, x: Value, h_in: int, h_out: int) -> None:
@@ -172,7 +171,7 @@ class Operations(Trace):
         self.weights += int(x.width)
         self.passes(*BIAS, x)
         out = self.made(x.rows, x.width, True)
-        return self.note(Node((out,), (x,), passes_on=True, temporaries=(self.of_vector(x),)))
+        return self.note(out, (x,), passes_on=True, temporaries=(self.of_vector(x),))
 
     def relu(self, x: Value, in_place: bool = True) -> Value:
         forward, backward = RELU
@@ -180,41 +179,41 @@ class Operations(Trace):
         out = replace(x, holders=1) if in_place else self.like(x)
         if in_place:
             x.held = NOTHING
-        return self.note(Node((out,), (x,), (out,)))
+        return self.note(out, (x,), (out,))
 
     def add(self, x: Value, y: Value) -> Value:
         self.passes(SUM, 0, x)
         out = self.made(x.rows, x.width, x.varies or y.varies)
-        return self.note(Node((out,), (x, y), passes_on=True))
+        return self.note(out, (x, y), passes_on=True)
 
     def shift(self, x: Value) -> Value:
         """x plus a number."""
         self.passes(SCALED, 0, x)
-        return self.note(Node((self.like(x),), (x,), passes_on=True))
+        return self.note(self.like(x), (x,), passes_on=True)
 
     def lerp(self, x: Value, y: Value) -> Value:
         """A weighted mean of both."""
         self.passes(SUM, SCALED * (x.varies + y.varies), x)
         out = self.made(x.rows, x.width, x.varies or y.varies)
-        return self.note(Node((out,), (x, y)))
+        return self.note(out, (x, y))
 
     def initial_rows(self, width: int) -> Value:
         """GCNII: the encoder's rows. Their gradient is put among those of others, and added."""
         own = Value(ROWS, width, True)
         self.passes(0, SCALED + SUM, own)
-        return self.note(Node((own,), (), temporaries=(self.size(ROWS, width),)))
+        return self.note(own, (), temporaries=(self.size(ROWS, width),))
 
     def segment(self, x: Value, rows: Amount) -> Value:
         """x where another segment of the layer begins, of so many rows with those of others."""
         out = Value(rows, x.width, x.varies)
-        return self.note(Node((out,), (x,), passes_on=True, stays=True))
+        return self.note(out, (x,), passes_on=True, stays=True)
 
     def first_rows(self, x: Value) -> Value:
         """The destinations' own rows. Their gradient is put among zeros; but those that are
         prepared before an exchange are mostly all of them, and then it goes on as it is."""
         out = Value(OWN, x.width, x.varies, x.sparse, view_of=x)
         passed = self.size(x.rows + ROWS, x.width)
-        return self.note(Node((out,), (x,), passed=passed, passes_on=x.rows is LOCAL))
+        return self.note(out, (x,), passed=passed, passes_on=x.rows is LOCAL)
 
     # -- along edges -----------------------------------------------------------------------------
 
@@ -228,14 +227,14 @@ class Operations(Trace):
         self.sums(int(x.width), times, times * x.varies)
         out = self.made(ROWS, x.width, x.varies)
         self.tape.touch(self._bag(ROWS))
-        return self.note(Node((out,), (x,), temporaries=(self._bag(x.rows) + self._rounded,)))
+        return self.note(out, (x,), temporaries=(self._bag(x.rows) + self._rounded,))
 
     def aggregate_beside(self, x: Value, times: int = 1) -> tuple[Value, Value]:
         """`aggregate`, and the destinations' own rows, whose gradient is added to the sums'."""
         self.sums(int(x.width), times, times * x.varies)
         out, own = self.made(ROWS, x.width, x.varies), Value(OWN, x.width, x.varies, view_of=x)
         self.passes(0, SUM * x.varies, out)
-        self.note(Node((out, own), (x,), temporaries=(self._bag(x.rows) + self._rounded,)))
+        self.note(out, (x,), also=(own,), temporaries=(self._bag(x.rows) + self._rounded,))
         return out, own
 
     def _bag(self, rows: Amount) -> Amount:
@@ -258,9 +257,7 @@ class Operations(Trace):
         self.tape.take(of_x + of_rows)  # exponentials, and their sums
         self.tape.touch(of_x, of_rows)
         out = self.made(ROWS, x.width, True)
-        return self.note(
-            Node((out,), (x,), (x, out), of_x + of_rows, temporaries=(2 * of_x + of_rows,))
-        )
+        return self.note(out, (x,), (x, out), of_x + of_rows, temporaries=(2 * of_x + of_rows,))
 
     def beside_logits(self, z: Value, heads: int) -> Value:
         """GAT: projected rows with a logit per head."""
@@ -269,7 +266,7 @@ class Operations(Trace):
         self.tape.touch(size)  # z times the attention vector
         out = self.made(z.rows, z.width + heads, True)
         self.passes(5, 7, out)
-        return self.note(Node((out,), (z,), (z,), temporaries=(size + self.of_vector(z),)))
+        return self.note(out, (z,), (z,), temporaries=(size + self.of_vector(z),))
 
     def attend(self, x: Value, heads: int) -> Value:
         """GAT: sums of z by a softmax of logits; x has z and logits side by side."""
@@ -293,7 +290,7 @@ class Operations(Trace):
         if setting.on_gpu or heads == 1:
             saved.append(out)
         return self.note(
-            Node((out,), (x,), tuple(saved), extra, first=first, temporaries=(2 * of_z + of_x,))
+            out, (x,), tuple(saved), extra, first=first, temporaries=(2 * of_z + of_x,)
         )
 
     def attend_pairs(self, x: Value, heads: int) -> Value:
@@ -328,7 +325,7 @@ class Operations(Trace):
         out = self.made(ROWS, h_out, True)
         if not setting.on_gpu:
             self.tape.touch(one_head, INDEX * EDGES, 2 * some)
-        return self.note(Node((out,), (x,), (x, out), kept, temporaries=tuple(temporaries)))
+        return self.note(out, (x,), (x, out), kept, temporaries=tuple(temporaries))
 
     def _weigh(self, heads: int) -> None:
         for work in (self.forward, self.back):

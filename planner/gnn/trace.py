@@ -11,6 +11,7 @@ Nothing here knows how large a block is: amounts are linear in its counts (amoun
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -160,17 +161,27 @@ class Trace:
         if not value.holders:
             self.tape.free(value.held)
 
-    def note(self, node: Node) -> Value:
+    def note(
+        self,
+        made: Value,
+        to: Iterable[Value],
+        saved: tuple[Value, ...] = (),
+        extra: Amount = NOTHING,
+        *,
+        also: tuple[Value, ...] = (),
+        **node: Any,
+    ) -> Value:
         """An operation ends: what it read goes, unless that lives on; and how the gradient of what
-        it made goes back, if it has one."""
-        if node.made[0].varies:
-            for value in node.saved:
+        it made goes back, if it has one (the fields of `Node`). also: what it made besides."""
+        if made.varies:
+            varying = tuple(x for x in to if x.varies)
+            for value in saved:
                 (value.view_of or value).holders += 1
-            self.nodes.append(node._replace(to=tuple(x for x in node.to if x.varies)))
-        for value in node.to:
+            self.nodes.append(Node((made, *also), varying, saved, extra, **node))
+        for value in to:
             if not (value.lives_on or value.view_of):
                 self.done(value)
-        return node.made[0]
+        return made
 
     def go_back(self, out: Value) -> None:
         """The backward pass. The gradient of what comes out is held elsewhere."""

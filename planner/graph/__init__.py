@@ -2,7 +2,9 @@
 
     graph.py        the types Graph and GraphStats
     load.py         a graph by name, from one of the next three
-    arrays.py       .npz files and folders of .npy files; a graph of arrays by name
+    parts.py        what every source is read into, a piece at a time
+    arrays.py       our own .npz files and folders of .npy files
+    build.py        a graph of parts, checked and completed
     npy.py          an array's header, checked before anything is allocated
     ids.py          ids of vertices, and counts that files claim
     features.py     features: dense, sparse, or made up

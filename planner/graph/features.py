@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import MOST_FEATURES, Array, Features, narrowed
+from gnnplan.planner.graph.graph import MOST_FEATURES, Array, narrowed
 from gnnplan.planner.graph.npy import typed
 from gnnplan.planner.vocabulary.errors import SpecError
 
 
-def own_features(path: str, arrays: Mapping[str, Array], vertices: int) -> Features:
-    """The features that the file holds: [N, F] or CSR.
+def dense_features(path: str, x: Array) -> Array:
+    """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities."""
+    x = typed(path, "x", x, "fiub", (2,))
+    if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
+        x = np.ascontiguousarray(narrowed(path, "x", x))
+    if not 1 <= x.shape[1] <= MOST_FEATURES:
+        raise SpecError(
+            f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"
+            " [vertices, features], or leave it out"
+        )
+    return x
+
+
+def sparse_features(
+    path: str, indptr: Array, indices: Array, shape: Array, data: Array | None
+) -> sp.csr_matrix:
+    """Features as CSR, of ones where there are no data.
 
     Raises SpecError for NaN, infinities and a broken CSR."""
-    if "x" in arrays and "x_indptr" in arrays:
-        raise SpecError(
-            f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
-        )
-    if "x" in arrays:
-        x = typed(path, arrays, "x", "fiub", (2,))
-        if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
-            x = np.ascontiguousarray(narrowed(path, "x", x))
-        if not 1 <= x.shape[1] <= MOST_FEATURES:
-            raise SpecError(
-                f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"
-                " [vertices, features], or leave it out"
-            )
-        return x
-    return _sparse_features(path, arrays, vertices)
-
-
-def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> sp.csr_matrix:
-    for name in ("x_indices", "x_shape"):
-        if name not in arrays:
-            raise SpecError(
-                f"{path}: {name}: missing; sparse features need x_indptr, x_indices and x_shape"
-            )
     indptr, indices, shape = (
-        typed(path, arrays, name, "iu", (1,)) for name in ("x_indptr", "x_indices", "x_shape")
+        typed(path, name, array, "iu", (1,))
+        for name, array in (("x_indptr", indptr), ("x_indices", indices), ("x_shape", shape))
     )
+    vertices = indptr.size - 1
     if len(shape) != 2 or int(shape[0]) != vertices or not 1 <= int(shape[1]) <= MOST_FEATURES:
         raise SpecError(
             f"{path}: x_shape: must be [{vertices}, features] with 1 to {MOST_FEATURES:,} features,"
@@ -62,15 +54,14 @@ def _sparse_features(path: str, arrays: Mapping[str, Array], vertices: int) -> s
             f"{path}: x_indices: columns must lie in [0, {int(shape[1]) - 1}], found"
             f" {indices.min()} to {indices.max()}; save its indices, or widen x_shape"
         )
-    if "x_data" in arrays:
-        data = narrowed(path, "x_data", typed(path, arrays, "x_data", "fiub", (1,)))
-        if len(data) != len(indices):
-            raise SpecError(
-                f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is"
-                f" {len(data):,}; save a number for each index"
-            )
-    else:
+    if data is None:
         data = np.ones(len(indices), np.float32)
+    data = narrowed(path, "x_data", typed(path, "x_data", data, "fiub", (1,)))
+    if len(data) != len(indices):
+        raise SpecError(
+            f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is"
+            f" {len(data):,}; save a number for each index"
+        )
     x = sp.csr_matrix(
         (data, indices.astype(np.int32), indptr.astype(np.int64)), shape=(vertices, int(shape[1]))
     )

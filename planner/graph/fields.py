@@ -24,27 +24,27 @@ NUMBERS = "biuf"  # kinds of numpy
 
 def kind_of(path: str, name: str, rows: int, vertices: int, edges: int) -> str | None:
     """VERTEX or EDGE, by a field's name and its rows; None: it is no field. Raises SpecError."""
-    if name in OF_EDGES and rows != edges:
-        raise SpecError(
-            f"{path}: {name}: has {rows:,} rows, and there are {edges:,} edges; give a row for each"
-            " edge, in their order"
-        )
+    if name in OF_EDGES:
+        must_be_by_edge(path, name, rows, edges)
     if rows == edges and (rows != vertices or "edge" in name):
         return EDGE
     return VERTEX if rows == vertices else None
 
 
-def fields_in(
-    path: str, arrays: Mapping[str, Array], vertices: int, edges: int
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
-    found: list[dict[str, Array]] = []
-    for prefix, rows, of in ((VERTEX, vertices, "vertices"), (EDGE, edges, "edges")):
-        names = sorted(name for name in arrays if name.startswith(prefix))
-        found.append(
-            {n.removeprefix(prefix): _checked(path, n, arrays[n], rows, of) for n in names}
+def must_be_by_edge(path: str, name: str, rows: int, edges: int) -> None:
+    """Raise SpecError for a field of edges with more or fewer rows."""
+    if rows != edges:
+        raise SpecError(
+            f"{path}: {name}: has {rows:,} rows, and there are {edges:,} edges; give a row for each"
+            " edge, in their order"
         )
-    return found[0], found[1]
+
+
+def checked_fields(
+    path: str, prefix: str, fields: Mapping[str, Array], rows: int, of: str
+) -> dict[str, Array]:
+    """Fields by name, with a row for each of the vertices or edges. Raises SpecError."""
+    return {n: _checked(path, prefix + n, fields[n], rows, of) for n in sorted(fields)}
 
 
 def _checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:

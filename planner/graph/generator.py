@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import (
-    Array,
-    Graph,
-    GraphStats,
-    finish,
-    in_neighbours,
-    must_fit,
-)
+from gnnplan.planner.graph.graph import Array, Graph, GraphStats, finish, in_neighbours, must_fit
 from gnnplan.planner.graph.masks import random_split
 from gnnplan.planner.vocabulary.errors import SpecError
 

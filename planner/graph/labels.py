@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,27 +48,23 @@ class Labels(NamedTuple):
 
 
 def read_labels(
-    path: str,
-    arrays: Mapping[str, Array],
-    vertices: int,
-    meta: Mapping[str, Any],
-    numbers: bool = False,
+    path: str, y: Array | None, vertices: int, classes: int | None, numbers: bool = False
 ) -> Labels:
     """The labels of a graph. numbers: they are numbers to predict, whatever they look like.
 
     Else only those are that can be no labels: fractions in one column, or beyond [0, 1] in several.
-    Raises SpecError."""
+    classes: as many as the source says. Raises SpecError."""
     nothing = Labels(np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool))
-    if "y" not in arrays:
+    if y is None:
         return nothing
-    y = typed(path, arrays, "y", "iufb", (1, 2))
+    y = typed(path, "y", y, "iufb", (1, 2))
     if numbers or _are_numbers(y := class_ids(path, "y", y)):
         found = _numbers(path, y)
     elif y.ndim == 2:
         labelled = ~((y == -1) | np.isnan(y)).all(1)
         found = Labels(_targets(path, y, labelled), y.shape[1], labelled)
     else:
-        found = Labels(y.astype(np.int64), _classes(path, y, meta), y >= 0)
+        found = Labels(y.astype(np.int64), _classes(path, y, classes), y >= 0)
     return found if found.labelled.any() else nothing
 
 
@@ -108,17 +104,17 @@ def _targets(path: str, y: Array, labelled: Array) -> Array:
     return y.astype(np.uint8 if np.isin(y, (0, 1)).all() else np.float32)
 
 
-def _classes(path: str, y: Array, meta: Mapping[str, Any]) -> int:
+def _classes(path: str, y: Array, classes: int | None) -> int:
     """The number of classes of the ids y [N]. Raises SpecError for what is no class id."""
-    allowed = meta.get("classes") or MOST_VERTICES
+    allowed = classes or MOST_VERTICES
     if (bad := (y < -1) | (y >= allowed)).any():
         first = int(np.flatnonzero(bad)[0])
         raise SpecError(
             f"{path}: y[{first}]: labels must be class ids 0 to {allowed - 1:,} (-1 = none), found"
             f" {int(y[first])}; {_remedy_of(int(y[first]))}"
         )
-    if meta.get("classes"):
-        return int(allowed)
+    if classes:
+        return classes
     ids = np.unique(y[y >= 0])
     high = int(ids[-1]) if ids.size else -1
     marks = high in NO_LABEL and int(ids[-2:][0]) != high - 1

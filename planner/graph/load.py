@@ -10,7 +10,8 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
 from gnnplan.planner.graph import formats
-from gnnplan.planner.graph.arrays import STAND_IN_FEATURES, MadeUp, build, read_arrays
+from gnnplan.planner.graph.arrays import read_own
+from gnnplan.planner.graph.build import STAND_IN_FEATURES, MadeUp, build
 from gnnplan.planner.graph.generator import COMMUNITY, Ranges, community
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
@@ -150,7 +151,7 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
     made_up = MadeUp(width, "features" in given, task == "none", regression, numbers["seed"])
     extras = formats.Extras(**words, numbers=regression)
     if not extras and not formats.is_foreign(head):
-        return build(source, head, *read_arrays(head), made_up, directed)
+        return build(read_own(head), source, made_up, directed)
     return formats.graph_of(formats.parts_of(head, extras), source, made_up, directed)
 
 

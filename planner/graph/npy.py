@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import zipfile
-from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -106,11 +105,8 @@ def check_member(
         return check_header(path, name, stream, info.file_size, fits=fits)
 
 
-def typed(
-    path: str, arrays: Mapping[str, Array], name: str, kinds: str, ndim: tuple[int, ...]
-) -> Array:
-    """The array `name`. Raises SpecError unless its dtype kind and dimensions are as allowed."""
-    array = arrays[name]
+def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...]) -> Array:
+    """The array. Raises SpecError unless its dtype kind and dimensions are as allowed."""
     meanings = {
         "i": "integers",
         "u": "integers",

@@ -160,9 +160,6 @@ def _metis(
     vertices = len(indptr) - 1
     if parts == 1 or len(indices) == 0 or parts == vertices:  # METIS divides by the number of edges
         return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
-    adjacency, _ = for_metis(indptr, indices)
-    # C's random numbers are the same for seeds 0 and 1
-    options = pymetis.Options(objtype=int(volume), seed=seed + 1)
     vertex_weights = None
     weights = None if weights is None else np.asarray(weights, dtype=np.int64)
     # METIS prints warnings and fails with weights of 0, and where a part would hold one or two
@@ -170,12 +167,26 @@ def _metis(
     if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
         scale = max(1, min(1000, 2**30 // int(weights.sum())))
         vertex_weights = 1 + scale * weights
-    return np.asarray(
-        pymetis.part_graph(
-            parts, adjacency, vweights=vertex_weights, recursive=False, options=options
-        ).vertex_part,
-        dtype=np.int32,
+    return by_metis(indptr, indices, parts, seed, vertex_weights, objtype=int(volume))
+
+
+def by_metis(
+    indptr: Array,
+    indices: Array,
+    parts: int,
+    seed: int,
+    loads: Array | None = None,
+    weights: Array | None = None,
+    **options: int,
+) -> NDArray[np.int32]:
+    """METIS's part of each vertex of a symmetric CSR. loads: of vertices; weights: of edges."""
+    adjacency, weights = for_metis(indptr, indices, weights)
+    # C's random numbers are the same for seeds 0 and 1
+    chosen = pymetis.Options(seed=seed + 1, **options)
+    found = pymetis.part_graph(
+        parts, adjacency, vweights=loads, eweights=weights, recursive=False, options=chosen
     )
+    return np.asarray(found.vertex_part, dtype=np.int32)
 
 
 def for_metis(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.streams import SEEDS
+from gnnplan.planner.vocabulary.numbers import ranges
 
 # constants of splitmix64
 GOLDEN, MIX1, MIX2 = (
@@ -70,7 +71,7 @@ def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> t
     counts = taken(degree, fanout)
     indptr = np.concatenate([[0], np.cumsum(counts)])
     # the first edges of each vertex: right for all vertices that keep every edge
-    places = np.repeat(start - indptr[:-1], counts) + np.arange(indptr[-1])
+    places = ranges(start, counts)
     sampled = np.flatnonzero(degree > counts)
     for first in range(0, sampled.size, AT_ONCE):
         some = sampled[first : first + AT_ONCE]

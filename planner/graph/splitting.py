@@ -27,14 +27,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pymetis
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.batches import drawn_as, presampled, seeds_in
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.partition import cached, check_parts, for_metis, repair
+from gnnplan.planner.graph.partition import by_metis, cached, check_parts, repair
 from gnnplan.planner.graph.sampling import frontier
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
@@ -64,10 +63,8 @@ def presample(
     """Run the sampler as training does, on other draws, and count what is sampled.
 
     progress is called with the number of batches done and the number of all."""
-    vertices, edges = (
-        np.zeros(graph.stats.vertices, np.int32),
-        np.zeros(graph.indices.size, np.int32),
-    )
+    vertices = np.zeros(graph.stats.vertices, np.int32)
+    edges = np.zeros(graph.indices.size, np.int32)
     done = 0
     for epoch in range(BEFORE, BEFORE + epochs):
         batches = presampled(graph, workload, epoch)
@@ -141,19 +138,16 @@ def split(
     del frequency, drawn, one_way  # METIS needs the memory
     if parts == load.size or not both.nnz:
         return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
-    adjacency, weights = for_metis(
-        both.indptr, both.indices, _whole(both.data, 2**30) if splitter == "gsplit" else None
-    )
-    del both
-    part = pymetis.part_graph(
+    part = by_metis(
+        both.indptr,
+        both.indices,
         parts,
-        adjacency,
-        vweights=_whole(load, 2**30 - load.size),
-        eweights=weights,
-        recursive=False,
-        options=pymetis.Options(seed=seed + 1, ufactor=_ufactor(imbalance)),
-    ).vertex_part
-    return repair(np.asarray(part, dtype=np.int32), parts)
+        seed,
+        _whole(load, 2**30 - load.size),
+        _whole(both.data, 2**30) if splitter == "gsplit" else None,
+        ufactor=_ufactor(imbalance),
+    )
+    return repair(part, parts)
 
 
 def _ufactor(imbalance: float) -> int:

@@ -30,6 +30,7 @@ import numpy as np
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import locality_order, partition_weighted
 from gnnplan.planner.graph.streams import BATCHES, EXPANSION
+from gnnplan.planner.vocabulary.numbers import ranges
 
 FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges handled at a time, so that temporaries are small compared to the graph
@@ -219,10 +220,12 @@ class Layout:
             if len(ranks) == 1:
                 rank_of = np.full(region.size, ranks[0])
             else:
-                indptr, indices = _induced(self.graph, region)
+                inside = self.graph.adjacency[region][:, region]
                 # METIS balances the layers in which rows are computed, at least 1
                 weights = np.maximum(last[region].astype(np.int64), 1)
-                rank_of = ranks[partition_weighted(indptr, indices, weights, len(ranks), seed=0)]
+                rank_of = ranks[
+                    partition_weighted(inside.indptr, inside.indices, weights, len(ranks))
+                ]
             own = self._part(server)[region]
             owner[region[own]] = rank_of[own]
             members |= {int(rank): self._sorted(region[rank_of == rank], last) for rank in ranks}
@@ -435,11 +438,7 @@ class Layout:
 
 def neighbours(graph: Graph, rows: np.ndarray) -> np.ndarray:
     """In-neighbours of `rows`, row after row, int32 [edges]."""
-    start, degree = graph.indptr[rows], np.diff(graph.indptr)[rows]
-    if not rows.size or not degree.sum():
-        return np.zeros(0, dtype=graph.indices.dtype)
-    offsets = np.repeat(start - np.concatenate([[0], np.cumsum(degree)[:-1]]), degree)
-    return np.asarray(graph.indices[offsets + np.arange(degree.sum())])
+    return np.asarray(graph.indices[ranges(graph.indptr[rows], np.diff(graph.indptr)[rows])])
 
 
 def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -497,13 +496,3 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
         frontier = np.flatnonzero(found & ~allowed)
         allowed |= found
     return allowed
-
-
-def _induced(graph: Graph, region: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """CSR of the subgraph induced by `region`."""
-    place = np.full(graph.stats.vertices, -1, dtype=np.int64)
-    place[region] = np.arange(region.size)
-    columns = place[neighbours(graph, region)]
-    row = np.repeat(np.arange(region.size), np.diff(graph.indptr)[region])[columns >= 0]
-    counts = np.bincount(row, minlength=region.size)
-    return np.concatenate([[0], np.cumsum(counts)]), columns[columns >= 0]

@@ -36,6 +36,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.links import fetched
 from gnnplan.planner.graph.sampling import Frontier, Ids, frontier
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
+from gnnplan.planner.vocabulary.numbers import ranges
 
 MOST_EDGES = 20_000_000  # sampled in all batches that are looked at one by one
 MOST_BATCHES = 64  # that are looked at one by one
@@ -74,12 +75,8 @@ class MiniBatch(Layout):
         scored: Scored | None = None,
     ) -> None:
         self.scored = scored
-        self.graph, self.servers, self.ranks, self.first_varying = (
-            graph,
-            groups,
-            len(groups),
-            first_varying,
-        )
+        self.graph, self.servers, self.ranks = graph, groups, len(groups)
+        self.first_varying = first_varying
         self.layers = self.inside = len(frontiers[0].edges)
         self.depth = self.layers - first_varying
         self._frontiers, self._allowed = frontiers, {}
@@ -110,8 +107,7 @@ class MiniBatch(Layout):
         indptr, edges = self._frontiers[self.servers[rank]].edges[layer - 1]
         rows = self._places[rank][: self.rows(rank, layer).size]
         degree = np.diff(indptr)[rows]
-        starts = np.repeat(indptr[rows] - np.concatenate([[0], np.cumsum(degree)])[:-1], degree)
-        return self.graph.indices[edges[starts + np.arange(starts.size)]], degree
+        return self.graph.indices[edges[ranges(indptr[rows], degree)]], degree
 
     def crossing(self, layer: int) -> np.ndarray:
         """Edges of a layer whose source another rank owns [ranks]."""
@@ -343,13 +339,8 @@ class Batches:
         member: np.ndarray | None,
         first_varying: int,
     ) -> None:
-        self.graph, self.workload, self.groups, self.member, self.first_varying = (
-            graph,
-            workload,
-            groups,
-            member,
-            first_varying,
-        )
+        self.graph, self.workload, self.groups = graph, workload, groups
+        self.member, self.first_varying = member, first_varying
         self._made: dict[int, MiniBatch] = {}
         self._split: dict[int, MiniBatch] = {}  # those of which layer 1 alone is split
         self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last

@@ -9,12 +9,14 @@ it knows what print has shown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import get_args
 
 from gnnplan.planner.cluster.cost import HOST_RATE
+from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.files import quoted
+from gnnplan.planner.vocabulary.schedule import HostWork
 
 _PRODUCTS = ("device.gemm", "device.weight_gradient")
 _MEMORY = ("device.memory_bandwidth", "device.cache_bandwidth")
@@ -34,7 +36,7 @@ CONSTANTS = {
     "between": _BETWEEN,
     "host": ("host.bandwidth",),
     "code": (*_PRODUCTS, *_MEMORY, "/device.launch"),  # all that the device does
-    "sampler": ("host_rates.draw", "host_rates.lay"),
+    "sampler": ("host_rates",),
 }
 # Testbeds that take another's constants: the same code on other links, or on more servers.
 SAME = {"granndis_a6000_nvlink": "granndis_a6000_pcie", "gsplit_p3_16xlarge": "gsplit_p3_8xlarge"}
@@ -51,24 +53,13 @@ def _lines(testbed: str) -> list[dict[str, str]]:
 
 def scaled(cluster: Cluster, factors: Mapping[str, float], model: str) -> Cluster:
     """The cluster with these factors on its constants; `model` is the GNN."""
+    if "sampler" in factors:
+        rates = {name: HOST_RATE for name in get_args(HostWork)} | cluster.host_rates
+        cluster = cluster.model_copy(update={"host_rates": rates})
     for constant, factor in factors.items():
         fields = CONSTANTS["device"] if constant == model else CONSTANTS.get(constant, ())
-        for field in fields:
-            way = 1 / factor if field.startswith("/") else factor
-            cluster = _multiplied(cluster, field.removeprefix("/"), way)
+        cluster = multiplied(cluster, dict.fromkeys(fields, factor))
     return cluster
-
-
-def _multiplied(cluster: Cluster, field: str, factor: float) -> Cluster:
-    """The cluster with one number multiplied, if it has that."""
-    part, name = field.split(".")
-    of: Any = getattr(cluster, part)
-    if part == "host_rates":
-        return cluster.model_copy(update={part: {**of, name: of.get(name, HOST_RATE) * factor}})
-    if of is None or getattr(of, name) is None:
-        return cluster
-    changed = of.model_copy(update={name: getattr(of, name) * factor})
-    return cluster.model_copy(update={part: changed})
 
 
 def read_fitted(name: str, model: str) -> tuple[Cluster, str]:

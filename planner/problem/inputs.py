@@ -162,10 +162,7 @@ def apply_overrides(
                 f" field{suggest(key, [*_leaves(Cluster), *_leaves(Workload)])}"
             )
         overrides["cluster" if first in Cluster.model_fields else "workload"][key] = value.strip()
-    return (
-        overridden(cluster, overrides["cluster"]),
-        overridden(workload, overrides["workload"]),
-    )
+    return overridden(cluster, overrides["cluster"]), overridden(workload, overrides["workload"])
 
 
 def overridden(model: Model, overrides: Mapping[str, str]) -> Model:

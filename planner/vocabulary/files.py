@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -300,11 +300,10 @@ def read_yaml(path: str | Path) -> Document:
     not plain data.
     """
     raw = read_bytes(path, MAX_YAML, "give the file of a specification")
-    lines: dict[Where, int] = {}
     try:
-        loader = yaml.SafeLoader(raw.decode())
-        node = loader.get_single_node()
-        data = {} if node is None else _plain(loader, node, (), lines, str(path), set())
+        reader = _Plain(str(path), yaml.SafeLoader(raw.decode()))
+        node = reader.loader.get_single_node()
+        data = {} if node is None else reader.of(node, ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise SpecError(
@@ -319,73 +318,66 @@ def read_yaml(path: str | Path) -> Document:
         raise SpecError(
             f"{path}:1: must be a mapping of fields (key: value), not {type(data).__name__}"
         )
-    return Document(str(path), data, lines)
+    return Document(str(path), data, reader.lines)
 
 
-def _plain(
-    loader: yaml.SafeLoader,
-    node: yaml.Node,
-    where: Where,
-    lines: dict[Where, int],
-    path: str,
-    seen: set[yaml.Node],
-) -> Any:
-    """A node as plain data; the lines of its values are noted in `lines`.
+@dataclass
+class _Plain:
+    """Makes plain data of nodes, and notes their lines.
 
     SafeLoader would keep the last of two equal keys, and forget lines.
     """
-    line = node.start_mark.line + 1
-    lines.setdefault(where, line)
-    if node in seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
-        raise SpecError(
-            f"{path}:{line}: {dotted(where)}: anchors and aliases (&, *) are not supported; write"
-            " the value out"
-        )
-    seen.add(node)
-    if isinstance(node, yaml.MappingNode):
-        mapping: dict[Any, Any] = {}
-        for key_node, value_node in node.value:
-            key_line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise SpecError(
-                    f"{path}:{key_line}: {dotted(where)}: a key must be a word or a number"
-                )
-            key = _scalar(loader, key_node, where, path, key_line)
-            if key in mapping:
-                raise SpecError(
-                    f"{path}:{key_line}: {dotted((*where, key))}: given twice, first in line"
-                    f" {lines[(*where, key)]}; keep one"
-                )
-            lines[(*where, key)] = key_line
-            mapping[key] = _plain(loader, value_node, (*where, key), lines, path, seen)
-        return mapping
-    if isinstance(node, yaml.SequenceNode):
-        return [
-            _plain(loader, child, (*where, i), lines, path, seen)
-            for i, child in enumerate(node.value)
-        ]
-    return _scalar(loader, node, where, path, line)
 
+    path: str
+    loader: yaml.SafeLoader
+    lines: dict[Where, int] = field(default_factory=dict)
+    seen: set[yaml.Node] = field(default_factory=set)
 
-def _scalar(loader: yaml.SafeLoader, node: yaml.Node, where: Where, path: str, line: int) -> Any:
-    """A node as text, number, boolean, date or None.
+    def of(self, node: yaml.Node, where: Where) -> Any:
+        """A node as plain data. Raises SpecError."""
+        self.lines.setdefault(where, node.start_mark.line + 1)
+        if node in self.seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
+            text = "anchors and aliases (&, *) are not supported; write the value out"
+            raise self.wrong(node, where, text)
+        self.seen.add(node)
+        if isinstance(node, yaml.MappingNode):
+            mapping: dict[Any, Any] = {}
+            for key_node, value_node in node.value:
+                if not isinstance(key_node, yaml.ScalarNode):
+                    raise self.wrong(key_node, where, "a key must be a word or a number")
+                key = self.scalar(key_node, where)
+                inside = (*where, key)
+                if key in mapping:
+                    first = self.lines[inside]
+                    raise self.wrong(
+                        key_node, inside, f"given twice, first in line {first}; keep one"
+                    )
+                self.lines[inside] = key_node.start_mark.line + 1
+                mapping[key] = self.of(value_node, inside)
+            return mapping
+        if isinstance(node, yaml.SequenceNode):
+            return [self.of(child, (*where, i)) for i, child in enumerate(node.value)]
+        return self.scalar(node, where)
 
-    Raises SpecError for other tags, and for text that does not suit its tag ('!!timestamp soon').
-    """
-    if "\0" in node.value:
-        raise SpecError(f"{path}:{line}: {dotted(where)}: must not hold a zero byte; leave it out")
-    if node.tag not in _SCALARS or (node.tag in _NUMBERS and len(node.value) > MOST_SHOWN):
-        raise SpecError(
-            f"{path}:{line}: {dotted(where)}: must be text or a number of at most {MOST_SHOWN}"
-            " digits; write it so"
-        )
-    try:
-        return loader.construct_object(node)
-    except (ValueError, LookupError, AttributeError, OverflowError) as error:  # PyYAML's
-        raise SpecError(
-            f"{path}:{line}: {dotted(where)}: not what its tag {node.tag.rpartition(':')[2]} says;"
-            " leave it out"
-        ) from error
+    def scalar(self, node: yaml.Node, where: Where) -> Any:
+        """A node as text, number, boolean, date or None.
+
+        Raises SpecError for other tags, and for text that does not suit its tag ('!!timestamp
+        soon').
+        """
+        if "\0" in node.value:
+            raise self.wrong(node, where, "must not hold a zero byte; leave it out")
+        if node.tag not in _SCALARS or (node.tag in _NUMBERS and len(node.value) > MOST_SHOWN):
+            text = f"must be text or a number of at most {MOST_SHOWN} digits; write it so"
+            raise self.wrong(node, where, text)
+        try:
+            return self.loader.construct_object(node)
+        except (ValueError, LookupError, AttributeError, OverflowError) as error:  # PyYAML's
+            tag = node.tag.rpartition(":")[2]
+            raise self.wrong(node, where, f"not what its tag {tag} says; leave it out") from error
+
+    def wrong(self, node: yaml.Node, where: Where, text: str) -> SpecError:
+        return SpecError(f"{self.path}:{node.start_mark.line + 1}: {dotted(where)}: {text}")
 
 
 def dotted(where: Where) -> str:

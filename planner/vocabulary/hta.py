@@ -52,9 +52,8 @@ def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
             first.setdefault(span.step, span.start)
     ends = [*list(first.values())[1:], max((span.end for span in spans), default=start)]
     for (step, begin), end in zip(first.items(), ends, strict=True):
-        yield _event(spans[0].rank, HOST_THREAD, "user_annotation", f"ProfilerStep#{step}") | _time(
-            begin, end, start
-        )
+        event = _event(spans[0].rank, HOST_THREAD, "user_annotation", f"ProfilerStep#{step}")
+        yield event | _time(begin, end, start)
 
 
 def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
@@ -62,9 +61,8 @@ def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
     for number, span in enumerate(spans, 1):
         name = _STEP.sub("", span.label)
         if span.lane == "host":
-            yield _event(span.rank, HOST_THREAD, "cpu_op", name) | _time(
-                span.start, span.end, start
-            )
+            event = _event(span.rank, HOST_THREAD, "cpu_op", name)
+            yield event | _time(span.start, span.end, start)
             continue
         stream = streams.setdefault(span.lane, len(streams) + 1)
         if span.lane == "copy":
@@ -75,12 +73,7 @@ def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
             category, name = "kernel", f"ncclKernel_{name}"
         launch = _event(span.rank, HOST_THREAD, "cuda_runtime", "cudaLaunchKernel")
         yield launch | _time(span.start, span.start, start) | {"args": {"correlation": number}}
-        args = {
-            "device": span.rank,
-            "stream": stream,
-            "correlation": number,
-            "bytes": span.nbytes,
-        }
+        args = {"device": span.rank, "stream": stream, "correlation": number, "bytes": span.nbytes}
         kernel = _event(span.rank, stream, category, name)
         yield kernel | _time(span.start, span.end, start) | {"args": args}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import mean, median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,3 +54,13 @@ def typical(values: Sequence[float], period: int = 1) -> float:
     (2.0, 3.5)
     """
     return mean(median(values[first::period]) for first in range(min(period, len(values))))
+
+
+def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
+    """So many whole numbers from each start on, one range after the other.
+
+    >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)

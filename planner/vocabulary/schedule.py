@@ -29,6 +29,8 @@ _COUNTS = (
     "attention_edges",
     "weight_gradient_flops",
 )
+# .. and those of which a sum of works has the sums
+_ADDED = ("gathers", "random_rows", "launches", *(n for n in _COUNTS if n != "tensor_bytes"))
 HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
 
 
@@ -94,21 +96,10 @@ class Compute(Value):
     weight_gradient_flops: Number = 0.0
 
     def __add__(self, other: Compute) -> Compute:
-        return Compute(
-            self.flops + other.flops,
-            self.gathers + other.gathers,
-            self.elementwise_bytes + other.elementwise_bytes,
-            self.launches + other.launches,
-            self.itemsize,
-            self.overlapped_bytes + other.overlapped_bytes,
-            self.gemm_bytes + other.gemm_bytes,
-            np.maximum(self.tensor_bytes, other.tensor_bytes),
-            self.hash_ops + other.hash_ops,
-            self.attention_edges + other.attention_edges,
-            self.random_rows + other.random_rows,
-            self.scattered or other.scattered,
-            self.weight_gradient_flops + other.weight_gradient_flops,
-        )
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        largest = np.maximum(self.tensor_bytes, other.tensor_bytes)
+        scattered = self.scattered or other.scattered
+        return replace(self, tensor_bytes=largest, scattered=scattered, **sums)
 
     def at(self, i: int) -> Compute:
         """The i-th candidate of its arrays."""

@@ -185,13 +185,15 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
     used = {span.lane for span in spans}
     lanes = [*LANES, *sorted(used - set(LANES))]
     thread = {lane: i for i, lane in enumerate(lanes)}
-    events = [_name(rank, 0, "process_name", {"name": f"rank {rank} ({source})"})]
-    events.append(_name(rank, 0, "process_sort_index", {"sort_index": rank}))
+    events = [
+        _metadata(rank, 0, "process_name", name=f"rank {rank} ({source})"),
+        _metadata(rank, 0, "process_sort_index", sort_index=rank),
+    ]
     for lane in lanes:
         if lane in used:
-            events.append(_name(rank, thread[lane], "thread_name", {"name": lane}))
+            events.append(_metadata(rank, thread[lane], "thread_name", name=lane))
             events.append(
-                _name(rank, thread[lane], "thread_sort_index", {"sort_index": thread[lane]})
+                _metadata(rank, thread[lane], "thread_sort_index", sort_index=thread[lane])
             )
     for span in spans:
         args = {
@@ -202,23 +204,14 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
             "start_s": span.start,
             "end_s": span.end,
         }
-        events.append(
-            {
-                "ph": "X",
-                "cat": span.op,
-                "name": span.label,
-                "pid": rank,
-                "tid": thread[span.lane],
-                "ts": span.start * 1e6,
-                "dur": span.seconds * 1e6,
-                "args": args,
-            }
-        )
+        where = {"cat": span.op, "name": span.label, "pid": rank, "tid": thread[span.lane]}
+        when = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
+        events.append({"ph": "X", **where, **when, "args": args})
     return events
 
 
-def _name(rank: int, thread: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "ts": 0, "args": args}
+def _metadata(rank: int, thread: int, of: str, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": of, "pid": rank, "tid": thread, "ts": 0, "args": args}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -314,32 +307,16 @@ def overlap(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
             moving.setdefault(span.rank, []).append((begin, span.end))
     out = {}
     for rank in sorted(moving):
-        transfers = _union(moving[rank])
-        total = sum(end - start for start, end in transfers)
-        hidden = _common_s(transfers, _union(computing.get(rank, [])))
-        out[rank] = (hidden, total - hidden)
+        transfers, work = moving[rank], computing.get(rank, [])
+        exposed = max(0.0, _covered_s([*transfers, *work]) - _covered_s(work))
+        out[rank] = (_covered_s(transfers) - exposed, exposed)
     return out
 
 
-def _common_s(intervals: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """Seconds that lie in both; either is sorted and free of overlaps."""
-    seconds, first = 0.0, 0
-    for start, end in intervals:
-        while first < len(others) and others[first][1] <= start:
-            first += 1
-        for a, b in others[first:]:
-            if a >= end:
-                break
-            seconds += min(b, end) - max(a, start)
-    return seconds
-
-
-def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as intervals that do not overlap, sorted."""
-    out: list[tuple[float, float]] = []
+def _covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in any of the intervals."""
+    seconds, until = 0.0, -LONGEST
     for start, end in sorted(intervals):
-        if out and start <= out[-1][1]:
-            out[-1] = out[-1][0], max(out[-1][1], end)
-        else:
-            out.append((start, end))
-    return out
+        seconds += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return seconds

@@ -101,10 +101,7 @@ def show_bytes(value: float) -> str:
     >>> show_bytes(4.5e9), show_bytes(812), show_bytes(0)
     ('4.50 GB', '812 B', '0 B')
     """
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= scale:
-            return f"{value / scale:.2f} {unit}"
-    return f"{value:.0f} B"
+    return _scaled(value, "TGMk", "B") or f"{value:.0f} B"
 
 
 def show_long(seconds: float) -> str:
@@ -177,7 +174,10 @@ def show_energy(value: float) -> str:
     >>> show_energy(1234567.0), show_energy(12.5), show_energy(0.25), show_energy(0)
     ('1.23 MJ', '12.50 J', '0.25 J', '0.00 J')
     """
-    for scale, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
-        if abs(value) >= scale:
-            return f"{value / scale:.2f} {unit}"
-    return f"{value:.2f} J"
+    return _scaled(value, "GMk", "J") or f"{value:.2f} J"
+
+
+def _scaled(value: float, prefixes: str, unit: str) -> str:
+    """With the first of these prefixes that leaves a number of 1 or more; '' if none does."""
+    fitting = (prefix for prefix in prefixes if abs(value) >= _PREFIX[prefix])
+    return next((f"{value / _PREFIX[prefix]:.2f} {prefix}{unit}" for prefix in fitting), "")

@@ -187,7 +187,7 @@ def test_bytes_by_link_are_those_on_the_ports(servers: int, gpus: int, algorithm
     cost = Cost(cluster(servers, gpus, all_reduce=algorithm))
     n = servers * gpus
     told, passed = (
-        cost.reduced_by_link(2 * (n - 1) * size, range(n)),
+        cost.all_reduces.bytes_by_link(2 * (n - 1) * size, range(n)),
         cost.all_reduce(size, range(n)).busy,
     )
     assert sum(told.values()) == 2 * (n - 1) * size

@@ -112,12 +112,12 @@ def test_rows_of_many_bytes_are_gathered_slower():
     Arrays as one by one."""
     core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     sizes = np.array([1e2, 1e3, 1e4, 1e5, 1e9])
-    assert core.gather_rate(16, sizes) == pytest.approx([4e8, 4e8, 2e8, 1e8, 1e8])
-    assert core.gather_rate(64, sizes) == pytest.approx(4e8)
-    assert core.gather_rate(32, sizes) == pytest.approx(
-        [core.gather_rate(32, size) for size in sizes]
+    assert core.roofline.gather_rate(16, sizes) == pytest.approx([4e8, 4e8, 2e8, 1e8, 1e8])
+    assert core.roofline.gather_rate(64, sizes) == pytest.approx(4e8)
+    assert core.roofline.gather_rate(32, sizes) == pytest.approx(
+        [core.roofline.gather_rate(32, size) for size in sizes]
     )
-    assert core.gather_rate(32, 1e5) == pytest.approx(2e8)  # halfway between the widths
+    assert core.roofline.gather_rate(32, 1e5) == pytest.approx(2e8)  # halfway between the widths
     works = [Compute(gathers=(Gather(1e5, 16, among, 1e4),)) for among in (10.0, 1e4)]
     near, far = (core.compute_s(work) for work in works)
     assert far == pytest.approx(4 * near) == 1e5 * 64 / 1e8
@@ -156,13 +156,13 @@ def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
 
 
 def test_gather_rates_between_widths_are_log_log_and_flat_outside():
-    assert [COST.gather_rate(width) for width in (1, 10, 100, 1000, 5000)] == pytest.approx(
-        [1e6, 1e6, 1e7, 1e8, 1e8]
-    )
+    assert [
+        COST.roofline.gather_rate(width) for width in (1, 10, 100, 1000, 5000)
+    ] == pytest.approx([1e6, 1e6, 1e7, 1e8, 1e8])
     plain = Cost(
         COST.cluster.model_copy(update={"device": DEVICE.model_copy(update={"gather": {}})})
     )
-    assert plain.gather_rate(7) == 5e7  # half the memory bandwidth
+    assert plain.roofline.gather_rate(7) == 5e7  # half the memory bandwidth
 
 
 def test_a_send_takes_what_was_measured_for_sends_where_it_was_measured():
@@ -281,7 +281,7 @@ def test_a_ring_visits_places_one_after_the_other():
     """8 ranks, 8 MB: 14 MB between neighbours; islands inside, a hop between islands, two cards
     that share what leaves a server."""
     cost = Cost(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
-    (hops,) = cost._all_reduces.hops("ring", tuple(range(8)))[0].phases
+    (hops,) = cost.all_reduces.hops("ring", tuple(range(8)))[0].phases
     assert [cost.placement[a] for a in hops.source] == list(range(8)) and [
         cost.placement[b] for b in hops.target
     ] == [*range(1, 8), 0]
@@ -295,7 +295,7 @@ def test_a_ring_visits_places_one_after_the_other():
     assert ring.busy["switch_out", 0] == pytest.approx(14.0)
     # as a message that leaves by that card: 2 s, and 0.25 s for its switch's uplink
     assert ring.latency == 14 * 2.25
-    shares = cost.reduced_by_link(8 * 14_000_000, range(8))
+    shares = cost.all_reduces.bytes_by_link(8 * 14_000_000, range(8))
     assert shares == {
         "inter_node": 2 * 14_000_000,
         "island": 4 * 14_000_000,
@@ -362,16 +362,16 @@ def test_a_cache_keeps_the_rows_that_are_read_most():
     that it misses are counted one by one."""
     reads = np.exp(1.2 * np.random.default_rng(0).standard_normal(20_000))
     share = np.sort(reads)[-2500:].sum() / reads.sum()
-    rate = on_gpu(1.2).gather_rate(100, 20_000 * 400.0, 1e9)
+    rate = on_gpu(1.2).roofline.gather_rate(100, 20_000 * 400.0, 1e9)
     assert rate == pytest.approx(GPU.memory_bandwidth / (1 - share), rel=0.03)
 
 
 def test_every_row_comes_from_memory_once():
     """Read twice each, half of them are first readings, however large the cache; read often, the
     cache's own rate is the limit."""
-    assert on_gpu(1.0).gather_rate(1, 1e5, 2.0) == pytest.approx(2e8)
-    assert on_gpu(1.0).gather_rate(1, 1e5, 1e6) == pytest.approx(1e9)
-    assert on_gpu(1.0).gather_rate(1, 1e5, 1.0) == pytest.approx(1e8)  # no reuse
+    assert on_gpu(1.0).roofline.gather_rate(1, 1e5, 2.0) == pytest.approx(2e8)
+    assert on_gpu(1.0).roofline.gather_rate(1, 1e5, 1e6) == pytest.approx(1e9)
+    assert on_gpu(1.0).roofline.gather_rate(1, 1e5, 1.0) == pytest.approx(1e8)  # no reuse
 
 
 @given(

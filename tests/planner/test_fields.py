@@ -399,7 +399,7 @@ def test_as_many_vertices_as_edges(tmp_path: Path):
     data = {"edge_index": ends, "edge_weight": torch.ones(9), "pos": torch.ones(9, 2)}
     torch.save(data, tmp_path / "d.pt")
     parts = parts_of(str(tmp_path / "d.pt"))
-    assert parts.edge_fields == ("edge_weight",) and [*parts.vertex_fields] == ["pos"]
+    assert [*parts.edge_fields] == ["edge_weight"] and [*parts.vertex_fields] == ["pos"]
     assert parts.notes == [
         "pos is taken as of vertices, which are as many as edges; fields of edges have edge in"
         " their names"

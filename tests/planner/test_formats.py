@@ -62,8 +62,8 @@ from written import (
 from gnnplan.cli import main
 from gnnplan.planner.graph import formats, npy
 from gnnplan.planner.graph.formats import Extras, convert, from_object, parts_of, text
-from gnnplan.planner.graph.formats.parts import collect
 from gnnplan.planner.graph.load import load, source_of
+from gnnplan.planner.graph.parts import Parts, collect, small_arrays
 from gnnplan.planner.vocabulary.errors import SpecError
 
 starts = pytest.mark.processes
@@ -92,6 +92,13 @@ def in_order(arrays: dict[str, np.ndarray]) -> np.ndarray:
     return edges[:, np.lexsort(edges[::-1])]
 
 
+def arrays_of(parts: Parts) -> dict[str, np.ndarray]:
+    whole = collect(parts)
+    ((src, dst),) = whole.edges
+    dense = {"x": whole.x} if isinstance(whole.x, np.ndarray) else {}
+    return {"src": src, "dst": dst, **dense, **small_arrays(whole)}
+
+
 def reference(folder: Path, held: set[str]) -> str:
     """A .npz with the edges, and what else is held; vertices are counted, as all formats do."""
     arrays = {name: (GRAPH | FIELDS)[name] for name in ("src", "dst", *held)}
@@ -113,7 +120,7 @@ def test_a_librarys_file_is_the_graph_that_was_written(
     path = str(write(place))
     vertices, edges, _ = convert(path, tmp_path / "mapped")
     assert (vertices, edges) == (N, 90)
-    arrays = collect(parts_of(path))
+    arrays = arrays_of(parts_of(path))
     assert np.array_equal(in_order(arrays), in_order(GRAPH))
     assert arrays.keys() & ALL == held & ALL
     for name in held & ALL:
@@ -166,10 +173,10 @@ def test_no_object_of_ours_is_an_error():
 def test_undirected_sources_have_their_edges_both_ways(tmp_path: Path):
     path = nx.path_graph(4)
     expected = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
-    assert in_order(collect(formats.of_object(path))).T.tolist() == [list(e) for e in expected]
+    assert in_order(arrays_of(formats.of_object(path))).T.tolist() == [list(e) for e in expected]
     symmetric = sp.coo_matrix(nx.to_scipy_sparse_array(path))
     scipy.io.mmwrite(tmp_path / "s.mtx", symmetric, symmetry="symmetric")
-    arrays = collect(parts_of(str(tmp_path / "s.mtx")))
+    arrays = arrays_of(parts_of(str(tmp_path / "s.mtx")))
     assert in_order(arrays).T.tolist() == [list(e) for e in expected]
 
 
@@ -177,7 +184,7 @@ def test_nodes_with_names_are_numbered_in_their_order():
     graph = nx.DiGraph([("b", "a"), ("a", "c")])
     nx.set_node_attributes(graph, {"b": "a name"}, "label")
     parts = formats.of_object(graph)
-    assert in_order(collect(parts)).T.tolist() == [[0, 1], [1, 2]]
+    assert in_order(arrays_of(parts)).T.tolist() == [[0, 1], [1, 2]]
     assert "vertices are numbered in the order of the nodes" in parts.notes
     assert "ignored: label, which is text" in parts.notes
 
@@ -188,7 +195,7 @@ def test_a_transposed_adjacency_of_pyg_is_turned():
     data = importlib.import_module("torch_geometric.data").Data
     with torch.sparse.check_sparse_tensor_invariants():
         turned = torch.sparse_coo_tensor(EDGES[::-1].copy(), torch.ones(90), (N, N))
-    arrays = collect(formats.of_object(data(adj_t=turned, num_nodes=N)))
+    arrays = arrays_of(formats.of_object(data(adj_t=turned, num_nodes=N)))
     assert np.array_equal(in_order(arrays), in_order(GRAPH))
 
 
@@ -202,8 +209,8 @@ def test_what_pyg_keeps_after_a_transform_is_no_object_of_unknown_code(tmp_path)
     assert data.is_node_attr("x") and data.is_edge_attr("edge_attr")
     torch.save(data, path)
     parts = formats.pyg.read(str(path))
-    assert np.array_equal(in_order(collect(parts)), in_order(GRAPH))
-    assert parts.notes == [] and parts.edge_fields == ("edge_attr",)
+    assert np.array_equal(in_order(arrays_of(parts)), in_order(GRAPH))
+    assert parts.notes == [] and [*parts.edge_fields] == ["edge_attr"]
 
 
 def test_a_graph_of_several_kinds_is_told_what_to_become(tmp_path):
@@ -228,12 +235,12 @@ def test_of_several_splits_the_first_is_taken_and_said():
 def test_text_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(text, "BLOCK", 64)
     for write in (csv, csv_with_names, tsv, csv_gz):
-        arrays = collect(parts_of(str(write(tmp_path))))
+        arrays = arrays_of(parts_of(str(write(tmp_path))))
         assert np.array_equal(arrays["src"], GRAPH["src"])
         assert np.array_equal(arrays["dst"], GRAPH["dst"])
     (tmp_path / "long.csv").write_text("0,1\n0," + "1" * 200 + "\n")
     with pytest.raises(SpecError, match=r"long\.csv:2: a line has more than 64 characters"):
-        collect(parts_of(str(tmp_path / "long.csv")))
+        arrays_of(parts_of(str(tmp_path / "long.csv")))
 
 
 # -- what a bare edge list lacks -------------------------------------------------------------------

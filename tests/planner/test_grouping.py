@@ -11,6 +11,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
+from any_wiring import graph as topology
 from any_wiring import wiring
 from examples import examples
 from hypothesis import assume, given, settings
@@ -31,7 +32,6 @@ from gnnplan.planner.cluster.placement import (
 )
 from gnnplan.planner.cluster.places import Places
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.cluster.topology import graph as topology
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate, placed
 from gnnplan.planner.decision.search import search

@@ -125,7 +125,9 @@ def test_closed_form_schedule_and_simulation(servers: int, islands: list[list[in
                     links[problem.cost.link_name(task.rank, peer)] += nbytes
         for _ in range(steps):
             links.update(
-                problem.cost.reduced_by_link(p.bytes["all_reduce"] // steps, range(problem.ranks))
+                problem.cost.all_reduces.bytes_by_link(
+                    p.bytes["all_reduce"] // steps, range(problem.ranks)
+                )
             )
         assert p.bytes_by_link == {where: nbytes for where, nbytes in links.items() if nbytes}, (
             strategy
@@ -143,7 +145,7 @@ def test_only_gradients_leave_an_island(knobs: dict[str, Any]):
     island once. The server's way round, halos do pass PCIe."""
     problem = problem_of(2, CROSSED)
     p = settled(problem, **knobs).predict(problem)
-    ring = problem.cost.reduced_by_link(p.bytes["all_reduce"], range(8))
+    ring = problem.cost.all_reduces.bytes_by_link(p.bytes["all_reduce"], range(8))
     assert {where: n for where, n in p.bytes_by_link.items() if where != "island"} == {
         w: n for w, n in ring.items() if w != "island"
     }

@@ -49,7 +49,7 @@ def share_of_measured(cost: Cost, width: int, few: bool) -> float:
     rows, edges = (FEW, FEWER_EDGES) if few else (ROWS, EDGES)
     # a roofline reads no more than a line of each narrow row
     read = 4 * width if cost.cluster.device.gather else min(4 * width, 128)
-    rate = float(cost.gather_rate(width, rows * read, edges / rows))
+    rate = float(cost.roofline.gather_rate(width, rows * read, edges / rows))
     return 4 * width / rate / EDGE_S[width][few]
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
-from any_wiring import LINKS, wiring
+from any_wiring import LINKS, graph, route, wiring
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.fabric import fabric_graph, routes
+from gnnplan.planner.cluster.fabric import links, routes
 from gnnplan.planner.cluster.placement import (
     Phase,
     all_placements,
@@ -26,7 +26,7 @@ from gnnplan.planner.cluster.placement import (
     fewer,
 )
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
-from gnnplan.planner.cluster.topology import attached, describe_port, graph, route
+from gnnplan.planner.cluster.topology import attached, describe_port
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.explain import tightest
 from gnnplan.planner.gnn.workload import Workload
@@ -82,11 +82,11 @@ def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
 
     def bandwidth(kind: str) -> float:
         if kind == "fabric":
-            return cost._ports.fabric_link("send", cost.cluster.fabric).bandwidth
+            return cost.ports.fabric_link("send", cost.cluster.fabric).bandwidth
         return (
             cost.cluster.bridge.bandwidth
             if kind == "bridge"
-            else cost.link("send", links[kind]).bandwidth
+            else cost.ports.link("send", links[kind]).bandwidth
         )
 
     return {
@@ -109,7 +109,7 @@ def test_a_message_fills_the_ports_on_its_way(where: Cluster):
             if a != b:
                 passed, path = (
                     bytes_by_port(cost, cost.send(a, Send(b, 1000))),
-                    route(where, whole, a, b),
+                    route(whole, a, b),
                 )
                 fabric = {port for port in passed if port[0] == "fabric"}
                 assert set(path) - {p for p in path if p[0] == "fabric"} == set(passed) - fabric
@@ -152,8 +152,12 @@ def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
             2 * by_link.get("intra_node", 0) + 4 * by_link.get("inter_node", 0)
         )
     if where.fabric and where.servers > 1:
-        between = fabric_graph(where.fabric, where.servers)
-        flow = {edge: passed.get(("fabric", i), 0.0) for i, edge in enumerate(between.edges)}
+        between = nx.DiGraph(links(where.fabric, where.servers))
+        between.add_nodes_from(attached(where, s) for s in range(where.servers))
+        flow = {
+            edge: passed.get(("fabric", i), 0.0)
+            for i, edge in enumerate(links(where.fabric, where.servers))
+        }
         servers = cost.places.server
         for node in between:
             here = np.array([attached(where, int(s)) == node for s in servers])
@@ -178,13 +182,10 @@ def test_a_ring_of_servers():
     """Five servers: from 0 to 2 over 1, from 0 to 3 over 4; of four, half way round goes both ways.
     A cable is as fast as a card."""
     cost = Cost(cluster(5, fabric=RING))
-    ports = {edge: i for i, edge in enumerate(fabric_graph(RING, 5).edges)}
+    ports = {edge: i for i, edge in enumerate(links(RING, 5))}
 
     def passed(where: Cost, a: int, b: int) -> dict[tuple[int, int], float]:
-        names = {
-            i: (x[1], y[1])
-            for i, (x, y) in enumerate(fabric_graph(RING, where.cluster.servers).edges)
-        }
+        names = {i: (x[1], y[1]) for i, (x, y) in enumerate(links(RING, where.cluster.servers))}
         return {
             names[p[1]]: s
             for p, s in where.send(a, Send(b, 10**8)).busy.items()

@@ -79,7 +79,7 @@ def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
 )
 def test_by_hand(cluster: Cluster, seconds: list[float], expected: list[float]):
     assert ends(cluster, seconds) == pytest.approx(expected)
-    assert float(Cost(cluster).all_done_s(np.array(seconds, dtype=float))) == pytest.approx(
+    assert float(Cost(cluster).cores.all_done_s(np.array(seconds, dtype=float))) == pytest.approx(
         max(expected)
     )
 
@@ -150,7 +150,7 @@ def test_closed_form_is_the_simulation_and_lies_between_its_bounds(
     cluster = machine(len(seconds), cores).model_copy(
         update={"timeslice_slowdown": timeslice_slowdown}
     )
-    last = float(Cost(cluster).all_done_s(np.array(seconds)))
+    last = float(Cost(cluster).cores.all_done_s(np.array(seconds)))
     assert max(ends(cluster, seconds)) == pytest.approx(last)
     assert (
         max(*seconds, sum(seconds) / cores) * (1 - 1e-9)

@@ -9,11 +9,12 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gnnplan.planner.graph.arrays import MadeUp, build
+from gnnplan.planner.graph.arrays import read_own
+from gnnplan.planner.graph.build import MadeUp, build, must_be_a_graph
 from gnnplan.planner.graph.formats import (
     dgl_graphs,
     graphbolt,
@@ -27,8 +28,8 @@ from gnnplan.planner.graph.formats import (
     text,
 )
 from gnnplan.planner.graph.formats.extras import Extras, add
-from gnnplan.planner.graph.formats.parts import Parts, collect, endpoints, mapped_array, reading
 from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.parts import Parts, collect, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -60,8 +61,10 @@ class Format:
     read: Callable[[str], Parts]
 
 
-def _array(path: str) -> Parts:
-    return Parts(path, [endpoints(path, "edge_index", mapped_array(path))])
+def _own(path: str) -> Parts:
+    parts = read_own(path)
+    must_be_a_graph(replace(parts, numbers=True))  # whether y are classes is told when it is built
+    return parts
 
 
 def _refuse_pickle(path: str) -> Parts:
@@ -82,7 +85,7 @@ PICKLE = Format(
 )
 # The first that fits reads it.
 FOLDERS: tuple[Format, ...] = (
-    Format("gnnplan's folder", lambda f: f.has("src.npy"), mapped.of_own),
+    Format("gnnplan's folder", lambda f: f.has("src.npy"), _own),
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
     Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), graphsaint.read),
     Format("OGB's folder", lambda f: bool(ogb.raws_of(f.path)), ogb.read),
@@ -91,10 +94,10 @@ FILES: tuple[Format, ...] = (
     Format("SciPy's sparse .npz", lambda f: f.has("format.npy", "shape.npy"), sparse.read),
     Format("PyTorch's .pt", lambda f: any(n.endswith("data.pkl") for n in f.names), pyg.read),
     Format("PyTorch's .pt", lambda f: f.start.startswith(OLD_TORCH), pyg.read),
-    Format("gnnplan's .npz", lambda f: f.has("src.npy"), mapped.of_own),
+    Format("gnnplan's .npz", lambda f: f.has("src.npy"), _own),
     Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
     Format("Parquet", lambda f: f.start.startswith(b"PAR1"), parquet.edge_list),
-    Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), _array),
+    Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), pyg.read_npy),
     Format("GraphML", _is_graphml, networkx_graphs.read_graphml),
     PICKLE,
     Format(
@@ -143,7 +146,7 @@ def is_foreign(path: str) -> bool:
     if not path.lower().endswith(".npz"):
         return True
     try:
-        return recognise(path).read is not mapped.of_own
+        return recognise(path).read is not _own
     except SpecError:
         return False
 
@@ -203,7 +206,7 @@ def from_object(
 
 def graph_of(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     """The graph of the parts, checked, with notes of what was changed or made up."""
-    return build(source, parts.path, collect(parts), [], made_up, directed, parts.notes)
+    return build(collect(parts), source, made_up, directed)
 
 
 def convert(

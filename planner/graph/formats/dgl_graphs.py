@@ -7,20 +7,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gnnplan.planner.graph.arrays import read_own
 from gnnplan.planner.graph.fields import EDGE, VERTEX
-from gnnplan.planner.graph.formats.mapped import of_own, write
-from gnnplan.planner.graph.formats.parts import (
-    Parts,
-    library,
-    reading,
-    take_fields,
-    take_vertex_data,
-)
+from gnnplan.planner.graph.formats.mapped import write
+from gnnplan.planner.graph.parts import Parts, library, reading, take_fields, take_vertex_data
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 
 MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
@@ -61,7 +57,7 @@ def read(path: str) -> Parts:
                 f"{path}: cannot be read as a DGL graph (DGL ended with {done.returncode}); the"
                 " file is damaged, save it again with dgl.save_graphs"
             )
-        parts = of_own(str(out), path)
+        parts = replace(read_own(str(out)), path=path)
     if parts.x is not None:
         parts.x = np.asarray(parts.x)  # mapped still, but its file has no name any more
     parts.vertex_fields = {name: np.asarray(field) for name, field in parts.vertex_fields.items()}

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
+from gnnplan.planner.graph.arrays import in_zip
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.formats.sparse import load_matrix
+from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.labels import read_labels
+from gnnplan.planner.graph.masks import mask_of, named
+from gnnplan.planner.graph.parts import (
     Matrix,
     Parts,
-    column_names,
     edge_pieces,
     gathered,
     mapped_array,
@@ -22,12 +27,6 @@ from gnnplan.planner.graph.formats.parts import (
     tensor_array,
     vertices_of,
 )
-from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.sparse import load_matrix
-from gnnplan.planner.graph.graph import Array, must_fit
-from gnnplan.planner.graph.labels import read_labels
-from gnnplan.planner.graph.masks import mask_of, named
-from gnnplan.planner.graph.npy import check_member
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -66,7 +65,7 @@ def add(parts: Parts, extras: Extras) -> None:
     if extras.labels:
         parts.y = np.atleast_1d(_labels(extras.labels, parts))
         # who refuses names the file
-        read_labels(extras.labels, {"y": parts.y}, len(parts.y), {}, extras.numbers)
+        read_labels(extras.labels, parts.y, len(parts.y), None, extras.numbers)
     if extras.split:
         parts.masks = _split(extras.split, _vertices(parts))
 
@@ -75,7 +74,7 @@ def _vertices(parts: Parts) -> int:
     """How many vertices there are; edges are read for it where nothing else says so."""
     if (said := vertices_of(parts)) is not None:
         return said
-    columns = len(column_names(parts))
+    columns = 2 + len(parts.columns)
     parts.edges = [tuple(gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns))]
     src, dst, *_ = parts.edges[0]
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
@@ -147,7 +146,10 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
             for file in Path(path).glob(f"*{ending}")
             if file.is_file()
         }
-        found = {mask: _list_of(file) for mask, file in named(files).items()}
+        found = {}
+        for mask, file in named(files).items():
+            saved = _saved(file, "ids")
+            found[mask] = text.column(file) if saved is None else np.asarray(saved)
     elif _is_zip(path):
         found = named(_arrays(path) if _holds(path, ".npy") else _tensors(path))
     else:
@@ -160,11 +162,6 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
     return {name: mask_of(path, name, array, vertices) for name, array in found.items()}
 
 
-def _list_of(path: str) -> Array:
-    saved = _saved(path, "ids")
-    return text.column(path) if saved is None else np.asarray(saved)
-
-
 def _tensors(path: str) -> dict[str, Array]:
     loaded = load_tensors(path)
     if not isinstance(loaded, dict):
@@ -175,9 +172,6 @@ def _tensors(path: str) -> dict[str, Array]:
 
 
 def _arrays(path: str) -> dict[str, Array]:
-    with reading(path, ".npz"):
-        with zipfile.ZipFile(path) as archive:
-            sizes = (check_member(path, archive, info).nbytes for info in archive.infolist())
-            must_fit(path, "what it holds", sum(sizes))
-        with np.load(path, allow_pickle=False) as held:
-            return dict(held)
+    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
+        source = in_zip(path, archive)
+        return {name: source.read(name, False) for name in source.names}

@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
-from gnnplan.planner.graph.formats.parts import (
-    FEATURES,
-    Parts,
-    add_edge_field,
-    endpoints,
-    ignored,
-    mapped_array,
-    tensor_array,
-)
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import tables
 from gnnplan.planner.graph.graph import MOST_CLASSES, Array
 from gnnplan.planner.graph.ids import must_be_count
 from gnnplan.planner.graph.labels import labels_of
 from gnnplan.planner.graph.masks import mask_of_ids
+from gnnplan.planner.graph.parts import (
+    FEATURES,
+    Parts,
+    endpoints,
+    ignored,
+    mapped_array,
+    tensor_array,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
 
@@ -124,7 +123,7 @@ def read(path: str) -> Parts:
         if other in left:
             parts.vertex_fields[other] = meta.array(left[other])
         if other in on_edges:
-            add_edge_field(parts, other, meta.array(on_edges[other]))
+            parts.edge_fields[other] = [meta.array(on_edges[other])]
     if tasks := meta.get(("tasks",), list, []):
         if len(tasks) > 1:
             parts.notes.append(f"of {len(tasks)} tasks the first is taken")

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.parts import Parts, mapped_array, reading
 from gnnplan.planner.graph.formats.sparse import load_matrix, of_matrix
 from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.graph.labels import labels_of
 from gnnplan.planner.graph.masks import mask_of, mask_of_ids, named
+from gnnplan.planner.graph.parts import Parts, mapped_array, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_json
 

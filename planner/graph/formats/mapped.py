@@ -6,27 +6,26 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.arrays import meta_of, must_be_a_graph, read_arrays, shown
-from gnnplan.planner.graph.features import own_features
-from gnnplan.planner.graph.fields import EDGE, VERTEX
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.arrays import ENDS, read_own
+from gnnplan.planner.graph.build import must_be_a_graph
+from gnnplan.planner.graph.fields import EDGE, must_be_by_edge
+from gnnplan.planner.graph.graph import AT_ONCE, Array
+from gnnplan.planner.graph.parts import (
     Parts,
-    column_names,
     edge_pieces,
     feature_pieces,
+    pieces_of,
     small_arrays,
 )
-from gnnplan.planner.graph.graph import AT_ONCE, Array
-from gnnplan.planner.graph.masks import MASKS
 from gnnplan.planner.vocabulary.errors import SpecError
-
-ENDS = "src", "dst"
 
 
 class _Rows:
@@ -88,8 +87,8 @@ def write(parts: Parts, folder: Path) -> tuple[int, int]:
         ) from error
     try:
         _write(parts, temporary)
-        arrays, _ = read_arrays(str(temporary))
-        size = must_be_a_graph(parts.path, arrays, [], parts.numbers)
+        written = replace(read_own(str(temporary)), path=parts.path, numbers=parts.numbers)
+        size = must_be_a_graph(written)
         must_be_new(folder)
         os.rename(temporary, folder)
     except OSError as error:
@@ -114,7 +113,7 @@ def must_be_new(folder: Path) -> None:
 
 
 def _write(parts: Parts, folder: Path) -> None:
-    names = column_names(parts)
+    names = [*ENDS, *(EDGE + name for name in parts.columns)]
     files = [_Rows(folder / f"{name}.npy", np.int32 if name in ENDS else bool) for name in names]
     with contextlib.ExitStack() as stack:
         for file in files:
@@ -122,32 +121,20 @@ def _write(parts: Parts, folder: Path) -> None:
         for piece in edge_pieces(parts):
             for file, column in zip(files, piece, strict=True):
                 file.append(column)
+    for name, pieces in parts.edge_fields.items():
+        read = pieces_of(parts.path, "its edges", pieces)
+        rows = _write_rows(folder / f"{EDGE}{name}.npy", bool, read)
+        must_be_by_edge(parts.path, name, rows, files[0].rows)
     if parts.x is not None and not sp.issparse(parts.x):
-        x = _Rows(folder / "x.npy", np.float32)
-        with contextlib.closing(x):
-            for rows in feature_pieces(parts.x_path or parts.path, parts.x):
-                x.append(rows)
+        read = feature_pieces(parts.x_path or parts.path, parts.x)
+        _write_rows(folder / "x.npy", np.float32, read)
     for name, array in small_arrays(parts).items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
 
 
-def of_own(folder: str, path: str | None = None) -> Parts:
-    """The parts of our folder or .npz. path: the name that messages give."""
-    arrays, others = read_arrays(folder)
-    path = path or folder
-    # whether y are classes is told when they are written
-    vertices, _ = must_be_a_graph(path, arrays, others, numbers=True)
-    meta = meta_of(path, arrays)
-    on_edges = [name for name in arrays if name.startswith(EDGE)]
-    return Parts(
-        path,
-        [tuple(arrays[name] for name in (*ENDS, *on_edges))],
-        meta.get("vertices"),
-        meta.get("classes"),
-        own_features(path, arrays, vertices) if {"x", "x_indptr"} & arrays.keys() else None,
-        arrays.get("y"),
-        {name: arrays[name] for name in MASKS if name in arrays},
-        [f"ignored arrays: {shown(others, 8)}"] if others else [],
-        {n.removeprefix(VERTEX): arrays[n] for n in arrays if n.startswith(VERTEX)},
-        tuple(name.removeprefix(EDGE) for name in on_edges),
-    )
+def _write_rows(path: Path, dtype: Any, pieces: Iterator[Array]) -> int:
+    """Write an array piece by piece: how many rows it has."""
+    with contextlib.closing(_Rows(path, dtype)) as rows:
+        for piece in pieces:
+            rows.append(piece)
+    return rows.rows

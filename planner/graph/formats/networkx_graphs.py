@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.masks import MASKS
+from gnnplan.planner.graph.parts import (
     FEATURES,
     LABELS,
     Parts,
-    add_edge_field,
     ignored,
     is_numbers,
     library,
@@ -22,8 +23,6 @@ from gnnplan.planner.graph.formats.parts import (
     take_vertex_data,
     tensor_array,
 )
-from gnnplan.planner.graph.graph import Array, must_fit
-from gnnplan.planner.graph.masks import MASKS
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ENTITY = b"<!ENTITY"
@@ -74,7 +73,7 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
     fields, left = _columns(on_edges, ())
     for name, column in fields.items():
         both = column if graph.is_directed() else np.concatenate([column, column])
-        add_edge_field(parts, "edge_weight" if name == "weight" else name, both)
+        parts.edge_fields["edge_weight" if name == "weight" else name] = [both]
     on_nodes = [of for _, of in sorted(graph.nodes(data=True), key=lambda each: number[each[0]])]
 
     def values(names: tuple[str, ...], missing: object = None) -> dict[str, Array]:

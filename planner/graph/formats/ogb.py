@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.parts import Parts, add_edge_field, reading, tensor_array
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import column, matrix, narrow, tables, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.graph.ids import must_be_count
 from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.graph.npy import Header, check_member
+from gnnplan.planner.graph.parts import Parts, reading, tensor_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -125,13 +125,13 @@ def _text(raw: Path, path: str) -> tuple[Parts, int]:
     if os.path.lexists(raw / "node-label.csv.gz"):
         parts.y = whole_matrix(str(raw / "node-label.csv.gz"))
     if os.path.lexists(raw / "edge-feat.csv.gz"):
-        add_edge_field(parts, "edge_attr", _narrowed(str(raw / "edge-feat.csv.gz")))
+        parts.edge_fields["edge_attr"] = _narrowed(str(raw / "edge-feat.csv.gz"))
     for file in sorted(raw.glob("*_*.csv.gz")):
         name = file.name.removesuffix(".csv.gz")
         if name.startswith("node_"):
             parts.vertex_fields[name] = np.concatenate([*_narrowed(str(file))])
         elif name.startswith("edge_"):
-            add_edge_field(parts, name, _narrowed(str(file)))
+            parts.edge_fields[name] = _narrowed(str(file))
     return parts, vertices
 
 
@@ -167,9 +167,8 @@ def _binary(raw: Path, path: str) -> tuple[Parts, int]:
         if name.startswith("node_") and name != "node_feat":
             parts.vertex_fields[name] = _member(data, name)
         elif name.startswith("edge_") and name != "edge_index":
-            add_edge_field(
-                parts, "edge_attr" if name == "edge_feat" else name, _rows_of(data, name, "edge")
-            )
+            field = "edge_attr" if name == "edge_feat" else name
+            parts.edge_fields[field] = _rows_of(data, name, "edge")
     return parts, vertices
 
 

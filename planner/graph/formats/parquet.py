@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.parts import Parts, library, reading
 from gnnplan.planner.graph.formats.text import columns_of, field_columns, taken_note
 from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.parts import Parts, library, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ROWS = 1 << 20  # at a time
@@ -52,4 +52,4 @@ def edge_list(path: str) -> Parts:
                 yield tuple(np.asarray(column.to_numpy(False)) for column in columns)
 
     notes = taken_note(len(schema.names), schema.names, ends, len(fields))
-    return Parts(path, edges(), notes=notes, edge_fields=tuple(fields))
+    return Parts(path, edges(), notes=notes, columns=tuple(fields))

@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from gnnplan.planner.graph.fields import VERTEX, kind_of
-from gnnplan.planner.graph.formats.parts import (
+from gnnplan.planner.graph.ids import must_be_count
+from gnnplan.planner.graph.npy import must_not_swell
+from gnnplan.planner.graph.parts import (
     Parts,
-    add_edge_field,
     endpoints,
     library,
+    mapped_array,
     reading,
     take_fields,
     take_vertex_data,
     tensor_array,
     vertices_of,
 )
-from gnnplan.planner.graph.ids import must_be_count
-from gnnplan.planner.graph.npy import must_not_swell
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -158,7 +158,7 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
         parts.vertices = must_be_count(path, "num_nodes", data["num_nodes"])
     src, dst, *_ = next(iter(parts.edges))
     if numbers is not None and data.get("edge_weight") is None and (numbers != 1).any():
-        add_edge_field(parts, "edge_weight", numbers)
+        parts.edge_fields["edge_weight"] = [numbers]
     left = take_vertex_data(parts, {n: value for n, value in data.items() if n not in OTHERS})
     shapes: Any = (getattr(left[name], "shape", ()) for name in BY_VERTEX if name in left)
     said = [vertices_of(parts), *(int(shape[0]) for shape in shapes if len(shape))]
@@ -177,6 +177,11 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
 
     take_fields(parts, left, kind)
     return parts
+
+
+def read_npy(path: str) -> Parts:
+    """An edge_index in a .npy file, mapped."""
+    return of_edge_index(mapped_array(path), path)
 
 
 def of_edge_index(edge_index: Any, path: str = "an edge_index") -> Parts:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.formats.parts import Parts, add_edge_field, reading
 from gnnplan.planner.graph.graph import must_fit
 from gnnplan.planner.graph.ids import must_be_count
 from gnnplan.planner.graph.npy import check_member
+from gnnplan.planner.graph.parts import Parts, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -58,5 +58,5 @@ def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
         matrix = matrix.tocoo()
     parts = Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]))
     if (matrix.data != 1).any():
-        add_edge_field(parts, "edge_weight", np.asarray(matrix.data))
+        parts.edge_fields["edge_weight"] = [np.asarray(matrix.data)]
     return parts

@@ -15,11 +15,11 @@ from typing import IO, Any
 import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
-from gnnplan.planner.graph.formats.parts import Parts, reading
 from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
 from gnnplan.planner.graph.ids import must_be_count, must_be_ids
 from gnnplan.planner.graph.masks import mask_of_ids
 from gnnplan.planner.graph.npy import must_not_swell
+from gnnplan.planner.graph.parts import Parts, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -384,7 +384,7 @@ def edge_list(path: str) -> Parts:
                 *(column if name == "edge_weight" else narrow(column) for name, column in pairs),
             )
 
-    return Parts(path, edges(), notes=notes, edge_fields=tuple(fields))
+    return Parts(path, edges(), notes=notes, columns=tuple(fields))
 
 
 # -- MatrixMarket ----------------------------------------------------------------------------------
@@ -395,15 +395,10 @@ def matrix_market(path: str) -> Parts:
 
     Its numbers are the field edge_weight, unless all are 1."""
     # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
-    head, sizes, words = 0, "", (start_of(path) or "").partition("\n")[0].lower().split()
-    for number, lines in lines_of(path):
-        for i, line in enumerate(lines):
-            if line.strip() and not line.startswith("%"):
-                head, sizes = number + i, line
-                break
-        if head:
-            break
-    counts = sizes.split()
+    numbered = (line for number, lines in lines_of(path) for line in enumerate(lines, number))
+    full = (line for line in numbered if line[1].strip() and not line[1].startswith("%"))
+    head, sizes = next(full, (0, ""))
+    words, counts = (start_of(path) or "").partition("\n")[0].lower().split(), sizes.split()
     if len(words) < 5 or len(counts) < 2 or not all(re.fullmatch(r"\d{1,18}", n) for n in counts):
         raise SpecError(
             f"{path}:{head or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
@@ -440,4 +435,4 @@ def matrix_market(path: str) -> Parts:
             )
 
     names = ("edge_weight",) if weighs else ()
-    return Parts(path, edges(), vertices, notes=notes, edge_fields=names)
+    return Parts(path, edges(), vertices, notes=notes, columns=names)

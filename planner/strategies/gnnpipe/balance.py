@@ -37,7 +37,7 @@ def layer_seconds(pipe: Pipeline, problem: Problem) -> list[float]:
             if width and sent.any()
             else 0.0
         )
-        return computing * cost.full_load_slowdown + exchanging
+        return computing * cost.cores.full_load_slowdown + exchanging
 
     alike: dict[object, float] = {}
     out = []

@@ -135,7 +135,8 @@ class GNNPipe(Pipeline):
         return {
             "partitioning": partitioning_s,
             "features": setup_s(problem, self.built(problem).setup()),
-            "first pass": first_pass_s / problem.cost.full_load_slowdown,  # one stage at a time
+            "first pass": first_pass_s
+            / problem.cost.cores.full_load_slowdown,  # one stage at a time
         }
 
 

@@ -101,7 +101,7 @@ def _account(
     cost, prefetch = problem.cost, program.prefetch
     seconds = [price.seconds for price in priced]
     computed = _sum(counts.computed, seconds)  # [.., ranks]
-    compute_s = cost.all_done_s(computed)
+    compute_s = cost.cores.all_done_s(computed)
     waited: Number = 0.0
     if counts.beside:
         waited = waited_s(cost, counts.known, counts.steps, priced, not program.late, prefetch > 0)
@@ -203,7 +203,7 @@ class BarrierSegments:
     def all_done_s(self, cost: Cost, seconds: Sequence[Number]) -> Number:
         """How long all segments take, each until its slowest rank is done [s]."""
         return total(
-            cost.all_done_s(_sum(Counter(segment), seconds)) * count
+            cost.cores.all_done_s(_sum(Counter(segment), seconds)) * count
             for segment, count in self._ended.items()
         )
 
@@ -222,7 +222,7 @@ def _synchronous_epoch(
     transfers = _sum(counts.exchanged, seconds) + _sum(counts.reduced, seconds) + waited
     computed = _sum(counts.computed, seconds)
     with_host = computed + _sum(counts.hosted, seconds)
-    host_s = cost.all_done_s(with_host) - cost.all_done_s(computed)
+    host_s = cost.cores.all_done_s(with_host) - cost.cores.all_done_s(computed)
     return counts.segments.all_done_s(cost, seconds) + transfers, transfers + host_s
 
 
@@ -240,7 +240,7 @@ def _stale_epoch(
     shorter than its busiest port is busy.
     """
     computing_s = counts.reduce_segments.all_done_s(cost, seconds)
-    ports = cost.core_busy_s(_sum(counts.computed, seconds))
+    ports = cost.cores.core_busy_s(_sum(counts.computed, seconds))
     for number, count in (counts.exchanged + counts.reduced + counts.beside).items():
         add(ports, priced[number].transfer.ports, count)
     lanes_s = (
@@ -261,7 +261,7 @@ def _ahead_s(
     with computation [s]."""
     lane_s = counts.ahead_segments.all_done_s(cost, seconds)
     lane_s = lane_s + _sum(counts.exchanged_ahead, seconds)
-    if not cost.cores:
+    if not cost.cores.count:
         return lane_s
     ports = _port_s(cost, priced, [(key, count) for (_, key), count in counts.labelled.items()])
     return np.maximum(slowest(ports["cores"]), lane_s)
@@ -271,7 +271,8 @@ def _by_operation(cost: Cost, counts: _Counts, priced: Sequence[Price]) -> dict[
     """Seconds of each kind of operation on its slowest rank."""
     by_op: dict[str, Number] = {}
     slowest_s = [
-        price.seconds if price.is_transfer else cost.all_done_s(price.seconds) for price in priced
+        price.seconds if price.is_transfer else cost.cores.all_done_s(price.seconds)
+        for price in priced
     ]
     for (label, number), count in counts.labelled.items():
         by_op[label.kind] = by_op.get(label.kind, 0.0) + slowest_s[number] * count
@@ -281,7 +282,7 @@ def _by_operation(cost: Cost, counts: _Counts, priced: Sequence[Price]) -> dict[
 def _port_s(cost: Cost, priced: Sequence[Price], counted: Sequence[tuple[int, int]]) -> PortSeconds:
     """How long each port is busy with operations, each so many times [s]; shared CPU cores are a
     port."""
-    ports = cost.core_busy_s(
+    ports = cost.cores.core_busy_s(
         total(
             priced[number].seconds * count
             for number, count in counted

@@ -118,8 +118,8 @@ class _Ranks:
         seconds = total(
             self.priced[number].seconds * count for number, count in self.segment.items()
         )
-        reached = self.cost.all_done_s(seconds)
-        self._meet(reached - self.reached, self.cost.core_busy_s(seconds - self.seconds))
+        reached = self.cost.cores.all_done_s(seconds)
+        self._meet(reached - self.reached, self.cost.cores.core_busy_s(seconds - self.seconds))
         self.seconds, self.reached = seconds, reached
 
     def _meet(self, seconds: Number, ports: PortSeconds) -> None:

@@ -139,15 +139,17 @@ def predict(problem: Problem, program: Program) -> Prediction:
     ]
     exchanged_s = largest(exchanged)
 
-    ports = cost.core_busy_s(each_rank)
-    if cost.full_load_slowdown > 1:  # cores are idle only while someone waits for a transfer
+    ports = cost.cores.core_busy_s(each_rank)
+    if cost.cores.full_load_slowdown > 1:  # cores are idle only while someone waits for a transfer
         waits = exchanged_s + 2 * k * largest(costs.link_s)
         epoch = np.maximum(uncontended_s, np.minimum(epoch, busiest(ports) + waits))
     for more in (messages, *(one.ports for way in WAYS for one in passes[way])):
         add(ports, more)
     epoch = np.maximum(busiest(ports), epoch)
 
-    busy_s = np.minimum(largest(map(_slowest_member, computed)) * cost.full_load_slowdown, epoch)
+    busy_s = np.minimum(
+        largest(map(_slowest_member, computed)) * cost.cores.full_load_slowdown, epoch
+    )
     # The first chunk's way through the pipeline and back is exposed. Later chunks' transfers hide
     # behind computation.
     moving_s = np.minimum(2.0 * total(costs.link_s) + exchanged_s, np.maximum(epoch - busy_s, 0.0))
@@ -247,10 +249,10 @@ def _contended(
     """
     exchange_slowdown = _port_sharing(alone, uncontended_s)
     ports_shared = any(np.any(slowdown > 1) for slowdown in exchange_slowdown)
-    if not ports_shared and cost.full_load_slowdown == 1:
+    if not ports_shared and cost.cores.full_load_slowdown == 1:
         return alone, uncontended_s
-    passes = pricing.passes(exchange_slowdown, cost.full_load_slowdown)
-    return passes, _flow_shop_s(passes, costs, cost.full_load_slowdown)
+    passes = pricing.passes(exchange_slowdown, cost.cores.full_load_slowdown)
+    return passes, _flow_shop_s(passes, costs, cost.cores.full_load_slowdown)
 
 
 def _port_sharing(passes: Passes, epoch: Number) -> list[Number]:
@@ -275,7 +277,7 @@ def _port_sharing(passes: Passes, epoch: Number) -> list[Number]:
 
 def _by_operation(cost: Cost, costs: _StageCosts, passes: Passes, chunks: int) -> dict[str, Number]:
     """Seconds of each kind of operation, in the stage that takes longest for it."""
-    full_load = cost.full_load_slowdown
+    full_load = cost.cores.full_load_slowdown
     computed: dict[str, list[Number]] = {}
     for way in WAYS:
         for one in passes[way]:

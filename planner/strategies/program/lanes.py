@@ -26,7 +26,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 def epoch_s(cost: Cost, program: Program, order: Order, priced: Mapping[Kind, Price]) -> Number:
     """Seconds of the known steps, played over and over: from the last loss of a round to that of
     the next. If an epoch has more steps than are known, its end is left out."""
-    known, slowdown = list(program.known()), cost.full_load_slowdown
+    known, slowdown = list(program.known()), cost.cores.full_load_slowdown
     takes = {
         kind: (price.seconds * (1.0 if price.is_transfer else slowdown), price.is_transfer)
         for kind, price in priced.items()

@@ -61,7 +61,7 @@ def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
     Ranks of a kind are always ready at the same time, so one stands for all. None: all ranks, for
     they share cores.
     """
-    if problem.cost.cores:
+    if problem.cost.cores.count:
         return None
     works, numbers = [op.work for op in ops], list[Number]()
     numbers += [number for work in works if isinstance(work, Compute) for number in work.numbers()]
@@ -90,7 +90,7 @@ def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
                 by_link[cost.link_name(rank, rank + distance)] += nbytes
         case AllReduce():
             for group, size in op.work.by_group(op.ranks or tuple(range(problem.ranks))):
-                by_link.update(cost.reduced_by_link(2 * (len(group) - 1) * size, group))
+                by_link.update(cost.all_reduces.bytes_by_link(2 * (len(group) - 1) * size, group))
     return dict(by_link)
 
 

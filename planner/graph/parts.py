@@ -10,21 +10,16 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
-from gnnplan.planner.graph.graph import (
-    AT_ONCE,
-    MOST_VERTICES,
-    Array,
-    must_fit,
-    narrowed,
-)
+from gnnplan.planner.graph.features import sparse_features
+from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX, must_be_by_edge
+from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
 from gnnplan.planner.graph.ids import must_be_ids
 from gnnplan.planner.graph.labels import class_ids
 from gnnplan.planner.graph.masks import MASKS, as_mask
@@ -53,7 +48,7 @@ class Parts:
     """What a source holds: N vertices, E edges, F features, C classes."""
 
     path: str  # the name that messages give
-    edges: Iterable[tuple[Array, ...]]  # src, dst and each of `edge_fields`, some at a time
+    edges: Iterable[tuple[Array, ...]]  # src, dst and each of `columns`, some at a time
     vertices: int | None = None  # None: nothing says how many but the other parts
     classes: int | None = None
     x: Matrix | None = None  # [N, F]
@@ -61,7 +56,9 @@ class Parts:
     masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
     notes: list[str] = field(default_factory=list)
     vertex_fields: dict[str, Array] = field(default_factory=dict)  # [N, ..]
-    edge_fields: tuple[str, ...] = ()  # names
+    columns: tuple[str, ...] = ()  # names of fields of edges that stand beside both ends
+    # other fields of edges [E, ..], in the order of the edges, some rows at a time
+    edge_fields: dict[str, Iterable[Array]] = field(default_factory=dict)
     numbers: bool = False  # y are numbers to predict, whatever they look like
     x_path: str = ""  # the name that messages give x, if it is of another file
 
@@ -185,13 +182,21 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: data[name] for name in data if name not in taken and data[name] is not None}
 
 
+def counts_of(parts: Parts) -> dict[str, int]:
+    """By their names, how many vertices parts have rows of, or say that there are."""
+    named = {"x": parts.x, "y": parts.y}
+    named |= {name: parts.masks[name] for name in MASKS if name in parts.masks}
+    named |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
+    if sp.issparse(parts.x):
+        named["x_indptr"] = named.pop("x")
+    shapes: dict[str, Any] = {name: getattr(each, "shape", ()) for name, each in named.items()}
+    counts = {name: int(shape[0]) for name, shape in shapes.items() if shape}
+    return counts if parts.vertices is None else {**counts, "meta.vertices": parts.vertices}
+
+
 def vertices_of(parts: Parts) -> int | None:
     """How many vertices the parts say that there are, without a look at edges."""
-    if parts.vertices is not None:
-        return parts.vertices
-    rows = (parts.y, parts.x, *parts.masks.values(), *parts.vertex_fields.values())
-    shapes: Any = (getattr(each, "shape", ()) for each in rows)  # an array, or sparse
-    return next((int(shape[0]) for shape in shapes if shape), None)
+    return next(reversed(counts_of(parts).values()), None)
 
 
 def take_fields(
@@ -211,7 +216,7 @@ def take_fields(
         if kind == VERTEX:
             parts.vertex_fields[str(name)] = array
         else:
-            add_edge_field(parts, str(name), array)
+            parts.edge_fields[str(name)] = [array]
     parts.notes += ignored(left)
 
 
@@ -220,41 +225,6 @@ def is_numbers(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.dtype.kind in NUMBERS
     return str(getattr(value, "layout", "")) == "torch.strided" and not value.is_complex()
-
-
-def add_edge_field(parts: Parts, name: str, rows: Array | Iterable[Array]) -> None:
-    """Add a field of edges, as an array or some rows at a time, in the order of the edges."""
-    beside = _beside(parts.path, name, parts.edges, rows)
-    whole = isinstance(parts.edges, list) and isinstance(rows, np.ndarray)
-    parts.edges = [*beside] if whole else beside
-    parts.edge_fields = (*parts.edge_fields, name)
-
-
-def _beside(
-    path: str, name: str, edges: Iterable[tuple[Array, ...]], rows: Array | Iterable[Array]
-) -> Iterator[tuple[Array, ...]]:
-    """Pieces of edges with as many rows of a field. Raises SpecError for more or fewer."""
-    pieces, more = iter(edges), iter([rows] if isinstance(rows, np.ndarray) else rows)
-    edge_count = row_count = 0
-    rest: Array = np.empty(0)
-    for piece in pieces:
-        edge_count += len(piece[0])
-        while len(piece[0]):
-            count = min(len(rest), len(piece[0]))
-            if count:
-                yield (*(array[:count] for array in piece), rest[:count])
-                piece, rest = tuple(array[count:] for array in piece), rest[count:]
-            elif (found := next(more, None)) is not None:
-                row_count, rest = row_count + len(found), found
-            else:
-                edge_count += sum(len(piece[0]) for piece in pieces)
-                break
-    row_count += sum(map(len, more))
-    if row_count != edge_count:
-        raise SpecError(
-            f"{path}: {name}: has {row_count:,} rows, and there are {edge_count:,} edges; give a"
-            " row for each edge, in their order"
-        )
 
 
 # -- pieces ----------------------------------------------------------------------------------------
@@ -303,29 +273,29 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
         raise SpecError(f"{path}: x: holds no rows of features; give a row for each vertex")
 
 
-def collect(parts: Parts) -> dict[str, Array]:
-    """The parts in memory, under the names that arrays.read_arrays gives."""
-    names = column_names(parts)
-    columns = gathered(parts.path, "its edges", edge_pieces(parts), np.int32, len(names))
-    arrays = {**dict(zip(names, columns, strict=True)), **small_arrays(parts)}
-    if (x := parts.x) is None or sp.issparse(x):
-        return arrays
-    if isinstance(x, np.memmap) and _stays(x):
-        arrays["x"] = x
-    else:
-        pieces = ((piece,) for piece in feature_pieces(parts.x_path or parts.path, x))
-        (arrays["x"],) = gathered(parts.path, "its features", pieces, np.float32, 1)
-    return arrays
+def collect(parts: Parts) -> Parts:
+    """The parts in memory, in one piece each."""
+    path, x, width = parts.path, parts.x, 2 + len(parts.columns)
+    src, dst, *beside = gathered(path, "its edges", edge_pieces(parts), np.int32, width)
+    fields = dict(zip(parts.columns, beside, strict=True))
+    for name, pieces in parts.edge_fields.items():
+        each = ((piece,) for piece in pieces_of(path, "its edges", pieces))
+        (fields[name],) = gathered(path, name, each, np.int32, 1)
+        must_be_by_edge(path, name, len(fields[name]), len(src))
+    if sp.issparse(x):
+        x = cast(sp.csr_matrix, x).tocsr()
+        x = sparse_features(path, x.indptr, x.indices, np.array(x.shape), x.data)
+    elif x is not None and not (isinstance(x, np.memmap) and _stays(x)):
+        path = parts.x_path or path
+        rows = ((piece,) for piece in feature_pieces(path, cast("Array | Iterator[Array]", x)))
+        (x,) = gathered(path, "its features", rows, np.float32, 1)
+    edge_fields: dict[str, Iterable[Array]] = {name: [rows] for name, rows in fields.items()}
+    return replace(parts, edges=[(src, dst)], columns=(), edge_fields=edge_fields, x=x)
 
 
 def _stays(x: np.memmap) -> bool:
     """Whether mapped features stay in their file."""
     return x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous
-
-
-def column_names(parts: Parts) -> list[str]:
-    """Names of the arrays that a piece of edges has rows of."""
-    return ["src", "dst", *(EDGE + name for name in parts.edge_fields)]
 
 
 def small_arrays(parts: Parts) -> dict[str, Array]:

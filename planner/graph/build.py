@@ -1,0 +1,202 @@
+"""A graph of what a source holds: checked, completed by what it lacks, and noted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gnnplan.planner.graph.features import dense_features, stand_in
+from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked_fields
+from gnnplan.planner.graph.graph import (
+    MOST_VERTICES,
+    Array,
+    Features,
+    Graph,
+    GraphStats,
+    finish,
+    in_neighbours,
+    merging_note,
+    must_fit,
+)
+from gnnplan.planner.graph.ids import must_be_ids
+from gnnplan.planner.graph.labels import read_labels
+from gnnplan.planner.graph.masks import MASKS, as_mask, split_of
+from gnnplan.planner.graph.npy import typed
+from gnnplan.planner.graph.parts import Parts, counts_of
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_count
+
+STAND_IN_FEATURES = 128
+STAND_IN_CLASSES = 16
+STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """What is made up where a graph lacks it, and what its labels are."""
+
+    width: int = STAND_IN_FEATURES  # of stand-in features
+    own_width: bool = False  # the user asked for that width
+    labels: bool = False  # stand-in labels
+    numbers: bool = False  # its labels are numbers to predict, whatever they look like
+    seed: int = 0
+
+
+def must_be_a_graph(parts: Parts) -> tuple[int, int]:
+    """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
+
+    It is in one piece each."""
+    (src, _), vertices, _ = _checked_edges(parts)
+    _features(parts)
+    _fields(parts, vertices, len(src))
+    if parts.y is not None or parts.masks:  # of as many vertices
+        found = read_labels(parts.path, parts.y, vertices, parts.classes, parts.numbers)
+        rng, notes = np.random.default_rng(0), list[str]()
+        given = _masks(parts, notes)
+        split_of(parts.path, given, found.labelled, found.classes, rng, notes, 0)
+    return vertices, len(src)
+
+
+def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
+    """The graph of the parts, with a note for everything that was changed or made up.
+
+    Edges and their fields are one piece each, which the parts lose: they take as much memory as the
+    graph. Raises SpecError that names the array, the rule and the offending number."""
+    path, notes = parts.path, [*parts.notes]
+    (src, dst), vertices, counted = _checked_edges(parts)
+    if not counted:
+        notes.append("vertex count taken from the highest edge id")
+        if first := min(int(src.min()), int(dst.min())):
+            notes.append(
+                f"no edge has vertex 0: ids begin with {first:,}; if they count from 1, subtract 1"
+            )
+    vertex_fields, on_edges = _fields(parts, vertices, len(src))
+    stand_in_width = made_up.width if parts.x is None else 0
+    must_fit(
+        source,
+        (
+            f"{vertices:,} vertices with {stand_in_width:,} stand-in features"
+            if stand_in_width
+            else f"{vertices:,} vertices"
+        ),
+        vertices * (20.0 + 8 * stand_in_width)
+        + (120.0 if on_edges else 60.0) * len(src)
+        + sum(2.0 * field.nbytes for field in on_edges.values()),
+    )
+    indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
+    edge_fields, moved = along(on_edges, (src, dst), (indptr, indices), directed)
+    notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
+    parts.edges, parts.edge_fields = [], {}
+    del src, dst, on_edges
+
+    rng = np.random.default_rng(made_up.seed)
+    if (x := _features(parts)) is None:
+        x = stand_in(indptr, stand_in_width, rng)
+        notes.append(
+            f"stand-in features: the file has none, so {stand_in_width} made by seed"
+            f" {made_up.seed} (normal noise, one of log degree)"
+        )
+    elif made_up.own_width:
+        raise SpecError(
+            f"{source}: features= is the width of stand-in features, but the file has its own;"
+            " drop it"
+        )
+    else:
+        notes += merging_note(x)
+    y, classes, labelled, numbers = read_labels(
+        path, parts.y, vertices, parts.classes, made_up.numbers
+    )
+    if numbers:
+        several = show_count(classes, "number")
+        notes.append(f"regression: y holds {several} per vertex to predict, no classes")
+    if made_up.labels:
+        if classes:
+            raise SpecError(
+                f"{source}: task none makes stand-in labels, but the graph has its own"
+                f" ({classes:,} classes); drop --task none"
+            )
+        classes = parts.classes or STAND_IN_CLASSES
+        y = rng.integers(0, classes, vertices)
+        notes.append(
+            f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
+            f" {made_up.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
+        )
+    given = _masks(parts, notes)
+    train, val, test = split_of(path, given, labelled, classes, rng, notes, made_up.seed)
+    stats = GraphStats(
+        name=Path(path).stem,
+        source=source,
+        vertices=vertices,
+        edges=len(indices),
+        features=x.shape[1],
+        classes=classes,
+        train_vertices=int(train.sum()),
+        multilabel=y.ndim == 2 and not numbers,
+        numbers=numbers,
+        hash="",
+        notes=tuple(notes),
+        directed=directed,
+    )
+    masks = train, val, test
+    return finish(Graph(stats, indptr, indices, x, y, *masks, (), vertex_fields, edge_fields))
+
+
+def _features(parts: Parts) -> Features | None:
+    return dense_features(parts.path, parts.x) if isinstance(parts.x, np.ndarray) else parts.x
+
+
+def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
+    on_edges = {name: rows for name, pieces in parts.edge_fields.items() for rows in pieces}
+    return (
+        checked_fields(parts.path, VERTEX, parts.vertex_fields, vertices, "vertices"),
+        checked_fields(parts.path, EDGE, on_edges, edges, "edges"),
+    )
+
+
+def _masks(parts: Parts, notes: list[str]) -> dict[str, Array]:
+    """Its masks, of booleans."""
+    return {
+        name: as_mask(
+            parts.path, name, typed(parts.path, name, parts.masks[name], "biuf", (1, 2)), notes
+        )
+        for name in MASKS
+        if name in parts.masks
+    }
+
+
+def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
+    """The edges, the number of vertices, and what says how many, as `count` does.
+
+    Raises SpecError for an id beyond the vertices."""
+    (edges,) = parts.edges
+    vertices, counted = count(parts, *edges)
+    for name, ids in zip(("src", "dst"), edges, strict=True):
+        must_be_ids(parts.path, name, ids, vertices, counted=counted or "the edges")
+    return edges, vertices, counted
+
+
+def count(parts: Parts, src: Array, dst: Array) -> tuple[int, str]:
+    """The number of vertices, and the names of what says so ('' if only edges do)."""
+    counts = counts_of(parts)
+    if len(set(counts.values())) > 1:
+        raise SpecError(
+            f"{parts.path}: {', '.join(counts)}: must be given for the same number of vertices, are"
+            f" for {', '.join(f'{count:,}' for count in counts.values())}; give each a row per"
+            " vertex"
+        )
+    in_edges = (int(ids.max()) + 1 for ids in (src, dst) if len(ids))
+    vertices = next(iter(counts.values())) if counts else max(in_edges, default=0)
+    if vertices < 1:
+        raise SpecError(
+            f"{parts.path}: {', '.join(counts) or 'src, dst'}: the graph is empty (0 vertices); at"
+            " least 1 is needed"
+        )
+    if vertices > MOST_VERTICES:
+        raise SpecError(
+            f"{parts.path}: {', '.join(counts) or 'src, dst'}: {vertices:,} vertices; ids of 32"
+            f" bits reach {MOST_VERTICES:,}"
+        )
+    return vertices, " and ".join(counts)
