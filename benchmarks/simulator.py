@@ -119,9 +119,8 @@ def main(repeats: int = 3) -> None:
         )
     for fabric in (None, Fabric(kind="leaf_spine", servers_per_leaf=8, oversubscription=4)):
         changed = {"servers": 64, "gpus_per_server": 1, "fabric": fabric}
-        print(
-            f"{fabric.kind if fabric else 'one switch'}: {flows(TWO_SERVERS.model_copy(update=changed))}"
-        )
+        told = flows(TWO_SERVERS.model_copy(update=changed))
+        print(f"{fabric.kind if fabric else 'one switch'}: {told}")
 
 
 if __name__ == "__main__":
