@@ -18,6 +18,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.recommendation import Array, range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
@@ -183,7 +184,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
     def say(what: str, value: float, drawn: Array) -> None:
         out.update(zip(COUNTED[what], (value, *range_of(drawn)), strict=True))
 
-    if epochs:
+    if epochs != ONE:
         what = ("epochs", "time") if objective.stated is None else ("stated", "training")
         say(what[0], epochs.usual, epochs.drawn)
         say(what[1], candidate.time_s, candidate.drawn_time_s)
