@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.asking import Overrides, Question, ask, several
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.view import Lines, View, of
+from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer
@@ -331,9 +331,9 @@ class Plan(View):
         """Write plan.json, which the command line takes too."""
         documents.write(path, self.document)
 
-    def explain(self) -> Lines:
+    def explain(self) -> Blocks:
         """All reasons: the placement, what binds, why others lost, what was rejected."""
-        return Lines(list(_reasons(self.document, self.cluster)))
+        return Blocks(list(_reasons(self.document, self.cluster)))
 
     def choose(self, strategy: str) -> Plan:
         """The plan with another of its answers as the best, without planning anew.
