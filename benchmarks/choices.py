@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from commands import header, line
 
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question, testbed
@@ -123,4 +124,15 @@ def reliability(
         (place / bins, (place + 1) / bins, int(mask.sum()), float(came[mask].mean()))
         for place in range(bins)
         if (mask := places == place).any()
+    ]
+
+
+def chances_table(chances: Sequence[float], right: Sequence[bool], bins: int = 10) -> list[str]:
+    """Markdown: how often strategies were the fastest that had a chance of being it."""
+    return [
+        header("chance of being the fastest", "strategies", "were it"),
+        *(
+            line(f"{low:.0%} to {high:.0%}", count, f"{share:.0%}")
+            for low, high, count, share in reliability(chances, right, bins)
+        ),
     ]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from commands import header, line
 
 from gnnplan.planner.vocabulary.units import quantity
 
@@ -48,14 +49,17 @@ def tables(src: np.ndarray, dst: np.ndarray) -> Iterator[Any]:
         yield pyarrow.table({"src": src[some], "dst": dst[some]})
 
 
+def written(path: str, pieces: Iterator[Any], writer_of: Callable[..., Any]) -> None:
+    first = next(pieces)
+    with writer_of(path, first.schema) as writer:
+        for table in (first, *pieces):
+            writer.write_table(table)
+
+
 def csv(path: str, src: np.ndarray, dst: np.ndarray, vertices: int) -> None:
     import pyarrow.csv
 
-    pieces = tables(src, dst)
-    first = next(pieces)
-    with pyarrow.csv.CSVWriter(path, first.schema) as writer:
-        for table in (first, *pieces):
-            writer.write_table(table)
+    written(path, tables(src, dst), pyarrow.csv.CSVWriter)
 
 
 def csv_gz(path: str, src: np.ndarray, dst: np.ndarray, vertices: int) -> None:
@@ -66,11 +70,7 @@ def csv_gz(path: str, src: np.ndarray, dst: np.ndarray, vertices: int) -> None:
 def parquet(path: str, src: np.ndarray, dst: np.ndarray, vertices: int) -> None:
     import pyarrow.parquet
 
-    pieces = tables(src, dst)
-    first = next(pieces)
-    with pyarrow.parquet.ParquetWriter(path, first.schema) as writer:
-        for table in (first, *pieces):
-            writer.write_table(table)
+    written(path, tables(src, dst), pyarrow.parquet.ParquetWriter)
 
 
 def mtx(path: str, src: np.ndarray, dst: np.ndarray, vertices: int) -> None:
@@ -159,19 +159,16 @@ def floor(source: Path, folder: Path) -> float:
 
 
 def row(name: str, scratch: Path, vertices: int, edges: int, limit: float) -> str:
-    words, file, _ = FORMATS[name]
+    what, file, _ = FORMATS[name]
     source, folder = scratch / file, scratch / "graph"
     sizes = ["--vertices", str(vertices), "--edges", str(edges)]
     subprocess.run([sys.executable, __file__, "--write", str(source), *sizes, name], check=True)
     seconds, peak, code = converted(source, folder, limit)
-    stored = source.stat().st_size / 1e9
+    size, most = f"{source.stat().st_size / 1e9:.2f}", f"{peak / 1e9:.2f}"
     if code:
-        return f"| {words} | {edges:,} | {stored:.2f} | failed ({code}) | | {peak / 1e9:.2f} | |"
-    least = floor(source, folder)
-    return (
-        f"| {words} | {edges:,} | {stored:.2f} | {seconds:.1f} | {edges / seconds / 1e6:.1f} |"
-        f" {peak / 1e9:.2f} | {least:.1f} |"
-    )
+        return line(what, f"{edges:,}", size, f"failed ({code})", "", most, "")
+    rate, least = f"{edges / seconds / 1e6:.1f}", f"{floor(source, folder):.1f}"
+    return line(what, f"{edges:,}", size, f"{seconds:.1f}", rate, most, least)
 
 
 def main() -> None:
@@ -191,8 +188,8 @@ def main() -> None:
     if asked.write:
         FORMATS[asked.formats[0]][2](asked.write, *drawn(vertices, edges), vertices)
         return
-    print("| format | edges | source GB | seconds | million edges/s | peak GB | floor, seconds |")
-    print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
+    columns = ("edges", "source GB", "seconds", "million edges/s", "peak GB", "floor, seconds")
+    print(header("format", *columns), flush=True)
     for name in asked.formats or FORMATS:
         scratch = Path(tempfile.mkdtemp(dir=asked.folder))
         try:

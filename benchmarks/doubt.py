@@ -10,13 +10,14 @@ often what had a chance of being the fastest was it.
 
 from __future__ import annotations
 
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from choices import reliability
-from commands import words
+from choices import chances_table
+from commands import header, line, words
 from measured import FULL, MINI, Study, plan, rows
 
 from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
@@ -76,27 +77,21 @@ def told(name: str, asked: list[list[Measured]]) -> list[tuple[float, bool]]:
         regrets.append(epochs_s[choice] / min(epochs_s) - 1)
         rivals = [s for s, is_exact in zip(epochs_s, exact, strict=True) if is_exact]
         among_exact.append(epochs_s[choice] / min(rivals) - 1 if exact[choice] else 0.0)
-    print(
-        f"| {name} | {len(inside)} | {np.mean(inside):.0%} | {len(regrets)} | {lossy} |"
-        f" {np.mean(regrets):.1%} | {np.mean(among_exact):.1%} |"
-    )
+    means = (f"{np.mean(each):.1%}" for each in (regrets, among_exact))
+    print(line(name, len(inside), f"{np.mean(inside):.0%}", len(regrets), lossy, *means))
     return chances
 
 
 def main(datasets: str) -> None:
-    import tempfile
-
-    print("| study | epochs | in their range | questions | lossy | regret | among exact |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    columns = ("epochs", "in their range", "questions", "lossy", "regret", "among exact")
+    print(header("study", *columns))
     chances: list[tuple[float, bool]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name, study in STUDIES.items():
             if study.rows.exists():
                 asked = questions(study, Path(datasets), f"{scratch}/plan.json")
                 chances += told(name, asked)
-    print("\n| chance of being the fastest | strategies | were it |\n|---|--:|--:|")
-    for low, high, count, share in reliability(*zip(*chances, strict=True), bins=5):
-        print(f"| {low:.0%} to {high:.0%} | {count} | {share:.0%} |")
+    print("\n" + "\n".join(chances_table(*zip(*chances, strict=True), bins=5)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from commands import words
 
 GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
 HIDDEN, LAYERS, LR = 256, 3, 0.01
+MODEL = {"model": "sage", "layers": LAYERS, "hidden": HIDDEN}
 SHAPES = ((1024, 1024, 1024), (4000, 512, 512), (2000, 256, 256))
 MESSAGE = 8 << 20  # [B]
 ROUNDS = 7
@@ -44,7 +45,7 @@ def problem_of(ranks: int) -> Any:
         device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
         intra_node=Link(bandwidth=1e9),
     )
-    workload = Workload(model="sage", layers=LAYERS, hidden=HIDDEN, lr=LR)
+    workload = Workload(**MODEL, lr=LR)
     return Problem(graph.stats, graph, workload, anywhere)
 
 

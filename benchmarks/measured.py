@@ -22,7 +22,6 @@ the file by which a plan knows which differences are noise.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import os
@@ -37,18 +36,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
-from commands import gnnplan, words, write
+from commands import gnnplan, header, line, words, write
 
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.evidence.runs import Compared, Run, summarise
-from gnnplan.planner.evidence.validate import compare_operations, fullest, per_operation
+from gnnplan.planner.evidence.validate import MOVED, compare_operations, fullest, per_operation
 from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import replay
 
-TRACES = Path(__file__).resolve().parent.parent / "traces" / "measured"
-QUOTED = Path(__file__).resolve().parent.parent / "traces" / "quoted" / "measured.csv"
+TRACES, QUOTED = commands.TRACES / "measured", commands.TRACES / "quoted" / "measured.csv"
 EPOCHS = 12  # at least; half as many where an epoch is predicted to take longer than LONG [s]
 LONG = 1.5
 # cluster -> its newest file, when it was measured [s], and the machine's paces before and after
@@ -59,18 +58,17 @@ FRESH = 300.0
 # its pace
 SETTLED, MOST = 10.0, 100
 STEADY = 1.2  # most that a steady machine's slowest pace may take, over its fastest
+SENT = ("all_reduce", *MOVED)  # operations that send
 TIMES = 2  # that each is run, half an hour or more apart
-Job = tuple[str, tuple[str, ...]]  # a graph, and options of its workload
+Job = tuple[str, dict[str, Any]]  # a graph, and options of its workload
+WIDE = {"model": "sage", "layers": 3, "hidden": 256}
 JOBS: dict[str, Job] = {
-    "squirrel": (
-        "squirrel",
-        ("--model", "gcnii", "--layers", "32", "--hidden", "64", "--dropout", "0.5"),
-    ),
-    "flickr": ("flickr", ("--model", "sage", "--layers", "3", "--hidden", "256")),
-    "physics": ("coauthor_physics", ("--model", "gcn", "--layers", "3", "--hidden", "128")),
+    "squirrel": ("squirrel", {"model": "gcnii", "layers": 32, "hidden": 64, "dropout": 0.5}),
+    "flickr": ("flickr", WIDE),
+    "physics": ("coauthor_physics", {"model": "gcn", "layers": 3, "hidden": 128}),
     "synthetic": (
         "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0",
-        ("--model", "sage", "--layers", "3", "--hidden", "256"),
+        WIDE,
     ),
 }
 CLUSTERS = [
@@ -94,9 +92,9 @@ FAMILIES = (
     "gnnpipe",
 )
 SHARING = ("granndis(depth=1)", "granndis")  # between servers
-SAMPLED = ("--mode", "mini", "--layers", "3", "--hidden", "128", "--batch", "1024")
-SAGE = ("--model", "sage", "--fanout", "10,10,5", *SAMPLED)
-GCN = ("--model", "gcn", "--fanout", "15,10,5", "--dropout", "0.5", *SAMPLED)
+SAMPLED = {"mode": "mini", "layers": 3, "hidden": 128, "batch": 1024}
+SAGE = {"model": "sage", "fanout": "10,10,5", **SAMPLED}
+GCN = {"model": "gcn", "fanout": "15,10,5", "dropout": 0.5, **SAMPLED}
 MINI_JOBS: dict[str, Job] = {
     "actor": ("actor", SAGE),
     "cs": ("coauthor_cs", SAGE),
@@ -109,24 +107,6 @@ MINI_JOBS: dict[str, Job] = {
 }
 MINI_CLUSTERS = [(1, 2, ""), (2, 1, "400Mbit/s"), (2, 2, "400Mbit/s"), (2, 2, "unshaped")]
 MINI_FAMILIES = ("data_parallel", "gsplit", "p3", "p3(pipelined=True)")
-FIELDS = (
-    "date",
-    "hardware",
-    "job",
-    "cluster",
-    "strategy",
-    "constants",
-    "predicted_s",
-    "simulated_s",
-    "measured_s",
-    "bytes_equal",
-    "order_equal",
-    "memory_predicted",
-    "memory_measured",
-    "paces_s",
-    "told",
-    "epochs_s",
-)
 
 
 @dataclass(frozen=True)
@@ -171,10 +151,10 @@ def pace() -> float:
         return max(cores.map(_work, range(os.cpu_count() or 1), chunksize=1))
 
 
-def amid(*command: str) -> list[float]:
+def amid(*command: object, **options: object) -> list[float]:
     """Run a command of gnnplan; return the paces before and after."""
     before = pace()
-    gnnplan(*command)
+    gnnplan(*command, **options)
     return [before, pace()]
 
 
@@ -192,18 +172,15 @@ def constants(study: Study, servers: int, each: int, rate: str) -> tuple[Path, l
         study.folder.mkdir(parents=True, exist_ok=True)
         number = len(list(study.folder.glob(f"{cluster}.*.yaml"))) + 1
         path = study.folder / f"{cluster}.{number}.yaml"
-        emulated = ("--servers", str(servers), "--emulate", rate) if rate else ()
-        paces = amid("measure", "--ranks", str(each), *emulated, "-o", str(path))
+        emulated = {"servers": servers, "emulate": rate} if rate else {}
+        paces = amid("measure", ranks=each, **emulated, output=path)
         MEASURED[cluster] = path, time.monotonic(), paces
     return path, paces
 
 
 def rows(study: Study) -> list[dict[str, str]]:
     """All that there are."""
-    if not study.rows.exists():
-        return []
-    with study.rows.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return commands.rows(study.rows)
 
 
 def plan(
@@ -211,20 +188,9 @@ def plan(
 ) -> dict[str, Any]:
     """The document, which is left in `out`."""
     graph, workload = study.jobs[problem]
-    source = graph if ":" in graph else str(datasets / f"{graph}.npz")
-    gnnplan(
-        "plan",
-        "--graph",
-        source,
-        *workload,
-        "--cluster",
-        str(constants),
-        "--strategy",
-        strategy,
-        "-o",
-        out,
-    )
-    return read(Path(out))
+    source = graph if ":" in graph else datasets / f"{graph}.npz"
+    commands.plan(out, graph=source, **workload, cluster=constants, strategy=strategy)
+    return read(out)
 
 
 def run(study: Study, datasets: Path, problems: list[str]) -> None:
@@ -236,64 +202,37 @@ def run(study: Study, datasets: Path, problems: list[str]) -> None:
         servers, _, rate = cluster
         for strategy in study.families + (study.sharing if servers > 1 else ()):
             # no layer is narrower than its input
-            alike = "narrow" in strategy and "gcnii" in study.jobs[problem][1]
+            alike = "narrow" in strategy and study.jobs[problem][1]["model"] == "gcnii"
             if alike or done[problem, name(*cluster), strategy] > before:
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 planned, out = f"{scratch}/plan.json", f"{scratch}/run"
                 measured, paces = constants(study, *cluster)
-                predicted = plan(study, datasets, problem, measured, strategy, planned)["best"][
-                    "predicted"
-                ]["epoch_s"]
+                found = plan(study, datasets, problem, measured, strategy, planned)
+                predicted = found["best"]["predicted"]["epoch_s"]
                 # whose exchanges lag more from step to step, until they lag by one
                 settled = "pipegcn" not in strategy
                 least = EPOCHS // 2 if predicted > LONG and settled else EPOCHS
                 epochs = min(max(least, int(SETTLED / predicted)), MOST)
-                around = amid(
-                    "run",
-                    planned,
-                    "--epochs",
-                    str(epochs),
-                    "--eval-every",
-                    "0",
-                    "--checkpoint-every",
-                    "0",
-                    "--out",
-                    out,
-                    "--timeout",
-                    "120",
-                    *(("--emulate", rate) if rate else ()),
-                )
-                append(
-                    study,
-                    problem,
-                    name(*cluster),
-                    strategy,
-                    measured.stem,
-                    paces + around,
-                    replay(Path(out)).run,
-                )
+                how = {"eval_every": 0, "checkpoint_every": 0, "timeout": 120}
+                around = amid("run", planned, epochs=epochs, **how, out=out, emulate=rate or None)
+                told = {
+                    "job": problem,
+                    "cluster": name(*cluster),
+                    "strategy": strategy,
+                    "constants": measured.stem,
+                }
+                append(study, told, paces + around, replay(Path(out)).run)
                 done[problem, name(*cluster), strategy] += 1
 
 
-def append(
-    study: Study,
-    problem: str,
-    cluster: str,
-    strategy: str,
-    constants: str,
-    paces: list[float],
-    seen: Run,
-) -> None:
+def append(study: Study, told: dict[str, str], paces: list[float], seen: Run) -> None:
     """A row, and a line for whoever watches."""
     comparison, step = seen.comparison, seen.comparison["step"]
     row = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, Gloo",
-        "job": problem,
-        "cluster": cluster,
-        "strategy": strategy,
-        "constants": constants,
+        **told,
         **{key: f"{step[key]:.6g}" for key in ("predicted_s", "simulated_s", "measured_s")},
         "bytes_equal": comparison["bytes"]["equal"],
         "order_equal": comparison["order"]["equal"],
@@ -303,16 +242,11 @@ def append(
         "told": json.dumps(comparison["operations"]),
         "epochs_s": json.dumps([round(epoch, 6) for epoch in seen.epochs_s]),
     }
-    new = not study.rows.exists()
-    with study.rows.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    write(study.rows, [row], "a")
     print(
-        f"{problem:10s} {cluster:14s} {strategy:28s} predicted {step['predicted_s']:.4f} s,"
-        f" measured {step['measured_s']:.4f} s ({step['predicted_error']:+.0%});"
-        f" {' '.join(f'{each:.2f}' for each in paces)}",
+        f"{told['job']:10s} {told['cluster']:14s} {told['strategy']:28s}"
+        f" predicted {step['predicted_s']:.4f} s, measured {step['measured_s']:.4f} s"
+        f" ({step['predicted_error']:+.0%}); {' '.join(f'{each:.2f}' for each in paces)}",
         flush=True,
     )
 
@@ -321,37 +255,24 @@ def predict(study: Study, datasets: Path) -> None:
     """Every row's predictions anew."""
     told = rows(study)
     for row in told:
+        cluster = study.folder / f"{row['constants']}.yaml"
         with tempfile.TemporaryDirectory() as scratch:
-            document = plan(
-                study,
-                datasets,
-                row["job"],
-                study.folder / f"{row['constants']}.yaml",
-                row["strategy"],
-                f"{scratch}/plan.json",
-            )
+            out = f"{scratch}/plan.json"
+            document = plan(study, datasets, row["job"], cluster, row["strategy"], out)
         problem, strategy = question(document), chosen(document)
-        candidate, played = (
-            evaluate(problem, strategy),
-            play(strategy.schedule(problem, 5), problem.cost),
-        )
+        candidate = evaluate(problem, strategy)
+        played = play(strategy.schedule(problem, 5), problem.cost)
+        simulated = per_operation(played.spans, range(1, 5))
         seen = {each["operation"]: each["measured_s"] for each in json.loads(row["told"])}
+        operations = compare_operations(candidate.predicted, simulated, seen)
         row |= {
             "predicted_s": f"{float(candidate.predicted.epoch_s):.6g}",
             "simulated_s": f"{played.step_s:.6g}",
             "memory_predicted": str(round(fullest(candidate.memory, runtime=False))),
-            "told": json.dumps(
-                compare_operations(
-                    candidate.predicted, per_operation(played.spans, range(1, 5)), seen
-                )
-            ),
+            "told": json.dumps(operations),
         }
-        print(
-            row["job"],
-            row["cluster"],
-            row["strategy"],
-            f"{float(row['predicted_s']) / float(row['measured_s']) - 1:+.0%}",
-        )
+        error = float(row["predicted_s"]) / float(row["measured_s"]) - 1
+        print(row["job"], row["cluster"], row["strategy"], f"{error:+.0%}")
     write(study.rows, told)
 
 
@@ -374,7 +295,7 @@ def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) 
                     "predicted_bytes": float(row["memory_predicted"]),
                     "measured_bytes": float(row["memory_measured"]),
                 },
-                "bytes": {"equal": row["bytes_equal"] == "True"},
+                "bytes": {"equal": row["bytes_equal"] == "True", "predicted": SENT},
                 "order": {"equal": row["order_equal"] == "True"},
             },
             tuple(json.loads(row["epochs_s"])),
@@ -389,40 +310,35 @@ def table(study: Study) -> None:
     seen, on_steady = runs(study), runs(study, steady)
     told, even = summarise(seen), summarise(on_steady)["step"] if on_steady else {}
 
-    def line(what: str, of: dict[str, float] | None) -> str:
-        return (
-            f"| {what} | - | - | - | - |"
-            if of is None
-            else (f"| {what} | {of['n']} | {of['mean']:.1%} | {of['p95']:.1%} | {of['max']:.1%} |")
-        )
+    def show(what: str, of: dict[str, float] | None) -> None:
+        cells = [f"{of[figure]:.1%}" for figure in ("mean", "p95", "max")] if of else ["-"] * 3
+        print(line(what, of["n"] if of else "-", *cells))
 
     def order(tau: float | None) -> str:
         return "-" if tau is None else f"{tau:.2f}"
 
-    print("| | runs | mean | 95 % have at most | largest |\n|---|--:|--:|--:|--:|")
+    print(header("", "runs", "mean", "95 % have at most", "largest"))
     for way in ("predicted", "simulated"):
-        print(line(f"step, {way}", told["step"][way]))
-        print(line(f"step, {way}, machine steady", even.get(way)))
+        show(f"step, {way}", told["step"][way])
+        show(f"step, {way}, machine steady", even.get(way))
     for cluster in dict.fromkeys(run.question.split()[1] for run in seen):
         there = summarise([run for run in seen if run.question.endswith(f" {cluster}")])
-        print(line(f"step, predicted, {cluster}", there["step"]["predicted"]))
+        show(f"step, predicted, {cluster}", there["step"]["predicted"])
     for strategy in dict.fromkeys(run.strategy for run in seen):
         alike = summarise([run for run in seen if run.strategy == strategy])
-        print(line(f"step, predicted, {strategy}", alike["step"]["predicted"]))
+        show(f"step, predicted, {strategy}", alike["step"]["predicted"])
     for op, of in sorted(told["operations"].items(), key=lambda item: -item[1]["share"]):
-        print(line(f"{op} ({of['share']:.0%} of the step), predicted", of["predicted"]))
-    print(line("memory", told["memory"]))
+        show(f"{op} ({of['share']:.0%} of the step), predicted", of["predicted"])
+    show("memory", told["memory"])
     print(
         f"\nBytes as predicted in {told['bytes_equal']} of {told['runs']} runs. Noise from run to"
         f" run: {told['noise']:.1%}.\n"
     )
     print("| question | strategies | tau | chosen | fastest | regret |\n|---|--:|--:|---|---|--:|")
     for one in told["rankings"]:
-        names = f"{one['choice']} | {one['fastest']}"
-        print(
-            f"| {one['question']} | {one['strategies']} | {order(one['tau'])} | {names} |"
-            f" {one['regret']:.1%} |"
-        )
+        names = one["choice"], one["fastest"]
+        regret = f"{one['regret']:.1%}"
+        print(line(one["question"], one["strategies"], order(one["tau"]), *names, regret))
     if every := told["ranking"]:
         print(
             f"| all {every['questions']} || {order(every['tau'])} | right or within noise |"
@@ -432,17 +348,12 @@ def table(study: Study) -> None:
 
 def quote() -> None:
     """Write what a plan needs to know of the rows."""
-    write(
-        QUOTED,
-        [
-            {
-                "job": run.question,
-                "strategy": run.strategy,
-                **{key: run.comparison["step"][key] for key in ("predicted_s", "measured_s")},
-            }
-            for run in runs(FULL)
-        ],
-    )
+    quoted = [
+        {"job": run.question, "strategy": run.strategy}
+        | {key: run.comparison["step"][key] for key in ("predicted_s", "measured_s")}
+        for run in runs(FULL)
+    ]
+    write(QUOTED, quoted)
 
 
 if __name__ == "__main__":

@@ -10,26 +10,26 @@ machine's speed.
 
 from __future__ import annotations
 
-import csv
 import json
 import platform
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+import commands
 import numpy as np
-from commands import gnnplan, words, write
+from commands import plan, train, words, write
 
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 
-RECORD = Path(__file__).resolve().parent.parent / "traces" / "memory.csv"
-SERVERS = ("--set", "servers=2", "--set", "gpus_per_server=1")
+RECORD = commands.TRACES / "memory.csv"
+SERVERS = {"set": ["servers=2", "gpus_per_server=1"]}
 SQUIRREL, CHAMELEON = ("squirrel", "gcnii", 32), ("chameleon", "gcnii", 32)
 PHYSICS, CS = ("coauthor_physics", "sage", 3), ("coauthor_cs", "resgcn", 28)
 JOBS = [
     *(
-        (*graph, strategy, ranks, ())
+        (*graph, strategy, ranks, {})
         for graph in (SQUIRREL, CHAMELEON)
         for ranks in (2, 4)
         for strategy in (
@@ -40,8 +40,8 @@ JOBS = [
             "gnnpipe" if ranks == 2 else "gnnpipe(stages=2)",
         )
     ),
-    *((*PHYSICS, strategy, 2, ()) for strategy in ("graph_parallel", "pipegcn_gf", "gnnpipe")),
-    (*PHYSICS, "pipegcn", 4, ()),
+    *((*PHYSICS, strategy, 2, {}) for strategy in ("graph_parallel", "pipegcn_gf", "gnnpipe")),
+    (*PHYSICS, "pipegcn", 4, {}),
     *(
         (*CS, strategy, 2, SERVERS)
         for strategy in ("granndis(max_hop=1,fanout=15)", "granndis(batches=2)")
@@ -54,67 +54,40 @@ def main(datasets: Path, record: bool, graphs: list[str]) -> None:
     for graph, model, layers, strategy, ranks, more in JOBS:
         if graphs and graph not in graphs:
             continue
+        asked = {"model": model, "layers": layers, "hidden": 64, "strategy": strategy}
         with tempfile.TemporaryDirectory() as scratch:
-            plan, out = f"{scratch}/plan.json", Path(scratch) / "run"
-            asked = (
-                "--model",
-                model,
-                "--layers",
-                str(layers),
-                "--hidden",
-                "64",
-                "--dropout",
-                "0.5",
-                "--ranks",
-                str(ranks),
-                *more,
-            )
-            gnnplan(
-                "plan",
-                "--graph",
-                str(datasets / f"{graph}.npz"),
-                *asked,
-                "--strategy",
-                strategy,
-                "-o",
-                plan,
-            )
-            gnnplan("run", plan, "--epochs", "4", "--eval-every", "0", "--out", str(out))
-            document = read(Path(plan))
+            path, out, source = f"{scratch}/plan.json", f"{scratch}/run", datasets / f"{graph}.npz"
+            plan(path, graph=source, **asked, dropout=0.5, ranks=ranks, **more)
+            train(path, out, epochs=4)
+            document = read(path)
             use = chosen(document).memory(question(document))
             predicted = np.sum(
                 [nbytes for what, nbytes in use.items() if what not in BESIDE_TRAINING], axis=0
             )
-            for rank in range(ranks):
-                measured = json.loads((out / f"rank{rank}.json").read_text())["peak_bytes"]
-                rows.append(
-                    {
-                        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-                        "hardware": f"{platform.machine()} CPU, Gloo",
-                        "graph": graph,
-                        "model": model,
-                        "layers": layers,
-                        "hidden": 64,
-                        "strategy": strategy,
-                        "ranks": ranks,
-                        "rank": rank,
-                        "predicted_bytes": round(predicted[rank]),
-                        "measured_bytes": measured,
-                    }
-                )
-                print(
-                    f"{graph:16s} {model:6s} {layers:2d} {strategy:32s} rank {rank} of {ranks}:"
-                    f" predicted {predicted[rank] / 1e6:7.1f} MB, measured {measured / 1e6:7.1f} MB"
-                    f" ({predicted[rank] / measured - 1:+.1%})",
-                    flush=True,
-                )
-    if record:
-        with RECORD.open(newline="") as file:
-            write(
-                RECORD,
-                [row for row in csv.DictReader(file) if graphs and row["graph"] not in graphs]
-                + rows,
+            left = [json.loads(Path(out, f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        for rank in range(ranks):
+            measured = left[rank]["peak_bytes"]
+            rows.append(
+                {
+                    "date": f"{datetime.now(UTC):%Y-%m-%d}",
+                    "hardware": f"{platform.machine()} CPU, Gloo",
+                    "graph": graph,
+                    **asked,
+                    "ranks": ranks,
+                    "rank": rank,
+                    "predicted_bytes": round(predicted[rank]),
+                    "measured_bytes": measured,
+                }
             )
+            print(
+                f"{graph:16s} {model:6s} {layers:2d} {strategy:32s} rank {rank} of {ranks}:"
+                f" predicted {predicted[rank] / 1e6:7.1f} MB, measured {measured / 1e6:7.1f} MB"
+                f" ({predicted[rank] / measured - 1:+.1%})",
+                flush=True,
+            )
+    if record:
+        others = [row for row in commands.rows(RECORD) if graphs and row["graph"] not in graphs]
+        write(RECORD, [*others, *rows])
 
 
 if __name__ == "__main__":

@@ -28,12 +28,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
-from commands import gnnplan, words
-from floor import GRAPH, HIDDEN, LAYERS, LR
+from commands import DATASETS, header, in_turn, line, plan, ratio, train, words
+from floor import GRAPH, HIDDEN, LAYERS, LR, MODEL
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -42,9 +41,6 @@ from gnnplan.planner.graph.sampling import Frontier, draw, frontier, key_of, see
 from gnnplan.planner.graph.splitting import SPLITTERS, Frequency, presample, split
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
-DATASETS = Path(
-    os.environ.get("GNNPLAN_DATASETS", Path(__file__).resolve().parents[2] / "shared" / "datasets")
-)
 RANKS, FANOUTS, MOST = 4, (15, 15, 15), 20
 IMBALANCES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # of `balance`
 BATCH, OUTWARDS = 2048, (5, 10, 15)  # of `ddp`
@@ -59,10 +55,8 @@ def graph_of(name: str) -> Graph:
 
 def redundancy(names: list[str]) -> None:
     print(f"{RANKS} ranks, batch 1024, fanout 15, 3 layers; per epoch\n")
-    print(
-        "| graph | edges: micro | mini | ratio | features: micro | mini | ratio"
-        " |\n|---|--:|--:|--:|--:|--:|--:|"
-    )
+    columns = ("edges: micro", "mini", "ratio", "features: micro", "mini", "ratio")
+    print(header("graph", *columns))
     for name in names:
         graph, edges, rows = graph_of(name), np.zeros(2), np.zeros(2)
         for number, seeds in enumerate(seeds_of(graph, 1024, 0, 0)):
@@ -73,11 +67,12 @@ def redundancy(names: list[str]) -> None:
                 ]
                 edges[i] += sum(places.size for one in found for _, places in one.edges)
                 rows[i] += sum(one.nodes[0].size for one in found)
-        print(
-            f"| {name} | {edges[0]:,.0f} | {edges[1]:,.0f} | {edges[0] / edges[1]:.2f} |"
-            f" {rows[0]:,.0f} | {rows[1]:,.0f} | {rows[0] / rows[1]:.2f} |",
-            flush=True,
+        cells = (
+            cell
+            for of in (edges, rows)
+            for cell in (f"{of[0]:,.0f}", f"{of[1]:,.0f}", f"{of[0] / of[1]:.2f}")
         )
+        print(line(name, *cells), flush=True)
 
 
 def _setting(share: float) -> tuple[int, str]:
@@ -120,11 +115,9 @@ def splitters(share: float, names: list[str]) -> None:
     """Count cross edges and imbalance of every splitting function."""
     batch, trained = _setting(share)
     print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {trained}\n")
-    print(
-        "| graph | splitter | cross edges, layer 3 | 2 | 1 | in all | most edges over mean, layer 3"
-        " | 2 | 1 | in all |"
-    )
-    print("|---|---|" + "--:|" * 8)
+    columns = [f"{what}, layer 3" for what in ("cross edges", "most edges over mean")]
+    columns = [cell for column in columns for cell in (column, "2", "1", "in all")]
+    print(header("graph", "splitter", *columns, left=2))
     for name in names:
         graph, frequency, batches = _sampled(name, share)
         for splitter in SPLITTERS:
@@ -137,7 +130,7 @@ def splitters(share: float, names: list[str]) -> None:
                 *(f"{c:.1%}" for c in (*cross[::-1], crossing.sum() / edges.sum())),
                 *(f"{w:.2f}" for w in (*worst[2::-1], worst[3])),
             ]
-            print(f"| {name} | {splitter} | {' | '.join(cells)} |", flush=True)
+            print(line(name, splitter, *cells), flush=True)
 
 
 def balance(share: float, names: list[str]) -> None:
@@ -148,20 +141,18 @@ def balance(share: float, names: list[str]) -> None:
     """
     batch, trained = _setting(share)
     print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {trained}\n")
-    print("| graph | imbalance | expected load over mean | most edges | cross edges | rows sent |")
-    print("|---|" + "--:|" * 5)
+    columns = ("expected load over mean", "most edges", "cross edges", "rows sent")
+    print(header("graph", "imbalance", *columns))
     for name in names:
         graph, frequency, batches = _sampled(name, share)
         for imbalance in IMBALANCES:
             owner = split(graph, RANKS, "gsplit", 0, frequency, imbalance)
             edges, crossing, rows = _shared(graph, batches, owner)
             load, of_ranks = np.bincount(owner, frequency.vertices, RANKS), edges.sum(1)
-            print(
-                f"| {name} | {imbalance:g} | {load.max() / load.mean():.3f} |"
-                f" {(of_ranks.max(1) / of_ranks.mean(1)).mean():.3f} |"
-                f" {crossing.sum() / edges.sum():.1%} | {rows:,} |",
-                flush=True,
-            )
+            most = f"{(of_ranks.max(1) / of_ranks.mean(1)).mean():.3f}"
+            cross = f"{crossing.sum() / edges.sum():.1%}"
+            over = f"{load.max() / load.mean():.3f}"
+            print(line(name, f"{imbalance:g}", over, most, cross, f"{rows:,}"), flush=True)
 
 
 def sampler() -> None:
@@ -172,13 +163,9 @@ def sampler() -> None:
     torch.set_num_threads(1)
     graph = load("synthetic:community?vertices=20000&edges=1000000&features=8&classes=16&seed=0")
     assert isinstance(graph, Graph)
-    source, target = (
-        graph.indices.astype(np.int64),
-        np.repeat(np.arange(graph.stats.vertices), graph.degree),
-    )
-    theirs = dgl.graph(
-        (torch.from_numpy(source), torch.from_numpy(target)), num_nodes=graph.stats.vertices
-    ).formats("csc")
+    targets = np.repeat(np.arange(graph.stats.vertices), graph.degree)
+    ends = torch.from_numpy(graph.indices.astype(np.int64)), torch.from_numpy(targets)
+    theirs = dgl.graph(ends, num_nodes=graph.stats.vertices).formats("csc")
     vertices = np.random.default_rng(0).permutation(graph.stats.vertices)
     for fanout in (5, 10, 15):
         seconds: dict[str, list[float]] = {"ours": [], "DGL": []}
@@ -226,16 +213,9 @@ def dgl_child() -> None:
     graph.ndata["x"], graph.ndata["y"] = torch.tensor(data.x), torch.tensor(data.y)
     seeds = torch.tensor(data.train).nonzero().squeeze(1)
     # DGL counts fanouts from the features on
-    loader = DataLoader(
-        graph,
-        seeds,
-        NeighborSampler(list(OUTWARDS[::-1])),
-        batch_size=BATCH // ranks,
-        use_ddp=True,
-        shuffle=True,
-        drop_last=False,
-        num_workers=0,
-    )
+    sampler = NeighborSampler(list(OUTWARDS[::-1]))
+    how = {"use_ddp": True, "shuffle": True, "drop_last": False, "num_workers": 0}
+    loader = DataLoader(graph, seeds, sampler, batch_size=BATCH // ranks, **how)
     widths = [data.stats.features] + [HIDDEN] * (LAYERS - 1) + [data.stats.classes]
     layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in itertools.pairwise(widths))
 
@@ -270,23 +250,10 @@ def dgl_child() -> None:
 
 def theirs(ranks: int) -> float:
     """Median epoch of DGL's data-parallel loop [s]."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        __file__,
-        "dgl-child",
-    ]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "DGLBACKEND": "pytorch",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    run = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    env = {**os.environ, **threads, "DGLBACKEND": "pytorch", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *run, __file__, "dgl-child"]
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     told = next(
         line for line in done.stdout.splitlines() if line.startswith("[") and line.endswith("]")
@@ -296,39 +263,12 @@ def theirs(ranks: int) -> float:
 
 def ours(strategy: str, ranks: int, graph: str = GRAPH) -> float:
     """Median epoch of the same training by `gnnplan run` [s]."""
+    batches = {"mode": "mini", "batch": BATCH, "fanout": ",".join(map(str, OUTWARDS))}
+    asked = {"graph": graph, **MODEL, **batches, "lr": LR, "ranks": ranks, "strategy": strategy}
     with tempfile.TemporaryDirectory() as folder:
-        plan, out = f"{folder}/plan.json", f"{folder}/run"
-        gnnplan(
-            "plan",
-            "--graph",
-            graph,
-            "--model",
-            "sage",
-            "--layers",
-            str(LAYERS),
-            "--hidden",
-            str(HIDDEN),
-            "--set",
-            f"lr={LR}",
-            "--ranks",
-            str(ranks),
-            "--mode",
-            "mini",
-            "--batch",
-            str(BATCH),
-            "--fanout",
-            ",".join(map(str, OUTWARDS)),
-            "--strategy",
-            strategy,
-            "-o",
-            plan,
-        )
-        gnnplan("run", plan, "--epochs", str(EPOCHS), "--eval-every", "0", "--out", out)
-        epochs = [
-            json.loads(line)["epoch_s"]
-            for line in Path(out, "metrics.jsonl").read_text().splitlines()
-        ]
-    return median(epochs[WARM:])
+        plan(f"{folder}/plan.json", **asked)
+        epochs = train(f"{folder}/plan.json", f"{folder}/run", epochs=EPOCHS)
+    return median(epoch["epoch_s"] for epoch in epochs[WARM:])
 
 
 def ddp(rounds: int) -> None:
@@ -346,23 +286,10 @@ def ddp(rounds: int) -> None:
         f" median epoch of {rounds} rounds in turn"
     )
     for name, series in seconds.items():
-        ratios = [
-            median(a / b for a, b in zip(series, other, strict=True)) for other in (peer, floor)
-        ]
         print(
-            f"{name:40s} {median(series):.3f} s  {ratios[0]:.2f}x DGL's loop  {ratios[1]:.2f}x one"
-            " rank"
+            f"{name:40s} {median(series):.3f} s  {ratio(series, peer):.2f}x DGL's loop "
+            f" {ratio(series, floor):.2f}x one rank"
         )
-
-
-def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each side in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds):
-        for name, once in sides.items():
-            print(f"round {turn + 1}/{rounds}: {name}", file=sys.stderr)
-            seconds[name].append(once())
-    return seconds
 
 
 def split_against_data_parallel(rounds: int, names: list[str]) -> None:
@@ -370,21 +297,14 @@ def split_against_data_parallel(rounds: int, names: list[str]) -> None:
 
     Ratios are within rounds; medians of them are printed.
     """
-    for name, graph in {
-        "synthetic, 50 edges a vertex": GRAPH,
-        **{name: str(DATASETS / f"{name}.npz") for name in names},
-    }.items():
-        seconds = in_turn(
-            {
-                s: partial(ours, s, 2, graph)
-                for s in ("data_parallel", "gsplit", "gsplit(narrow=True)")
-            },
-            rounds,
-        )
+    strategies = ("data_parallel", "gsplit", "gsplit(narrow=True)")
+    graphs = {name: str(DATASETS / f"{name}.npz") for name in names}
+    for name, graph in {"synthetic, 50 edges a vertex": GRAPH, **graphs}.items():
+        seconds = in_turn({s: partial(ours, s, 2, graph) for s in strategies}, rounds)
         for strategy, series in seconds.items():
-            ratio = median(a / b for a, b in zip(series, seconds["data_parallel"], strict=True))
             print(
-                f"{name:30s} {strategy:20s} {median(series):.3f} s  {ratio:.2f}x data_parallel",
+                f"{name:30s} {strategy:20s} {median(series):.3f} s "
+                f" {ratio(series, seconds['data_parallel']):.2f}x data_parallel",
                 flush=True,
             )
 

@@ -30,13 +30,8 @@ from gnnplan.planner.strategies import Strategy, parse
 KNOBS = {
     "graph_parallel": ["graph_parallel", "graph_parallel(narrow=True)"],
     "pipegcn": ["pipegcn"],
-    "gnnpipe": [
-        "gnnpipe(chunks=8)",
-        "gnnpipe(chunks=16)",
-        "gnnpipe(chunks=32)",
-        "gnnpipe(chunks=64)",
-    ],
-    "granndis": ["granndis(depth=1)", "granndis(depth=2)", "granndis(depth=3)", "granndis"],
+    "gnnpipe": [f"gnnpipe(chunks={chunks})" for chunks in (8, 16, 32, 64)],
+    "granndis": [*(f"granndis(depth={depth})" for depth in (1, 2, 3)), "granndis"],
 }
 CLUSTERS = 1_000  # at a time: what a prediction works on stays in the cache
 
@@ -62,19 +57,13 @@ def over(problem: Problem, count: int) -> Problem:
         return np.exp(rng.uniform(np.log(low), np.log(high), (count, 1)))
 
     def link() -> Link:
-        return problem.cluster.intra_node.model_copy(
-            update={"bandwidth": column(1e8, 1e11), "latency": column(1e-6, 1e-3)}
-        )
+        numbers = {"bandwidth": column(1e8, 1e11), "latency": column(1e-6, 1e-3)}
+        return problem.cluster.intra_node.model_copy(update=numbers)
 
-    device = problem.cluster.device.model_copy(
-        update={"gemm": column(1e12, 1e14), "memory_bandwidth": column(1e11, 2e12)}
-    )
-    return replace(
-        problem,
-        cluster=problem.cluster.model_copy(
-            update={"device": device, "intra_node": link(), "inter_node": link()}
-        ),
-    )
+    numbers = {"gemm": column(1e12, 1e14), "memory_bandwidth": column(1e11, 2e12)}
+    device = problem.cluster.device.model_copy(update=numbers)
+    parts = {"device": device, "intra_node": link(), "inter_node": link()}
+    return replace(problem, cluster=problem.cluster.model_copy(update=parts))
 
 
 def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> tuple[float, float]:
@@ -101,16 +90,8 @@ def large(vertices: int = 1_000_000, edges: int = 20_000_000) -> Graph:
     indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
     none = np.zeros(vertices, bool)
     stats = GraphStats("large", "large", vertices, len(indices), 1, 2, 0, False, "large")
-    return Graph(
-        stats,
-        indptr,
-        indices,
-        np.zeros((vertices, 1), np.float32),
-        np.zeros(vertices, np.int64),
-        none,
-        none,
-        none,
-    )
+    x, y = np.zeros((vertices, 1), np.float32), np.zeros(vertices, np.int64)
+    return Graph(stats, indptr, indices, x, y, none, none, none)
 
 
 def growth(servers: int = 4, hops: int = 3) -> None:
@@ -123,10 +104,8 @@ def growth(servers: int = 4, hops: int = 3) -> None:
         for server in range(servers):
             allowed = expand(graph, server_of == server, expansion, server) if expansion else None
             rows.append(int((distances(graph, server_of == server, hops, allowed) < FAR).sum()))
-        seconds, peak = (
-            time.perf_counter() - start,
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        )
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(
             f"{graph.stats.vertices:,} vertices, {graph.stats.edges:,} edges, {servers} servers,"
             f" {hops} hops, {name}: {seconds:.1f} s, growth"

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from commands import words
+from commands import header, line, words
 
 from gnnplan.api.asking import problem_of
 from gnnplan.cli import app
@@ -51,15 +51,11 @@ SOURCE = (
 )
 TRAINED, GPUS, LIMIT = 0.01, 4, 12e9  # share of the vertices, GPUs of the server, [B]
 CLUSTER = "gsplit_p3_8xlarge"
-ASKED = {
-    "mode": "mini",
-    "model": "sage",
-    "layers": 3,
-    "hidden": 256,
-    "batch": 1024,
-    "fanout": (15, 10, 5),
-}
-WORKLOAD = Workload(**ASKED)
+WORKLOAD = Workload(mode="mini", model="sage", layers=3, hidden=256, batch=1024, fanout=(15, 10, 5))
+ASKED = (
+    "--mode mini --model sage --layers 3 --hidden 256 --batch 1024 --fanout 15,10,5"
+    f" --cluster {CLUSTER} --ranks {GPUS} --strategy data_parallel"
+)
 
 
 def generate(folder: Path) -> None:
@@ -75,13 +71,8 @@ def generate(folder: Path) -> None:
     train = np.zeros(n, bool)
     train[np.random.default_rng(0).permutation(n)[: round(TRAINED * n)]] = True
     folder.mkdir(parents=True)
-    for name, array in (
-        ("src", graph.indices[once]),
-        ("dst", dst[once]),
-        ("y", graph.y),
-        ("train_mask", train),
-        ("x", graph.x),
-    ):
+    edges = {"src": graph.indices[once], "dst": dst[once]}
+    for name, array in {**edges, "y": graph.y, "train_mask": train, "x": graph.x}.items():
         np.save(folder / f"{name}.npy", array)
 
 
@@ -109,49 +100,23 @@ def weighing(strategy: str) -> Callable[[Path], float]:
         problem = problem_of(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)
         started = time.process_time()
         found = search(problem, forced=parse(strategy)).ranked[0]
-        print(
-            f"{found.strategy}: {float(found.predicted.epoch_s):.3g} s per epoch", file=sys.stderr
-        )
+        epoch_s = float(found.predicted.epoch_s)
+        print(f"{found.strategy}: {epoch_s:.3g} s per epoch", file=sys.stderr)
         return time.process_time() - started
 
     return timed
 
 
 def plan(folder: Path) -> float:
-    asked = [
-        word
-        for name, value in ASKED.items()
-        for word in (
-            f"--{name}",
-            ",".join(map(str, value)) if isinstance(value, tuple) else str(value),
-        )
-    ]
     started = time.process_time()
-    app(
-        [
-            "plan",
-            "--graph",
-            str(folder),
-            "--cluster",
-            CLUSTER,
-            "--ranks",
-            str(GPUS),
-            *asked,
-            "--strategy",
-            "data_parallel",
-        ],
-        standalone_mode=False,
-    )
+    app(["plan", "--graph", str(folder), *ASKED.split()], standalone_mode=False)
     return time.process_time() - started
 
 
 STEPS: dict[str, tuple[str, Callable[[Path], float]]] = {
     "first": ("load, the features looked at for the first time", loading),
     "load": ("load", loading),
-    "presample": (
-        "pre-sampling, 10 epochs",
-        of_graph(lambda graph: presample(graph, WORKLOAD)),
-    ),
+    "presample": ("pre-sampling, 10 epochs", of_graph(lambda graph: presample(graph, WORKLOAD))),
     "hottest": (
         "hot rows by frequency, 10 epochs",
         of_graph(lambda graph: hottest(graph, WORKLOAD, "frequency", GPUS)),
@@ -174,15 +139,13 @@ def run(step: str, folder: Path, cache: Path) -> None:
         text=True,
         env=os.environ | {"GNNPLAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
     )
-    words = (STEPS | NAMED)[step][0] if step in STEPS | NAMED else step
+    what = (STEPS | NAMED)[step][0] if step in STEPS | NAMED else step
     if done.returncode:
-        print(f"| {words} | failed ({done.returncode}) | |", flush=True)
+        print(f"| {what} | failed ({done.returncode}) | |", flush=True)
         return
     seconds, peak = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"| {words} | {seconds:,.0f} | {peak / 1e9:.1f}{'' if peak < LIMIT else ' (!)'} |",
-        flush=True,
-    )
+    most = f"{peak / 1e9:.1f}{'' if peak < LIMIT else ' (!)'}"
+    print(line(what, f"{seconds:,.0f}", most), flush=True)
 
 
 RANKS, EACH = (8, 64, 256, 1024), 8  # GPUs of a DGX A100
@@ -206,15 +169,9 @@ PLAYED: dict[str, dict[str, object]] = {
 
 
 def on(graph: str, ranks: int, asked: dict[str, object]) -> Problem:
-    return problem_of(
-        graph,
-        read_cluster(SERVER),
-        read_workload(None, asked),
-        [f"servers={ranks // EACH}"],
-        None,
-        "metis",
-        False,
-    )
+    cluster, workload = read_cluster(SERVER), read_workload(None, asked)
+    settings = [f"servers={ranks // EACH}"]
+    return problem_of(graph, cluster, workload, settings, None, "metis", False)
 
 
 def planning(ranks: int, asked: dict[str, object]) -> str:
@@ -243,18 +200,14 @@ def playing(text: str, ranks: int, asked: dict[str, object]) -> str:
 def growth(picture: Path | None) -> None:
     """Print the table over the number of ranks, and draw it."""
     lines: dict[str, list[str]] = {}
-    print(
-        f"| seconds of one core | {' | '.join(f'{ranks:,} ranks' for ranks in RANKS)}"
-        f" |\n|---|{'--:|' * len(RANKS)}",
-        flush=True,
-    )
+    print(header("seconds of one core", *(f"{ranks:,} ranks" for ranks in RANKS)), flush=True)
     for name, asked in PLANNED.items():
         lines[name] = [planning(ranks, asked) for ranks in RANKS]
-        print(f"| {name} | {' | '.join(lines[name])} |", flush=True)
+        print(line(name, *lines[name]), flush=True)
     for text, asked in PLAYED.items():
         name = f"play {text}"
         lines[name] = [playing(text, ranks, asked) for ranks in RANKS]
-        print(f"| {name} | {' | '.join(seconds or '-' for seconds in lines[name])} |", flush=True)
+        print(line(name, *(seconds or "-" for seconds in lines[name])), flush=True)
     if picture:
         draw(lines, picture)
 
@@ -267,15 +220,9 @@ def draw(lines: dict[str, list[str]], picture: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
     for name, told in lines.items():
-        points = [
-            (ranks, float(seconds)) for ranks, seconds in zip(RANKS, told, strict=True) if seconds
-        ]
-        axes.loglog(
-            *zip(*points, strict=True),
-            marker="o",
-            linestyle="-" if name.startswith("plan") else "--",
-            label=name,
-        )
+        points = [(ranks, float(s)) for ranks, s in zip(RANKS, told, strict=True) if s]
+        style = "-" if name.startswith("plan") else "--"
+        axes.loglog(*zip(*points, strict=True), marker="o", linestyle=style, label=name)
     axes.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS])
     axes.set(xlabel="ranks", ylabel="seconds of one core")
     axes.grid(alpha=0.3)
@@ -284,7 +231,7 @@ def draw(lines: dict[str, list[str]], picture: Path) -> None:
 
 
 def main(folder: Path, steps: list[str]) -> None:
-    print("| step | seconds of one core | peak GB |\n|---|--:|--:|", flush=True)
+    print(header("step", "seconds of one core", "peak GB"), flush=True)
     if not folder.exists():
         run("generate", folder, folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent) as cache:

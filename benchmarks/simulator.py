@@ -26,7 +26,7 @@ from gnnplan.planner.vocabulary.schedule import (
 from gnnplan.simulator.flows import Flows
 from gnnplan.simulator.player import play
 
-GATHER = Gather(20_000, 256, 10_000, 1_000)
+WORK = Compute(flops=2e9, gathers=(Gather(20_000, 256, 10_000, 1_000),), launches=4)
 DEVICE = Device(memory=24e9, gemm=1e13, memory_bandwidth=5e11, gather={16: 1e11, 256: 3e11})
 TWO_SERVERS = Cluster(
     servers=2,
@@ -47,22 +47,13 @@ def pipeline(stages: int = 8, chunks: int = 32, steps: int = 20) -> Schedule:
                 sent = Label("pipeline", step, "f", chunk=chunk, peer=stage + 1)
                 got = Label("arrive", step, "f", chunk=chunk, peer=stage - 1)
                 if stage:
-                    schedule.tasks.append(
-                        Task(
-                            got,
-                            stage,
-                            "copy",
-                            Recv(stage - 1, Label("pipeline", step, "f", chunk=chunk, peer=stage)),
-                        )
-                    )
-                work = Compute(flops=2e9, gathers=(GATHER,), launches=4)
-                schedule.tasks.append(
-                    Task(forward, stage, "compute", work, (got,) if stage else ())
-                )
+                    receive = Recv(stage - 1, sent._replace(peer=stage))
+                    schedule.tasks.append(Task(got, stage, "copy", receive))
+                before = (got,) if stage else ()
+                schedule.tasks.append(Task(forward, stage, "compute", WORK, before))
                 if stage < stages - 1:
-                    schedule.tasks.append(
-                        Task(sent, stage, "comm", Send(stage + 1, 1_000_000), (forward,))
-                    )
+                    send = Send(stage + 1, 1_000_000)
+                    schedule.tasks.append(Task(sent, stage, "comm", send, (forward,)))
     return schedule
 
 
@@ -76,23 +67,15 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
                 sent = tuple(
                     (peer, 10_000 * (1 + (3 * rank + peer) % 5)) for peer in group if peer != rank
                 )
-                exchange, forward = (
-                    Label("halo", step, "f", layer),
-                    Label("forward", step, "f", layer),
+                exchange, forward, reduced = (
+                    Label(op, step, way, layer)
+                    for op, way in (("halo", "f"), ("forward", "f"), ("all_reduce", "b"))
                 )
                 before = (Label("forward", step, "f", layer - 1),) if layer else ()
                 schedule.tasks += [
                     Task(exchange, rank, "comm", Collective("exchange", group, sent), before),
-                    Task(
-                        forward,
-                        rank,
-                        "compute",
-                        Compute(flops=2e9, gathers=(GATHER,), launches=4),
-                        (exchange,),
-                    ),
-                    all_reduce(
-                        Label("all_reduce", step, "b", layer), rank, group, 262_144, (forward,)
-                    ),
+                    Task(forward, rank, "compute", WORK, (exchange,)),
+                    all_reduce(reduced, rank, group, 262_144, (forward,)),
                 ]
     return schedule
 
@@ -100,16 +83,12 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
 def flows(cluster: Cluster) -> str:
     """Irregular: log-normal sizes, sigma 1. Seconds of a core."""
     ranks = cluster.ranks
-    exchange = Flows.of(
-        Cost(cluster),
-        np.random.default_rng(0).lognormal(0, 1, (ranks, ranks)) * 1e6 * ~np.eye(ranks, dtype=bool),
-    )
+    sizes = np.random.default_rng(0).lognormal(0, 1, (ranks, ranks)) * 1e6
+    exchange = Flows.of(Cost(cluster), sizes * ~np.eye(ranks, dtype=bool))
     start = time.process_time()
     exchange.rates()
-    words = [
-        f"{exchange.nbytes.size} flows: rates of all in"
-        f" {(time.process_time() - start) * 1e3:.1f} ms"
-    ]
+    ms = (time.process_time() - start) * 1e3
+    words = [f"{exchange.nbytes.size} flows: rates of all in {ms:.1f} ms"]
     for every, how in (
         (0.005, "with rates anew every half per cent of it"),
         (0.0, "with rates anew at every end"),
@@ -139,10 +118,9 @@ def main(repeats: int = 3) -> None:
             " per step"
         )
     for fabric in (None, Fabric(kind="leaf_spine", servers_per_leaf=8, oversubscription=4)):
-        changed = TWO_SERVERS.model_copy(
-            update={"servers": 64, "gpus_per_server": 1, "fabric": fabric}
-        )
-        print(f"{fabric.kind if fabric else 'one switch'}: {flows(changed)}")
+        changed = {"servers": 64, "gpus_per_server": 1, "fabric": fabric}
+        told = flows(TWO_SERVERS.model_copy(update=changed))
+        print(f"{fabric.kind if fabric else 'one switch'}: {told}")
 
 
 if __name__ == "__main__":

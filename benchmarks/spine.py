@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commands import words
-from floor import GRAPH, HIDDEN, LAYERS, floor, problem_of, shown
+from commands import in_turn, plan, ratio, train, words
+from floor import GRAPH, HIDDEN, MODEL, floor, problem_of, shown
 
 EPOCHS = 14
 AGREE = 1e-3  # most that losses of the same training are apart, as a share
@@ -39,14 +39,11 @@ def peer(library: str, threads: int) -> dict[str, Any]:
     {'epoch_s': median [s], 'losses', 'rss_mb'}.
     """
     count = str(threads)
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "DGLBACKEND": "pytorch",
-    }
+    env = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "DGLBACKEND": "pytorch"}
     command = [sys.executable, __file__, "peer", library, count]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | env, stdout=subprocess.PIPE, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -78,49 +75,15 @@ def ours(strategy: str, ranks: int, dtype: str) -> dict[str, Any]:
 
     {'epoch_s': median [s], 'losses', 'rss_mb': of the fullest rank}.
     """
+    asked = {"graph": GRAPH, **MODEL, "ranks": ranks, "dtype": dtype, "strategy": strategy}
     with tempfile.TemporaryDirectory() as folder:
-        plan, out = f"{folder}/plan.json", f"{folder}/run"
-        gnnplan = [sys.executable, "-m", "gnnplan"]
-        question = [
-            "--graph",
-            GRAPH,
-            "--model",
-            "sage",
-            "--layers",
-            str(LAYERS),
-            "--hidden",
-            str(HIDDEN),
-            "--ranks",
-            str(ranks),
-            "--dtype",
-            dtype,
-        ]
-        subprocess.run(
-            [*gnnplan, "plan", *question, "--strategy", strategy, "-o", plan],
-            check=True,
-            capture_output=True,
-        )
-        command = [
-            *gnnplan,
-            "run",
-            plan,
-            "--epochs",
-            str(EPOCHS),
-            "--eval-every",
-            "0",
-            "--out",
-            out,
-            "--json",
-        ]
-        done = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        lines = Path(out, "metrics.jsonl").read_text("utf-8").splitlines()
-    result = json.loads(done.stdout)
+        plan(f"{folder}/plan.json", **asked)
+        epochs = train(f"{folder}/plan.json", f"{folder}/run", epochs=EPOCHS)
+        left = [json.loads(path.read_text()) for path in Path(folder, "run").glob("rank*.json")]
     return {
-        "epoch_s": result["epoch_s"],
-        "rss_mb": max(result["peak_rss_bytes"]) / 1e6,
-        "losses": [json.loads(line)["loss"] for line in lines],
+        "epoch_s": median(epoch["epoch_s"] for epoch in epochs[2:]),
+        "rss_mb": max(rank["peak_rss_bytes"] for rank in left) / 1e6,
+        "losses": [epoch["loss"] for epoch in epochs],
     }
 
 
@@ -161,45 +124,35 @@ def main() -> None:
         f"{library}, {threads} thread(s)": partial(peer, library, threads)
         for library, threads in PEERS
     }
-    runs |= {name: partial(ours, *each) for name, each in mine.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    floors: dict[str, list[dict[str, float]]] = {name: [] for name in exact}
-    memory = dict.fromkeys(runs, 0.0)
-    losses: dict[str, list[float]] = {}
-    for i in range(rounds):
-        for name, once in runs.items():
-            print(f"round {i + 1}/{rounds}: {name}", file=sys.stderr)
-            result = once()
-            seconds[name].append(result["epoch_s"])
-            memory[name] = max(memory[name], result["rss_mb"])
-            losses[name] = result["losses"]
-            if name in exact:
-                floors[name].append(floor(*mine[name][:2]))
-
-    def ratio(name: str, other: str) -> float:
-        pairs = zip(seconds[name], seconds[other], strict=True)
-        return median(a / b for a, b in pairs)
-
-    first, *others = runs
+    for name, each in mine.items():
+        runs[name] = partial(ours, *each)
+        if name in exact:
+            runs[f"{name}, floor"] = partial(floor, *each[:2])
+    told = in_turn(runs, rounds)
+    floors = {name: told.pop(f"{name}, floor") for name in exact}
+    seconds = {name: [each["epoch_s"] for each in of] for name, of in told.items()}
+    losses = {name: of[-1]["losses"] for name, of in told.items()}
+    first, *others = told
     print(
         f"3-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, 128 features; median epoch of"
         f" {rounds} rounds in turn"
     )
     for name, series in seconds.items():
         print(
-            f"{name:50s} {median(series):.3f} s  {ratio(name, first):.2f}x {first}"
-            f"  {memory[name]:.0f} MB/process"
+            f"{name:50s} {median(series):.3f} s  {ratio(series, seconds[first]):.2f}x {first}"
+            f"  {max(each['rss_mb'] for each in told[name]):.0f} MB/process"
         )
     for name, (strategy, ranks, dtype) in mine.items():
         if dtype != "float32":
             plain = f"{strategy}, {ranks} rank(s), float32"
             by = ", ".join(
-                f"{ratio(name, other):.2f}x {other}" for other in (plain, "dgl_once, 1 thread(s)")
+                f"{ratio(seconds[name], seconds[other]):.2f}x {other}"
+                for other in (plain, "dgl_once, 1 thread(s)")
             )
             print(f"{name:50s} {by}")
     for name, found in floors.items():
         sums = [sum(each.values()) for each in found]
-        over = median(a / b for a, b in zip(seconds[name], sums, strict=True))
+        over = ratio(seconds[name], sums)
         least = {part: median(each[part] for each in found) for part in found[0]}
         print(f"{name:50s} {over:.2f}x its floor, {shown(least)}")
     for name in others:

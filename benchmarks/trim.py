@@ -10,18 +10,18 @@ far losses are apart. Asserts nothing.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-from commands import gnnplan, words
+from commands import header, in_turn, line, plan, train, words
 
 SHARES = (0.01, 0.05, 0.1)
 STRATEGIES = ("graph_parallel", "graph_parallel(trim=True)")
-MODEL = ("--model", "sage", "--layers", "3", "--hidden", "128", "--dropout", "0")
+MODEL = {"model": "sage", "layers": 3, "hidden": 128, "dropout": 0, "ranks": 2}
 ROUNDS, EPOCHS, WARM = 2, 8, 2
 
 
@@ -40,37 +40,32 @@ def few_labels(source: Path, share: float, path: Path) -> None:
 def row(name: str, graph: Path, share: float, folder: Path) -> str:
     """A line of the table."""
     with np.load(graph) as file:
-        made_up = () if {"x", "x_data", "x_indices"} & set(file) else ("--features", "128")
-    plans = [folder / f"{name}.{share}.{number}.json" for number in range(len(STRATEGIES))]
-    for strategy, plan in zip(STRATEGIES, plans, strict=True):
-        asked = ("--graph", str(graph), *made_up, *MODEL, "--ranks", "2", "--strategy", strategy)
-        gnnplan("plan", *asked, "-o", str(plan))
-    epochs: list[list[float]] = [[], []]
-    losses: list[list[float]] = [[], []]
-    for turn in range(ROUNDS):
-        for number, plan in enumerate(plans):
-            out = folder / f"{plan.stem}.{turn}"
-            gnnplan(
-                "run", str(plan), "--epochs", str(EPOCHS), "--eval-every", "0", "--out", str(out)
-            )
-            lines = [json.loads(line) for line in (out / "metrics.jsonl").open(encoding="utf-8")]
-            epochs[number] += [line["epoch_s"] for line in lines[WARM:-1]]
-            losses[number] = [line["loss"] for line in lines]
-    whole_s, trimmed_s = map(median, epochs)
-    predicted = [json.loads(plan.read_text())["best"]["epoch_s"] for plan in plans]
-    apart = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
-    return (
-        f"| {name} | {share:.0%} | {1000 * whole_s:.0f} ms | {1000 * trimmed_s:.0f} ms |"
-        f" {whole_s / trimmed_s:.2f} | {predicted[0] / predicted[1]:.2f} | {apart:.0e} |"
+        has_own = bool({"x", "x_data", "x_indices"} & set(file))
+    asked = {"graph": graph, **MODEL, "features": None if has_own else 128}
+    plans = {strategy: folder / f"{name}.{share}.{strategy}.json" for strategy in STRATEGIES}
+    predicted = [plan(path, **asked, strategy=strategy) for strategy, path in plans.items()]
+
+    def trained(path: Path) -> list[dict[str, float]]:
+        return train(path, Path(tempfile.mkdtemp(dir=folder)) / "run", epochs=EPOCHS)
+
+    runs = in_turn({strategy: partial(trained, path) for strategy, path in plans.items()}, ROUNDS)
+    whole_s, trimmed_s = (
+        median(epoch["epoch_s"] for run in of for epoch in run[WARM:-1]) for of in runs.values()
     )
+    losses = ([epoch["loss"] for epoch in of[-1]] for of in runs.values())
+    apart = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
+    faster = predicted[0]["best"]["epoch_s"] / predicted[1]["best"]["epoch_s"]
+    seconds = (f"{1000 * whole_s:.0f} ms", f"{1000 * trimmed_s:.0f} ms")
+    times = (f"{whole_s / trimmed_s:.2f}", f"{faster:.2f}")
+    return line(name, f"{share:.0%}", *seconds, *times, f"{apart:.0e}")
 
 
 def main() -> None:
     datasets, *names = words(__doc__)
     if not names:
         sys.exit(__doc__)
-    print("| graph | training vertices | all rows | trim | faster | predicted | losses apart |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    columns = ("training vertices", "all rows", "trim", "faster", "predicted", "losses apart")
+    print(header("graph", *columns))
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             for share in SHARES:

@@ -13,7 +13,6 @@ pace before and after. It needs Linux, root and iproute2, and a machine that doe
 
 from __future__ import annotations
 
-import csv
 import json
 import tempfile
 from contextlib import ExitStack
@@ -24,7 +23,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from commands import words
+import commands
+from commands import line, words, write
 from measured import FAMILIES, JOBS, SHARING, TRACES, name, pace
 
 import gnnplan
@@ -40,26 +40,6 @@ CLUSTERS = ((1, 2, ""), (1, 4, ""), (2, 2, "400Mbit/s"), (2, 2, "100Mbit/s"))
 TRAINING, SHARE = 900.0, 0.1  # [s], and of it
 ROUNDS, WARM_UP = 12, 2  # turns of every strategy, and epochs before the first
 LONGEST = 300.0  # [s] of a turn
-FIELDS = (
-    "date",
-    "question",
-    "epochs",  # of the training
-    "plan",
-    "tune",
-    "plan_regret",
-    "tune_regret",
-    "certain",
-    "why",
-    "budget_s",
-    "spent_s",
-    "measured_s",  # of every strategy
-    "paces_s",
-)
-
-
-def fields(words: tuple[str, ...]) -> dict[str, str]:
-    """('--model', 'gcn', ..) as keywords."""
-    return {key[2:]: value for key, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def measured(plans: dict[str, Plan], emulate: str | None) -> dict[str, float]:
@@ -96,7 +76,7 @@ def must_work(strategy: str, why: str) -> None:
 
 def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source: str) -> None:
     """Append the row of a question."""
-    emulate, workload = rate or None, fields(JOBS[graph][1])
+    emulate, workload = rate or None, JOBS[graph][1]
     plan = gnnplan.plan(source, cluster, **workload)
     epochs = ceil(TRAINING / plan.best.epoch_s)
     before = pace()
@@ -116,7 +96,7 @@ def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source:
     row = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "question": f"{graph}, {name(servers, each, rate)}",
-        "epochs": epochs,
+        "epochs": epochs,  # of the training
         "plan": plan.best.strategy,
         "tune": tuned.best.strategy,
         "plan_regret": round(seconds[plan.best.strategy] / fastest - 1, 4),
@@ -125,21 +105,17 @@ def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source:
         "why": found["why"],
         "budget_s": round(found["budget_s"], 2),
         "spent_s": round(found.get("spent_s", 0.0), 2),
+        # of every strategy
         "measured_s": json.dumps({strategy: round(s, 5) for strategy, s in seconds.items()}),
         "paces_s": json.dumps([round(before, 3), round(pace(), 3)]),
     }
-    is_new = not ROWS.exists()
-    with ROWS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
+    write(ROWS, [row], "a")
     print(json.dumps(row), flush=True)
 
 
 def run(datasets: Path, wanted: list[str]) -> None:
     """Answer the questions that have no row."""
-    done = {row["question"] for row in rows()}
+    done = {row["question"] for row in commands.rows(ROWS)}
     for (servers, each, rate), graph in product(CLUSTERS, GRAPHS):
         question = f"{graph}, {name(servers, each, rate)}"
         if question in done or (wanted and question not in wanted):
@@ -148,28 +124,15 @@ def run(datasets: Path, wanted: list[str]) -> None:
         answer(graph, servers, each, rate, cluster, str(datasets / f"{JOBS[graph][0]}.npz"))
 
 
-def rows() -> list[dict[str, str]]:
-    """All that there are."""
-    if not ROWS.exists():
-        return []
-    with ROWS.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def table() -> None:
     """Markdown."""
-    print(
-        "| question | `plan` | regret | `tune` | regret | certain | cost |\n"
-        "|---|---|--:|---|--:|---|--:|"
-    )
-    found = rows()
+    print("| question | `plan` | regret | `tune` | regret | certain | cost |")
+    print("|---|---|--:|---|--:|---|--:|")
+    found = commands.rows(ROWS)
     for row in found:
-        cost = float(row["spent_s"]) / TRAINING
-        print(
-            f"| {row['question']} | {row['plan']} | {float(row['plan_regret']):.1%} |"
-            f" {row['tune']} | {float(row['tune_regret']):.1%} |"
-            f" {'yes' if row['certain'] == 'True' else 'no'} | {cost:.1%} |"
-        )
+        plan, tune = ((row[way], f"{float(row[f'{way}_regret']):.1%}") for way in ("plan", "tune"))
+        certain, cost = row["certain"] == "True", float(row["spent_s"]) / TRAINING
+        print(line(row["question"], *plan, *tune, "yes" if certain else "no", f"{cost:.1%}"))
     regrets = [fmean(float(row[f"{way}_regret"]) for row in found) for way in ("plan", "tune")]
     cost = fmean(float(row["spent_s"]) for row in found) / TRAINING
     print(f"| mean | | {regrets[0]:.1%} | | {regrets[1]:.1%} | | {cost:.1%} |")

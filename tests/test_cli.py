@@ -18,7 +18,7 @@ from examples import NIGHT
 
 from gnnplan import __version__
 from gnnplan.api.running import Run
-from gnnplan.api.view import Lines
+from gnnplan.api.view import Blocks
 from gnnplan.cli import app, main
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
@@ -945,7 +945,7 @@ def test_where_a_run_goes_by_default(
     (tmp_path / "runs" / "community-graph_parallel-1").mkdir(parents=True)
     started: list[launch.Asked] = []
     monkeypatch.setattr(launch, "start", started.append)
-    monkeypatch.setattr(running, "Run", lambda out: Lines([]))
+    monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     assert gnnplan("run", plan_file).code == 0
     out = Path("runs/community-graph_parallel-2")
     (asked,) = started
@@ -967,7 +967,7 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
         "plan", "--graph", GRAPH, "--ranks", 2, "--hidden", 8, "-o", "plan.json", "--json"
     ).document
     monkeypatch.setattr(launch, "start", lambda *words: None)
-    monkeypatch.setattr(running, "Run", lambda out: Lines([]))
+    monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     answer = gnnplan("run", "plan.json", "--strategy", "NEXT", "--out", "run")
     assert answer.code == 0, answer.err
     second = plan["alternatives"][0]
@@ -993,7 +993,7 @@ def test_the_plan_before_is_kept_where_another_goes_on(
     from gnnplan.executor.launch import launcher as launch
 
     monkeypatch.setattr(launch, "start", lambda *words: None)
-    monkeypatch.setattr(running, "Run", lambda out: Lines([]))
+    monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     monkeypatch.setattr(asked, "last_of", lambda *words: (10, True))
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()

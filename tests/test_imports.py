@@ -55,54 +55,14 @@ ROOMS = {
 }
 # In graph/formats other libraries read their own files: `library` imports one there by its name, when
 # such a file is read, and says how to install it where it is absent.
+FACES = ("gnnplan.api", "gnnplan.cli", "gnnplan.report", "gnnplan.papers")
+HALVES = ("gnnplan.simulator", "gnnplan.executor")
 FORBIDDEN = {
-    "planner": (
-        "torch",
-        "simpy",
-        "dgl",
-        "gnnplan.simulator",
-        "gnnplan.executor",
-        "gnnplan.report",
-        "gnnplan.papers",
-        "gnnplan.api",
-        "gnnplan.cli",
-    ),
-    "simulator": (
-        "torch",
-        "dgl",
-        "gnnplan.papers",
-        "gnnplan.executor",
-        "gnnplan.report",
-        "gnnplan.api",
-        "gnnplan.cli",
-    ),
-    "report": (
-        "torch",
-        "simpy",
-        "dgl",
-        "gnnplan.executor",
-        "gnnplan.papers",
-        "gnnplan.api",
-        "gnnplan.cli",
-    ),
-    "papers": (
-        "torch",
-        "simpy",
-        "dgl",
-        "gnnplan.simulator",
-        "gnnplan.executor",
-        "gnnplan.report",
-        "gnnplan.api",
-        "gnnplan.cli",
-    ),
-    "executor": (
-        "simpy",
-        "gnnplan.simulator",
-        "gnnplan.report",
-        "gnnplan.papers",
-        "gnnplan.api",
-        "gnnplan.cli",
-    ),
+    "planner": ("torch", "simpy", "dgl", *HALVES, *FACES),
+    "simulator": ("torch", "dgl", "gnnplan.executor", *FACES),
+    "report": ("torch", "simpy", "dgl", "gnnplan.executor", *FACES[:2], "gnnplan.papers"),
+    "papers": ("torch", "simpy", "dgl", *HALVES, *FACES[:3]),
+    "executor": ("simpy", "gnnplan.simulator", *FACES),
     "api": ("gnnplan.papers", "gnnplan.cli"),
 }
 

@@ -7,9 +7,10 @@ L2, so gathers can be faster than copies; sources of local graphs lie close toge
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -73,55 +74,65 @@ class Edges:
         return Block(*csr, self.vertices, self.weight.cpu()).to(self.indptr.device)
 
 
-def run(setting: Setting, record: Record) -> None:
-    device, small = setting.torch_device, setting.small
-    bandwidth = 0.0
+@dataclass
+class Card:
+    """The device, and the rate at which it copies [B/s]; 0 until that is measured."""
 
-    def copy_rate() -> Row:
-        nonlocal bandwidth
-        x = torch.zeros(1 << (20 if small else 28), device=device)
+    device: torch.device
+    small: bool
+    bandwidth: float = 0.0
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """Seconds of the work's kernels."""
+        return kernel_s(self.device, work, self.small)
+
+    def of_copy(self, nbytes: float, seconds: float) -> float | None:
+        """How fast so many bytes are moved, as a share of a copy's rate."""
+        return nbytes / seconds / self.bandwidth if self.bandwidth else None
+
+    def rows(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    def copy(self) -> Row:
+        x = torch.zeros(1 << (20 if self.small else 28), device=self.device)
         y = torch.empty_like(x)
-        seconds = kernel_s(device, lambda: y.copy_(x), small)
-        bandwidth = 2 * x.nbytes / seconds
-        return {"kernel": "copy", "bytes": 2 * x.nbytes, "seconds": seconds, "rate": bandwidth}
+        seconds = self.seconds(lambda: y.copy_(x))
+        self.bandwidth = 2 * x.nbytes / seconds
+        return {"kernel": "copy", "bytes": 2 * x.nbytes, "seconds": seconds, "rate": self.bandwidth}
 
-    record.attempt("copy", copy_rate)
+
+def run(setting: Setting, record: Record) -> None:
+    card, small = Card(setting.torch_device, setting.small), setting.small
+    record.attempt("copy", card.copy)
 
     def aggregations(vertices: int, edges: int, widths: tuple[int, ...], local: bool) -> None:
-        made = cache(partial(Edges.drawn, device, vertices, edges, local))
-        for width in widths:
-            for dtype in DTYPES:
-                for by in (ours, sparse, pyg):
-                    record.attempt(
-                        f"aggregation {'local' if local else 'random'} of {vertices} rows x {width}"
-                        f" {_name(dtype)} by {by.__name__}",
-                        partial(_aggregation, made, by, width, dtype, bandwidth, small),
-                    )
+        made = cache(partial(Edges.drawn, card.device, vertices, edges, local))
+        for width, dtype, by in product(widths, DTYPES, (ours, sparse, pyg)):
+            record.attempt(
+                f"aggregation {'local' if local else 'random'} of {vertices} rows x {width}"
+                f" {_name(dtype)} by {by.__name__}",
+                partial(_aggregation, card, made, by, width, dtype),
+            )
 
     for local in (False, True):
         aggregations(*((200, 2_000) if small else PRODUCTS), (8,) if small else WIDTHS, local)
-    for width in (16,) if small else WIDTHS[:2]:
-        for dtype in DTYPES:
-            for by in ("ours", "torch"):
-                record.attempt(
-                    f"dropout of rows x {width} {_name(dtype)} by {by}",
-                    partial(_dropout, device, by, width, dtype, bandwidth, small),
-                )
-    for dtype, tf32 in KINDS:
-        what = f"product {_name(dtype)}{' TF32' * tf32}"
-        record.attempt(what, partial(_product, device, 64 if small else 8192, dtype, tf32, small))
+    for width, dtype, by in product((16,) if small else WIDTHS[:2], DTYPES, ("ours", "torch")):
+        what = f"dropout of rows x {width} {_name(dtype)} by {by}"
+        record.attempt(what, partial(_dropout, card, by, width, dtype))
+    for kind in KINDS:
+        work = partial(_product, card, 64 if small else 8192, *kind)
+        record.attempt(f"product {_name(*kind)}", work)
     peaks = {row["dtype"]: row["flops"] for row in record.rows if row["kernel"] == "product"}
-    for shape in ((50, 8, 8),) if small else SHAPES:
-        for dtype, tf32 in KINDS:
-            record.attempt(
-                f"linear {shape} {_name(dtype)}{' TF32' * tf32}",
-                partial(_linear, device, shape, dtype, tf32, peaks, small),
-            )
+    for shape, kind in product(((50, 8, 8),) if small else SHAPES, KINDS):
+        work = partial(_linear, card, shape, *kind, peaks.get(_name(*kind)))
+        record.attempt(f"linear {shape} {_name(*kind)}", work)
     attended = cache(
-        lambda: Edges.drawn(device, *((200, 2_000) if small else ATTENDED), local=False).block()
+        lambda: Edges.drawn(
+            card.device, *((200, 2_000) if small else ATTENDED), local=False
+        ).block()
     )
-    for name, attention in _attentions(device, 8 if small else 64):
-        record.attempt(name, partial(_attention, attended, name, attention, bandwidth, small))
+    for name in ATTENTIONS:
+        record.attempt(name, partial(_attention, card, attended, name, 8 if small else 64))
     for size in () if small else FEWER:
         aggregations(*size, FEWER_WIDTHS, local=False)
 
@@ -129,8 +140,8 @@ def run(setting: Setting, record: Record) -> None:
 TYPES = {2: "bfloat16"}  # of products, by the bytes of a number
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype, tf32: bool = False) -> str:
+    return str(dtype).removeprefix("torch.") + " TF32" * tf32
 
 
 def _predicted(work: Compute, measured_s: float, degrees: Tensor | None = None) -> Row:
@@ -154,14 +165,14 @@ def _with_tf32(tf32: bool, seconds: Callable[[], float]) -> float:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _product(device: torch.device, n: int, dtype: torch.dtype, tf32: bool, small: bool) -> Row:
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    seconds = _with_tf32(tf32, lambda: kernel_s(device, lambda: a @ b, small))
+def _product(card: Card, n: int, dtype: torch.dtype, tf32: bool) -> Row:
+    a, b = (card.rows(n, n, dtype=dtype) for _ in range(2))
+    seconds = _with_tf32(tf32, lambda: card.seconds(lambda: a @ b))
     work = Compute(2.0 * n**3, launches=1, itemsize=a.itemsize, gemm_bytes=3.0 * a.nbytes)
     return {
         "kernel": "product",
         "shape": [n, n, n],
-        "dtype": _name(dtype) + " TF32" * tf32,
+        "dtype": _name(dtype, tf32),
         "seconds": seconds,
         "flops": 2 * n**3 / seconds,
         **_predicted(work, seconds),
@@ -169,28 +180,23 @@ def _product(device: torch.device, n: int, dtype: torch.dtype, tf32: bool, small
 
 
 def _linear(
-    device: torch.device,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    tf32: bool,
-    peaks: dict[str, float],
-    small: bool,
+    card: Card, shape: tuple[int, int, int], dtype: torch.dtype, tf32: bool, peak: float | None
 ) -> list[Row]:
     rows, h_in, h_out = shape
-    x = torch.randn(rows, h_in, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(h_out, h_in, device=device).to(dtype).requires_grad_()
-    gradient = torch.randn(rows, h_out, device=device).to(dtype)
+    x = card.rows(rows, h_in, dtype=dtype).requires_grad_()
+    weight = card.rows(h_out, h_in, dtype=dtype).requires_grad_()
+    gradient = card.rows(rows, h_out, dtype=dtype)
+
+    def forward() -> object:
+        return linear(x.detach(), weight.detach())
 
     def both() -> object:
         return torch.autograd.grad(linear(x, weight), (x, weight), gradient)
 
-    found, name = list[Row](), _name(dtype) + " TF32" * tf32
+    found = list[Row]()
     once, moved = 2.0 * rows * h_in * h_out, 1.0 * rows * (h_in + h_out) * x.itemsize
-    for way, work, times in (
-        ("forward", lambda: linear(x.detach(), weight.detach()), 1),
-        ("both", both, 3),
-    ):
-        seconds = _with_tf32(tf32, lambda work=work: kernel_s(device, work, small))
+    for work, times in ((forward, 1), (both, 3)):
+        seconds = _with_tf32(tf32, lambda work=work: card.seconds(work))
         counted = Compute(
             times * once, launches=times, itemsize=x.itemsize, gemm_bytes=times * moved
         )
@@ -198,11 +204,11 @@ def _linear(
             {
                 "kernel": "linear",
                 "shape": list(shape),
-                "dtype": name,
-                "pass": way,
+                "dtype": _name(dtype, tf32),
+                "pass": work.__name__,
                 "seconds": seconds,
                 "flops": times * once / seconds,
-                "of_peak": times * once / seconds / peaks[name] if name in peaks else None,
+                "of_peak": times * once / seconds / peak if peak else None,
                 **_predicted(counted, seconds),
             }
         )
@@ -226,13 +232,8 @@ def sparse(edges: Edges, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 def csr(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Tensor:
     """torch's matrix, with int64 indices as its users have them."""
     with no_beta_warning():
-        return torch.sparse_csr_tensor(
-            indptr.long(),
-            indices.long(),
-            values,
-            (len(indptr) - 1, columns),
-            check_invariants=False,
-        )
+        places, size = (indptr.long(), indices.long()), (len(indptr) - 1, columns)
+        return torch.sparse_csr_tensor(*places, values, size, check_invariants=False)
 
 
 def pyg(edges: Edges, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -267,16 +268,15 @@ def _checked(edges: Edges, x: Tensor) -> Tensor:
 
 
 def _aggregation(
+    card: Card,
     made: Callable[[], Edges],
     by: Callable[[Edges, torch.dtype], Callable[[Tensor], Tensor]],
     width: int,
     dtype: torch.dtype,
-    bandwidth: float,
-    small: bool,
 ) -> Row:
     edges = made()
-    device, count = edges.indptr.device, len(edges.indices)
-    x = torch.randn(edges.vertices, width, device=device).to(dtype)
+    count, vertices = len(edges.indices), edges.vertices
+    x = card.rows(vertices, width, dtype=dtype)
     work, expected = by(edges, dtype), _checked(edges, x)
     try:
         out = work(x)
@@ -287,80 +287,54 @@ def _aggregation(
     error = float((out[:CHECKED].double() - expected).abs().max() / expected.abs().max())
     repeats = torch.equal(out, work(x))
     del out
-    seconds = kernel_s(device, lambda: work(x), small)
-    gathered = count * width * x.itemsize / seconds
-    most = TOLERANCES[dtype]
-    read_once = 4 * (count + edges.vertices) + x.itemsize * count + 2 * x.nbytes
-    counted = Compute(
-        gathers=(Gather(count, width, edges.vertices, edges.vertices),),
-        launches=1,
-        itemsize=x.itemsize,
-    )
+    seconds = card.seconds(lambda: work(x))
+    gathered = count * width * x.itemsize
+    read_once = 4 * (count + vertices) + x.itemsize * count + 2 * x.nbytes
+    gather = Gather(count, width, vertices, vertices)
+    counted = Compute(gathers=(gather,), launches=1, itemsize=x.itemsize)
     return {
         "kernel": "aggregation",
         "by": by.__name__,
         "graph": edges.name,
-        "rows": edges.vertices,
+        "rows": vertices,
         "edges": count,
         "width": width,
         "dtype": _name(dtype),
         "seconds": seconds,
-        "gathered_rate": gathered,
-        "gathered_of_copy": gathered / bandwidth if bandwidth else None,
-        "of_roofline": read_once / bandwidth / seconds if bandwidth else None,
+        "gathered_rate": gathered / seconds,
+        "gathered_of_copy": card.of_copy(gathered, seconds),
+        "of_roofline": card.of_copy(read_once, seconds),
         "error": error,
         "repeats": repeats,
         **(_predicted(counted, seconds, edges.indptr.diff()) if by is ours else {}),
-        "wrong": [] if error <= most else [f"sums are up to {error:.1e} of the largest off"],
+        "wrong": []
+        if error <= TOLERANCES[dtype]
+        else [f"sums are up to {error:.1e} of the largest off"],
     }
 
 
 # -- attention and dropout -------------------------------------------------------------------------
 
 
-def _attentions(
-    device: torch.device, width: int
-) -> Iterator[tuple[str, Callable[[Block], tuple[Callable[..., Tensor], list[Tensor]]]]]:
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, requires_grad=True)
-
-    yield (
-        "aggregate",
-        lambda block: (partial(aggregate, block), [leaf(block.n_src, width)]),
-    )
-    yield (
-        "attend",
-        lambda block: (
-            partial(attend, block),
-            [leaf(block.n_src, width), leaf(block.n_src), leaf(block.n_dst)],
-        ),
-    )
-    yield (
-        "attend_pairs",
-        lambda block: (
-            partial(attend_pairs, block),
-            [leaf(block.n_src, 2 * width), leaf(1, width)],
-        ),
-    )
-    yield (
-        "softmax_aggregate",
-        lambda block: (partial(softmax_aggregate, block), [leaf(block.n_src, width)]),
-    )
+# name -> the kernel, and the shapes of what it takes from sources and destinations of some width
+ATTENTIONS: dict[str, tuple[Any, Callable[[int, int, int], list[tuple[int, ...]]]]] = {
+    "aggregate": (aggregate, lambda sources, readers, width: [(sources, width)]),
+    "attend": (attend, lambda sources, readers, width: [(sources, width), (sources,), (readers,)]),
+    "attend_pairs": (
+        attend_pairs,
+        lambda sources, readers, width: [(sources, 2 * width), (1, width)],
+    ),
+    "softmax_aggregate": (softmax_aggregate, lambda sources, readers, width: [(sources, width)]),
+}
 
 
-def _attention(
-    made: Callable[[], Block],
-    name: str,
-    attention: Callable[[Block], tuple[Callable[..., Tensor], list[Tensor]]],
-    bandwidth: float,
-    small: bool,
-) -> Row:
-    block = made()
-    work, leaves = attention(block)
+def _attention(card: Card, made: Callable[[], Block], name: str, width: int) -> Row:
+    block, (kernel, shapes_of) = made(), ATTENTIONS[name]
+    work, shapes = partial(kernel, block), shapes_of(block.n_src, block.n_dst, width)
+    leaves = [card.rows(*shape).requires_grad_() for shape in shapes]
     gradient = torch.ones_like(work(*leaves))
-    device = block.indptr.device
-    forward = kernel_s(device, lambda: work(*(leaf.detach() for leaf in leaves)), small)
-    both = kernel_s(device, lambda: torch.autograd.grad(work(*leaves), leaves, gradient), small)
+    forward = card.seconds(lambda: work(*(leaf.detach() for leaf in leaves)))
+    both = card.seconds(lambda: torch.autograd.grad(work(*leaves), leaves, gradient))
     width = gradient.shape[1]
     least = 8 * block.edges + 4 * (block.n_src + block.n_dst) * width
     return {
@@ -371,17 +345,15 @@ def _attention(
         "dtype": "float32",
         "forward_s": forward,
         "both_s": both,
-        "gathered_of_copy": 4 * block.edges * width / forward / bandwidth if bandwidth else None,
-        "of_roofline": least / bandwidth / forward if bandwidth else None,
+        "gathered_of_copy": card.of_copy(4 * block.edges * width, forward),
+        "of_roofline": card.of_copy(least, forward),
     }
 
 
-def _dropout(
-    device: torch.device, by: str, width: int, dtype: torch.dtype, bandwidth: float, small: bool
-) -> Row:
-    rows = 500 if small else PRODUCTS[0]
-    x = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
-    vertices, gradient = torch.arange(rows, device=device), torch.ones_like(x)
+def _dropout(card: Card, by: str, width: int, dtype: torch.dtype) -> Row:
+    rows = 500 if card.small else PRODUCTS[0]
+    x = card.rows(rows, width, dtype=dtype).requires_grad_()
+    vertices, gradient = torch.arange(rows, device=card.device), torch.ones_like(x)
 
     def work(x: Tensor) -> Tensor:
         out = dropout(x, 0, 0, 1, vertices, 0.5) if by == "ours" else F.dropout(x, 0.5)
@@ -389,9 +361,8 @@ def _dropout(
         return out
 
     kept = float((work(x.detach()) != 0).float().mean())
-    seconds = kernel_s(device, lambda: work(x.detach()), small)
-    both = kernel_s(device, lambda: torch.autograd.grad(work(x), x, gradient), small)
-    floor = 2 * x.nbytes / bandwidth if bandwidth else None
+    seconds = card.seconds(lambda: work(x.detach()))
+    both = card.seconds(lambda: torch.autograd.grad(work(x), x, gradient))
     counted = Compute(elementwise_bytes=2.0 * x.nbytes, launches=1, itemsize=x.itemsize)
     return {
         "kernel": "dropout",
@@ -401,8 +372,8 @@ def _dropout(
         "dtype": _name(dtype),
         "forward_s": seconds,
         "both_s": both,
-        "floor_s": floor,
-        "of_roofline": floor / seconds if floor else None,
+        "floor_s": 2 * x.nbytes / card.bandwidth if card.bandwidth else None,
+        "of_roofline": card.of_copy(2 * x.nbytes, seconds),
         "kept": kept,
         **(_predicted(counted, seconds) if by == "ours" else {}),
     }

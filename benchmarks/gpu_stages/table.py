@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 from gpu_stages.record import TRAINED, Row
 
-NOTHING = "-"
 WIDEST = 250  # characters of a line of the digest
 
 
@@ -61,7 +60,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     for stage, document in found.items():
         state = "" if document["ended"] else ", broken off"
         lines += ["", f"## {stage}", "", f"{document['seconds']:.0f} s{state}.", ""]
-        lines += TABLES[stage](document["rows"])
+        lines += tables(stage, document["rows"])
         for kind, key in (("Failed", "failed"), ("Left out", "left_out")):
             if document[key]:
                 reason = "error" if key == "failed" else "why"
@@ -85,12 +84,12 @@ def digest(found: dict[str, dict[str, Any]]) -> str:
         counts = Counter(row.get("outcome", "rows") for row in document["rows"])
         told = ", ".join(f"{count} {what}" for what, count in counts.items())
         lines += ["", f"{stage}, {document['seconds']:.0f} s: {told}"]
-        for is_shown, keys, shown in BRIEF.get(stage, ()):
+        for has, keys, shown in BRIEF.get(stage, ()):
             groups: dict[str, list[str]] = {}
             for row in document["rows"]:
-                if is_shown(row):
-                    key = " ".join(str(row[name]) for name in keys)
-                    groups.setdefault(key, []).append(shown(row))
+                if all(row.get(name) is not None for name in has):
+                    key = " ".join(str(row.get(name, name)) for name in keys)
+                    groups.setdefault(key, []).append(" ".join(cell(row, name) for name in shown))
             lines += [f"  {key}: {', '.join(cells)}" for key, cells in groups.items()]
         lines += [f"  FAILED {each['what']}: {_line(each['error'])}" for each in document["failed"]]
         lines += [f"  left out {each['what']}: {each['why']}" for each in document["left_out"]]
@@ -103,301 +102,160 @@ def _line(words: str) -> str:
     return line if len(line) <= 300 else f"{line[:100]} .. {line[-196:]}"
 
 
-def _table(rows: Iterable[Row], columns: dict[str, Callable[[Row], str]]) -> list[str]:
-    body = [[show(row) for show in columns.values()] for row in rows]
-    if not body:
-        return []
-    return [
-        f"| {' | '.join(columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(cells)} |" for cells in body),
-    ]
+def tables(stage: str, rows: list[Row]) -> list[str]:
+    """A stage's tables, in Markdown; those without a row are left out."""
+    if stage == "tests":
+        rows = [dict(Counter(row["outcome"] for row in rows))]
+    elif stage == "references":
+        rows = [{"count": len(rows)}]
+    lines = list[str]()
+    for (by, *values), columns in TABLES[stage]:
+        shown = [row for row in rows if not values or row[by] in values]
+        if shown:
+            lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+        for row in shown:
+            lines.append(f"| {' | '.join(cell(row, name) for name in columns.values())} |")
+        lines.append("")
+    return lines[:-1]
 
 
-# -- what a cell shows -----------------------------------------------------------------------------
+SHARES = ("gathered_of_copy", "of_roofline", "roofline_error", "of_peak", "overlapped")
+NUMBERS = ("error", "losses_off", "spans", "launches", "operations")
+RATES = {"rate": "B/s", "flops": "FLOP/s"}
 
 
-def _text(name: str) -> Callable[[Row], str]:
-    return lambda row: NOTHING if row.get(name) is None else str(row[name])
+def cell(row: Row, name: str) -> str:
+    """A figure of a row as its name says: seconds, bytes, a share, a rate or a number."""
+    value = row.get(name)
+    if value is None:
+        return "-"
+    if name in SHARES:
+        return f"{100 * value:.0f} %"
+    if name in RATES:
+        return f"{value / 1e9:,.1f} G{RATES[name]}"
+    if name in NUMBERS:
+        return f"{value:.3g}"
+    if name.endswith(("_s", "seconds")):
+        return show_time(value)
+    return show_bytes(value) if name.endswith("bytes") else str(value)
 
 
-def _seconds(name: str) -> Callable[[Row], str]:
-    return lambda row: NOTHING if row.get(name) is None else show_time(row[name])
+def _same(*names: str) -> dict[str, str]:
+    """Columns that are called as their figures are."""
+    return dict(zip(names, names, strict=True))
 
 
-def _bytes(name: str) -> Callable[[Row], str]:
-    return lambda row: NOTHING if row.get(name) is None else show_bytes(row[name])
-
-
-def _share(name: str) -> Callable[[Row], str]:
-    return lambda row: NOTHING if row.get(name) is None else f"{100 * row[name]:.0f} %"
-
-
-def _rate(name: str, unit: str) -> Callable[[Row], str]:
-    return lambda row: NOTHING if row.get(name) is None else f"{row[name] / 1e9:,.1f} G{unit}"
-
-
-def _number(name: str) -> Callable[[Row], str]:
-    return lambda row: NOTHING if row.get(name) is None else f"{row[name]:.3g}"
-
-
-def _cells(*shown: Callable[[Row], str]) -> Callable[[Row], str]:
-    return lambda row: " ".join(cell(row) for cell in shown)
-
-
-# -- a function per stage --------------------------------------------------------------------------
-
-
-def _tests(rows: list[Row]) -> list[str]:
-    counts = Counter(row["outcome"] for row in rows)
-    return _table([dict(counts)], {name: _text(name) for name in ("passed", "failed", "skipped")})
-
-
-def _kernels(rows: list[Row]) -> list[str]:
-    def of(*kernels: str) -> list[Row]:
-        return [row for row in rows if row["kernel"] in kernels]
-
-    planned = {"planned": _seconds("predicted_s"), "planner's error": _share("roofline_error")}
-    shape = {"rows": _text("rows"), "edges": _text("edges"), "width": _text("width")}
-    groups = (
-        _table(of("copy"), {"copied": _bytes("bytes"), "rate": _rate("rate", "B/s")}),
-        _table(
-            of("aggregation"),
-            {
-                "aggregation by": _text("by"),
-                "sources": _text("graph"),
-                **shape,
-                "type": _text("dtype"),
-                "time": _seconds("seconds"),
-                "gathered of a copy": _share("gathered_of_copy"),
-                "of the roofline": _share("of_roofline"),
-                "error": _number("error"),
-                "repeats": _text("repeats"),
-                **planned,
-            },
-        ),
-        _table(
-            of("dropout"),
-            {
-                "dropout by": _text("by"),
-                "rows": _text("rows"),
-                "width": _text("width"),
-                "type": _text("dtype"),
-                "forward": _seconds("forward_s"),
-                "both": _seconds("both_s"),
-                "a copy": _seconds("floor_s"),
-                **planned,
-            },
-        ),
-        _table(
-            of("product", "linear"),
-            {
-                "product": _text("shape"),
-                "type": _text("dtype"),
-                "pass": _text("pass"),
-                "time": _seconds("seconds"),
-                "rate": _rate("flops", "FLOP/s"),
-                "of the peak": _share("of_peak"),
-                **planned,
-            },
-        ),
-        _table(
-            of("aggregate", "attend", "attend_pairs", "softmax_aggregate"),
-            {
-                "over edges": _text("kernel"),
-                **shape,
-                "forward": _seconds("forward_s"),
-                "both": _seconds("both_s"),
-                "gathered of a copy": _share("gathered_of_copy"),
-                "of the roofline": _share("of_roofline"),
-            },
-        ),
-    )
-    return [line for group in groups for line in (*group, "")]
-
-
-def _measure(rows: list[Row]) -> list[str]:
-    names = ("constant", "value", "range", "from")
-    return _table(rows, {name: _text(name) for name in names})
-
-
-def _training(rows: list[Row]) -> list[str]:
-    return _table(
-        rows,
-        {
-            "strategy": _text("strategy"),
-            "rows": _text("dtype"),
-            "model": _text("model"),
-            "ranks": _text("ranks"),
-            "over": _text("backend"),
-            "epoch": _seconds("epoch_s"),
-            "predicted": _seconds("predicted_s"),
-            "launched one by one": _seconds("one_by_one_s"),
-            "the module alone": _seconds("alone_s"),
-            "bytes equal": _text("bytes_equal"),
-            "order equal": _text("order_equal"),
-            "memory": _bytes("memory_bytes"),
-            "predicted memory": _bytes("predicted_bytes"),
-            "declared": _bytes("declared_bytes"),
-            "losses off the CPU's": _number("losses_off"),
-            "overlapped": _share("overlapped"),
-        },
-    )
-
-
-def _streams(rows: list[Row]) -> list[str]:
-    case = {"strategy": _text("strategy"), "vertices": _text("vertices"), "edges": _text("edges")}
-    columns: dict[str, dict[str, Callable[[Row], str]]] = {
-        "recording": {
-            **case,
-            "recorded": _seconds("recorded_s"),
-            "not recorded": _seconds("not_recorded_s"),
-            "spans": _number("spans"),
-        },
-        "launches": {
-            **case,
-            "step": _seconds("step_s"),
-            "its kernels": _seconds("kernels_s"),
-            "launches": _number("launches"),
-            "operations": _number("operations"),
-            "waits": _text("waits"),
-        },
-        "graph": {**case, "eager": _seconds("eager_s"), "as a graph": _seconds("replayed_s")},
-    }
-    groups = (
-        _table([row for row in rows if row["what"] == what], shown)
-        for what, shown in columns.items()
-    )
-    return [line for group in groups for line in (*group, "")]
-
-
-def _sampling(rows: list[Row]) -> list[str]:
-    return _table(
-        rows,
-        {
-            "drawn by the": _text("where"),
-            "vertices": _text("vertices"),
-            "fanout": _text("fanout"),
-            "batch": _text("batch"),
-            "edges": _text("edges"),
-            "draw": _seconds("draw_s"),
-            "lay": _seconds("lay_s"),
-            "all": _seconds("all_s"),
-            "equal": _text("equal"),
-        },
-    )
-
-
-def _peers(rows: list[Row]) -> list[str]:
-    return _table(
-        rows,
-        {
-            "by": _text("by"),
-            "model": _text("model"),
-            "vertices": _text("vertices"),
-            "edges": _text("edges"),
-            "dropout": _text("dropout"),
-            "epoch": _seconds("epoch_s"),
-            "step": _seconds("step_s"),
-            "set up": _seconds("set_up_s"),
-            "memory": _bytes("memory_bytes"),
-        },
-    )
-
-
-def _references(rows: list[Row]) -> list[str]:
-    return _table([{"count": len(rows)}], {"trainings on the CPU": _text("count")})
-
-
-TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
-    "kernels": _kernels,
-    "peers": _peers,
-    "tests": _tests,
-    "one": _training,
-    "shared": _training,
-    "further": _training,
-    "modules": _training,
-    "references": _references,
-    "measure": _measure,
-    "streams": _streams,
-    "sampling": _sampling,
-}
-
-
-def _has(name: str) -> Callable[[Row], bool]:
-    return lambda row: row.get(name) is not None
-
-
-Brief = tuple[tuple[Callable[[Row], bool], tuple[str, ...], Callable[[Row], str]], ...]
-_TRAINED: Brief = (
+ALL = ("",)
+SHAPE, CASE = _same("rows", "edges", "width"), _same("strategy", "vertices", "edges")
+TYPE, BOTH = {"type": "dtype"}, {"forward": "forward_s", "both": "both_s"}
+PLANNED = {"planned": "predicted_s", "planner's error": "roofline_error"}
+OF_COPY = {"gathered of a copy": "gathered_of_copy", "of the roofline": "of_roofline"}
+ATTENTION = ("aggregate", "attend", "attend_pairs", "softmax_aggregate")
+# a figure and the values of it that a table shows; and the table's columns: title -> figure
+Tables = list[tuple[tuple[str, ...], dict[str, str]]]
+TRAINED_TABLES: Tables = [
     (
-        _has("strategy"),
+        ALL,
+        {
+            "strategy": "strategy",
+            "rows": "dtype",
+            **_same("model", "ranks"),
+            "over": "backend",
+            "epoch": "epoch_s",
+            "predicted": "predicted_s",
+            "launched one by one": "one_by_one_s",
+            "the module alone": "alone_s",
+            "bytes equal": "bytes_equal",
+            "order equal": "order_equal",
+            "memory": "memory_bytes",
+            "predicted memory": "predicted_bytes",
+            "declared": "declared_bytes",
+            "losses off the CPU's": "losses_off",
+            "overlapped": "overlapped",
+        },
+    )
+]
+TABLES: dict[str, Tables] = {
+    "kernels": [
+        (("kernel", "copy"), {"copied": "bytes", "rate": "rate"}),
+        (
+            ("kernel", "aggregation"),
+            {"aggregation by": "by", "sources": "graph", **SHAPE, **TYPE, "time": "seconds"}
+            | {**OF_COPY, **_same("error", "repeats"), **PLANNED},
+        ),
+        (
+            ("kernel", "dropout"),
+            {"dropout by": "by", **_same("rows", "width"), **TYPE, **BOTH, "a copy": "floor_s"}
+            | PLANNED,
+        ),
+        (
+            ("kernel", "product", "linear"),
+            {"product": "shape", **TYPE, "pass": "pass", "time": "seconds", "rate": "flops"}
+            | {"of the peak": "of_peak", **PLANNED},
+        ),
+        (("kernel", *ATTENTION), {"over edges": "kernel", **SHAPE, **BOTH, **OF_COPY}),
+    ],
+    "peers": [
+        (
+            ALL,
+            _same("by", "model", "vertices", "edges", "dropout")
+            | {
+                "epoch": "epoch_s",
+                "step": "step_s",
+                "set up": "set_up_s",
+                "memory": "memory_bytes",
+            },
+        )
+    ],
+    "tests": [(ALL, _same("passed", "failed", "skipped"))],
+    **dict.fromkeys(TRAINED, TRAINED_TABLES),
+    "references": [(ALL, {"trainings on the CPU": "count"})],
+    "measure": [(ALL, _same("constant", "value", "range", "from"))],
+    "streams": [
+        (
+            ("what", "recording"),
+            {**CASE, "recorded": "recorded_s", "not recorded": "not_recorded_s", "spans": "spans"},
+        ),
+        (
+            ("what", "launches"),
+            {**CASE, "step": "step_s", "its kernels": "kernels_s"}
+            | _same("launches", "operations", "waits"),
+        ),
+        (("what", "graph"), {**CASE, "eager": "eager_s", "as a graph": "replayed_s"}),
+    ],
+    "sampling": [
+        (
+            ALL,
+            {"drawn by the": "where", **_same("vertices", "fanout", "batch", "edges")}
+            | {"draw": "draw_s", "lay": "lay_s", "all": "all_s", "equal": "equal"},
+        )
+    ],
+}
+# figures that a row must have to be shown, those that name its line, and those that are shown
+Brief = list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]
+TRAINED_BRIEF: Brief = [
+    (
+        ("strategy",),
         ("ranks", "model", "dtype"),
-        _cells(
-            _text("strategy"), _seconds("epoch_s"), _seconds("predicted_s"), _number("losses_off")
-        ),
-    ),
-)
-# By stage: which rows are shown, what names a line, and what the line shows of each row
+        ("strategy", "epoch_s", "predicted_s", "losses_off"),
+    )
+]
 BRIEF: dict[str, Brief] = {
-    "kernels": (
-        (_has("rate"), ("kernel",), _rate("rate", "B/s")),
-        (
-            _has("graph"),
-            ("graph", "rows", "width", "dtype"),
-            _cells(_text("by"), _seconds("seconds"), _share("gathered_of_copy")),
-        ),
-        (
-            _has("floor_s"),
-            ("kernel", "width", "dtype"),
-            _cells(_text("by"), _seconds("forward_s"), _seconds("both_s"), _seconds("floor_s")),
-        ),
-        (_has("flops"), ("kernel", "shape"), _cells(_text("dtype"), _rate("flops", "FLOP/s"))),
-        (
-            lambda row: "both_s" in row and "floor_s" not in row,
-            ("rows",),
-            _cells(_text("kernel"), _seconds("forward_s"), _seconds("both_s")),
-        ),
-        (
-            _has("roofline_error"),
-            ("kernel", "dtype"),
-            _cells(lambda row: "planned", _text("width"), _share("roofline_error")),
-        ),
-    ),
-    "peers": (
-        (
-            _has("epoch_s"),
-            ("model", "edges", "dropout"),
-            _cells(_text("by"), _seconds("epoch_s"), _bytes("memory_bytes")),
-        ),
-    ),
-    "one": _TRAINED,
-    "shared": _TRAINED,
-    "further": _TRAINED,
-    "modules": _TRAINED,
-    "measure": ((_has("range"), ("constant",), _text("value")),),
-    "streams": (
-        (
-            _has("spans"),
-            ("what", "strategy"),
-            _cells(_text("vertices"), _seconds("recorded_s"), _seconds("not_recorded_s")),
-        ),
-        (
-            _has("step_s"),
-            ("what", "strategy"),
-            _cells(_text("vertices"), _seconds("step_s"), _seconds("kernels_s"), _text("launches")),
-        ),
-        (
-            _has("eager_s"),
-            ("what", "strategy"),
-            _cells(_text("vertices"), _seconds("eager_s"), _seconds("replayed_s")),
-        ),
-    ),
-    "sampling": (
-        (
-            _has("where"),
-            ("vertices", "fanout", "batch"),
-            _cells(_text("where"), _seconds("all_s")),
-        ),
-    ),
+    "kernels": [
+        (("rate",), ("kernel",), ("rate",)),
+        (("graph",), ("graph", "rows", "width", "dtype"), ("by", "seconds", "gathered_of_copy")),
+        (("floor_s",), ("kernel", "width", "dtype"), ("by", "forward_s", "both_s", "floor_s")),
+        (("flops",), ("kernel", "shape"), ("dtype", "flops")),
+        (("edges", "forward_s"), ("rows",), ("kernel", "forward_s", "both_s")),
+        (("roofline_error",), ("kernel", "dtype", "planned"), ("width", "roofline_error")),
+    ],
+    "peers": [(("epoch_s",), ("model", "edges", "dropout"), ("by", "epoch_s", "memory_bytes"))],
+    **dict.fromkeys(TRAINED, TRAINED_BRIEF),
+    "measure": [(("range",), ("constant",), ("value",))],
+    "streams": [
+        (("spans",), ("what", "strategy"), ("vertices", "recorded_s", "not_recorded_s")),
+        (("step_s",), ("what", "strategy"), ("vertices", "step_s", "kernels_s", "launches")),
+        (("eager_s",), ("what", "strategy"), ("vertices", "eager_s", "replayed_s")),
+    ],
+    "sampling": [(("where",), ("vertices", "fanout", "batch"), ("where", "all_s"))],
 }

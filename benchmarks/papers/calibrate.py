@@ -38,9 +38,8 @@ from gnnplan.planner.problem.fitted import SAME, kept_factors
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
 MOST = 3  # constants of a testbed
-MISS = np.log(
-    1.2
-)  # error of a figure that a right constant leaves, as a standard deviation of logs
+# error of a figure that a right constant leaves, as a standard deviation of logs
+MISS = np.log(1.2)
 WIDTH = np.log(3.0)  # of the prior of a constant, likewise
 
 

@@ -27,13 +27,17 @@ NOT_NEGATIVE: Rule = ("at least 0", lambda x: x >= 0)
 POSITIVE: Rule = ("above 0", lambda x: x > 0)
 COUNT: Rule = ("at least 1", lambda x: x >= 1)
 SHARE: Rule = ("between 0 and 1", lambda x: (x >= 0) & (x <= 1))
-# of a graph on servers of GPUs
-ON_SERVERS: dict[str, Rule] = {
-    "vertices": NOT_NEGATIVE,
-    "edges": NOT_NEGATIVE,
-    "servers": COUNT,
-    "gpus": COUNT,
-    "compute": POSITIVE,
+# by the name of an argument
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("vertices", "edges", "halo_rows", "rows", "inputs", "ids"), NOT_NEGATIVE),
+    **dict.fromkeys(("group_halo", "parameters", "slowdown"), NOT_NEGATIVE),
+    **dict.fromkeys(("exchange", "all_reduce", "kappa", "forward", "backward"), NOT_NEGATIVE),
+    **dict.fromkeys(("parts", "ranks", "servers", "gpus", "stages", "layers", "chunks"), COUNT),
+    **dict.fromkeys(("hidden", "features", "itemsize", "tensors", "ways", "copies"), COUNT),
+    **dict.fromkeys(("max_hop", "fanout", "factor"), COUNT),
+    **dict.fromkeys(("compute", "internal", "external", "growth", "per_layer"), POSITIVE),
+    **dict.fromkeys(("own", "sampling", "preload", "degree"), POSITIVE),
+    **dict.fromkeys(("edge_probability", "exponent"), SHARE),
 }
 
 
@@ -48,32 +52,26 @@ def _wide(value: Any) -> Any:
     )
 
 
-def _domain(**rules: Rule) -> Callable[[F], F]:
-    """Check the named arguments and widen all, so that the body below is the formula alone."""
+def _formula(function: F, **own: Rule) -> F:
+    """Check the arguments by `own` rules or RULES and widen them; the body is the formula alone."""
+    signature, rules = inspect.signature(function), RULES | own
 
-    def wrap(formula: F) -> F:
-        names = tuple(inspect.signature(formula).parameters)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        for name, value in given.items():
+            if name in rules and not np.all(rules[name][1](np.asarray(value))):
+                rule = rules[name][0]
+                raise ValueError(f"{function.__name__}: {name} must be {rule}, got {value!r}")
+        return function(**{name: _wide(value) for name, value in given.items()})
 
-        @functools.wraps(formula)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-                if name in rules and not np.all(rules[name][1](np.asarray(value))):
-                    raise ValueError(
-                        f"{formula.__name__}: {name} must be {rules[name][0]}, got {value!r}"
-                    )
-            return formula(
-                *map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()}
-            )
-
-        return cast(F, call)
-
-    return wrap
+    return cast(F, call)
 
 
 # -- graph parallel: every rank fetches its halo before every layer
 
 
-@_domain(halo_rows=NOT_NEGATIVE, itemsize=COUNT)
+@_formula
 def halo_bytes(halo_rows: Number, widths: Sequence[Number], itemsize: Number = 4) -> Number:
     """Hidden halo rows there and their gradients back [B/epoch]: `2 b sum_{l=1..L-1} H_l * sum_i
     |B_i|`.
@@ -82,7 +80,7 @@ def halo_bytes(halo_rows: Number, widths: Sequence[Number], itemsize: Number = 4
     each the width that is really sent (a layer that multiplies first may send the narrower side);
     `itemsize` [B per number]. Source: GNNPipe Sec. 3.1.1 (there forward only, L equal widths), with
     the input rows left out: they never change and their gradient is never needed, see
-    `input_bytes`. Valid for exact and for stale halos alike. Raises ValueError outside the domain.
+    `input_bytes`. Valid for exact and for stale halos alike.
 
     Squirrel in 8 METIS parts (volume objective: 10,968 halo rows), 32 layers of 1000; with the
     all-reduce 4.21 GiB, printed 4.43 (Table 4, which counts L widths).
@@ -94,7 +92,7 @@ def halo_bytes(halo_rows: Number, widths: Sequence[Number], itemsize: Number = 4
     return sum((2 * itemsize * width * halo_rows for width in widths), 0 * itemsize * halo_rows)
 
 
-@_domain(halo_rows=NOT_NEGATIVE, layers=COUNT, hidden=COUNT, itemsize=COUNT)
+@_formula
 def halo_bytes_gnnpipe(
     halo_rows: Number, layers: Number, hidden: Number, itemsize: Number = 4
 ) -> Number:
@@ -103,7 +101,7 @@ def halo_bytes_gnnpipe(
 
     `halo_rows` [rows], `layers` [layers], `hidden` [numbers per row], `itemsize` [B per number].
     Source: GNNPipe Sec. 3.1.1. Valid for comparison with GNNPipe Table 4 (graph parallel); L /
-    (L-1) of `halo_bytes`, 3 % more at 32 layers. Raises ValueError outside the domain.
+    (L-1) of `halo_bytes`, 3 % more at 32 layers.
 
     Squirrel, 8 METIS parts, with the all-reduce; printed 4.43 GiB (Table 4), between the two
     objectives of METIS (volume, cut).
@@ -116,15 +114,14 @@ def halo_bytes_gnnpipe(
     return 2 * itemsize * layers * hidden * halo_rows
 
 
-@_domain(rows=NOT_NEGATIVE, features=COUNT, itemsize=COUNT)
+@_formula
 def input_bytes(rows: Number, features: Number, itemsize: Number = 4) -> Number:
     """Input features that a rank or server takes from others once, before the first epoch [B]: `F b
     * rows`.
 
     `rows` [rows]: the halo of all parts (graph parallel), or GraNNDis' preload, sum over servers of
     the external vertices within L hops; `features` [numbers per row], `itemsize` [B per number].
-    Source: GraNNDis Sec. 4.2 (text). Valid for constant features; set-up, not per epoch. Raises
-    ValueError outside the domain.
+    Source: GraNNDis Sec. 4.2 (text). Valid for constant features; set-up, not per epoch.
 
     >>> input_bytes(1000, 602)
     2408000
@@ -132,12 +129,12 @@ def input_bytes(rows: Number, features: Number, itemsize: Number = 4) -> Number:
     return itemsize * features * rows
 
 
-@_domain(vertices=NOT_NEGATIVE, parts=COUNT)
+@_formula
 def worst_halo_rows(vertices: Number, parts: Number) -> Number:
     """Halo rows when every vertex is wanted by every other part [rows]: `sum_i |B_i| = N (M-1)`.
 
     `vertices` [rows], `parts` [parts]. Source: GNNPipe Sec. 3.1.1. Valid for every graph and
-    partition as an upper bound. Raises ValueError outside the domain.
+    partition as an upper bound.
 
     >>> worst_halo_rows(5201, 8)
     36407
@@ -145,13 +142,13 @@ def worst_halo_rows(vertices: Number, parts: Number) -> Number:
     return vertices * (parts - 1)
 
 
-@_domain(vertices=COUNT, parts=COUNT, edge_probability=SHARE)
+@_formula
 def expected_halo_rows(vertices: Number, parts: Number, edge_probability: Number) -> Number:
     """Expected halo rows of a random graph [rows]: `M (N - N/M) (1 - (1-p)^(N/M))`.
 
     `vertices` [rows], `parts` [parts], `edge_probability` p [1] that two vertices are neighbours.
     Source: GNNPipe Sec. 3.1.1, E|B_i| summed over parts of N/M vertices each. Valid for independent
-    edges, where no partitioner helps: real graphs lie below. Raises ValueError outside the domain.
+    edges, where no partitioner helps: real graphs lie below.
 
     The paper's example is 0.92 of the worst case, at a mean degree of 20:
 
@@ -162,13 +159,13 @@ def expected_halo_rows(vertices: Number, parts: Number, edge_probability: Number
         return vertices * (parts - 1) * -np.expm1(vertices / parts * np.log1p(-edge_probability))
 
 
-@_domain(ranks=COUNT, parameters=NOT_NEGATIVE, itemsize=COUNT)
+@_formula
 def ring_all_reduce_bytes(ranks: Number, parameters: Number, itemsize: Number = 4) -> Number:
     """Weight gradients around the ring [B/step], all ranks: `2 (M-1) W b`.
 
     `ranks` [ranks], `parameters` W [numbers], `itemsize` [B per number]. Source: nccl-tests, bus
     factor 2(n-1)/n per rank. Valid for ring algorithms (trees send the same in all, differently
-    spread). Raises ValueError outside the domain.
+    spread).
 
     GCN on Squirrel has 2089*1000 + 30*1000*1000 + 1000*5 weights and GraphSAGE twice that. Printed
     volumes on 8 GPUs are 4.43 and 6.10 GiB (GNNPipe Table 4); this is their whole difference:
@@ -182,13 +179,7 @@ def ring_all_reduce_bytes(ranks: Number, parameters: Number, itemsize: Number = 
 # -- PipeGCN: the halo of the epoch before, exchanged beside the computation
 
 
-@_domain(
-    compute=NOT_NEGATIVE,
-    exchange=NOT_NEGATIVE,
-    all_reduce=NOT_NEGATIVE,
-    slowdown=NOT_NEGATIVE,
-    kappa=NOT_NEGATIVE,
-)
+@functools.partial(_formula, compute=NOT_NEGATIVE)
 def pipegcn_epoch(
     compute: Number,
     exchange: Number,
@@ -203,8 +194,7 @@ def pipegcn_epoch(
     `slowdown` c [1]: what the exchange takes from the computation; `kappa` [1]: below 1 where
     staging copies run side by side (one server), about 1 where a network card binds. Source: fitted
     to PipeGCN Tables 5 and 6, the paper has no formula. Valid in steady state with one
-    communication stream: a layer's exchange has until the same layer of the next epoch. Raises
-    ValueError outside the domain.
+    communication stream: a layer's exchange has until the same layer of the next epoch.
 
     Reddit on 2 and 4 GPUs (Table 6: compute 0.17, 0.07; exchange 0.34, 0.40): printed 0.27 and 0.23
     s, with 0.00 and 0.10 s of exchange exposed. Papers100M on 32 GPUs (Table 5: 10.5 s, of which
@@ -227,7 +217,7 @@ def pipegcn_epoch(
 # -- GNNPipe: layers in a pipeline, graph in chunks
 
 
-@_domain(stages=COUNT, vertices=NOT_NEGATIVE, hidden=COUNT, itemsize=COUNT, tensors=COUNT)
+@_formula
 def pipeline_bytes(
     stages: Number, vertices: Number, hidden: Number, itemsize: Number = 4, tensors: Number = 1
 ) -> Number:
@@ -237,7 +227,7 @@ def pipeline_bytes(
     `stages` [stages], `vertices` [rows], `hidden` [numbers per row], `itemsize` [B per number],
     `tensors` [1]: 2 for GCNII, whose initial residual travels along. Source: GNNPipe Sec. 3.1.2
     (forward; the backward pass costs the same). Valid for equal widths at all stage boundaries, any
-    number of chunks. Raises ValueError outside the domain.
+    number of chunks.
 
     Squirrel on 8 stages; printed 0.27 GiB, and 0.54 for GCNII (Table 4). Reddit: 1.22 and 2.43.
 
@@ -249,13 +239,13 @@ def pipeline_bytes(
     return 2 * (stages - 1) * vertices * hidden * itemsize * tensors
 
 
-@_domain(stages=COUNT, chunks=COUNT)
+@_formula
 def bubble_share(stages: Number, chunks: Number) -> Number:
     """Share of a stage's time in which it has no chunk [1]: `(stages-1) / (K + stages-1)`.
 
     `stages` [stages], `chunks` K [chunks]. Source: GPipe's bubble as used by GNNPipe Sec. 3.2 and
     4.6. Valid for equal stages and chunks, no communication: a lower bound (printed mean 26.5 %,
-    Sec. 4.6, with unequal stages). Raises ValueError outside the domain.
+    Sec. 4.6, with unequal stages).
 
     >>> f"{bubble_share(8, 32):.1%}"
     '17.9%'
@@ -263,13 +253,13 @@ def bubble_share(stages: Number, chunks: Number) -> Number:
     return (stages - 1) / (chunks + stages - 1)
 
 
-@_domain(stages=COUNT, chunks=COUNT)
+@_formula
 def pipeline_slots(stages: Number, chunks: Number) -> Number:
     """Chunk slots from the first chunk entering to the last leaving, one way [slots]: `K + stages -
     1`.
 
     `stages` [stages], `chunks` K [chunks]. Source: GNNPipe Sec. 3.2.2, Algorithm 1. Valid for equal
-    stages and chunks; the backward pass takes as many. Raises ValueError outside the domain.
+    stages and chunks; the backward pass takes as many.
 
     >>> pipeline_slots(8, 32)
     39
@@ -277,14 +267,13 @@ def pipeline_slots(stages: Number, chunks: Number) -> Number:
     return chunks + stages - 1
 
 
-@_domain(stages=COUNT, chunks=COUNT, forward=NOT_NEGATIVE, backward=NOT_NEGATIVE)
+@_formula
 def pipeline_time(stages: Number, chunks: Number, forward: Number, backward: Number) -> Number:
     """Forward and backward pipeline of one epoch [s]: `(K + stages - 1) (t_f + t_b)`.
 
     `stages` [stages], `chunks` K [chunks], `forward`, `backward` [s]: one stage on one chunk.
     Source: GNNPipe Sec. 3.2.2, Algorithm 1. Valid for equal stages and chunks, no communication,
-    and a backward pass that starts when the forward pass has drained. Raises ValueError outside the
-    domain.
+    and a backward pass that starts when the forward pass has drained.
 
     >>> pipeline_time(8, 32, 1.0, 2.0)
     117.0
@@ -292,17 +281,7 @@ def pipeline_time(stages: Number, chunks: Number, forward: Number, backward: Num
     return pipeline_slots(stages, chunks) * (forward + backward)
 
 
-@_domain(
-    stages=COUNT,
-    vertices=NOT_NEGATIVE,
-    hidden=COUNT,
-    layers=COUNT,
-    group_halo=NOT_NEGATIVE,
-    gpus=COUNT,
-    parameters=NOT_NEGATIVE,
-    itemsize=COUNT,
-    tensors=COUNT,
-)
+@_formula
 def hybrid_bytes(
     stages: Number,
     vertices: Number,
@@ -322,7 +301,7 @@ def hybrid_bytes(
     `parameters` W [numbers], of all stages. A layer lives in one group only, so the sum over groups
     and their layers is L times one group's halo. Source: GNNPipe Sec. 3.2.3 (text; checked against
     Table 4). Valid for equal widths; L counts the input exchange as one more hidden one, use L-1
-    for steady state. Raises ValueError outside the domain.
+    for steady state.
 
     Squirrel, 4 stages of 2 GPUs, 32 METIS chunks cut in two each (4,275 rows cross); printed 1.38
     and 1.61 GiB for GCN and GraphSAGE.
@@ -344,13 +323,13 @@ def hybrid_bytes(
 # measured 1 + external / own (`growth_measured`); every function takes either.
 
 
-@_domain(per_layer=POSITIVE, layers=COUNT)
+@_formula
 def growth_printed(per_layer: Number, layers: Number) -> Number:
     """Growth of the dependency graph as the paper writes it [1]: the product `D^a L`.
 
     `per_layer` D^a [1], 1.5 to 2.0 in the paper; `layers` L [layers]. Source: GraNNDis Eq. 4, Sec.
     4.2: the text's example needs the product, the prose speaks of growth per layer, a power. Valid
-    as printed only: it grows without bound. Raises ValueError outside the domain.
+    as printed only: it grows without bound.
 
     >>> growth_printed(2, 3)
     6
@@ -358,13 +337,13 @@ def growth_printed(per_layer: Number, layers: Number) -> Number:
     return per_layer * layers
 
 
-@_domain(own=POSITIVE, external=NOT_NEGATIVE)
+@functools.partial(_formula, external=NOT_NEGATIVE)
 def growth_measured(own: Number, external: Number) -> Number:
     """Growth of a server's part as counted on the graph [1]: `1 + external / own`.
 
     `own`, `external` [rows]: vertices of the server's part, and those of others that it computes or
     loads. Source: this project, in place of D^a L in GraNNDis Eq. 4. Valid for any depth, sampled
-    or not; at most S for S equal parts. Raises ValueError outside the domain.
+    or not; at most S for S equal parts.
 
     >>> growth_measured(250, 750)
     4.0
@@ -372,12 +351,12 @@ def growth_measured(own: Number, external: Number) -> Number:
     return 1 + external / own
 
 
-@_domain(max_hop=COUNT, fanout=COUNT, exponent=SHARE)
+@_formula
 def growth_sampling(max_hop: Number, fanout: Number, exponent: Number) -> Number:
     """Growth under expansion-aware sampling as printed [1]: `m^a k`.
 
     `max_hop` m [hops], `fanout` k [neighbours], `exponent` a [1]. Source: GraNNDis Eq. 8, Sec. 4.3.
-    Valid as printed only (the prose has m^(a k)). Raises ValueError outside the domain.
+    Valid as printed only (the prose has m^(a k)).
 
     The paper's defaults, one hop and fanout 15:
 
@@ -387,12 +366,12 @@ def growth_sampling(max_hop: Number, fanout: Number, exponent: Number) -> Number
     return max_hop**exponent * fanout
 
 
-@_domain(growth=POSITIVE, servers=COUNT, gpus=COUNT)
+@_formula
 def preload_in_range(growth: Number, servers: Number, gpus: Number) -> Number:
     """Whether the paper's model holds [bool]: `1 < D^a L <= S G`.
 
     `growth` [1], `servers` S [servers], `gpus` G [GPUs per server]. Source: GraNNDis Eq. 5. Valid
-    as printed; it rules out deep models. Raises ValueError outside the domain.
+    as printed; it rules out deep models.
 
     On 4 servers of 4 GPUs, D^a = 2, with 3, 8 and 56 layers:
 
@@ -402,7 +381,7 @@ def preload_in_range(growth: Number, servers: Number, gpus: Number) -> Number:
     return (growth > 1) & (growth <= servers * gpus)
 
 
-@_domain(sampling=POSITIVE, preload=POSITIVE, servers=COUNT, gpus=COUNT, factor=COUNT)
+@_formula
 def sampling_in_range(
     sampling: Number, preload: Number, servers: Number, gpus: Number, factor: Number = 1
 ) -> Number:
@@ -410,7 +389,7 @@ def sampling_in_range(
 
     `sampling` m^a k and `preload` D^a L [1], `servers` S, `gpus` G [GPUs per server], `factor` [1]:
     how much less "<<" is (the paper does not say; 1 is the mildest reading, plain less). Source:
-    GraNNDis Eq. 9. Valid as printed. Raises ValueError outside the domain.
+    GraNNDis Eq. 9. Valid as printed.
 
     It fails at the paper's own default (m = 1, k = 15) with three layers:
 
@@ -420,7 +399,7 @@ def sampling_in_range(
     return (sampling > 1) & (factor * sampling < preload) & (preload <= servers * gpus)
 
 
-@_domain(**ON_SERVERS, internal=POSITIVE, external=POSITIVE)
+@_formula
 def t_previous(
     vertices: Number,
     edges: Number,
@@ -435,7 +414,7 @@ def t_previous(
     `vertices` V, `edges` E [1], `servers` S, `gpus` G [GPUs per server], `compute` C, `internal`
     B_int, `external` B_ext [vertices/s per GPU]. Source: GraNNDis Eq. 3. Valid for equal widths,
     edges between random places (no partitioner), nothing overlapped but the all-reduce, which is
-    left out. Raises ValueError outside the domain.
+    left out.
 
     Mean degree 10, infinitely fast inside: three quarters of the edges cross between 4 servers.
 
@@ -446,7 +425,7 @@ def t_previous(
     return vertices / (servers * gpus * compute) + edges / (servers * gpus) * (inside + across)
 
 
-@_domain(**ON_SERVERS, internal=POSITIVE, growth=POSITIVE)
+@_formula
 def t_preload(
     vertices: Number,
     edges: Number,
@@ -460,7 +439,6 @@ def t_preload(
 
     As `t_previous`, and `growth` g [1], printed or measured. Source: GraNNDis Eq. 4 (Eq. 5 for its
     range, `preload_in_range`). Valid as Eq. 3; a measured growth, at most S, has no such range.
-    Raises ValueError outside the domain.
 
     The example of `t_previous` with D^a L = 6, and with every server holding the whole graph:
 
@@ -473,7 +451,7 @@ def t_preload(
     )
 
 
-@_domain(**ON_SERVERS, external=POSITIVE, growth=POSITIVE)
+@_formula
 def preload_difference(
     vertices: Number,
     edges: Number,
@@ -487,8 +465,7 @@ def preload_difference(
     E/(S G B_ext)`.
 
     Arguments as `t_previous` and `t_preload`. Source: GraNNDis Eq. 6, which is Eq. 4 - Eq. 3 with
-    1/B_int and 1/S taken for 0. Valid for many servers with fast links inside. Raises ValueError
-    outside the domain.
+    1/B_int and 1/S taken for 0. Valid for many servers with fast links inside.
 
     >>> preload_difference(16, 160, 4, 4, compute=1, external=1, growth=6)
     -5.0
@@ -498,12 +475,12 @@ def preload_difference(
     )
 
 
-@_domain(growth=POSITIVE, degree=POSITIVE)
+@_formula
 def preload_threshold(growth: Number, degree: Number) -> Number:
     """C / B_ext above which preloading wins [1]: `(D^a L - 1) / D`.
 
     `growth` [1], printed or measured; `degree` D [edges per vertex]. Source: GraNNDis Eq. 7, Eq. 6
-    with E = V D. Valid as Eq. 6. Raises ValueError outside the domain.
+    with E = V D. Valid as Eq. 6.
 
     The text's example, "at least half": three layers, D^a = 2, D = 10.
 
@@ -513,13 +490,12 @@ def preload_threshold(growth: Number, degree: Number) -> Number:
     return (growth - 1) / degree
 
 
-@_domain(compute=POSITIVE, external=POSITIVE, growth=POSITIVE, degree=POSITIVE)
+@_formula
 def preload_wins(compute: Number, external: Number, growth: Number, degree: Number) -> Number:
     """Whether preloading beats graph parallel [bool]: `C / B_ext > (D^a L - 1) / D`.
 
     `compute` C, `external` B_ext [vertices/s per GPU], `growth` [1], printed or measured, `degree`
-    D [edges per vertex]. Source: GraNNDis Eq. 7. Valid as Eq. 6. Raises ValueError outside the
-    domain.
+    D [edges per vertex]. Source: GraNNDis Eq. 7. Valid as Eq. 6.
 
     >>> preload_wins(np.array([4.0, 6.0]), 10.0, growth=6, degree=10).tolist()
     [False, True]
@@ -527,7 +503,7 @@ def preload_wins(compute: Number, external: Number, growth: Number, degree: Numb
     return compute / external > preload_threshold(growth, degree)
 
 
-@_domain(**ON_SERVERS, internal=POSITIVE, growth=POSITIVE)
+@_formula
 def t_sampling(
     vertices: Number,
     edges: Number,
@@ -542,7 +518,7 @@ def t_sampling(
 
     Arguments as `t_preload`. Source: GraNNDis Eq. 8 (Eq. 9 for its range, `sampling_in_range`).
     Valid as printed only: its bracket lacks the division that Eq. 4 has; use `t_preload` with the
-    measured growth instead. Raises ValueError outside the domain.
+    measured growth instead.
 
     On 4 servers of 4 GPUs the bracket is 15 where Eq. 4 has 3/4:
 
@@ -555,7 +531,7 @@ def t_sampling(
     )
 
 
-@_domain(itemsize=COUNT)
+@_formula
 def in_server_halo_bytes(
     halo_rows: Sequence[Number], widths: Sequence[Number], itemsize: Number = 4
 ) -> Number:
@@ -565,7 +541,7 @@ def in_server_halo_bytes(
     `halo_rows` [rows] and `widths` H_l [numbers per row], one per exchange l = 1 .. L-1: layer l is
     needed only within L-l hops of the server's part, so the halo shrinks with l; `itemsize` [B per
     number]. Source: GraNNDis Sec. 4.2 (text). Valid for full and partial preloads; nothing crosses
-    servers but the all-reduce. Raises ValueError if the two lengths differ or outside the domain.
+    servers but the all-reduce. The lengths must be equal.
 
     >>> in_server_halo_bytes([900, 400], [64, 64])
     665600
@@ -579,7 +555,7 @@ def in_server_halo_bytes(
 # -- mini-batches
 
 
-@_domain(servers=COUNT, inputs=NOT_NEGATIVE, features=COUNT, itemsize=COUNT)
+@_formula
 def remote_feature_bytes(
     servers: Number, inputs: Number, features: Number, itemsize: Number = 4
 ) -> Number:
@@ -587,7 +563,7 @@ def remote_feature_bytes(
 
     `servers` S, `inputs` f2 [rows of the input frontier, all servers], `features` F [numbers per
     row], `itemsize` b [B per number]. Source: P3 Sec. 3.2. Valid for rows spread evenly and none
-    cached. Raises ValueError outside the domain.
+    cached.
 
     The paper's example counts all rows as remote: 188,339 rows of 100 numbers.
 
@@ -597,7 +573,7 @@ def remote_feature_bytes(
     return (1 - 1 / servers) * inputs * features * itemsize
 
 
-@_domain(servers=COUNT, rows=NOT_NEGATIVE, hidden=COUNT, itemsize=COUNT, ways=COUNT, copies=COUNT)
+@_formula
 def p3_bytes(
     servers: Number,
     rows: Number,
@@ -612,7 +588,6 @@ def p3_bytes(
     `servers` S, `rows` f1 [rows of layer 1's output, all servers], `hidden` H1 [numbers per row],
     `itemsize` b [B per number], `ways` 2 [forward and backward], `copies` c [of every column].
     Source: P3 Sec. 3.2 and Table 5 (caching). Valid for features cut evenly over the servers.
-    Raises ValueError outside the domain.
 
     The paper's example, forward only: 24,703 rows, 16 numbers, 4 machines.
 
@@ -622,13 +597,12 @@ def p3_bytes(
     return ways * (servers / copies - 1) * rows * hidden * itemsize
 
 
-@_domain(servers=COUNT, inputs=NOT_NEGATIVE, rows=POSITIVE, features=COUNT)
+@functools.partial(_formula, rows=POSITIVE)
 def p3_break_even(servers: Number, inputs: Number, rows: Number, features: Number) -> Number:
     """H1 from which P3 sends more than data parallelism [numbers per row]: `f2 F / (2 S f1)`.
 
     `servers` S, `inputs` f2 and `rows` f1 [rows], `features` F [numbers per row]. Source:
-    `p3_bytes` = `remote_feature_bytes`, P3 Fig. 15. Valid without caches on either side. Raises
-    ValueError outside the domain.
+    `p3_bytes` = `remote_feature_bytes`, P3 Fig. 15. Valid without caches on either side.
 
     The paper's example stops paying just below the width of its features, 100:
 
@@ -638,7 +612,7 @@ def p3_break_even(servers: Number, inputs: Number, rows: Number, features: Numbe
     return inputs * features / (2 * servers * rows)
 
 
-@_domain(itemsize=COUNT, ids=NOT_NEGATIVE)
+@_formula
 def split_bytes(
     remote_rows: Sequence[Number], widths: Sequence[Number], itemsize: Number = 4, ids: Number = 0
 ) -> Number:
@@ -646,8 +620,8 @@ def split_bytes(
 
     `remote_rows` r_l [rows of h_l that other GPUs read] and `widths` H_l [numbers per row], l = 0
     .. L-1: input rows cross forward only; `itemsize` b [B per number], `ids` [vertex ids exchanged
-    while sampling]. Source: GSplit Sec. 3. Valid for any splitting function. Raises ValueError if
-    the two lengths differ or outside the domain.
+    while sampling]. Source: GSplit Sec. 3. Valid for any splitting function. The lengths must be
+    equal.
 
     >>> split_bytes([10, 5], [100, 16])
     4640

@@ -32,59 +32,32 @@ from gnnplan.planner.vocabulary.files import suggest
 
 # Names in the file -> ours.
 MODELS = {
-    "gcn": "gcn",
-    "sage": "sage",
-    "gcnii": "gcnii",
-    "gat": "gat",
-    "resgcn+": "resgcn",
-    "sgcn": "sgc",
+    **{name: name for name in ("gcn", "sage", "gcnii", "gat")},
+    **{"resgcn+": "resgcn", "sgcn": "sgc"},
 }
 SYSTEMS = full_graph.SYSTEMS | mini_batch.SYSTEMS
 # Parameters of strategies that the model speaks of, or may leave out.
 PARAMS = {
-    "alpha",
-    "batch",
-    "cache",
-    "chunks",
-    "chunks_rule",
-    "epochs",
-    "fanout",
-    "feature_copies",
-    "feature_dim",
-    "gamma",
-    "gpus",
-    "graph_copies",
-    "group",
-    "heads",
-    "hop",
-    "inflight_minibatches",
-    "max_hop",
-    "micro_batches",
-    "partitioner",
-    "partitions",
-    "stages",
+    *("alpha", "batch", "cache", "chunks", "chunks_rule", "epochs", "fanout", "feature_copies"),
+    *("feature_dim", "gamma", "gpus", "graph_copies", "group", "heads", "hop", "max_hop", "ways"),
+    *("inflight_minibatches", "micro_batches", "partitioner", "partitions", "stages"),
     "updates_per_epoch",
-    "ways",
 }
 REQUIRED = ("testbed", "dataset", "model", "layers", "num_nodes", "gpus_per_node")
 # Metrics of batches, which are alike on all machines.
 OF_BATCHES = (
-    *mini_batch.SAMPLED,
-    "edges_computed_ratio_vs",
-    "features_loaded_ratio_vs",
-    "cross_edge_ratio",
+    *(*mini_batch.SAMPLED, "cross_edge_ratio"),
+    *("edges_computed_ratio_vs", "features_loaded_ratio_vs"),
 )
+
+
+# To fit a testbed's constants asks for it hundreds of times, and its YAML takes longest.
+_preset = cache(read_cluster)
 
 
 def testbed(row: Row) -> Cluster:
     """The row's whole testbed, as its preset says."""
     return _preset(row["testbed"])
-
-
-@cache
-def _preset(name: str) -> Cluster:
-    """To fit a testbed's constants asks for it hundreds of times, and its YAML takes longest."""
-    return read_cluster(name)
 
 
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
@@ -101,9 +74,8 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
         stats = replace(stats, features=width, hash=f"{stats.hash} {params['feature_dim']}")
     try:
         workload = Workload.model_validate(_workload(stated, name, params, cluster))
-        problem: Problem = TheirProblem(
-            stats, None, workload, cluster, str(params.get("partitioner", "metis"))
-        )
+        method = str(params.get("partitioner", "metis"))
+        problem: Problem = TheirProblem(stats, None, workload, cluster, method)
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:
@@ -162,9 +134,8 @@ def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
     whole = testbeds(row)
     servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
     if not gpus or gpus > whole.gpus_per_server:
-        raise Skip(
-            f"{row['testbed']} has {whole.gpus_per_server} GPUs per server, and {gpus} are asked"
-        )
+        each = whole.gpus_per_server
+        raise Skip(f"{row['testbed']} has {each} GPUs per server, and {gpus} are asked")
     if servers * gpus > MOST_RANKS:
         raise Skip(f"{servers * gpus:,} GPUs are more than can be planned ({MOST_RANKS:,})")
     if servers > 1 and whole.inter_node is None:

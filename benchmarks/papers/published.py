@@ -35,24 +35,19 @@ def gave_a_halo(row: Row) -> bool:
     The batch spreads of GSplit's graphs are made from its Table 1; their_memory.py has a factor on
     memory.
     """
-    paper, dataset, strategy, metric = (
-        row[name] for name in ("paper", "dataset", "strategy", "metric")
-    )
+    paper, strategy, metric = row["paper"], row["strategy"], row["metric"]
+    source = paper, row["dataset"]
     if their_memory.gave_a_factor(row):
         return True
     if paper == "gsplit":
         return metric.startswith(mini_batch.SAMPLED)
-    if (paper, dataset) == ("gnnpipe", "reddit"):
+    if source == ("gnnpipe", "reddit"):
         return (strategy, metric) == ("graph_parallel", "comm_volume_bytes")
-    if (paper, dataset) == ("pipegcn", "ogbn-products"):
-        return (
-            strategy == "graph_parallel"
-            and row["gpus_per_node"] == "5"
-            and metric in ("comm_ratio", "throughput_epochs_per_s")
-        )
-    return (paper, dataset) == ("pipegcn", "ogbn-papers100M") and metric.startswith(
-        ("epoch_time", "comm_time")
-    )
+    if source == ("pipegcn", "ogbn-products"):
+        is_five_parts = (strategy, row["gpus_per_node"]) == ("graph_parallel", "5")
+        return is_five_parts and metric in ("comm_ratio", "throughput_epochs_per_s")
+    times = ("epoch_time", "comm_time")
+    return source == ("pipegcn", "ogbn-papers100M") and metric.startswith(times)
 
 
 def evaluate_rows(
@@ -124,8 +119,6 @@ def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
             if a["strategy"] != b["strategy"]:
                 printed = float(b["value"]) / float(a["value"])
                 pairs.append((printed, b["predicted"] / a["predicted"]))
-    different = [
-        (printed, figure) for printed, figure in pairs if max(printed, 1 / printed) > 1 + DIFFERENT
-    ]
+    different = [pair for pair in pairs if max(pair[0], 1 / pair[0]) > 1 + DIFFERENT]
     right = sum((printed - 1) * (figure - 1) > 0 for printed, figure in different)
     return {"n": len(different), "right": right}

@@ -20,46 +20,21 @@ SMALLEST, LARGEST = 1e-20, 1e20  # of a figure that is not 0
 LARGEST_PARAM = 10**12  # of a number among a strategy's parameters
 # what was trained where; rows that agree in these columns compare strategies
 JOB = (
-    "paper",
-    "source",
-    "testbed",
-    "dataset",
-    "model",
-    "layers",
-    "hidden",
-    "num_nodes",
-    "gpus_per_node",
+    *("paper", "source", "testbed", "dataset", "model", "layers", "hidden"),
+    *("num_nodes", "gpus_per_node"),
 )
 COLUMNS = (
     *JOB,
-    "strategy",
-    "strategy_params",
-    "metric",
-    "baseline",
-    "value",
-    "unit_as_printed",
-    "note",
+    *("strategy", "strategy_params", "metric", "baseline", "value", "unit_as_printed", "note"),
 )
 # Unit as printed -> the kinds of metric that it can be of. Values are in SI already, so a unit of
 # another kind is a mistake.
 UNITS = {
-    "s": "time",
-    "ms": "time",
-    "min": "time",
-    "B": "bytes or count",
-    "MB": "bytes",
-    "GB": "bytes",
-    "M": "count",
-    "%": "share",
-    "x": "ratio",
-    "GPUs": "count",
-    "partitions": "count",
-    "nodes": "count",
-    "epochs": "count",
-    "epochs/s": "rate",
-    "OOM": "fact",
-    "runs": "fact",
-    "": "any",
+    **dict.fromkeys(("s", "ms", "min"), "time"),
+    **dict.fromkeys(("MB", "GB"), "bytes"),
+    **dict.fromkeys(("M", "GPUs", "partitions", "nodes", "epochs"), "count"),
+    **dict.fromkeys(("OOM", "runs"), "fact"),
+    **{"B": "bytes or count", "%": "share", "x": "ratio", "epochs/s": "rate", "": "any"},
 }
 # End of a metric's name -> its kind; of other metrics any unit is allowed.
 KINDS = {
@@ -150,10 +125,8 @@ def _check_counts(where: str, row: Row) -> None:
     """Whether layers, widths and machines are counts. Raises SpecError."""
     for field in ("layers", "hidden", "num_nodes", "gpus_per_node"):
         text = row[field]
-        is_count = (
-            len(text) < 7 and text.isdecimal() and (int(text) > 0 or field == "gpus_per_node")
-        )
-        if text and not is_count:
+        least = 0 if field == "gpus_per_node" else 1
+        if text and not (len(text) < 7 and text.isdecimal() and int(text) >= least):
             raise SpecError(
                 f"{where}{field} {text[:MOST_SHOWN]!r} is not a whole number above 0 (and"
                 " below a million); leave it empty where it is not stated"
@@ -162,11 +135,8 @@ def _check_counts(where: str, row: Row) -> None:
 
 def _check_params(where: str, row: Row) -> None:
     """Whether the strategy's parameters are a flat JSON object. Raises SpecError."""
-    params = from_json(
-        f"{where}strategy_params",
-        row["strategy_params"] or "{}",
-        "write it as an object, or leave it empty",
-    )
+    remedy = "write it as an object, or leave it empty"
+    params = from_json(f"{where}strategy_params", row["strategy_params"] or "{}", remedy)
     if not isinstance(params, dict):
         raise SpecError(f"{where}strategy_params is not a JSON object")
     for name, value in params.items():

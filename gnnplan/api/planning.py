@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.asking import Overrides, Question, ask, several
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.view import Lines, View, of
+from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer
@@ -40,7 +40,6 @@ from gnnplan.planner.vocabulary.units import (
 if TYPE_CHECKING:
     from gnnplan.api.running import Preflight, Run
     from gnnplan.api.simulation import Simulation, Sweep
-    from gnnplan.executor.launch.asked import Asked
 
 MOST_LEADERS = 8  # rows of the table
 PER = ("training", "epoch")
@@ -332,9 +331,9 @@ class Plan(View):
         """Write plan.json, which the command line takes too."""
         documents.write(path, self.document)
 
-    def explain(self) -> Lines:
+    def explain(self) -> Blocks:
         """All reasons: the placement, what binds, why others lost, what was rejected."""
-        return Lines(list(_reasons(self.document, self.cluster)))
+        return Blocks(list(_reasons(self.document, self.cluster)))
 
     def choose(self, strategy: str) -> Plan:
         """The plan with another of its answers as the best, without planning anew.
@@ -381,10 +380,9 @@ class Plan(View):
         from gnnplan.api.simulation import Playing, Simulation
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
-        exact, folder = documents.is_exact(self.document), None if trace is None else Path(trace)
-        return Simulation(
-            self.problem, self.strategy, exact, playing, overrides, flows, folder, notify
-        )
+        folder = None if trace is None else Path(trace)
+        exact, strategy = documents.is_exact(self.document), self.strategy
+        return Simulation(self.problem, strategy, exact, playing, overrides, flows, folder, notify)
 
     def sweep(
         self,
@@ -453,18 +451,8 @@ class Plan(View):
             SpecError: An option is wrong, or the plan cannot be run here.
             LostRank: A rank was lost, and no restart is left.
         """
-        options = {
-            "epochs": epochs,
-            "eval_every": eval_every,
-            "timeout_s": timeout_s,
-            "checkpoint_every": checkpoint_every,
-            "staleness_errors": staleness_errors,
-            "gradient_errors": gradient_errors,
-            "restarts": restarts,
-            "emulate": emulate,
-            "tensorboard": tensorboard,
-        }
-        return self._train(self._asked(out, options))
+        given = {name: value for name, value in locals().items() if name not in ("self", "out")}
+        return self._train(out, given)
 
     def report(
         self,
@@ -490,9 +478,9 @@ class Plan(View):
 
         resume: of a run that goes on in `out`. options: those of `run`. No process is started and
         nothing is written. Raises SpecError."""
-        from gnnplan.api.running import preflight
+        from gnnplan.api.running import asked_of, preflight
 
-        return preflight(self._asked(out, options, resume))
+        return preflight(asked_of(self.document, self.loaded, out, options, resume))
 
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
@@ -501,20 +489,12 @@ class Plan(View):
         The run may have begun with another plan of the same graph and workload: weights and the
         optimizer's state go on, on this plan's ranks and with its strategy. Raises SpecError,
         LostRank."""
-        return self._train(self._asked(out, options, resume=True))
+        return self._train(out, options, resume=True)
 
-    def _asked(
-        self, out: str | Path | None, given: Mapping[str, Any], resume: bool = False
-    ) -> Asked:
-        from gnnplan.api.running import asked_of
+    def _train(self, out: str | Path | None, given: Mapping[str, Any], resume: bool = False) -> Run:
+        from gnnplan.api.running import asked_of, train
 
-        folder = None if out is None else Path(out)
-        return asked_of(self.document, self.loaded, folder, given, resume)
-
-    def _train(self, asked: Asked) -> Run:
-        from gnnplan.api.running import train
-
-        return train(asked)
+        return train(asked_of(self.document, self.loaded, out, given, resume))
 
     def blocks(self) -> list[str | Table]:
         return [

@@ -150,7 +150,7 @@ class Preflight(View):
 def asked_of(
     document: dict[str, Any],
     problem: Problem | None,
-    out: Path | None,
+    out: str | Path | None,
     given: Mapping[str, Any],
     resume: bool = False,
 ) -> Asked:
@@ -164,12 +164,11 @@ def asked_of(
     rate = given.get("emulate")
     servers = None if rate is None else launch.Emulated(rate_of(rate))
     kept = {name: value for name, value in given.items() if name != "emulate"}
-    options = launch.Options.of(out or Path(), kept, resume)
-    if out is None:
-        graph = document["graph"].get("name", "graph").split("?")[0]
-        name = f"{graph}-{document['best']['strategy']['name']}"
-        out = launch.new_folder(name.replace(":", "-").replace("/", "-"))
-    return launch.Asked(document, out, options, emulate=servers, loaded=problem)
+    options = launch.Options.of(Path(out or ""), kept, resume)
+    graph = document["graph"].get("name", "graph").split("?")[0]
+    name = f"{graph}-{document['best']['strategy']['name']}".replace(":", "-").replace("/", "-")
+    folder = launch.new_folder(name) if out is None else Path(out)
+    return launch.Asked(document, folder, options, emulate=servers, loaded=problem)
 
 
 def preflight(asked: Asked) -> Preflight:

@@ -24,7 +24,7 @@ class View(ABC):
         """Print to `file`, default standard output; width None: the terminal's."""
         for block in self.blocks():
             if isinstance(block, Table):
-                print_table(block, file, width)
+                _print_table(block, file, width)
             else:
                 print(block, file=file)
 
@@ -43,18 +43,17 @@ class View(ABC):
         )
 
 
-class Lines(View):
-    """Lines of text."""
+class Blocks(View):
+    """Lines and tables, and the document that they are of."""
 
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = lines
+    def __init__(self, blocks: Sequence[str | Table], document: object = None) -> None:
+        self._blocks, self.document = blocks, document
 
-    def blocks(self) -> Sequence[str]:
-        return self.lines
+    def blocks(self) -> Sequence[str | Table]:
+        return self._blocks
 
 
-def print_table(table: Table, file: IO[str] | None, width: int | None) -> None:
-    """Print a table to `file`, default standard output; width None: the terminal's."""
+def _print_table(table: Table, file: IO[str] | None, width: int | None) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
 

@@ -6,14 +6,11 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from gnnplan.cli.options import Source, Verb
-
-if TYPE_CHECKING:
-    from gnnplan.planner.vocabulary.table import Table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,22 +69,10 @@ def numbers(text: str, option: str) -> list[int]:
 
 def show(answer: Any, as_json: bool = False) -> bool:
     """Print an answer on standard output, for people or its document; whether for people."""
+    from gnnplan.api.view import WIDTH
+
     if as_json:
         print_json(answer.document)
     else:
-        answer.print(width=_width())
+        answer.print(width=None if sys.stdout.isatty() else WIDTH)
     return not as_json
-
-
-def show_table(shown: Table) -> None:
-    """Print a table for people on standard output."""
-    from gnnplan.api.view import print_table
-
-    print_table(shown, None, _width())
-
-
-def _width() -> int | None:
-    """Columns of a line; None: as many as the terminal has."""
-    from gnnplan.api.view import WIDTH
-
-    return None if sys.stdout.isatty() else WIDTH

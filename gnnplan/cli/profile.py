@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import (
-    LACKING,
-    numbers,
-    print_json,
-    show_table,
-    verb,
-)
+from gnnplan.cli.common import LACKING, numbers, show, verb
 from gnnplan.cli.options import of_function
+
+if TYPE_CHECKING:
+    from gnnplan.planner.vocabulary.table import Table
 
 
 @verb(
@@ -50,6 +47,7 @@ def profile(
         hidden: Hidden width of the rows that a split sends.  [default: 256]
         task: none: the graph has no labels; it is planned, simulated and run on stand-ins.
     """
+    from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.load import load, source_of
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import read_workload
@@ -58,20 +56,13 @@ def profile(
     from gnnplan.planner.vocabulary.progress import progress
     from gnnplan.planner.vocabulary.table import column, table
 
-    counts = numbers(parts, "--parts")
-    if batch is None and (
-        given := [
-            name
-            for name, value in (("fanout", fanout), ("layers", layers), ("hidden", hidden))
-            if value
-        ]
-    ):
+    counts, of_batches = numbers(parts, "--parts"), {"fanout": fanout, "layers": layers}
+    of_batches["hidden"] = hidden
+    if batch is None and (given := [name for name, value in of_batches.items() if value]):
         raise SpecError(f"--{given[0]} is of mini-batches; say how large they are, as --batch 1024")
     if layers is None and fanout and fanout != "full":
-        layers = len(numbers(fanout, "--fanout"))
-    workload = read_workload(
-        None, {"mode": "mini", "batch": batch, "fanout": fanout, "layers": layers, "hidden": hidden}
-    )
+        of_batches["layers"] = len(numbers(fanout, "--fanout"))
+    workload = read_workload(None, {"mode": "mini", "batch": batch, **of_batches})
     with progress() as notify:
         notify(f"profiling {graph}")
         method, directed = reading.pop("partitioner"), reading.pop("directed")
@@ -79,37 +70,33 @@ def profile(
         document = make_profile(loaded, counts, method, servers=servers, hops=hops)
         if batch is not None:
             document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), notify)
-    if as_json:
-        return print_json(document)
     about = document["graph"]
-    print(
+    degree = ", ".join(f"{k} {v:g}" for k, v in (about.get("degree") or {}).items())
+    facts = table(
+        "per part count",
+        [{"parts": count, **facts} for count, facts in document["parts"].items()],
+        column("parts"),
+        column("halo rows", "halo_rows", "{:,.0f}".format),
+        column("edges cut", "edge_cut", "{:,.0f}".format),
+        column("max/mean rows", "balance", "{:.3f}".format),
+        (
+            f"growth at 1..{hops} hops",
+            lambda of: " ".join(f"{growth:.2f}" for growth in of.get("growth") or []),
+        ),
+    )
+    blocks: list[str | Table] = [
         f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges,"
-        f" {about['features']} features, {about['classes']} classes"
-    )
-    for note in about["notes"]:
-        print(f"  note: {note}")
-    if degree := about.get("degree"):
-        print("  degree: " + ", ".join(f"{k} {v:g}" for k, v in degree.items()))
-    show_table(
-        table(
-            "per part count",
-            [{"parts": count, **facts} for count, facts in document["parts"].items()],
-            column("parts"),
-            column("halo rows", "halo_rows", "{:,.0f}".format),
-            column("edges cut", "edge_cut", "{:,.0f}".format),
-            column("max/mean rows", "balance", "{:.3f}".format),
-            (
-                f"growth at 1..{hops} hops",
-                lambda of: " ".join(f"{growth:.2f}" for growth in of.get("growth") or []),
-            ),
-        )
-    )
-    if batch is not None:
-        show_batches(document["mini"])
+        f" {about['features']} features, {about['classes']} classes",
+        *(f"  note: {note}" for note in about["notes"]),
+        *([f"  degree: {degree}"] if degree else []),
+        facts,
+        *(batches(document["mini"]) if batch is not None else []),
+    ]
+    show(Blocks(blocks, document), as_json)
 
 
-def show_batches(mini: dict[str, Any]) -> None:
-    """Print the facts of mini-batches that `probe` has found."""
+def batches(mini: dict[str, Any]) -> list[Table]:
+    """The facts of mini-batches that `probe` has found."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
     from gnnplan.planner.vocabulary.table import column, table
     from gnnplan.planner.vocabulary.units import show_bytes
@@ -128,37 +115,34 @@ def show_batches(mini: dict[str, Any]) -> None:
         }
         for h in range(len(rows["mean"]))
     ]
-    show_table(
-        table(
-            f"mini-batches of {mini['batch']:,} seeds,"
-            f" {','.join(map(str, mini['fanouts']))} neighbours ({known})",
-            reached,
-            column(""),
-            column("rows", show=whole),
-            column(f"{HIGH} % have at most", "most rows", whole),
-            column("edges into them", "edges", whole),
-            column(f"{HIGH} % have at most", "most edges", whole),
-        )
+    sizes = table(
+        f"mini-batches of {mini['batch']:,} seeds,"
+        f" {','.join(map(str, mini['fanouts']))} neighbours ({known})",
+        reached,
+        column(""),
+        column("rows", show=whole),
+        column(f"{HIGH} % have at most", "most rows", whole),
+        column("edges into them", "edges", whole),
+        column(f"{HIGH} % have at most", "most edges", whole),
     )
     shared = [
         {"ranks": count, **of["overlap"], **(of["hits"] or {}), **(of["split"] or {})}
         for count, of in mini["ranks"].items()
     ]
     cached = "/".join(f"{100 * float(share):g}" for share in shared[0].get("frequency", {}))
-    show_table(
-        table(
-            "shared by ranks",
-            shared,
-            column("ranks"),
-            column("features read", "features", "{:.2f}x".format),
-            column("edges", show="{:.2f}x".format),
-            column(
-                f"cache of {cached} % hits" if cached else "cache hits",
-                "frequency",
-                lambda hits: percents(hits.values()),
-            ),
-            column("split: edges cross", "cross_edges", percents),
-            column("most/mean", "balance", lambda balance: f"{max(balance):.2f}"),
-            column("a pair sends", "bytes", lambda sent: show_bytes(max(map(max, sent)))),
-        )
+    overlap = table(
+        "shared by ranks",
+        shared,
+        column("ranks"),
+        column("features read", "features", "{:.2f}x".format),
+        column("edges", show="{:.2f}x".format),
+        column(
+            f"cache of {cached} % hits" if cached else "cache hits",
+            "frequency",
+            lambda hits: percents(hits.values()),
+        ),
+        column("split: edges cross", "cross_edges", percents),
+        column("most/mean", "balance", lambda balance: f"{max(balance):.2f}"),
+        column("a pair sends", "bytes", lambda sent: show_bytes(max(map(max, sent)))),
     )
+    return [sizes, overlap]

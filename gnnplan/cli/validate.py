@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from gnnplan.cli.common import print_json, show, show_table, verb
+from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_function
 
 
@@ -64,11 +64,12 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     from collections import Counter
     from functools import partial
 
+    from gnnplan.api.view import Blocks
     from gnnplan.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.papers.published import evaluate_rows
     from gnnplan.papers.rows import read
     from gnnplan.planner.vocabulary.progress import progress
-    from gnnplan.planner.vocabulary.table import column, table
+    from gnnplan.planner.vocabulary.table import Table, column, table
     from gnnplan.planner.vocabulary.units import show_percent
 
     rows = read(path)
@@ -77,27 +78,23 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
         result = (
             leave_one_out(rows) if left_out else evaluate_rows(rows, gave_a_constant, calibrated)
         )
-    if as_json:
-        return print_json(result)
     summary = dict(result["summary"])
     winner = summary.pop("winner")
     percent = partial(show_percent, digits=1)
-    show_table(
-        table(
-            f"{len(result['rows'])} of {len(rows)} figures predicted",
-            [{"metric": metric, **errors} for metric, errors in summary.items()],
-            column("metric"),
-            column("rows", "n"),
-            column("mean error", "mape", percent),
-            column("95 % have at most", "p95", percent),
-            column("largest", "max", percent),
-        )
+    errors = table(
+        f"{len(result['rows'])} of {len(rows)} figures predicted",
+        [{"metric": metric, **errors} for metric, errors in summary.items()],
+        column("metric"),
+        column("rows", "n"),
+        column("mean error", "mape", percent),
+        column("95 % have at most", "p95", percent),
+        column("largest", "max", percent),
     )
-    print(
+    skipped = Counter((row["paper"], row["why"]) for row in result["skipped"])
+    blocks: list[str | Table] = [
+        errors,
         f"the faster of two strategies is named rightly in {winner['right']} of {winner['n']}"
-        " comparisons that differ by more than 5 %"
-    )
-    for (paper, why), count in Counter(
-        (row["paper"], row["why"]) for row in result["skipped"]
-    ).most_common():
-        print(f"- {count} of {paper} skipped: {why}")
+        " comparisons that differ by more than 5 %",
+        *(f"- {n} of {paper} skipped: {why}" for (paper, why), n in skipped.most_common()),
+    ]
+    show(Blocks(blocks, result), as_json)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import best_placement
-from gnnplan.planner.decision.epochs import Stated
-from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
+from gnnplan.planner.decision.epochs import Epochs
+from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import missed
 from gnnplan.planner.decision.room import must_fit_servers
 from gnnplan.planner.problem.problem import Problem
@@ -80,19 +80,19 @@ class Candidate:
         return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
 
     @property
-    def epochs(self) -> Epochs | Stated | None:
-        """How many a training has, or needs to the objective's accuracy; None: one is counted."""
+    def epochs(self) -> Epochs:
+        """How many the objective counts: of a training, to its accuracy, or ONE."""
         return self.objective.epochs(self.problem, self.strategy)
 
     @property
     def time_s(self) -> float:
         """Its epoch, or all epochs that the objective counts [s]."""
-        return float(self.predicted.epoch_s) * (self.epochs.usual if self.epochs else 1.0)
+        return float(self.predicted.epoch_s) * self.epochs.usual
 
     @property
     def drawn_time_s(self) -> NDArray[np.float64]:
         """The same in each draw [DRAWS] [s]."""
-        return self.drawn_s * (self.epochs.drawn if self.epochs else 1.0)
+        return self.drawn_s * self.epochs.drawn
 
     @property
     def is_comparable(self) -> bool:

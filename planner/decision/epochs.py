@@ -25,32 +25,34 @@ ENOUGH = 3  # trainings in print that tell how far others are from them
 
 
 @dataclass(frozen=True)
-class Stated:
-    """How many epochs, and who says so."""
+class Epochs:
+    """How many epochs are counted, and who says so."""
 
     usual: float
     spread: float  # standard deviation of its logarithm; 0: nothing is in doubt
-    source: str
+    source: str  # equal ones draw equal numbers
 
     @cached_property
     def drawn(self) -> NDArray[np.float64]:
         """In each draw [DRAWS]; at least one."""
-        return drawn_epochs(self.usual, self.spread, self.source)
+        factors = np.exp(self.spread * normals(f"epochs {self.source}"))
+        return np.maximum(1.0, self.usual * factors)
+
+    @property
+    def range(self) -> str:
+        """What 80 % of the draws are in."""
+        return "{:.0f}-{:.0f}".format(*np.quantile(self.drawn, (0.1, 0.9)))
 
     def __str__(self) -> str:
         """As '200 (as --epochs asks)' or '500 (160-1600; printed of other graphs)'."""
-        if not self.spread:
-            return f"{self.usual:.0f} ({self.source})"
-        low, high = np.quantile(self.drawn, (0.1, 0.9))
-        return f"{self.usual:.0f} ({low:.0f}-{high:.0f}; {self.source})"
+        low_to_high = f"{self.range}; " if self.spread else ""
+        return f"{self.usual:.0f} ({low_to_high}{self.source})"
 
 
-def drawn_epochs(usual: float, spread: float, name: str) -> NDArray[np.float64]:
-    """Epochs in each draw [DRAWS]; equal names draw equal numbers."""
-    return np.maximum(1.0, usual * np.exp(spread * normals(f"epochs {name}")))
+ONE = Epochs(1.0, 0.0, "an epoch")
 
 
-def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Stated]:
+def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Epochs]:
     """Of each mode, of a graph by its name.
 
     asked: for `mode`; or of the full graph, where mini-batches have as many fewer as in print.
@@ -61,19 +63,19 @@ def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Stat
     given = mode or "full"
     ratio, told = asked / printed[given].usual, f"as many as in print for --epochs {asked}"
     in_print = {
-        name: Stated(max(1.0, round(ratio * one.usual)), one.spread, f"{one.source}, {told}")
+        name: Epochs(max(1.0, round(ratio * one.usual)), one.spread, f"{one.source}, {told}")
         for name, one in printed.items()
     }
-    return {**in_print, given: Stated(float(asked), 0.0, "as --epochs asks")}
+    return {**in_print, given: Epochs(float(asked), 0.0, "as --epochs asks")}
 
 
-def _printed(graph: str, mode: str) -> Stated:
+def _printed(graph: str, mode: str) -> Epochs:
     rows = [row for row in quoted("epochs.csv") if row["mode"] == mode]
     own = [row for row in rows if row["graph"] == graph]
     logs, all_logs = (np.log([float(row["epochs"]) for row in of]) for of in (own or rows, rows))
     spread = (logs if logs.size >= ENOUGH else all_logs).std(ddof=1)
     source = f"printed of {MODES[mode]} of {graph if own else 'other graphs'}"
-    return Stated(float(round(np.exp(logs.mean()))), float(spread), source)
+    return Epochs(float(round(np.exp(logs.mean()))), float(spread), source)
 
 
 def in_mode(problem: Problem, mode: str, epochs: int | None = None) -> Problem:

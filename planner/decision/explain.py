@@ -12,7 +12,7 @@ from typing import Any
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import in_mode
+from gnnplan.planner.decision.epochs import ONE, in_mode
 from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
 from gnnplan.planner.decision.search import SearchResult, evaluate_all, recommend
 from gnnplan.planner.gnn.workload import ALL
@@ -71,7 +71,7 @@ def to_the_objective(best: Candidate) -> list[str]:
         f"Compared by {objective.of} {objective.span}: {objective.show(best.value)}, within {low}"
         f" to {high} (80 %)"
     ]
-    if best.epochs:
+    if best.epochs != ONE:
         out.append(f"Epochs to the accuracy, without the set-up: {best.epochs}")
     return out
 
@@ -293,7 +293,7 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
     Where more than the epoch counts: '1.55 s per epoch on 4 ranks, 60 epochs'.
     """
     if not candidate.objective.is_plain:
-        epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs else ""
+        epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs != ONE else ""
         return (
             f"{show_time(float(candidate.predicted.epoch_s))} per epoch on"
             f" {show_count(candidate.problem.ranks, 'rank')}{epochs}"

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import factors_of
-from gnnplan.planner.decision.epochs import Stated, drawn_epochs
+from gnnplan.planner.decision.epochs import ONE, Epochs
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
@@ -82,47 +81,36 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Epochs:
-    """How many epochs reach the target accuracy, from some runs with different seeds."""
+class EpochsOfRuns(Epochs):
+    """How many epochs reach the target accuracy, from some runs with different seeds.
 
-    reached: Sequence[tuple[int, int]]  # of each run: the epochs between which it got there
-    name: str  # equal for strategies that compute the same numbers: they draw the same epochs
+    Strategies that compute the same numbers have one `source`: they draw the same epochs."""
 
-    @property
-    def usual(self) -> float:
-        """The median: the geometric mean over runs, in the middle between two evaluations."""
-        return float(np.exp(fmean(np.log(self._middles))))
+    runs: int
 
-    @property
-    def spread(self) -> float:
-        """Standard deviation of log(epochs of another run / usual).
+    @classmethod
+    def of(cls, reached: Sequence[tuple[int, int]], source: str) -> EpochsOfRuns:
+        """From the epochs (before, at) between which each run got there.
 
-        Runs show how far seeds are apart, and SEED_SPREAD counts for PRIOR runs beside them. The
-        mean of n runs is off by 1 / sqrt(n) of that. Where evaluations are far apart, an epoch
-        between them is uniformly distributed.
+        The usual number is the median: the geometric mean over runs, in the middle between two
+        evaluations. Runs show how far seeds are apart, and SEED_SPREAD counts for PRIOR runs beside
+        them. The mean of n runs is off by 1 / sqrt(n) of that. Where evaluations are far apart, an
+        epoch between them is uniformly distributed.
         """
-        logs = np.log(self._middles)
-        squares = PRIOR * SEED_SPREAD**2 + float(((logs - logs.mean()) ** 2).sum())
-        of_seeds = squares / (PRIOR + len(logs) - 1) * (1 + 1 / len(logs))
-        spans = zip(self.reached, self._middles, strict=True)
-        gaps = [(at - before - 1) / middle for (before, at), middle in spans]
-        return float(np.sqrt(of_seeds + fmean(gap**2 for gap in gaps) / 12))
-
-    @property
-    def drawn(self) -> Array:
-        """In each draw [DRAWS]; at least one."""
-        return drawn_epochs(self.usual, self.spread, self.name)
+        befores, ats = np.array(reached, dtype=float).T
+        middles = (befores + 1 + ats) / 2
+        logs, runs = np.log(middles), len(reached)
+        squares = PRIOR * SEED_SPREAD**2 + ((logs - logs.mean()) ** 2).sum()
+        of_seeds = squares / (PRIOR + runs - 1) * (1 + 1 / runs)
+        gaps = (ats - befores - 1) / middles
+        spread = np.sqrt(of_seeds + (gaps**2).mean() / 12)
+        return cls(float(np.exp(logs.mean())), float(spread), source, runs)
 
     def __str__(self) -> str:
         """As '56 (48-65 in 80 % of trainings), from 3 runs'."""
-        low, high = np.quantile(self.drawn, (0.1, 0.9))
-        runs = show_count(len(self.reached), "run")
-        alone = ", so how far seeds differ is assumed" if len(self.reached) == 1 else ""
-        return f"{self.usual:.0f} ({low:.0f}-{high:.0f} in 80 % of trainings), from {runs}{alone}"
-
-    @property
-    def _middles(self) -> list[float]:
-        return [(before + 1 + at) / 2 for before, at in self.reached]
+        runs = show_count(self.runs, "run")
+        alone = ", so how far seeds differ is assumed" if self.runs == 1 else ""
+        return f"{self.usual:.0f} ({self.range} in 80 % of trainings), from {runs}{alone}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +161,7 @@ class Target:
             return None
         told = min(str(run.strategy) for run in like)
         name = "exact" if strategy.exact else f"{told} on {problem.ranks}"
-        return Epochs(reached, f"{problem.workload.mode} {name}")
+        return EpochsOfRuns.of(reached, f"{problem.workload.mode} {name}")
 
     def _reached(self, like: Sequence[Training]) -> list[tuple[int, int]]:
         """Where runs of the same numbers, one of each seed, got there; empty if none tells."""
@@ -264,7 +252,7 @@ class Objective:
 
     of: str = "time"
     target: Target | None = None
-    stated: Mapping[str, Stated] | None = None
+    stated: Mapping[str, Epochs] | None = None
 
     def __post_init__(self) -> None:
         if self.of not in WORDS:
@@ -297,16 +285,15 @@ class Objective:
             return ""
         return self.target.why_not(problem, strategy)
 
-    def epochs(self, problem: Problem, strategy: Strategy) -> Epochs | Stated | None:
-        """How many epochs are counted; None: one."""
+    def epochs(self, problem: Problem, strategy: Strategy) -> Epochs:
+        """How many epochs are counted."""
         if self.stated is not None:
             return self.stated[problem.workload.mode]
-        return self.target.epochs(problem, strategy) if self.target else None
+        return (self.target and self.target.epochs(problem, strategy)) or ONE
 
     def value(self, problem: Problem, strategy: Strategy, epoch_s: Number) -> Number:
         """The number of epochs of `epoch_s` [s] on the problem's GPUs."""
-        epochs = self.epochs(problem, strategy)
-        return self._counted(problem, epoch_s * (epochs.usual if epochs else 1.0))
+        return self._counted(problem, epoch_s * self.epochs(problem, strategy).usual)
 
     def longest(self, problem: Problem, strategy: Strategy, value: float) -> float:
         """The epoch with which the number is `value` [s]."""
@@ -315,8 +302,7 @@ class Objective:
 
     def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Array) -> Array:
         """The number in each draw, from epochs in each draw [DRAWS] [s]."""
-        epochs = self.epochs(problem, strategy)
-        out = self._counted(problem, epochs_s * epochs.drawn if epochs else epochs_s)
+        out = self._counted(problem, epochs_s * self.epochs(problem, strategy).drawn)
         if self.of == "energy":
             out = out * factors_of(problem.cluster, "device.power")
         return np.asarray(out)

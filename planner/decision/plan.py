@@ -18,6 +18,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.recommendation import Array, range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
@@ -26,7 +27,7 @@ from gnnplan.planner.graph.load import declared, load
 from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.inputs import checked, with_new_names
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Prediction, Strategy, named
+from gnnplan.planner.strategies import Strategy, named
 from gnnplan.planner.vocabulary.errors import Mismatch, OtherData, SpecError
 from gnnplan.planner.vocabulary.files import (
     MOST_SHOWN,
@@ -54,6 +55,7 @@ COUNTED = {
     "training": ("training_s", "training_low_s", "training_high_s"),
     "value": ("value", "value_low", "value_high"),
 }
+SIZES = ("bytes_total", "bytes", "bytes_by_link", "setup_bytes")  # of a prediction
 MAX_PLAN = 64 * 2**20  # [B]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -121,56 +123,35 @@ def objective_fields(found: SearchResult) -> dict[str, Any]:
 def graph_of(problem: Problem) -> dict[str, Any]:
     """What a plan says of its graph, JSON-ready."""
     stats = problem.stats
-    return {
-        "source": stats.source,
-        "hash": stats.hash,
-        "name": stats.name,
-        "vertices": stats.vertices,
-        "edges": stats.edges,
-        "features": stats.features,
-        "classes": stats.classes,
-        "directed": stats.directed,
-        "known": stats.known,
-        "notes": list(stats.notes),
-    }
+    told = {name: getattr(stats, name) for name in _Graph.__annotations__ if name != "notes"}
+    return {**told, "notes": list(stats.notes)}
 
 
 def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
     """What a plan says of a candidate, JSON-ready."""
     p = candidate.predicted
+    seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
+    period = [{"epoch_s": float(each.epoch_s), "bytes": each.bytes} for each in p.of_period]
+    named = {"name": candidate.strategy.name, **candidate.strategy.knobs()}
     return {
-        # through JSON, which turns tuples into the lists that a file has
-        "strategy": json.loads(
-            json.dumps({"name": candidate.strategy.name, **candidate.strategy.knobs()})
-        ),
+        "strategy": json.loads(json.dumps(named)),  # whose tuples are lists in a file
         "exact": candidate.strategy.exact,
         "gpus": candidate.problem.ranks,
         "epoch_s": float(p.epoch_s),
         **dict(zip(OUTLOOK, found.outlook(candidate), strict=True)),
         **counted(candidate),
         "predicted": {
-            "epoch_s": float(p.epoch_s),
-            "compute_s": float(p.compute_s),
-            "comm_s": float(p.comm_s),
-            "bubble_s": float(p.bubble_s),
-            "bytes_total": p.bytes_total,
-            "bytes": p.bytes,
-            "bytes_by_link": p.bytes_by_link,
-            "setup_bytes": p.setup_bytes,
+            **{name: float(getattr(p, name)) for name in seconds},
+            **{name: getattr(p, name) for name in SIZES},
             "memory_bytes": candidate.memory_bytes,
             "memory": candidate.fullest(),
             **({"host_bytes": candidate.host_bytes} if candidate.host_bytes else {}),
             "bottleneck": p.bottleneck,
             "by_op": {kind: float(seconds) for kind, seconds in p.by_op.items()},
-            **({"period": [_epoch(each) for each in p.of_period]} if p.of_period else {}),
+            **({"period": period} if period else {}),
             **({} if candidate.dollars is None else {"epoch_dollars": candidate.dollars}),
         },
     }
-
-
-def _epoch(p: Prediction) -> dict[str, Any]:
-    """One of several epochs that differ."""
-    return {"epoch_s": float(p.epoch_s), "bytes": p.bytes}
 
 
 def counted(candidate: Candidate) -> dict[str, float]:
@@ -183,7 +164,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
     def say(what: str, value: float, drawn: Array) -> None:
         out.update(zip(COUNTED[what], (value, *range_of(drawn)), strict=True))
 
-    if epochs:
+    if epochs != ONE:
         what = ("epochs", "time") if objective.stated is None else ("stated", "training")
         say(what[0], epochs.usual, epochs.drawn)
         say(what[1], candidate.time_s, candidate.drawn_time_s)
@@ -237,12 +218,12 @@ class _Rejected(TypedDict):
 class _Graph(TypedDict, total=False):
     source: Required[str]
     hash: Required[str]
-    directed: Required[bool]
     name: str
     vertices: int
     edges: int
     features: int
     classes: int
+    directed: Required[bool]
     known: bool
     notes: list[str]
 
@@ -276,19 +257,12 @@ def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
     of_any_version: another version's plan is read too, where it has the same fields. Raises
     SpecError where it is not a plan, Mismatch where another version made it.
     """
-    document: dict[str, Any] = read_json(
-        path, MAX_PLAN, "make one with `gnnplan plan -o plan.json`"
-    )
+    make = "make one with `gnnplan plan -o plan.json`"
+    document: dict[str, Any] = read_json(path, MAX_PLAN, make)
     fields = ("gnnplan", "graph", "workload", "cluster", "partitioner", "best")
-    if missing := (
-        [field for field in fields if field not in document]
-        if isinstance(document, dict)
-        else ["all"]
-    ):
-        raise SpecError(
-            f"{path}: not a plan (missing: {', '.join(missing)}); make one with `gnnplan plan -o"
-            " plan.json`"
-        )
+    is_object = isinstance(document, dict)
+    if missing := [name for name in fields if name not in document] if is_object else ["all"]:
+        raise SpecError(f"{path}: not a plan (missing: {', '.join(missing)}); {make}")
     other = None
     if document["gnnplan"] not in (__version__, BEFORE):
         other = Mismatch(

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory
+from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
@@ -117,13 +118,13 @@ def ranges(found: SearchResult) -> str:
     """In what range an epoch and what is counted lie, and how many epochs are."""
     best, objective = found.best, found.objective
     words = [f"an epoch takes {show_range(*range_of(best.drawn_s))}"]
-    if best.epochs:
+    if best.epochs != ONE:
         low, high = map(show_long, range_of(best.drawn_time_s))
         words.append(f"the training {low} to {high}")
     if objective.of in ("cost", "energy"):
         low, high = (objective.show(value) for value in range_of(best.drawn))
         words.append(f"{objective.of} {objective.span}: {low} to {high}")
-    epochs = f"; epochs: {best.epochs}" if best.epochs else ""
+    epochs = f"; epochs: {best.epochs}" if best.epochs != ONE else ""
     return f"{', '.join(words)}, in 80 of 100 cases{epochs}"
 
 
@@ -228,7 +229,7 @@ def costs(best: Candidate) -> str:
         )
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
-    if best.epochs:
+    if best.epochs != ONE:
         words.append(f"{show_long(best.time_s)} {best.objective.span}")
     if best.objective.of in ("cost", "energy"):
         words.append(f"{best.objective.show(best.value)} {best.objective.span}")

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import MODES, Stated, in_mode
+from gnnplan.planner.decision.epochs import MODES, Epochs, in_mode
 from gnnplan.planner.decision.objective import watts
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult, recommend
@@ -91,10 +91,8 @@ class Whole:
         }
 
     def _told(self, candidate: Candidate) -> str:
-        epochs = candidate.epochs
-        assert epochs is not None
         mode = MODES[candidate.problem.workload.mode]
-        return f"{show_count(round(epochs.usual), 'epoch')} of {mode}"
+        return f"{show_count(round(candidate.epochs.usual), 'epoch')} of {mode}"
 
     def _against_one(self, best: Candidate) -> list[str]:
         ones = [c for c in self.sizes if c.problem.ranks == 1]
@@ -121,7 +119,6 @@ class Whole:
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         """A size's numbers, JSON-ready."""
         problem, epochs = candidate.problem, candidate.epochs
-        assert epochs is not None
         low, high = range_of(candidate.drawn_time_s)
         dollars, power = candidate.dollars, watts(problem)
         return {
@@ -155,7 +152,7 @@ def gpu_hours(candidate: Candidate) -> float:
 def compare(
     problem: Problem,
     modes: Iterable[str],
-    epochs: Mapping[str, Stated],
+    epochs: Mapping[str, Epochs],
     ask: Callable[[Problem], SearchResult],
 ) -> Whole:
     """The answers in these modes; `ask` is the search.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.epochs import Stated
+from gnnplan.planner.decision.epochs import Epochs
 from gnnplan.planner.decision.objective import Objective, Target, Training
 from gnnplan.planner.evidence.recorded import MAX_METRICS
 from gnnplan.planner.gnn.workload import FALLING, Workload, scores_of
@@ -29,7 +29,7 @@ def objective_of(document: dict[str, Any]) -> Objective:
     """
     of, accuracy = document.get("objective", "time"), document.get("target_accuracy")
     if "epochs" in document:
-        return Objective(of, stated={m: Stated(**told) for m, told in document["epochs"].items()})
+        return Objective(of, stated={m: Epochs(**told) for m, told in document["epochs"].items()})
     if accuracy is None:
         return Objective(of)
     return Objective(of, Target(accuracy, trainings(document["evidence"])))

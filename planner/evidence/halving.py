@@ -188,21 +188,22 @@ def halve(
 
 def least_s(contenders: Sequence[Contender], restarts: bool = False) -> float:
     """Seconds of the fewest rounds that can make anything certain, as predicted."""
-    first = sum(_turn_s(contender, START_S, restarts) for contender in contenders)
-    return first + (FEWEST - 1) * sum(
-        _turn_s(contender, START_S if restarts else 0.0, restarts) for contender in contenders
+    turns = [(True, 1), (restarts, FEWEST - 1)]  # whether they start a run, and how many
+    return sum(
+        n * _turn_s(c, START_S * starts, restarts) for starts, n in turns for c in contenders
     )
 
 
+@dataclass(eq=False)
 class _Competition:
     """The budget, what is spent of it, and what a run's start takes."""
 
-    def __init__(
-        self, contenders: Sequence[Contender], measure: Measure, budget_s: float, restarts: bool
-    ) -> None:
-        self.contenders, self.measure = contenders, measure
-        self.budget_s, self.restarts = budget_s, restarts
-        self.spent_s, self.start_s = 0.0, START_S
+    contenders: Sequence[Contender]
+    measure: Measure
+    budget_s: float
+    restarts: bool
+    spent_s: float = 0.0
+    start_s: float = START_S
 
     def round(self, order: Sequence[Contender]) -> tuple[list[Contender], bool]:
         """A turn of each, in this order: those that are not out, and whether time was left."""
@@ -211,10 +212,8 @@ class _Competition:
             is_new = not contender.readings
             # a third and a fourth must leave time for a second round
             again = [*ran, contender] if is_new and len(ran) >= FEWEST else []
-            needs_s = self._expected_s(contender, is_new) + sum(
-                self._expected_s(one, False) for one in again
-            )
-            if self.spent_s + needs_s > self.budget_s:
+            turns = [(contender, is_new), *((one, False) for one in again)]
+            if self.spent_s + sum(self._expected_s(*turn) for turn in turns) > self.budget_s:
                 if again:
                     continue
                 return [c for c in order if c.readings and not c.failed], False
@@ -223,24 +222,24 @@ class _Competition:
             reading = self.measure(index, epochs, self.budget_s - self.spent_s)
             self.spent_s += reading.wall_s
             contender.failed = reading.failed
-            if reading.epochs_s:
-                contender.readings.append(reading)
-                if is_new:
-                    in_epochs_s = sum(reading.epochs_s) + WARM_UP * contender.epoch_s
-                    self.start_s = max(0.0, reading.wall_s - in_epochs_s)
-            if reading.epochs_s and not reading.failed:
+            if not reading.epochs_s:
+                continue
+            contender.readings.append(reading)
+            if is_new:
+                in_epochs_s = sum(reading.epochs_s) + WARM_UP * contender.epoch_s
+                self.start_s = max(0.0, reading.wall_s - in_epochs_s)
+            if not reading.failed:
                 ran.append(contender)
         return ran, self.spent_s < self.budget_s
 
     def _expected_s(self, contender: Contender, is_new: bool) -> float:
-        start_s = self.start_s if is_new or self.restarts else 0.0
-        return _turn_s(contender, start_s, self.restarts)
+        starts = is_new or self.restarts
+        return _turn_s(contender, self.start_s * starts, self.restarts)
 
 
 def _turn_epochs(contender: Contender, restarts: bool) -> int:
     """Epochs of a turn, after those that warm up."""
-    turn_s = START_S if restarts else TURN_S
-    return max(1, ceil(turn_s / contender.epoch_s))
+    return max(1, ceil((START_S if restarts else TURN_S) / contender.epoch_s))
 
 
 def _turn_s(contender: Contender, start_s: float, restarts: bool) -> float:

@@ -12,6 +12,7 @@ one run.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
@@ -66,12 +67,9 @@ class Run(Compared):
         metrics: Sequence[dict[str, Any]],
     ) -> Run:
         """`metrics`: the lines of metrics.jsonl, one per epoch."""
-        problem, cluster = planned.problem, planned.problem.cluster
-        question = question_of(problem)
-        epochs_s = tuple(warm_epochs(metrics))
-        strategy = str(planned.strategy)
-        name = question_name(problem)
-        return cls(folder, question, name, cluster.servers, strategy, comparison, epochs_s, planned)
+        problem, strategy = planned.problem, str(planned.strategy)
+        asked = question_of(problem), question_name(problem), problem.cluster.servers
+        return cls(folder, *asked, strategy, comparison, tuple(warm_epochs(metrics)), planned)
 
 
 R = TypeVar("R", bound=Compared)
@@ -79,14 +77,8 @@ R = TypeVar("R", bound=Compared)
 
 def question_of(problem: Problem) -> str:
     """Equal for problems whose strategies can be ranked: graph, workload, cluster, partitioner."""
-    return " ".join(
-        (
-            problem.stats.hash,
-            problem.workload.model_dump_json(),
-            problem.cluster.model_dump_json(exclude={"provenance"}),
-            problem.method,
-        )
-    )
+    cluster = problem.cluster.model_dump_json(exclude={"provenance"})
+    return f"{problem.stats.hash} {problem.workload.model_dump_json()} {cluster} {problem.method}"
 
 
 def question_name(problem: Problem) -> str:
@@ -108,27 +100,19 @@ def errors(pairs: Iterable[tuple[float | None, float]]) -> dict[str, float] | No
     >>> errors([(1.5, 1.0), (None, 1.0)])
     {'n': 1, 'mean': 0.5, 'p95': 0.5, 'max': 0.5}
     """
-    found = [
-        abs(predicted / measured - 1)
-        for predicted, measured in pairs
-        if predicted is not None and measured > 0
-    ]
+    found = [abs(a / b - 1) for a, b in pairs if a is not None and b > 0]
     if not found:
         return None
-    return {
-        "n": len(found),
-        "mean": mean(found),
-        "p95": float(np.quantile(found, 0.95)),
-        "max": max(found),
-    }
+    p95 = float(np.quantile(found, 0.95))
+    return {"n": len(found), "mean": mean(found), "p95": p95, "max": max(found)}
 
 
 def summarise(runs: Sequence[Compared]) -> dict[str, Any]:
     """The document of `gnnplan validate` over several runs."""
-    by_operation: dict[str, list[dict[str, Any]]] = {}
+    by_operation = defaultdict[str, list[dict[str, Any]]](list)
     for run in runs:
         for row in run.comparison["operations"]:
-            by_operation.setdefault(row["operation"], []).append(row)
+            by_operation[row["operation"]].append(row)
     rankings = [
         ranking(same)
         for same in _grouped(runs, lambda run: run.question)
@@ -169,9 +153,9 @@ def _errors_by_source(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, flo
 
 def _grouped(runs: Sequence[R], key: Callable[[R], Hashable]) -> list[list[R]]:
     """Runs with equal keys together, in the order in which they come."""
-    groups: dict[Hashable, list[R]] = {}
+    groups = defaultdict[Hashable, list[R]](list)
     for run in runs:
-        groups.setdefault(key(run), []).append(run)
+        groups[key(run)].append(run)
     return list(groups.values())
 
 
@@ -212,16 +196,15 @@ def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
     A strategy that ran several times counts by its medians. `tau` is None where all predictions, or
     all measurements, are equal.
     """
-    predicted: dict[str, float] = {}
-    measured: dict[str, float] = {}
-    for same in _grouped(runs, lambda run: run.strategy):
-        name = same[0].strategy
-        predicted[name] = median(run.comparison["step"]["predicted_s"] for run in same)
-        measured[name] = median(run.measured_s for run in same)
-    choice, fastest = (
-        min(predicted, key=predicted.__getitem__),
-        min(measured, key=measured.__getitem__),
+    predicted, measured = (
+        {
+            same[0].strategy: median(run.comparison["step"][seconds] for run in same)
+            for same in _grouped(runs, lambda run: run.strategy)
+        }
+        for seconds in ("predicted_s", "measured_s")
     )
+    choice = min(predicted, key=predicted.__getitem__)
+    fastest = min(measured, key=measured.__getitem__)
     regret = measured[choice] / measured[fastest] - 1
     tau = None
     if min(len(set(predicted.values())), len(set(measured.values()))) > 1:
@@ -260,16 +243,15 @@ def doubt(runs: Sequence[Compared]) -> list[dict[str, Any]]:
     `slower` is measured over predicted seconds of the operations that depend on them (None: nothing
     was predicted), `share` their difference over the sum of all measured epochs.
     """
-    predicted_s: dict[str, float] = {}
-    measured_s: dict[str, float] = {}
+    predicted_s, measured_s = defaultdict[str, float](float), defaultdict[str, float](float)
     for run in runs:
         link = "between" if run.servers > 1 else "inside"
         sent = run.comparison["bytes"]["predicted"]  # by operation
         for row in run.comparison["operations"]:
             if row["predicted_s"] is not None:
                 kind = link if row["operation"].split(":")[0] in sent else "computation"
-                predicted_s[kind] = predicted_s.get(kind, 0.0) + row["predicted_s"]
-                measured_s[kind] = measured_s.get(kind, 0.0) + row["measured_s"]
+                predicted_s[kind] += row["predicted_s"]
+                measured_s[kind] += row["measured_s"]
     total_s = sum(run.measured_s for run in runs)
     found = [
         {

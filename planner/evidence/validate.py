@@ -8,7 +8,7 @@ Comparisons of many runs are in runs.py.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -92,31 +92,28 @@ def per_operation(spans: Iterable[Span], steps: range, period: int = 1) -> dict[
     spans = [span for span in spans if span.step in steps and span.op not in WAITING]
     collective_s = transfer_times(spans)
     collectives = {span.op for span in spans if span.label in collective_s}
-    rank_s: dict[tuple[str, int, int], float] = {}
+    rank_s = defaultdict[tuple[str, int, int], float](float)
     for span in spans:
         if span.op not in collectives:
-            key = operation(span.label), span.step, span.rank
-            rank_s[key] = rank_s.get(key, 0.0) + span.seconds
-    step_s: dict[tuple[str, int], float] = {}
+            rank_s[operation(span.label), span.step, span.rank] += span.seconds
+    step_s = defaultdict[tuple[str, int], float](float)
     for (name, step, _), seconds in rank_s.items():
-        step_s[name, step] = max(step_s.get((name, step), 0.0), seconds)
+        step_s[name, step] = max(step_s[name, step], seconds)
     step_of = {span.label: span.step for span in spans}
     for label, seconds in collective_s.items():
-        where = operation(label), step_of[label]
-        step_s[where] = step_s.get(where, 0.0) + seconds
-    seconds_by_operation: dict[str, list[float]] = {}
+        step_s[operation(label), step_of[label]] += seconds
+    seconds_by_operation = defaultdict[str, list[float]](list)
     for (name, _), seconds in sorted(step_s.items(), key=lambda item: item[0][1]):
-        seconds_by_operation.setdefault(name, []).append(seconds)
+        seconds_by_operation[name].append(seconds)
     return {name: typical(values, period) for name, values in seconds_by_operation.items()}
 
 
 def predicted_per_operation(prediction: Prediction) -> dict[str, float]:
     """The closed form's seconds, by the names that `per_operation` uses."""
-    seconds_by_operation: dict[str, float] = {}
+    found = defaultdict[str, float](float)
     for kind, seconds in prediction.by_op.items():
-        name = operation(kind)
-        seconds_by_operation[name] = seconds_by_operation.get(name, 0.0) + float(seconds)
-    return seconds_by_operation
+        found[operation(kind)] += float(seconds)
+    return dict(found)
 
 
 def compare_operations(
@@ -177,20 +174,14 @@ def compare(
     warm = range(min(WARM_UP, len(metrics) - 1), len(metrics))
     prediction, played = candidate.predicted.over(warm), schedule.steps // batches
     steady = range(min(1, played - 1), played)
-    step = _row(
-        "step",
-        float(prediction.epoch_s),
-        simulated_epoch_s,
-        typical(warm_epochs(metrics), period),
-    )
-    rows = compare_operations(
-        recorded.predicted.over(warm),
-        per_operation(simulated, steady, period),
-        per_operation(measured, warm, period),
-    )
+    measured_s = typical(warm_epochs(metrics), period)
+    step = _row("step", float(prediction.epoch_s), simulated_epoch_s, measured_s)
+    seconds = per_operation(simulated, steady, period), per_operation(measured, warm, period)
+    rows = compare_operations(recorded.predicted.over(warm), *seconds)
     volume = _compare_bytes(candidate, schedule, batches, metrics, ranks)
     device = _compare_devices(problem.cluster.device.kind, ranks)
     exposed_s, hidden_s = _communication_s(measured, warm)
+    simulated_s, _ = _communication_s(simulated, steady)
     return {
         "epochs": len(metrics),
         "batches": batches,
@@ -198,12 +189,7 @@ def compare(
         "step": step,
         "replayed": recorded is not candidate,
         "operations": rows,
-        "exposed": _row(
-            "exposed communication",
-            float(prediction.comm_s),
-            _communication_s(simulated, steady)[0],
-            exposed_s,
-        ),
+        "exposed": _row("exposed communication", float(prediction.comm_s), simulated_s, exposed_s),
         "hidden_s": hidden_s,
         "sampler_wait_s": _sampler_wait_s(measured, warm),
         "bytes": volume,
@@ -309,10 +295,10 @@ def _communication_s(spans: Iterable[Span], steps: range) -> tuple[float, float]
 
 def _sampler_wait_s(spans: Iterable[Span], steps: range) -> float:
     """Seconds per step that a rank waits for sampled batches, of the rank that waits longest."""
-    waited: dict[int, float] = {}
+    waited = defaultdict[int, float](float)
     for span in spans:
         if span.step in steps and span.op == "wait":
-            waited[span.rank] = waited.get(span.rank, 0.0) + span.seconds
+            waited[span.rank] += span.seconds
     return max(waited.values(), default=0.0) / len(steps)
 
 

@@ -19,7 +19,7 @@ from gnnplan.planner.decision.candidate import evaluate_or_save_memory, placed
 from gnnplan.planner.decision.objective import (
     PRIOR,
     SEED_SPREAD,
-    Epochs,
+    EpochsOfRuns,
     Objective,
     Target,
     Training,
@@ -170,22 +170,24 @@ def test_a_power_has_watts():
 
 
 def test_epochs_are_the_geometric_mean_of_runs_in_the_middle_of_evaluations():
-    assert Epochs([(50, 60)], "").usual == pytest.approx(55.5)
-    assert Epochs([(59, 60)], "").usual == pytest.approx(60)
-    assert Epochs([(39, 40), (89, 90)], "").usual == pytest.approx(60)
+    assert EpochsOfRuns.of([(50, 60)], "").usual == pytest.approx(55.5)
+    assert EpochsOfRuns.of([(59, 60)], "").usual == pytest.approx(60)
+    assert EpochsOfRuns.of([(39, 40), (89, 90)], "").usual == pytest.approx(60)
 
 
 def test_epochs_are_as_doubtful_as_runs_are_few_and_far_apart():
-    alone, three = Epochs([(59, 60)], "a"), Epochs([(59, 60)] * 3, "a")
+    alone, three = EpochsOfRuns.of([(59, 60)], "a"), EpochsOfRuns.of([(59, 60)] * 3, "a")
     assert alone.spread == pytest.approx(SEED_SPREAD * 2**0.5)
     assert three.spread == pytest.approx(SEED_SPREAD * (PRIOR / (PRIOR + 2) * 4 / 3) ** 0.5)
-    scattered = Epochs([(29, 30), (59, 60), (119, 120)], "a")
+    scattered = EpochsOfRuns.of([(29, 30), (59, 60), (119, 120)], "a")
     assert scattered.spread > three.spread
-    assert Epochs([(50, 60)], "a").spread > alone.spread  # one of ten epochs, nobody knows which
+    assert (
+        EpochsOfRuns.of([(50, 60)], "a").spread > alone.spread
+    )  # one of ten epochs, nobody knows which
     assert np.median(alone.drawn) == pytest.approx(60, rel=0.01)
     low, high = np.quantile(alone.drawn, (0.1, 0.9))
     assert np.log(high / low) / 2 / 1.2816 == pytest.approx(alone.spread, rel=0.02)
-    assert alone.drawn.shape == (DRAWS,) and Epochs([(0, 1)], "a").drawn.min() >= 1
+    assert alone.drawn.shape == (DRAWS,) and EpochsOfRuns.of([(0, 1)], "a").drawn.min() >= 1
     assert "from 1 run, so how far seeds differ is assumed" in str(alone)
     assert str(three).startswith("60 (") and str(three).endswith("from 3 runs")
 
@@ -241,14 +243,14 @@ def test_a_run_that_trained_as_long_and_did_not_get_there_says_that_it_is_not_al
     stuck = training("graph_parallel", (10, 0.5), (30, 0.7), seed=1)
     strategy = parse("graph_parallel")
     told = Target(0.9, [got, stopped]).epochs(problem, strategy)
-    assert told and told.reached == [(20, 30)]
+    assert told == EpochsOfRuns.of([(20, 30)], "full exact")
     assert Target(0.9, [got, stuck]).epochs(problem, strategy) is None
     both = Target(0.65, [got, stopped]).epochs(problem, strategy)
-    assert both and both.reached == [(10, 20), (10, 20)]
+    assert both == EpochsOfRuns.of([(10, 20), (10, 20)], "full exact")
     # the same seed again is the same training
     again = training("gnnpipe(stages=2,chunks=1)", *REACHED, seed=0)
     both = Target(0.9, [got, again]).epochs(problem, strategy)
-    assert both and len(both.reached) == 1
+    assert both and both.runs == 1
 
 
 def test_a_lossy_strategy_wins_where_runs_show_that_it_takes_less_time():

@@ -12,7 +12,7 @@ import pytest
 
 import gnnplan
 from gnnplan.api.simulation import Playing
-from gnnplan.planner.decision.epochs import Stated, stated
+from gnnplan.planner.decision.epochs import Epochs, stated
 from gnnplan.planner.decision.objective import NEAR, START_S, USUAL_PRICE, WAITING
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.evidence.accuracy import objective_of
@@ -119,7 +119,7 @@ def test_epochs_are_the_users_or_those_of_print_with_doubt():
     assert min(every) < elsewhere["mini"].usual < max(every)
     # asked without a mode, they are of the full graph, and mini-batches have the same share
     both = stated("ogbn-arxiv", 100, None)
-    assert both["full"] == Stated(100.0, 0.0, "as --epochs asks")
+    assert both["full"] == Epochs(100.0, 0.0, "as --epochs asks")
     assert both["mini"].usual == 10 and both["mini"].spread == printed["mini"].spread
     alone = stated("ogbn-arxiv", 100, "mini")
     assert (alone["full"].usual, alone["mini"].usual) == (1000, 100)
