@@ -20,11 +20,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from operator import itemgetter
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NoReturn
@@ -61,6 +64,7 @@ from gnnplan.planner.vocabulary.files import write_atomically
 RANKS = 2
 FEATURES, CLASSES = 12, 4  # of the graph, where the model has no widths of its own
 STEP = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64"}
+FAILED = "failed"  # the file of the rank that fails first: its number, and why
 SECONDS = 300.0  # after which ranks that do not answer are lost
 WITHIN = 1e-9  # of a gradient's largest number
 # A gradient this much smaller than the model's largest is rounding: that of a bias before a norm.
@@ -149,13 +153,13 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
         for task in tasks.values():  # ranks that are forks need not read the module again
             read_again(Workload.model_validate(task["workload"]))
     gc.freeze()  # every training begins with a collection
-    with _Ranks(out, tasks) as ranks:
+    with _ranks(out, tasks) as ranks:
         alone: dict[str, dict[str, Tensor]] = {}
         for task in tasks.values():
             mode = task["workload"]["mode"]
             if mode not in alone:
                 alone[mode] = _alone(task, ALONE[mode], out / mode)
-        ranks.wait()
+        _wait_for(ranks, out)
     for number, task in tasks.items():
         mode = task["workload"]["mode"]
         verdicts[number] = _verdict(task, out / str(number), start, alone[mode])
@@ -289,68 +293,56 @@ def _verdict(
     )
 
 
-class _Ranks:
+@contextmanager
+def _ranks(out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> Iterator[list[ForkProcess]]:
     """The ranks: forks of this process, which must have no threads. None outlives the block."""
-
-    def __init__(self, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> None:
-        self.out = out
-        listener = listen()
-        env = on_this_machine(listener.getsockname()[1], token_hex(16))
-        fork = get_context("fork")
-        self.processes = [
-            fork.Process(target=_be_rank, args=(rank, env, out, tasks)) for rank in range(RANKS)
-        ]
-        for process in self.processes:
-            process.start()
-        # where they meet; it has a thread, so it is opened after the forks
-        self.store = store_of_this_machine(listener)
-
-    def __enter__(self) -> _Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
+    listener = listen()
+    env = on_this_machine(listener.getsockname()[1], token_hex(16))
+    fork = get_context("fork")
+    ranks = [fork.Process(target=_be_rank, args=(rank, env, out, tasks)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    # where they meet; it has a thread, so it is opened after the forks
+    store = store_of_this_machine(listener)
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
             process.kill()
             process.join()
+        del store
 
-    def wait(self) -> None:
-        """Wait until both ranks are done. Raises LostRank, which names the one that ended first."""
-        until = time.monotonic() + SECONDS
-        running = {process.sentinel: rank for rank, process in enumerate(self.processes)}
-        while running:
-            ready = wait([*running], until - time.monotonic())
-            ended = [running.pop(sentinel) for sentinel in [*running] if sentinel in ready]
-            if not ended:
-                silent = min(running.values())
-                raise LostRank(
-                    f"rank {silent} of gnnplan check gave no answer in {SECONDS:g} s, in"
-                    f" {self._place(silent)}"
-                )
-            lost = {rank: code for rank in ended if (code := self._code(rank))}
-            if lost:  # a rank whose peer is lost fails too: who was killed was first, else by time
-                first = min(lost, key=lambda rank: (lost[rank] > 0, self._failed_at(rank)))
-                raise self._blame(first, lost[first])
 
-    def _code(self, rank: int) -> int | None:
-        """The exit code of a rank that ends; -N: by signal N."""
-        self.processes[rank].join()
-        return self.processes[rank].exitcode
+def _wait_for(ranks: Sequence[ForkProcess], out: Path) -> None:
+    """Wait until all ranks are done. Raises LostRank, which names the one that ended first."""
+    until = time.monotonic() + SECONDS
 
-    def _place(self, rank: int) -> str:
-        """The strategy that a rank was in."""
-        begun = self.out / f"rank{rank}"
+    def place(rank: int) -> str:
+        begun = out / f"rank{rank}"
         return begun.read_text() if begun.exists() else "its start"
 
-    def _failed_at(self, rank: int) -> float:
-        failed = self.out / f"rank{rank}.failed"
-        return failed.stat().st_mtime_ns if failed.exists() else math.inf
-
-    def _blame(self, rank: int, code: int) -> LostRank:
-        failed = self.out / f"rank{rank}.failed"
-        words = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        if failed.exists():
-            words = failed.read_text()
-        return LostRank(f"rank {rank} of gnnplan check was lost in {self._place(rank)} ({words})")
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while running:
+        ended = wait([*running], until - time.monotonic())
+        if not ended:
+            silent = min(running.values())
+            raise LostRank(
+                f"rank {silent} of gnnplan check gave no answer in {SECONDS:g} s, in"
+                f" {place(silent)}"
+            )
+        for process in ranks:
+            if process.sentinel in ended:
+                process.join()
+                del running[process.sentinel]
+        codes = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
+        if codes:  # a rank whose peer is lost fails too: who was killed was first
+            rank, code = min(codes.items(), key=itemgetter(1))
+            words = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            said = (out / FAILED).read_text() if code > 0 and (out / FAILED).exists() else ""
+            if said:
+                number, _, words = said.partition(" ")
+                rank = int(number)
+            raise LostRank(f"rank {rank} of gnnplan check was lost in {place(rank)} ({words})")
 
 
 def _be_rank(
@@ -385,7 +377,8 @@ def _be_rank(
         base.close()
         code = 0
     except BaseException as error:
-        (out / f"rank{number}.failed").write_text(f"{type(error).__name__}: {error}"[:500])
+        with suppress(FileExistsError), (out / FAILED).open("x") as first:
+            first.write(f"{number} {type(error).__name__}: {error}"[:500])
         traceback.print_exc()
     finally:
         leave(code)

@@ -68,6 +68,10 @@ class Exchange:
         """
         return self._swap(packed, self.gives, self.take, into)
 
+    def swap(self, way: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
+        """`forward` of packed rows (way 'f'), or `backward` of the halo's gradient ('b')."""
+        return (self.forward if way == "f" else self.backward)(rows, into)
+
     def forward_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
         """`forward` of sparse rows; lengths [sum take]: stored values of each halo row.
 
@@ -93,13 +97,13 @@ class Exchange:
     def fetch(self, label: Label, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Exchange rows, recorded under a label -> the halo."""
         packed = self.pack(rows)
-        with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
+        with self.rank.sending(label, "comm", packed.nbytes):
             return self.forward(packed, into)
 
     def fetch_sparse(self, label: Label, rows: SparseRows, lengths: Tensor) -> SparseRows:
         """`fetch` of sparse rows; lengths as in `forward_sparse`."""
         packed = self.pack(rows)
-        with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
+        with self.rank.sending(label, "comm", packed.nbytes):
             return self.forward_sparse(packed, lengths)
 
     def backward(self, halo_gradient: Tensor, into: Tensor | None = None) -> Tensor:
@@ -189,36 +193,38 @@ class Turn:
         """[R, W] -> per peer the columns that it has [R, C of the peer]."""
         return [rows[:, columns].contiguous() for columns in self.columns]
 
-    def to_columns(self, pieces: Sequence[Tensor]) -> Tensor:
+    def to_columns(self, label: Label, pieces: Sequence[Tensor]) -> Tensor:
         """Per peer its columns of own rows -> own columns of all rows [N, C]."""
-        me, staged = self.rank.rank, [self.rank.staged(piece) for piece in pieces]
-        columns = staged[me].new_empty(self.rows[-1].stop, staged[me].shape[1])
-        columns[self.rows[me]] = staged[me]
-        swap(self.rank, staged, [columns[rows] for rows in self.rows], self.rank.exchange_group)
-        return self.rank.unstaged(columns)
+        rank, me = self.rank, self.rank.rank
+        if rank.world == 1:
+            return pieces[0]
+        sent = sum(piece.nbytes for piece in pieces) - pieces[me].nbytes
+        with rank.sending(label, "comm", sent):
+            staged = [rank.staged(piece) for piece in pieces]
+            columns = staged[me].new_empty(self.rows[-1].stop, staged[me].shape[1])
+            columns[self.rows[me]] = staged[me]
+            swap(rank, staged, [columns[rows] for rows in self.rows], rank.exchange_group)
+            return rank.unstaged(columns)
 
-    def to_rows(self, columns: Tensor) -> list[Tensor]:
+    def to_rows(self, label: Label, columns: Tensor) -> list[Tensor]:
         """Own columns of all rows [N, C] -> per peer its columns of own rows [R, C of the peer]."""
-        me, staged = self.rank.rank, self.rank.staged(columns)
-        own = staged[self.rows[me]]
-        pieces = [
-            own if peer == me else own.new_empty(len(own), of_peer.stop - of_peer.start)
-            for peer, of_peer in enumerate(self.columns)
-        ]
-        swap(self.rank, [staged[rows] for rows in self.rows], pieces, self.rank.exchange_group)
-        return pieces
+        rank, me = self.rank, self.rank.rank
+        if rank.world == 1:
+            return [columns]
+        own = columns[self.rows[me]]
+        with rank.sending(label, "comm", columns.nbytes - own.nbytes):
+            staged = rank.staged(columns)
+            own = staged[self.rows[me]]
+            pieces = [
+                own if peer == me else own.new_empty(len(own), of_peer.stop - of_peer.start)
+                for peer, of_peer in enumerate(self.columns)
+            ]
+            swap(rank, [staged[rows] for rows in self.rows], pieces, rank.exchange_group)
+            return pieces
 
     def together(self, pieces: Sequence[Tensor]) -> Tensor:
         """What `to_rows` gave -> [R, W]."""
         return self.rank.unstaged(torch.cat(list(pieces), 1))
-
-    def nbytes(self, op: str, itemsize: int) -> int:
-        """Bytes that this rank sends in `to_columns` or `to_rows`."""
-        rows, columns = self.rows[self.rank.rank], self.columns[self.rank.rank]
-        own_rows, own_columns = rows.stop - rows.start, columns.stop - columns.start
-        if op == "to_columns":
-            return int(own_rows * (self.columns[-1].stop - own_columns) * itemsize)
-        return int((self.rows[-1].stop - own_rows) * own_columns * itemsize)
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
@@ -252,7 +258,7 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -
     """Sum `flat` over the ranks of `group`, in place."""
     if len(group) == 1:
         return
-    with rank.span(label, "reduce", rank.count(label, reduced_bytes(rank, label, flat, group))):
+    with rank.sending(label, "reduce", reduced_bytes(rank, label, flat, group)):
         wire = rank.staged(flat)
         # a stage whose layers only aggregate has no gradients, and they are on no device
         if flat.numel():
@@ -272,12 +278,12 @@ def begin_all_reduce(
     """
     if len(group) == 1:
         return there(None)
-    nbytes = rank.count(label, reduced_bytes(rank, label, flat, group))
+    recorded = rank.sending(label, "reduce", reduced_bytes(rank, label, flat, group))
     wire = rank.staged(flat)
     under_way = dist.all_reduce(wire, group=rank.group(group), async_op=True)
 
     def end() -> None:
-        with rank.span(label, "reduce", nbytes):
+        with recorded:
             under_way.wait()
             if wire is not flat:
                 flat.copy_(wire)

@@ -211,6 +211,10 @@ class Rank:
             self.count(label, nbytes)
             self.counted.add(label)
 
+    def sending(self, label: Label, lane: str, nbytes: int) -> AbstractContextManager[None]:
+        """The `span` of a message, whose bytes are counted now (`count`)."""
+        return self.span(label, lane, self.count(label, nbytes))
+
     @property
     def patience(self) -> float:
         """How long a message may take [s].

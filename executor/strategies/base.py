@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
@@ -28,6 +29,16 @@ class Worker(ABC):
     net: Net
     learner: Learner | None = None
     clock: Tensor | None = None  # the number of the step, int64 [], where a replayed step reads it
+    training: bool = True  # or it evaluates, and drops nothing
+
+    def drop(self, step: int, layer: int, vertices: Tensor, first: int = 0) -> Drop:
+        """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder).
+
+        first: the column of the model's row that these begin with.
+        """
+        workload, epoch = self.problem.workload, step if self.clock is None else self.clock
+        p = workload.dropout if self.training else 0.0
+        return Drop(p, workload.seed, epoch, layer, vertices, first, self.training)
 
     @property
     def replays(self) -> bool:

@@ -90,7 +90,7 @@ class _Kept:
 class Worker(base.Worker):
     """One rank. `net` is the whole model, as it began and, after `close`, as it ended."""
 
-    def __init__(self, rank: Rank, problem: Problem, strategy: Tensor3D) -> None:
+    def __init__(self, rank: Rank, problem: Problem, strategy: Tensor3D, first: int = 0) -> None:
         graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.training = rank, problem, False
         self.layers = layers_of(problem, strategy.grid)
@@ -187,7 +187,7 @@ class Worker(base.Worker):
         nbytes = sum(out.numel() for i, out in enumerate(outs) if i != me) * outs[me].itemsize
         nothing = outs[me].new_empty(0)
         sent, come = [nothing] * rank.world, [nothing] * rank.world
-        with rank.span(label, "comm", rank.count(label, nbytes)):
+        with rank.sending(label, "comm", nbytes):
             for i, peer in enumerate(group):
                 if peer != rank.rank:
                     sent[peer] = rank.staged(outs[i])
@@ -390,6 +390,4 @@ def _key(layer: int) -> int:
     return (layer - 1) % 6
 
 
-def open_worker(rank: Rank, problem: Problem, strategy: Tensor3D, first: int) -> Worker:
-    """This rank's part of the strategy."""
-    return Worker(rank, problem, strategy)
+open_worker = Worker

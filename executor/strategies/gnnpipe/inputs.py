@@ -125,8 +125,7 @@ def _load(
         if not needs_far:
             return sparse
         leaving = [exchange.pack(sparse[chunk.rows]) for chunk, exchange in exchanges]
-        nbytes = rank.count(label, sum(rows.nbytes for rows in leaving))
-        with rank.span(label, "comm", nbytes):
+        with rank.sending(label, "comm", sum(rows.nbytes for rows in leaving)):
             far = [
                 exchange.forward_sparse(rows, lengths_of(graph, kept[chunk.far]))
                 for (chunk, exchange), rows in zip(exchanges, leaving, strict=True)
@@ -136,8 +135,6 @@ def _load(
     if not needs_far:
         return dense
     width, itemsize = dense.shape[1], dense.element_size()
-    nbytes = rank.count(
-        label, sum(exchange.nbytes(width, itemsize, "f") for _, exchange in exchanges)
-    )
-    with rank.span(label, "comm", nbytes):
+    nbytes = sum(exchange.nbytes(width, itemsize, "f") for _, exchange in exchanges)
+    with rank.sending(label, "comm", nbytes):
         return with_far(chunks, dense)

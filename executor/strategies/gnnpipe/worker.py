@@ -99,10 +99,6 @@ class Worker(base.Worker):
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
 
-    def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
-        """Dropout of the rows of these vertices before a layer (0: encoder, L + 1: decoder)."""
-        return Drop(self.problem.workload.dropout, self.seed, step, layer, vertices)
-
     # -- one step ---------------------------------------------------------------------------------
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
@@ -157,11 +153,11 @@ class Worker(base.Worker):
         for layer in self.varying:
             self.history.begin_step(
                 layer,
-                self._drop(step - 1, layer, self.vertices),
-                self._drop(step, layer, self.vertices),
+                self.drop(step - 1, layer, self.vertices),
+                self.drop(step, layer, self.vertices),
             )
         if self._inputs is not None:
-            self._inputs.prepare(self._drop(step, 1, self.vertices))
+            self._inputs.prepare(self.drop(step, 1, self.vertices))
 
     def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
         """Buffers for what the peer will send, by chunk, in its order."""
@@ -223,10 +219,10 @@ class Worker(base.Worker):
         if not rows.shape[0]:
             return []
         label = Label("pipeline", step, way, chunk=c, peer=peer)
-        nbytes = self.rank.count(label, rows.numel() * rows.element_size())
+        recorded = self.rank.sending(label, "send", rows.nbytes)
 
         def leave() -> None:
-            with self.rank.span(label, "send", nbytes):
+            with recorded:
                 send(self.rank, rows, peer)
 
         return [self.rank.submit("send", leave)]
@@ -249,8 +245,8 @@ class Worker(base.Worker):
         exchange = self.chunks[c].exchange
         assert exchange is not None
         label = Label("halo", step, way, layer, c)
-        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
-        with self.rank.span(label, "comm", nbytes):
+        nbytes = exchange.nbytes(rows.shape[1], rows.element_size(), way)
+        with self.rank.sending(label, "comm", nbytes):
             return exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,7 +303,7 @@ class Worker(base.Worker):
         return Passage(h, summed=carried if self.net.jump else None)
 
     def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
-        drop = self._drop(step, 0, self.vertices[chunk.rows])
+        drop = self.drop(step, 0, self.vertices[chunk.rows])
         passage.encoded = self.inputs.encode(chunk, drop)
         passage.h = passage.encoded.detach()
         if self.net.initial:
@@ -315,7 +311,7 @@ class Worker(base.Worker):
 
     def _drop_next(self, step: int, layer: int, chunk: Chunk) -> Drop:
         """Dropout of a chunk's own rows before the layer that follows."""
-        return self._drop(step, layer + 1, self.vertices[chunk.rows])
+        return self.drop(step, layer + 1, self.vertices[chunk.rows])
 
     def _layer(
         self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
@@ -338,12 +334,12 @@ class Worker(base.Worker):
         if passage.h is None:  # constant features
 
             def drop_sources(places: Tensor) -> Drop:
-                return self._drop(step, layer, self.vertices[places])
+                return self.drop(step, layer, self.vertices[places])
 
             out = self.inputs.first_layer(c, drop_sources, passage.x0)
             passage.h = out.detach()
             return Kept(out=out)
-        drop = self._drop(step, layer, chunk.of(self.vertices))
+        drop = self.drop(step, layer, chunk.of(self.vertices))
         forgets = self.strategy.checkpoint and layer < self.net.total
         return forward(self.net, layer, chunk, self.history, passage, far, drop, refresh, forgets)
 

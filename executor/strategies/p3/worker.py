@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block, backward, dropout, gradient_of
-from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
+from gnnplan.executor.layers.layer import ColumnLayer, missing_calls, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
@@ -273,17 +273,14 @@ class Worker(base.Worker):
         """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
         if len(self.rail) == 1:
             return there(rows)
-        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
+        nbytes = exchange.nbytes(rows.shape[1], rows.element_size(), way)
+        recorded = self.rank.sending(label, "comm", nbytes)
         # a list, to drop the rows when they have left: the lane's thread holds this function longer
         leaving = [rows]
 
         def swap() -> Tensor:
-            with self.rank.span(label, "comm", nbytes):
-                return (
-                    exchange.forward(leaving.pop())
-                    if way == "f"
-                    else exchange.backward(leaving.pop())
-                )
+            with recorded:
+                return exchange.swap(way, leaving.pop())
 
         return self.rank.submit("comm", swap)
 
@@ -305,18 +302,15 @@ class Worker(base.Worker):
             summed.requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
 
-            def dropping(number: int, vertices: Tensor) -> Drop:
-                return Drop(workload.dropout, workload.seed, step, number, vertices)
-
             def added_up(number: int, h: Tensor, summed: Tensor | None) -> Tensor | None:
                 if net.jump is None:
                     return None
-                added = net.added(number, h[: len(own)], dropping(number + 1, own))
+                added = net.added(number, h[: len(own)], self.drop(step, number + 1, own))
                 return added if summed is None else summed + added
 
             of_layers = added_up(1, h, None)
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
-                drop = dropping(number, source)
+                drop = self.drop(step, number, source)
                 h = net.layer(number)(block, h, drop, None, net.relu_after(number))
                 of_layers = added_up(number, h, of_layers)
             h = h if of_layers is None else of_layers
