@@ -22,11 +22,8 @@ from torch.distributed.elastic.multiprocessing.api import (
     PContext,
     SubprocessContext,
 )
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
@@ -60,43 +57,24 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-class _Here(RendezvousHandler):
+class _Here(StaticTCPRendezvous):
     """One machine's agent meets nobody; its ranks meet at a store that only the machine reaches.
 
-    torch's own rendezvous listens on all interfaces. offers_store: whether the agent does, or
-    rank 0.
+    torch's own store listens on all interfaces.
     """
 
+    use_agent_store = True
+
     def __init__(self, offers_store: bool) -> None:
-        self.store, self.run = store_of_this_machine(), secrets.token_hex(16)
-        self.offers_store = offers_store
-
-    def get_backend(self) -> str:
-        return "here"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self.offers_store
+        """offers_store: whether the agent does, or rank 0. Ranks find the secret name of the run
+        in their environment."""
+        self.store = store_of_this_machine()
+        super().__init__(self.store.host, self.store.port, 0, 1, secrets.token_hex(16), timeout=0)
+        self.use_agent_store = offers_store
 
     def next_rendezvous(self) -> RendezvousInfo:
         place = RendezvousStoreInfo(self.store.host, self.store.port)
         return RendezvousInfo(self.store, 0, 1, place)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        """Its secret name: ranks find it in their environment."""
-        return self.run
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def run(
@@ -123,13 +101,10 @@ def run(
             (folder / f"namespace{process}").symlink_to(servers[place].namespace)
         # torch puts each rank's number there
         command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
-    for name in [
-        name
-        for name in logging.root.manager.loggerDict
-        if name.startswith("torch.distributed.elastic")
-    ]:
-        # every logger has a level of its own; our message says what happened
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            # every logger has a level of its own; our message says what happened
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     # torch's default: a rank stays near its GPU
     numa = LaunchConfig(1, 1, len(places), NO_LOGS).numa_options
     spec = WorkerSpec(

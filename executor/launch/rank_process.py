@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.checks import (
+from gnnplan.executor.launch.asked import (
+    Asked,
     must_be_new,
     must_go_on,
     taken_over,

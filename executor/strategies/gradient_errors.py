@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.sparse as sp
 import torch
-import torch.distributed as dist
 from scipy.sparse.linalg import svds
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.ranks.comm import total
 from gnnplan.executor.ranks.learner import Gradients
 from gnnplan.executor.strategies.layerwise import Seen, Worker
 from gnnplan.planner.graph.graph import Graph
@@ -123,7 +123,7 @@ class GradientErrors:
         flat.copy_(used)
         for buffer, before in zip(worker.net.buffers(), running, strict=True):
             buffer.copy_(before)
-        both = self._summed(torch.stack([used, exact]))
+        both = total(self.worker.rank, torch.stack([used, exact]))
         bound_of = self._bounds()
         squares, offset = torch.zeros(3, dtype=torch.float64), 0
         for name, parameter in worker.net.named_parameters():
@@ -143,23 +143,15 @@ class GradientErrors:
             (gap, size, bound if math.isfinite(bound) else None)
         )
 
-    def _summed(self, values: Tensor) -> Tensor:
-        """The sum over ranks."""
-        rank = self.worker.rank
-        if rank.world == 1:
-            return values
-        wire = rank.staged(values)
-        dist.all_reduce(wire)
-        return rank.unstaged(wire)
-
     def _bounds(self) -> dict[str, float]:
         """The bound of every parameter's error, by name; none if there is no bound."""
         if self.operator is None:
             return {}
         worker, problem = self.worker, self.worker.problem
         dropped, found = 1 / (1 - problem.workload.dropout), []
-        measured = self._summed(
-            torch.tensor([self._squares(layer) for layer in worker.layers], dtype=torch.float64)
+        measured = total(
+            self.worker.rank,
+            torch.tensor([self._squares(layer) for layer in worker.layers], dtype=torch.float64),
         )
         for layer, norms in zip(worker.layers, measured.sqrt().tolist(), strict=True):
             stale_rows, stale_gradients, below, cached, gradient, kinks = norms

@@ -133,9 +133,8 @@ class Worker(base.Worker):
             ]
             for tiles in self.layers
         ]
-        first = self.layers[0]
-        if first.is_summed:
-            src = self._run(both[0], first.axes.sources)
+        if self.layers[0].is_summed:
+            src = self._run(both[0], self.layers[0].axes.sources)
             self.features = features(graph, src, workload, device)[:, self.columns[0]].clone()
         else:
             self.features = self._sum_features(both)

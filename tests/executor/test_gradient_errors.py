@@ -4,7 +4,7 @@ executor's errors are those of brute force, and within the bound, is in test_rec
 import numpy as np
 import pytest
 
-from gnnplan.executor.launch.checks import must_be_measurable
+from gnnplan.executor.launch.asked import must_be_measurable
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.strategies.gradient_errors import LayerConstants, bounds, operator_norm
 from gnnplan.planner.evidence.recorded import gradient_error

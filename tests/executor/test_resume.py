@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from gnnplan.cli import app
 from gnnplan.executor import train
 from gnnplan.executor.launch import launcher
-from gnnplan.executor.launch.checks import must_go_on
+from gnnplan.executor.launch.asked import must_go_on
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
 from gnnplan.executor.ranks.rank import Rank

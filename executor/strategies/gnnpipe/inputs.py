@@ -38,7 +38,7 @@ class Inputs:
         own: int,
     ) -> None:
         """kept: global ids of the rows that the rank keeps, the first `own` of them its own."""
-        self.net, self.chunks = net, chunks
+        self.net, self.chunks, self.numbers = net, chunks, range(len(chunks))
         self.features: Tensor | SparseRows | None = _load(
             rank, problem, problem.data, chunks, kept, own
         )
@@ -97,15 +97,10 @@ class Inputs:
         gathered = chunk.gather(layer, self.prepared)
         return layer.update(gathered, self.prepared[chunk.rows], own, x0, relu)
 
-    def first_layer_sparse_exactly(self) -> Tensor:
-        """Layer 1's output for all own rows, of sparse features without dropout."""
-        layer, relu = self.net.layer(1), self.net.relu_after(1)
-        return torch.cat(
-            [
-                layer(chunk.blocks[layer.edges], cast(Tensor, rows), keep, None, relu)
-                for chunk, rows in zip(self.chunks, self.by_chunk, strict=True)
-            ]
-        )
+    def first_layer_exactly(self) -> Tensor:
+        """Layer 1's output for all own rows, without dropout."""
+        self.prepare(keep)
+        return torch.cat([self.first_layer(c, lambda places: keep, None) for c in self.numbers])
 
 
 def _load(

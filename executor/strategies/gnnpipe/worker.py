@@ -8,6 +8,7 @@ executor/train.py adds up weight gradients in `reduce_group` and updates the wei
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, make_chunks, with_far
-from gnnplan.executor.strategies.gnnpipe.history import History
 from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
 from gnnplan.executor.strategies.gnnpipe.layers import (
+    Constant,
+    History,
     Kept,
     Passage,
     forward,
@@ -114,7 +116,7 @@ class Worker(base.Worker):
             self._begin_step(step)
         before, behind = self.rank.rank - self.members, self.rank.rank + self.members
         arrivals = self._expect(order, before)
-        kept: dict[int, tuple[Passage, dict[int, Kept]]] = {}
+        kept: dict[int, tuple[Passage, dict[int, Kept | Constant]]] = {}
         device, dtype = self.rank.device, weight_dtype_of(self.problem.workload)
         loss = torch.zeros((), dtype=dtype, device=device)
         shape = self.own if self.is_last else 0, self.shapes.classes
@@ -164,11 +166,7 @@ class Worker(base.Worker):
         if not 0 <= peer < self.rank.world:
             return {}
         width, dtype = self._message_like(peer)
-        return {
-            c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer)
-            for c in order
-            if self.chunks[c].size
-        }
+        return {c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order}
 
     def _message_like(self, peer: int) -> tuple[int, torch.dtype]:
         """Columns and type of what this stage and the peer's hand each other."""
@@ -181,14 +179,13 @@ class Worker(base.Worker):
         self, arrivals: dict[int, Arrival], step: int, c: int, way: str, peer: int
     ) -> Tensor | None:
         """The message for chunk c; None if there is no peer."""
-        if not 0 <= peer < self.rank.world:
+        if c not in arrivals:
             return None
-        if c in arrivals:
-            with self.rank.span(Label("receive", step, way, chunk=c, peer=peer), "receive"):
-                message = arrivals.pop(c).wait()
-        else:  # an empty sub-chunk
-            width, dtype = self._message_like(peer)
-            message = torch.zeros(0, width, dtype=dtype, device=self.rank.device)
+        label = Label("receive", step, way, chunk=c, peer=peer)
+        # an empty sub-chunk has no message
+        is_sent = self.chunks[c].size > 0
+        with self.rank.span(label, "receive") if is_sent else nullcontext():
+            message = arrivals.pop(c).wait()
         return message if self.strategy.bits is None else self._unpack(step, c, way, message)
 
     def _pack(self, step: int, c: int, way: str, rows: Tensor) -> Tensor:
@@ -266,14 +263,14 @@ class Worker(base.Worker):
 
     def _forward(
         self, step: int, c: int, message: Tensor | None, refresh: bool
-    ) -> tuple[Passage, dict[int, Kept]]:
+    ) -> tuple[Passage, dict[int, Kept | Constant]]:
         """The stage's layers on a chunk.
 
         Returns its passage, whose h are the logits on the last stage, and what each layer keeps.
         """
         chunk, last_layer = self.chunks[c], self.net.total
         passage = self._enter(message)
-        kept: dict[int, Kept] = {}
+        kept: dict[int, Kept | Constant] = {}
         for piece in self.pieces:
             far = None
             if chunk.exchange and piece[0] in self.varying:
@@ -286,8 +283,7 @@ class Worker(base.Worker):
                         continue
                     kept[layer] = self._layer(step, c, layer, passage, far, refresh)
                 if last_layer in piece:
-                    out = kept[last_layer].out
-                    assert out is not None
+                    out = kept[last_layer].finish().out
                     if passage.summed is not None:
                         out = passage.summed.requires_grad_()
                     passage.h = self.net.decode(out, self._drop_next(step, last_layer, chunk))
@@ -315,7 +311,7 @@ class Worker(base.Worker):
 
     def _layer(
         self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
-    ) -> Kept:
+    ) -> Kept | Constant:
         """One layer on a chunk; the passage goes on with its output."""
         kept = self._compute(step, c, layer, passage, far, refresh)
         if self.net.jump:
@@ -329,7 +325,7 @@ class Worker(base.Worker):
 
     def _compute(
         self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
-    ) -> Kept:
+    ) -> Kept | Constant:
         chunk = self.chunks[c]
         if passage.h is None:  # constant features
 
@@ -338,7 +334,7 @@ class Worker(base.Worker):
 
             out = self.inputs.first_layer(c, drop_sources, passage.x0)
             passage.h = out.detach()
-            return Kept(out=out)
+            return Constant(out)
         drop = self.drop(step, layer, chunk.of(self.vertices))
         forgets = self.strategy.checkpoint and layer < self.net.total
         return forward(self.net, layer, chunk, self.history, passage, far, drop, refresh, forgets)
@@ -346,7 +342,12 @@ class Worker(base.Worker):
     # -- backward ---------------------------------------------------------------------------------
 
     def _backward(
-        self, step: int, c: int, passage: Passage, kept: dict[int, Kept], message: Tensor | None
+        self,
+        step: int,
+        c: int,
+        passage: Passage,
+        kept: dict[int, Kept | Constant],
+        message: Tensor | None,
     ) -> Tensor | None:
         """The gradient of the chunk's output rows through the stage.
 
@@ -403,7 +404,7 @@ class Worker(base.Worker):
         h, carried = self._first_rows()
         for layer in self.layers:
             if h is None:
-                h = self.inputs.first_layer_sparse_exactly()
+                h = self.inputs.first_layer_exactly()
             else:
                 if layer in self.history.mixed:
                     h = with_far(self.chunks, h)
@@ -425,7 +426,7 @@ class Worker(base.Worker):
     def _first_rows(self) -> tuple[Tensor | None, Tensor | None]:
         """What the stage's first layer reads of own rows, and what goes past all layers.
 
-        The first is None if layer 1 reads sparse features, which are there by chunk.
+        The first is None if these are constant features.
         """
         if not self.is_first:
             width = self.strategy.boundary(self.problem, self.stage - 1) - self.carried_columns
@@ -438,15 +439,14 @@ class Worker(base.Worker):
             assert self.inputs.features is not None
             h = self.net.encode(self.inputs.features)
             return h, h if self.net.initial else None
-        return (None if self.inputs.by_chunk else self.inputs.dense), None
+        return None, None
 
     def _layer_exactly(self, layer: int, h: Tensor, x0: Tensor | None) -> list[Tensor]:
         """The layer's output for each chunk, from all rows that it reads."""
         part, relu = self.net.layer(layer), self.net.relu_after(layer)
-        aggregated = self.inputs.aggregated if layer == 1 else []
         outs, rows = [], part.prepare(h, keep)
-        for c, chunk in enumerate(self.chunks):
-            gathered = aggregated[c] if aggregated else chunk.gather(part, rows)
+        for chunk in self.chunks:
+            gathered = chunk.gather(part, rows)
             own_x0 = x0[chunk.rows] if x0 is not None and self.net.initial else None
             outs.append(part.update(gathered, rows[chunk.rows], h[chunk.rows], own_x0, relu))
         return outs

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block, backward, dropout, gradient_of
@@ -107,23 +106,14 @@ class Worker(base.Worker):
             rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
         )
         self.features = Columns(rank, problem, self.columns, store)
-        self.learner: Learner = (
-            Delayed(
-                rank,
-                problem.workload,
-                self.gradients(self.sliced),
-                self,
-                strategy.steps(problem),
-            )
-            if strategy.pipelined
-            else Learner(rank, problem.workload, self.gradients(self.sliced))
-        )
-        self.nets = (
-            [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)]
-            if strategy.pipelined
-            else [self.sliced]
-        )
-        self.buffers = [self.gradients(net) for net in self.nets] if strategy.pipelined else []
+        trained = rank, problem.workload, self.gradients(self.sliced)
+        self.learner: Learner
+        if strategy.pipelined:
+            self.nets = [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)]
+            self.buffers = [self.gradients(net) for net in self.nets]
+            self.learner = Delayed(*trained, self.gradients_of, self.play, strategy.steps(problem))
+        else:
+            self.nets, self.buffers, self.learner = [self.sliced], [], Learner(*trained)
         self.flights: dict[int, Flight] = {}  # by batch
         self.scored: list[Scored] = []  # what the last logits are counted by
         self.tail_spans = ExitStack()  # those of the tail that is running
@@ -137,13 +127,14 @@ class Worker(base.Worker):
             self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload
         ).to(self.rank.device)
         for name, p in self.net.named_parameters():
-            target = sliced.get_parameter(name)
-            target.data.copy_(
-                p.data
-                if p.shape == target.shape and not self._is_cut(name)
-                else p.data[:, self.columns.start : self.columns.stop]
-            )
+            its = p.data[:, self._its] if self._is_cut(name) else p.data
+            sliced.get_parameter(name).data.copy_(its)
         return sliced
+
+    @property
+    def _its(self) -> slice:
+        """This rank's columns."""
+        return slice(self.columns.start, self.columns.stop)
 
     def _is_cut(self, name: str) -> bool:
         return name in {f"layers.1.{own}" for own in self.net.layer(1).by_columns}
@@ -178,11 +169,8 @@ class Worker(base.Worker):
                 continue
             whole.zero_()
             if gives:
-                whole[:, self.columns.start : self.columns.stop] = p
-            if self.rank.world > 1:
-                wire = self.rank.staged(whole)
-                dist.all_reduce(wire)
-                whole.copy_(wire)
+                whole[:, self._its] = p
+            whole.copy_(comm.total(self.rank, whole))
 
     # -- a batch ----------------------------------------------------------------------------------
 
