@@ -9,19 +9,15 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from signal import SIGCONT, Signals
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import (
-    DefaultLogsSpecs,
-    PContext,
-    SubprocessContext,
-)
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
@@ -46,6 +42,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.watchdog.begin()
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        assert isinstance(self._pcontext, SubprocessContext)
+        self._pcontext.close = partial(_close_soon, self._pcontext, self._pcontext.close)  # type: ignore[method-assign]
         self.watchdog.watch([pids[local] for local in sorted(pids)])
         return pids
 
@@ -55,6 +53,24 @@ class _Agent(LocalElasticAgent):
         if result.is_failed() and self.watchdog.is_over(result.failures, self._remaining_restarts):
             self._remaining_restarts = 0
         return result
+
+
+def _close_soon(
+    context: SubprocessContext,
+    close: Callable[[Signals | None, int], None],
+    death_sig: Signals | None = None,
+    timeout: int = 30,
+) -> None:
+    """Shorten the time between SIGTERM and SIGKILL to `GRACE`.
+
+    torch always waits 30 s when a rank has failed, whatever shutdown_timeout says. A stopped
+    process receives SIGTERM only when it continues, so it is also sent SIGCONT.
+    """
+    for handler in context.subprocess_handlers.values():
+        if handler.proc.poll() is None:
+            handler.proc.terminate()
+            handler.proc.send_signal(SIGCONT)
+    close(death_sig, min(timeout, GRACE))
 
 
 class _Here(StaticTCPRendezvous):
@@ -122,34 +138,8 @@ def run(
     )
     try:
         os.environ[HANDLED] = ""  # the launcher's are not torch's
-        with _grace(GRACE):
-            result = _Agent(spec, watchdog).run()
+        result = _Agent(spec, watchdog).run()
     finally:
         os.environ.pop(HANDLED, None)
     if result.is_failed():
         raise watchdog.error
-
-
-@contextmanager
-def _grace(seconds: int) -> Iterator[None]:
-    """Shorten the time between SIGTERM and SIGKILL to `seconds`.
-
-    torch always waits 30 s when a rank has failed, whatever shutdown_timeout says. A stopped
-    process receives SIGTERM only when it continues, so it is also sent SIGCONT.
-    """
-    close = PContext.close
-
-    def close_soon(
-        self: SubprocessContext, death_sig: Signals | None = None, timeout: int = 30
-    ) -> None:
-        for handler in self.subprocess_handlers.values():
-            if handler.proc.poll() is None:
-                handler.proc.terminate()
-                handler.proc.send_signal(SIGCONT)
-        close(self, death_sig, min(timeout, seconds))
-
-    PContext.close = close_soon  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        PContext.close = close  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from multiprocessing.context import ForkProcess
 from operator import itemgetter
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -87,6 +87,35 @@ class Verdict:
     reason: str
 
 
+class Task(NamedTuple):
+    """A strategy that takes the step."""
+
+    text: str
+    problem: Problem
+    strategy: Strategy
+
+    @classmethod
+    def of(
+        cls, text: str, graph: Graph, workload: Workload, ranks: int = 1, servers: int = 1
+    ) -> Task:
+        """Raises SpecError if the workload does not suit the strategy."""
+        cluster = Cluster(
+            servers=servers,
+            gpus_per_server=ranks // servers,
+            device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
+            intra_node=Link(bandwidth=1e9),
+            inter_node=Link(bandwidth=1e9),
+        )
+        problem = Problem(graph.stats, graph, workload, cluster, "metis")
+        strategy = parse(text).settle(problem)
+        strategy.check(problem)
+        return cls(text, problem, strategy)
+
+    @property
+    def mode(self) -> str:
+        return self.problem.workload.mode
+
+
 def main() -> None:
     """Answer the question in the folder that is named: question.json -> answer.json."""
     die_with_parent()
@@ -118,52 +147,37 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
     set, `features` and `classes` (None: the model's own, else as below); or the `workload` of a
     live module. Raises SpecError where the model itself is not understood, and LostRank."""
     workload, features, classes = _asked(question)
-    graph = (
+    graph = load(
         f"synthetic:community?vertices=60&edges=400&features={features}&classes={classes}&seed=0"
     )
-    loaded = load(graph)
-    assert isinstance(loaded, Graph)
+    assert isinstance(graph, Graph)
     verdicts: dict[int, Verdict] = {}
-    tasks: dict[int, dict[str, Any]] = {}
+    tasks: dict[int, Task] = {}
+    whole_batch = {"mode": "mini", "batch": graph.stats.train_vertices, "fanout": "full"}
     for number, (mode, example) in enumerate(tried()):
-        text = example.strategy
-        task: dict[str, Any] = {
-            "graph": graph,
-            "ranks": example.ranks,
-            "servers": example.servers,
-            "strategy": text,
-        }
+        text, changes = example.strategy, whole_batch if mode == "mini" else {}
         try:
-            changes: dict[str, Any] = (
-                {"mode": mode, "batch": loaded.stats.train_vertices, "fanout": "full"}
-                if mode == "mini"
-                else {}
-            )
-            task["workload"] = checked(
-                Workload, workload.model_dump() | changes, "", ["mode"]
-            ).model_dump(mode="json")
-            _, strategy = _settled(task, example.ranks)
-            import_module(strategy.executor)  # ranks that are forks need not do it again
-            tasks[number] = task
+            its = checked(Workload, workload.model_dump() | changes, "", ["mode"])
+            task = tasks[number] = Task.of(text, graph, its, example.ranks, example.servers)
+            import_module(task.strategy.executor)  # ranks that are forks need not do it again
             (out / str(number)).mkdir()
         except SpecError as error:
             verdicts[number] = Verdict(text, "cannot", None, str(error).removeprefix("mode: "))
     start = _initial(workload, features, classes)
     if workload.is_module:
         for task in tasks.values():  # ranks that are forks need not read the module again
-            read_again(Workload.model_validate(task["workload"]))
+            read_again(task.problem.workload)
     gc.freeze()  # every training begins with a collection
     with _ranks(out, tasks) as ranks:
         alone: dict[str, dict[str, Tensor]] = {}
         for task in tasks.values():
-            mode = task["workload"]["mode"]
-            if mode not in alone:
-                alone[mode] = _alone(task, ALONE[mode], out / mode)
+            if task.mode not in alone:
+                one = Task.of(ALONE[task.mode], graph, task.problem.workload)
+                alone[task.mode] = _alone(one, out / task.mode)
         _wait_for(ranks, out)
     for number, task in tasks.items():
-        mode = task["workload"]["mode"]
-        verdicts[number] = _verdict(task, out / str(number), start, alone[mode])
-    stats = loaded.stats
+        verdicts[number] = _verdict(task, out / str(number), start, alone[task.mode])
+    stats = graph.stats
     return {
         "module": _told(workload),
         "graph": {
@@ -221,30 +235,10 @@ def workload_of(
     return with_module(asked, user, fields)
 
 
-def _settled(task: Mapping[str, Any], ranks: int) -> tuple[Problem, Strategy]:
-    """The problem and the strategy of a task. Raises SpecError if they do not suit."""
-    graph = load(task["graph"])
-    assert isinstance(graph, Graph)
-    servers = min(task["servers"], ranks)
-    cluster = Cluster(
-        servers=servers,
-        gpus_per_server=ranks // servers,
-        device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
-        intra_node=Link(bandwidth=1e9),
-        inter_node=Link(bandwidth=1e9),
-    )
-    workload = Workload.model_validate(task["workload"])
-    problem = Problem(graph.stats, graph, workload, cluster, "metis")
-    strategy = parse(task["strategy"]).settle(problem)
-    strategy.check(problem)
-    return problem, strategy
-
-
-def _alone(task: Mapping[str, Any], strategy: str, out: Path) -> dict[str, Tensor]:
+def _alone(task: Task, out: Path) -> dict[str, Tensor]:
     """One process's weights after the step."""
-    problem, settled = _settled({**task, "strategy": strategy}, 1)
     out.mkdir()
-    train(Rank(0, 1, torch.device("cpu"), "gloo"), problem, settled, out, 1, 0)
+    train(Rank(0, 1, torch.device("cpu"), "gloo"), task.problem, task.strategy, out, 1, 0)
     return load_file(out / "weights.safetensors")
 
 
@@ -255,10 +249,9 @@ def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tenso
 
 
 def _verdict(
-    task: Mapping[str, Any], out: Path, start: Mapping[str, Tensor], alone: Mapping[str, Tensor]
+    task: Task, out: Path, start: Mapping[str, Tensor], alone: Mapping[str, Tensor]
 ) -> Verdict:
-    problem, strategy = _settled(task, task["ranks"])
-    text, workload = task["strategy"], problem.workload
+    text, workload = task.text, task.problem.workload
     # a row of a batch that two ranks compute counts twice, as in torch.nn.SyncBatchNorm
     is_synced = workload.mode == "mini" and workload.norm == "batch" and text != "gsplit"
     failed = out / "error.txt"
@@ -275,7 +268,7 @@ def _verdict(
     gap = gaps[name]
     if not math.isfinite(gap):
         return Verdict(text, "differs", None, f"{name} is not finite after the step")
-    if not strategy.exact or is_synced:
+    if not task.strategy.exact or is_synced:
         # of a tensor whose gradient is rounding a share says nothing
         gap = max((gaps[name] for name, size in gradients.items() if size >= least), default=gap)
         return Verdict(
@@ -294,7 +287,7 @@ def _verdict(
 
 
 @contextmanager
-def _ranks(out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> Iterator[list[ForkProcess]]:
+def _ranks(out: Path, tasks: Mapping[int, Task]) -> Iterator[list[ForkProcess]]:
     """The ranks: forks of this process, which must have no threads. None outlives the block."""
     listener = listen()
     env = on_this_machine(listener.getsockname()[1], token_hex(16))
@@ -345,9 +338,7 @@ def _wait_for(ranks: Sequence[ForkProcess], out: Path) -> None:
             raise LostRank(f"rank {rank} of gnnplan check was lost in {place(rank)} ({words})")
 
 
-def _be_rank(
-    number: int, env: Mapping[str, str], out: Path, tasks: Mapping[int, Mapping[str, Any]]
-) -> NoReturn:
+def _be_rank(number: int, env: Mapping[str, str], out: Path, tasks: Mapping[int, Task]) -> NoReturn:
     """Be a rank of the fork that calls this: train all tasks, and end."""
     code = 1
     try:
@@ -362,16 +353,15 @@ def _be_rank(
         }
         base = open_rank(timeout_s=60.0, on_cpu=True)
         for task_number, task in tasks.items():
-            (out / f"rank{number}").write_text(task["strategy"])
+            (out / f"rank{number}").write_text(task.text)
             here = out / str(task_number)
-            problem, strategy = _settled(task, task["ranks"])
             rank = replace(base, spans=[], sent={})  # what it records is of one training
-            if task["ranks"] == 1:  # of one process, beside which the other rank goes on
+            if task.problem.ranks == 1:  # of one process, beside which the other rank goes on
                 if number:
                     continue
                 rank = Rank(0, 1, rank.device, rank.backend)
             try:
-                train(rank, problem, strategy, here, 1, 0)
+                train(rank, task.problem, task.strategy, here, 1, 0)
             except SpecError as error:  # on all ranks alike: what the model lacks
                 write_atomically(here / "error.txt", str(error))
         base.close()
