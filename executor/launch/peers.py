@@ -26,16 +26,14 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from gnnplan import __version__
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of
-from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import SLACK
 from gnnplan.executor.launch.watchdog import kept
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
 from gnnplan.executor.ranks.meeting import hosts_the_store
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -49,9 +47,7 @@ Found = Mapping[str, Any]  # what a rank says before it trains; of JSON's kinds
 class Ready(NamedTuple):
     """What a rank has before it meets the others."""
 
-    document: dict[str, Any]  # the plan
-    problem: Problem
-    strategy: Strategy
+    asked: Asked
     checkpoints: Checkpoints
     stored: list[int]  # epochs of which it has a checkpoint
     others: dict[int, dict[str, Any]]  # those of all ranks of another plan, and its `question`
@@ -80,15 +76,15 @@ def refusal(process: int, error: GnnplanError) -> Found:
     }
 
 
-def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, float]) -> Found:
+def found(rank: Rank, ready: Ready) -> Found:
     """What a rank says that can train: what all must agree in, as short names, and what it has.
 
     Of what decides about the training, graph and version are told apart from the rest, so that a
-    message can name them. predicted: memory of the fullest rank by use [B]. A processor's memory
-    was looked at before (preflight.py). A GPU's is known once ranks have it: another process would
-    fill some of it to ask.
+    message can name them. A processor's memory was looked at before (preflight.py). A GPU's is
+    known once ranks have it: another process would fill some of it to ask.
     """
-    problem, question = ready.problem, ready.checkpoints.question
+    problem, predicted = ready.asked.problem, ready.asked.predicted
+    question = ready.checkpoints.question
     asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
     needs = communicators = free = 0.0
     if rank.device.type == "cuda":
@@ -105,7 +101,7 @@ def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, fl
         "torch": torch.__version__,
         "data": question["graph"],
         "plan": fingerprint(asked),
-        "options": json.dumps(asdict(options), sort_keys=True),
+        "options": json.dumps(asdict(ready.asked.options), sort_keys=True),
         "checkpoints": ready.stored,
         "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in ready.others.items()],
         "differs": ready.differs,

@@ -153,9 +153,9 @@ class _Process:
                     must_meet()
                     agree(store_of_all(options.timeout_s), env, refusal(self.number, error))
             raise
-        problem, checkpoints = ready.problem, ready.checkpoints
+        asked, checkpoints, problem = ready.asked, ready.checkpoints, ready.asked.problem
         rank = self.rank = place_rank(options.timeout_s, problem)
-        own = found(rank, ready, options, self.predicted)
+        own = found(rank, ready)
         if is_alone:
             agreed = compare([own])
         else:
@@ -169,21 +169,21 @@ class _Process:
         rank.gradient_errors, rank.activity = options.gradient_errors, self.activity
         # what bounds the one is the other
         rank.staleness_errors = options.staleness_errors or rank.gradient_errors
-        epochs, first = options.epochs or problem.workload.epochs, agreed.last
+        epochs, first = asked.epochs, agreed.last
         if self.resumes:
             self._go_on(ready, epochs, agreed)
         make_folder(self.out)
         # every server may have a disk of its own
         if not self.prepared and env.get("LOCAL_RANK", "0") == "0":
-            write_run(self.out, ready.document, options, first)
+            write_run(self.out, asked.document, options, first)
         if checkpoints.before is not None and rank.rank == 0:
-            say(f"note: {taken_over(checkpoints.before, ready.strategy, first)}")
+            say(f"note: {taken_over(checkpoints.before, asked.settled, first)}")
         self.activity.begin("phase", "set-up")
         with _reports(epochs, first, options, rank.rank) as report:
             train(
                 rank,
                 problem,
-                ready.strategy,
+                asked.settled,
                 self.out,
                 epochs,
                 options.eval_every,
@@ -216,14 +216,13 @@ class _Process:
                 # or of an earlier attempt
                 must_be_new(out, document if self.restarted else None)
             differs = [str(row) for row in must_start(asked)]
-        problem, strategy = asked.problem, asked.settled
-        self._take_place(problem)
-        training = question(problem, strategy)
+        training = question(asked.problem, asked.settled)
+        self._take_place(asked.problem)
         checkpoints = Checkpoints(out, self.number, options.checkpoint_every, training)
         # reads all of its files, which takes longer than peers may wait if they are large
         stored = checkpoints.epochs(say) if self.resumes else []
         others = handed_over(out, training) if self.resumes else {}
-        return Ready(document, problem, strategy, checkpoints, stored, others, differs)
+        return Ready(asked, checkpoints, stored, others, differs)
 
     def _take_place(self, problem: Problem) -> None:
         """Find out which rank of the plan this process is, and open its activity file."""
