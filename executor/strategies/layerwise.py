@@ -8,7 +8,7 @@ schedule's names (planner/strategies/layerwise/).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -56,14 +56,6 @@ class Entered:
 
 
 @dataclass
-class Seen:
-    """What a measurement has seen of a step's own rows, by layer (gradient_errors.py)."""
-
-    rows: dict[int, Tensor] = field(default_factory=dict)  # h_l [local, H_l]
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of h_l
-
-
-@dataclass
 class Worker(base.Worker):
     """One rank, with its share of the graph or of a batch."""
 
@@ -76,7 +68,6 @@ class Worker(base.Worker):
     batch: float | None = None  # if the share is of a batch: what its loss is the mean over
     # makes the worker that evaluates, where the share leaves out rows of which evaluation is
     evaluator: Callable[[], Worker] | None = None
-    seen: Seen | None = None  # filled in training steps, if it is there
     bring: InitVar[_Bring | None] = None  # None: one by one, and features are given later
 
     def __post_init__(self, share: Share, weights: RowWeights | None, bring: _Bring | None) -> None:
@@ -223,8 +214,6 @@ class Worker(base.Worker):
             lay_out = None  # it has the rows as they were before they were laid out
             out = self._kept(entered.segment)
             entered.out = None if self.options.checkpoint else out
-            if self.seen is not None and self.training:
-                self.seen.rows[layer] = out.detach()
             if self.summed is not None:
                 drop = self.drop(step, layer + 1, self.own_vertices)
                 self.net.add(layer, self._own(out), drop, self.summed)
@@ -289,8 +278,6 @@ class Worker(base.Worker):
         assert entered.segment is not None and home is not None
         with self.rank.span(Label("backward", step, layer=layer), "compute"):
             gradient = self._through_projection(above, home)
-            if self.seen is not None:
-                self.seen.gradients[layer] = gradient
             out = entered.segment() if entered.out is None else entered.out
             if self.to_sum is not None:
                 gradient = self._through_sum(step, layer, out, gradient, self.to_sum)
