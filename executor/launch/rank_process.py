@@ -31,12 +31,12 @@ from gnnplan.executor.launch.failure import Failure, explain
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import (
     Agreement,
+    Peers,
     Ready,
     agree,
     compare,
     found,
     refusal,
-    roll_call,
 )
 from gnnplan.executor.launch.preflight import must_meet, must_start
 from gnnplan.executor.launch.scalars import Scalars
@@ -90,8 +90,8 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
     host = socket.gethostname()
     where = host if failure.server is None else f"server {failure.server}, {host}"
     message = f"error: rank {failure.rank} ({where}) in {failure.activity}: {failure.message}"
-    if process.hosts:
-        message += roll_call(process.store, failure, process.servers, process.hosts, out)
+    if process.peers:
+        message += process.peers.roll_call(failure)
     say(message)
     return LostRank.exit_code if failure.is_consequence else failure.exit_code
 
@@ -109,9 +109,7 @@ class _Process:
         self.resumes = options.resume or self.restarted
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.server: int | None = None  # not known before the plan has been read
-        self.servers: tuple[int, ...] = ()
-        self.hosts: list[str] = []  # by rank, once all ranks have met
-        self.store: Store | None = None  # where they have met; none is needed by a single one
+        self.peers: Peers | None = None  # once all ranks have met
         self.activity = activity.Activity()  # of this process alone, until its place is known
         self.rank: Rank | None = None
         self.predicted: dict[str, float] = {}
@@ -156,13 +154,14 @@ class _Process:
         asked, checkpoints, problem = ready.asked, ready.checkpoints, ready.asked.problem
         rank = self.rank = place_rank(options.timeout_s, problem)
         own = found(rank, ready)
+        store: Store | None = None  # none is needed by a single rank
         if is_alone:
             agreed = compare([own])
         else:
-            self.store = store_of_all(options.timeout_s)
-            agreed = agree(self.store, env, own)
-            connect(rank, self.store)
-        self.hosts = agreed.hosts
+            store = store_of_all(options.timeout_s)
+            agreed = agree(store, env, own)
+            connect(rank, store)
+        self.peers = Peers(store, problem.servers, agreed.hosts, self.out)
         if env.get("RANK", "0") == "0":
             for line in agreed.differs:
                 say(f"note: {line}")
@@ -226,7 +225,6 @@ class _Process:
 
     def _take_place(self, problem: Problem) -> None:
         """Find out which rank of the plan this process is, and open its activity file."""
-        self.servers = tuple(problem.servers)
         if self.number < problem.ranks:
             self.number = problem.by_gpu[self.number]
             self.server = problem.servers[self.number]

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -69,6 +69,7 @@ LOADED_WIDTH = 128
 SEEDS, FANOUTS = (1024, 64), (5, 10, 15)
 BRIEF_STEPS = 300  # in all rounds, of each kind
 
+T = TypeVar("T")
 # a shape of a kernel, and seconds of it on several ranks
 Sample = tuple[tuple[int, ...], list[float]]
 
@@ -91,7 +92,7 @@ class Bench(Messages):
             # machines. A training has written its own after some epochs.
             torch.zeros(WARM_BYTES // 4).fill_(1.0)
         notify("preparing graphs")
-        blocks = [self._block(*size) for size in self.graphs]
+        blocks = [self._block(*size) for size in self._with(GRAPHS, LARGE_GRAPH)]
         samplers = [self.open_sampler(seeds) for seeds in SEEDS]
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
         messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
@@ -141,20 +142,9 @@ class Bench(Messages):
         notify(f"{op}s {place}, {len(groups[0])} ranks")
         self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
 
-    @property
-    def tensors(self) -> Sequence[tuple[int, int]]:
-        """Rows and width of what element-wise work is timed on."""
-        return (*TENSORS, LARGE) if self.device.type == "cuda" else TENSORS
-
-    @property
-    def graphs(self) -> Sequence[tuple[int, int]]:
-        """Vertices and edges of what aggregation is timed on."""
-        return (*GRAPHS, LARGE_GRAPH) if self.device.type == "cuda" else GRAPHS
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, int, int]]:
-        """Rows, H_in and H_out of the products that are timed."""
-        return (*SHAPES, LARGE_SHAPE) if self.device.type == "cuda" else SHAPES
+    def _with(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
+        """What is timed: on a GPU also a large one."""
+        return (*shapes, large) if self.device.type == "cuda" else shapes
 
     def _block(self, vertices: int, edges: int) -> Block:
         """A community graph as the executor lays it out: rows in locality order."""
@@ -174,7 +164,7 @@ class Bench(Messages):
         def products(suffix: str, dtype: torch.dtype = torch.float32) -> dict[str, list[Sample]]:
             return {
                 f"{product.__name__}{suffix}": [
-                    (shape, product(*shape, dtype)) for shape in self.shapes
+                    (shape, product(*shape, dtype)) for shape in self._with(SHAPES, LARGE_SHAPE)
                 ]
                 for product in (self.gemm, self.weight_gradient)
             }
@@ -204,7 +194,8 @@ class Bench(Messages):
         found["attention"] = [((SAMPLED[1],), self.attention(blocks[sampled], sums))]
         notify("element-wise work")
         found["elementwise"] = [
-            ((rows * width * 4,), self.elementwise(rows, width)) for rows, width in self.tensors
+            ((rows * width * 4,), self.elementwise(rows, width))
+            for rows, width in self._with(TENSORS, LARGE)
         ]
         found["dropout_hash"] = [((), self.dropout_hash())]
         if self.device.type == "cuda":

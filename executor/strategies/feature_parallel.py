@@ -10,7 +10,8 @@ that goes layer after layer (layerwise.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -119,16 +120,9 @@ class Worker(layerwise.Worker):
             if learns:
                 entered.projected = (made, prepared) if isinstance(prepared, Tensor) else (made,)
             del made, prepared
-        columns = pieces[0]
-        if course.cuts:
-            columns = turn.to_columns(Label("to_columns", step, "f", layer), pieces)
-        del pieces
-        with self.rank.span(Label("aggregate", step, "f", layer), "compute"), torch.no_grad():
-            columns = net.gather(self.block, columns)
-        joined = [columns]
-        if course.joins:
-            joined = turn.to_rows(Label("to_rows", step, "f", layer), columns)
-        del columns
+        where, gather = Label("aggregate", step, "f", layer), partial(net.gather, self.block)
+        with torch.no_grad():
+            joined = self._sum_columns(where, turn, pieces, gather, course.cuts, course.joins)
         with self.rank.span(Label("forward", step, layer=layer), "compute"):
             sums = turn.together(joined) if course.joins else joined[0]
             del joined
@@ -138,6 +132,28 @@ class Worker(layerwise.Worker):
             else:
                 entered.out = self._end_by_columns(cast(GCNLayer, net), sums, turn, relu)
             return self._enter(entered.out, step, layer + 1)
+
+    def _sum_columns(
+        self,
+        label: Label,
+        turn: Turn,
+        pieces: list[Tensor],
+        aggregate: Callable[[Tensor], Tensor],
+        cuts: bool,
+        joins: bool,
+    ) -> list[Tensor]:
+        """Aggregate columns of all rows.
+
+        cuts: they are cut of own rows, whose `pieces` these are; else they are the one. joins: what
+        is made is cut into pieces to be joined to own rows. `pieces` is left empty.
+        """
+        columns = pieces[0]
+        if cuts:
+            columns = turn.to_columns(label._replace(op="to_columns"), pieces)
+        pieces.clear()
+        with self.rank.span(label, "compute"):
+            columns = aggregate(columns)
+        return turn.to_rows(label._replace(op="to_rows"), columns) if joins else [columns]
 
     def _end_by_columns(self, net: GCNLayer, sums: Tensor, turn: Turn, relu: bool) -> Tensor:
         """What a layer of GCN or SGC does to sums [N, C], of own columns."""
@@ -153,8 +169,6 @@ class Worker(layerwise.Worker):
         None if h_{l-1} is constant.
         """
         course = self.courses[layer - 1]
-        gradient: Tensor | None = None
-        pieces: Sequence[Tensor] = ()
         with self.rank.span(Label("backward", step, layer=layer), "compute"):
             assert entered.out is not None and home is not None
             backward([entered.out], [home])
@@ -167,16 +181,11 @@ class Worker(layerwise.Worker):
             turn = self._turn(course.width)
             pieces = turn.pieces(gradient) if course.joins else [gradient]
             del gradient
-        columns = pieces[0]
-        if course.joins:
-            columns = turn.to_columns(Label("to_columns", step, "b", layer), pieces)
-        del pieces
-        with self.rank.span(Label("aggregate", step, "b", layer), "compute"):
-            columns = aggregate_transposed(self.block, columns)
-        joined = [columns]
-        if course.cuts:
-            joined = turn.to_rows(Label("to_rows", step, "b", layer), columns)
-        del columns
+        where, gather = (
+            Label("aggregate", step, "b", layer),
+            partial(aggregate_transposed, self.block),
+        )
+        joined = self._sum_columns(where, turn, pieces, gather, course.joins, course.cuts)
         with self.rank.span(Label("prepare", step, "b", layer), "compute"):
             gradient = turn.together(joined) if course.cuts else joined[0]
             del joined

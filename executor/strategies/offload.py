@@ -263,13 +263,16 @@ class Worker(base.Worker):
         return nbytes + (labels if layer == self.last else 0)
 
     def _store_rows(self, step: int, layer: int, chunk: _Chunk, out: Tensor) -> None:
+        into = self.hidden[layer][chunk.own]
         label = Label("store", step, "f", layer, chunk.number)
+        self._store(label, out.nbytes, lambda: into.copy_(out, non_blocking=True))
 
-        def store() -> None:
-            with self.rank.span(label, "copy", out.nbytes):
-                self.hidden[layer][chunk.own].copy_(out, non_blocking=True)
+    def _store(self, label: Label, nbytes: int, copy: Callable[[], object]) -> None:
+        def recorded() -> None:
+            with self.rank.span(label, "copy", nbytes):
+                copy()
 
-        self.storing = self._submit(store)
+        self.storing = self._submit(recorded)
 
     def _arrived(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
         """`_load`. On a GPU the next chunk's of the layer is then under way."""
@@ -319,14 +322,13 @@ class Worker(base.Worker):
         nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
         label = Label("store", step, "b", layer, chunk.number)
 
-        def store() -> None:
-            with self.rank.span(label, "copy", nbytes):
-                if logits is not None:
-                    self.logits[chunk.own].copy_(logits, non_blocking=True)
-                if near is not None:
-                    self._add(layer, chunk, near, home)
+        def copy() -> None:
+            if logits is not None:
+                self.logits[chunk.own].copy_(logits, non_blocking=True)
+            if near is not None:
+                self._add(layer, chunk, near, home)
 
-        self.storing = self._submit(store)
+        self._store(label, nbytes, copy)
 
     def _add(self, layer: int, chunk: _Chunk, near: Tensor, home: Tensor | None) -> None:
         """Add gradients of rows that a layer of the chunk read, and of those that it gave."""

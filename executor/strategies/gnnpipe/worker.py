@@ -29,8 +29,6 @@ from gnnplan.executor.strategies.gnnpipe.layers import (
     History,
     Kept,
     Passage,
-    forward,
-    layer_backward,
     must_run_in_parts,
 )
 from gnnplan.executor.strategies.whole import counts_of
@@ -337,7 +335,7 @@ class Worker(base.Worker):
             return Constant(out)
         drop = self.drop(step, layer, chunk.of(self.vertices))
         forgets = self.strategy.checkpoint and layer < self.net.total
-        return forward(self.net, layer, chunk, self.history, passage, far, drop, refresh, forgets)
+        return self.history.forward(layer, chunk, passage, far, drop, refresh, forgets)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -366,8 +364,8 @@ class Worker(base.Worker):
                 for layer in reversed(piece):
                     if layer:
                         drop = self._drop_next(step, layer, chunk)
-                        passage.gradient = layer_backward(
-                            self.net, layer, chunk, self.history, kept.pop(layer), passage, drop
+                        passage.gradient = self.history.backward(
+                            layer, chunk, kept.pop(layer), passage, drop
                         )
                     else:
                         self._encode_backward(passage)
