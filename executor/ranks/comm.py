@@ -146,21 +146,24 @@ def swap(
     outs: Sequence[Tensor],
     ins: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
+    among: Sequence[int] | None = None,
 ) -> None:
     """Send outs[j] to each peer j, and fill ins[i] with what each peer i sends.
 
     All are contiguous and where messages are (`Rank.staged`). Nothing is sent that is empty. Blocks
-    until all is done.
+    until all is done. among: the ranks whose places i and j are; None: all.
     """
-    distances = range(1, rank.world)  # peers in turn, so that not all send to rank 0 first
-    sources = [(rank.rank - distance) % rank.world for distance in distances]
-    receivers = [(rank.rank + distance) % rank.world for distance in distances]
+    ranks = among or range(rank.world)
+    me, count = ranks.index(rank.rank), len(ranks)
+    distances = range(1, count)  # peers in turn, so that not all send to rank 0 first
+    sources = [(me - distance) % count for distance in distances]
+    receivers = [(me + distance) % count for distance in distances]
     # Receives first. Otherwise Gloo's message that we are ready to receive would wait behind our
     # own data, and only one direction be used at a time (8 MB each way at 400 Mbit/s: 167 instead
     # of 303 ms).
     posts: list[_Post]
-    posts = [(dist.irecv, ins[peer], peer) for peer in sources if ins[peer].numel()]
-    posts += [(dist.isend, outs[peer], peer) for peer in receivers if outs[peer].numel()]
+    posts = [(dist.irecv, ins[i], ranks[i]) for i in sources if ins[i].numel()]
+    posts += [(dist.isend, outs[i], ranks[i]) for i in receivers if outs[i].numel()]
     for handle in begin(rank, posts, group):
         handle.wait()
 
@@ -182,15 +185,23 @@ def begin(
 
 
 class Turn:
-    """Rows of all ranks into columns of all rows, and back.
+    """Rows of some ranks into columns of all their rows, and back.
 
-    rows, columns: which of all rows, and of a row's numbers, each rank has. A rank's rows are
-    [R, W], its columns [N, C]. `pieces` and `together` copy, on the rank's device; `to_columns` and
-    `to_rows` move.
+    rows, columns: which of all rows, and of a row's numbers, each rank of the group has; None: all
+    ranks. A rank's rows are [R, W], its columns [N, C]. `pieces` and `together` copy, on the rank's
+    device; `to_columns` and `to_rows` move.
     """
 
-    def __init__(self, rank: Rank, rows: Sequence[slice], columns: Sequence[slice]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        rows: Sequence[slice],
+        columns: Sequence[slice],
+        group: Sequence[int] | None = None,
+    ) -> None:
         self.rank, self.rows, self.columns = rank, rows, columns
+        self.group = group or range(rank.world)
+        self.me = self.group.index(rank.rank)
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
         """[R, W] -> per peer the columns that it has [R, C of the peer]."""
@@ -198,21 +209,22 @@ class Turn:
 
     def to_columns(self, label: Label, pieces: Sequence[Tensor]) -> Tensor:
         """Per peer its columns of own rows -> own columns of all rows [N, C]."""
-        rank, me = self.rank, self.rank.rank
-        if rank.world == 1:
+        rank, me = self.rank, self.me
+        if len(self.group) == 1:
             return pieces[0]
         sent = sum(piece.nbytes for piece in pieces) - pieces[me].nbytes
         with rank.sending(label, "comm", sent):
             staged = [rank.staged(piece) for piece in pieces]
             columns = staged[me].new_empty(self.rows[-1].stop, staged[me].shape[1])
             columns[self.rows[me]] = staged[me]
-            swap(rank, staged, [columns[rows] for rows in self.rows], rank.exchange_group)
+            ins = [columns[rows] for rows in self.rows]
+            swap(rank, staged, ins, rank.exchange_group, self.group)
             return rank.unstaged(columns)
 
     def to_rows(self, label: Label, columns: Tensor) -> list[Tensor]:
         """Own columns of all rows [N, C] -> per peer its columns of own rows [R, C of the peer]."""
-        rank, me = self.rank, self.rank.rank
-        if rank.world == 1:
+        rank, me = self.rank, self.me
+        if len(self.group) == 1:
             return [columns]
         own = columns[self.rows[me]]
         with rank.sending(label, "comm", columns.nbytes - own.nbytes):
@@ -222,12 +234,13 @@ class Turn:
                 own if peer == me else own.new_empty(len(own), of_peer.stop - of_peer.start)
                 for peer, of_peer in enumerate(self.columns)
             ]
-            swap(rank, [staged[rows] for rows in self.rows], pieces, rank.exchange_group)
+            outs = [staged[rows] for rows in self.rows]
+            swap(rank, outs, pieces, rank.exchange_group, self.group)
             return pieces
 
     def together(self, pieces: Sequence[Tensor]) -> Tensor:
         """What `to_rows` gave -> [R, W]."""
-        return self.rank.unstaged(torch.cat(list(pieces), 1))
+        return self.rank.unstaged(torch.cat(list(pieces), 1) if len(pieces) > 1 else pieces[0])
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
