@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -136,9 +137,13 @@ class Exchange:
         ways = sum(self.gives), sum(self.take)
         return ways if way == "f" else ways[::-1]
 
-    def nbytes(self, width: int, itemsize: int, way: str) -> int:
-        """Bytes that this rank sends."""
-        return self.rows(way)[0] * width * itemsize
+    def nbytes(self, rows: Tensor, way: str) -> int:
+        """Bytes that this rank sends, of rows as wide as these."""
+        return self.rows(way)[0] * rows.shape[1] * rows.element_size()
+
+    def recorded(self, label: Label, rows: Tensor, way: str) -> AbstractContextManager[None]:
+        """The span of an exchange of such rows, whose bytes are counted now."""
+        return self.rank.sending(label, "comm", self.nbytes(rows, way))
 
 
 def swap(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.layer import Drop
@@ -14,6 +16,17 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket
+
+
+class Scored(Protocol):
+    """What answers of some rows are counted by."""
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+
+    def counts(self, rows: Tensor, /) -> Tensor:
+        """What the metric counts of the rows (layers/targets.py)."""
 
 
 class Worker(ABC):
@@ -29,6 +42,7 @@ class Worker(ABC):
     net: Net
     learner: Learner | None = None
     clock: Tensor | None = None  # the number of the step, int64 [], where a replayed step reads it
+    scored_by: Sequence[Scored] = ()  # what the last logits are of, which follow each other
     training: bool = True  # or it evaluates, and drops nothing
 
     def drop(self, step: int, layer: int, vertices: Tensor, first: int = 0) -> Drop:
@@ -58,12 +72,13 @@ class Worker(ABC):
     def evaluate(self, step: int) -> Tensor:
         """Logits of this rank's rows without dropout and staleness."""
 
-    @abstractmethod
     def counts(self, logits: Tensor) -> Tensor | int:
         """What the metric counts of the rows that step or evaluate has just returned; 0: nothing.
 
         See layers/targets.py.
         """
+        shares = torch.split(logits, [each.size for each in self.scored_by])
+        return sum(each.counts(its) for each, its in zip(self.scored_by, shares, strict=True))
 
     @property
     def buckets(self) -> Sequence[Bucket]:

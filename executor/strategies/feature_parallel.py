@@ -66,7 +66,8 @@ class Worker(layerwise.Worker):
         self.block = weighted_block(
             graph, edges, everything, everything, *whole.block(0, 1), workload
         ).to(device)
-        self.targets = self.scored = Targets(graph, own, workload, device)
+        self.targets = Targets(graph, own, workload, device)
+        self.scored_by = [self.targets]
         read = sparse_features if problem.model.nonzeros else features
         self.features: FeatureRows = read(graph, own, workload, device)
         self.cached: Tensor | None = None

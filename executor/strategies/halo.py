@@ -145,9 +145,9 @@ class Halo:
         self, step: int, layer: int, way: str, rows: Tensor
     ) -> AbstractContextManager[None]:
         """The span of an exchange of fresh ones of such rows, whose bytes are counted now."""
-        label, exchange = Label("halo", step, way, layer), self._fresh(step, layer).exchange
-        nbytes = exchange.nbytes(rows.shape[1], rows.element_size(), way)
-        return self.rank.sending(label, "comm", nbytes)
+        return self._fresh(step, layer).exchange.recorded(
+            Label("halo", step, way, layer), rows, way
+        )
 
     def _crossing(
         self, step: int, layer: int, way: str, leaving: Tensor, into: Tensor | None = None

@@ -104,7 +104,7 @@ class Worker(base.Worker):
         )
         exchanges, self.picks, self.blocks, self.vertices, both, self.targets = moved
         self.own_vertices, self.scored_vertices = both
-        self.scored = self.targets  # to which the last logits belong
+        self.scored_by = [self.targets]
         self.plain_halo = Halo(self.rank, exchanges)
         self.halo = halo_of(self.plain_halo, problem, self.options, self.vertices, weights or {})
         self.errors = self.halo.errors
@@ -358,7 +358,7 @@ class Worker(base.Worker):
 
         Returns this rank's part of the loss, and its logits [own, C]; with those of fetched ends.
         """
-        self.training, self.scored = True, self.targets
+        self.training, self.scored_by = True, [self.targets]
         entered, encoded = self.forward(step)
         end, last, above = len(self.layers) + 1, entered.pop(), None
         # of link prediction also rows of other ranks, at which this rank's pairs end
@@ -397,14 +397,14 @@ class Worker(base.Worker):
         """Logits [own, C] without dropout and without staleness."""
         if self.evaluator is not None:
             whole = self.evaluator()
-            self.scored = whole.targets
+            self.scored_by = whole.scored_by
             return whole.evaluate(step)
         self.training = False
         drop = self.drop(step, len(self.layers) + 1, self.own_vertices)
         return self.net.decode(self.forward(step)[0][-1].leaf, drop)
 
-    def counts(self, logits: Tensor) -> Tensor:
-        return self.scored.counts(logits)
+    def counts(self, logits: Tensor) -> Tensor | int:
+        return self.scored_by[0].counts(logits)  # a sum would be one launch more
 
     def drain(self) -> None:
         self.halo.drain()

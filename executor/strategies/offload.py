@@ -34,7 +34,6 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.ownership.layout import Layout, Piece
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
@@ -118,6 +117,7 @@ class Worker(base.Worker):
         place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
         place[order] = np.arange(order.size)
         self.chunks = [self._chunk(layout, turn, place) for turn in self.turns]
+        self.scored_by = [chunk.targets for chunk in self.chunks]
 
         on_gpu = self.rank.device.type == "cuda"
         if on_gpu:
@@ -453,9 +453,6 @@ class Worker(base.Worker):
             loaded = self._read(step, "f", self.last, chunk)
             self.logits[chunk.own] = self._compute(step, self.last, loaded)
         return self.logits
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        return counts_of([chunk.targets for chunk in self.chunks], logits)
 
 
 open_worker = Worker

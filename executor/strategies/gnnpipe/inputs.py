@@ -65,8 +65,7 @@ class Inputs:
         dense = features(problem.data, kept[:own], problem.workload, rank.device)
         if not self.fetched:
             return dense
-        width, itemsize = dense.shape[1], dense.element_size()
-        nbytes = sum(exchange.nbytes(width, itemsize, "f") for _, exchange in self.fetched)
+        nbytes = sum(exchange.nbytes(dense, "f") for _, exchange in self.fetched)
         with rank.sending(INPUT_HALO, "comm", nbytes):
             return with_far(self.chunks, dense)
 

@@ -31,7 +31,6 @@ from gnnplan.executor.strategies.gnnpipe.layers import (
     Passage,
     must_run_in_parts,
 )
-from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
@@ -73,6 +72,7 @@ class Worker(base.Worker):
             if self.is_last
             else []
         )
+        self.scored_by = self.targets  # in chunk order; no stage but the last has some
         self._inputs = (
             Inputs(rank, problem, self.net, self.chunks, kept, self.own) if self.is_first else None
         )
@@ -239,10 +239,8 @@ class Worker(base.Worker):
         """
         exchange = self.chunks[c].exchange
         assert exchange is not None
-        label = Label("halo", step, way, layer, c)
-        nbytes = exchange.nbytes(rows.shape[1], rows.element_size(), way)
-        with self.rank.sending(label, "comm", nbytes):
-            return exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
+        with exchange.recorded(Label("halo", step, way, layer, c), rows, way):
+            return exchange.swap(way, exchange.pack(rows) if way == "f" else rows)
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """A message's rows, and what travels with them past all layers.
@@ -452,10 +450,6 @@ class Worker(base.Worker):
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the last stage, else nothing; without dropout or history."""
         return self._whole_graph()
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        # their rows are in chunk order; no stage but the last has targets
-        return counts_of(self.targets, logits)
 
     def state(self) -> dict[str, Tensor]:
         """Weights and history."""

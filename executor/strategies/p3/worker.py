@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import Block, backward, dropout, gradient_of
+from gnnplan.executor.layers.kernels import Block, backward, gradient_of
 from gnnplan.executor.layers.layer import ColumnLayer, missing_calls, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
@@ -36,7 +36,7 @@ from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
-from gnnplan.executor.strategies.whole import Scored, Whole, counts_of
+from gnnplan.executor.strategies.whole import Scored, Whole
 from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
@@ -115,7 +115,7 @@ class Worker(base.Worker):
         else:
             self.nets, self.buffers, self.learner = [self.sliced], [], Learner(*trained)
         self.flights: dict[int, Flight] = {}  # by batch
-        self.scored: list[Scored] = []  # what the last logits are counted by
+        self.scored_by: list[Scored] = []
         self.tail_spans = ExitStack()  # those of the tail that is running
         self.whole: Whole | None = None
 
@@ -192,7 +192,7 @@ class Worker(base.Worker):
 
     def _partial(self, step: int, share: Share, net: Net) -> Flight:
         """Layer 1 on this rank's columns, for all peers' blocks."""
-        rank, problem, workload = self.rank, self.problem, self.problem.workload
+        rank, problem = self.rank, self.problem
         part = share.parts[0]
         assert isinstance(part, Pushed)
         layer = cast(ColumnLayer, net.layer(1))
@@ -225,10 +225,9 @@ class Worker(base.Worker):
                     return numbers
                 return cast(Tensor, _Summed.apply(numbers, total))  # type: ignore[no-untyped-call]
 
+            drop = self.drop(step, 1, vertices, self.columns.start)
             # a user's module may leave its features whole
-            p = workload.dropout if problem.model.layers[0].drops else 0.0
-            # sparse rows offer what dropout asks of a tensor
-            rows = dropout(cast(Tensor, x), workload.seed, step, 1, vertices, p, self.columns.start)
+            rows = drop(x) if problem.model.layers[0].drops else x
             partial = partial_sums(layer, block, rows, sync)
         del x, rows  # autograd keeps what it needs of them
         return Flight(step, net, share, exchange, above, partial, own)
@@ -261,8 +260,7 @@ class Worker(base.Worker):
         """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
         if len(self.rail) == 1:
             return there(rows)
-        nbytes = exchange.nbytes(rows.shape[1], rows.element_size(), way)
-        recorded = self.rank.sending(label, "comm", nbytes)
+        recorded = exchange.recorded(label, rows, way)
         # a list, to drop the rows when they have left: the lane's thread holds this function longer
         leaving = [rows]
 
@@ -316,7 +314,7 @@ class Worker(base.Worker):
             flight.gradient.repeat(len(self.rail) - 1, 1),
             "b",
         )
-        self.scored.append(targets)
+        self.scored_by.append(targets)
         items = count_items(workload, self.problem.stats)
         return loss.detach() * (share.everyone / items), logits.detach()
 
@@ -339,7 +337,7 @@ class Worker(base.Worker):
         Returns this rank's part of what the batches that end add to the mean loss over all training
         vertices (edges), and their rows of the last layer.
         """
-        self.scored = []
+        self.scored_by = []
         if not self.strategy.pipelined:
             flight = self._front(step)
             loss, logits = self._body(flight)
@@ -381,11 +379,8 @@ class Worker(base.Worker):
         self._assemble()
         if self.whole is None:
             self.whole = Whole(self.rank, self.problem, self.net)
-        self.scored = [self.whole.targets]
+        self.scored_by = [self.whole.targets]
         return self.whole.worker.evaluate(step)
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        return counts_of(self.scored, logits)
 
     def open_learner(self) -> Learner:
         return self.learner
