@@ -44,10 +44,11 @@ class Entered:
     """What a layer's forward keeps for its backward."""
 
     leaf: Tensor  # the layer's own input rows [local, H_{l-1}]; empty if these are constant
-    # A narrow layer multiplies before the exchange. Own projected rows and own prepared rows:
+    # What is made before rows are exchanged (narrow layers), or summed on columns
+    # (feature_parallel): projected rows and, where the layer reads them, prepared rows
     projected: tuple[Tensor, ...] | None = None
     projection: Callable[[], tuple[Tensor, ...]] | None = None  # computes `projected` (checkpoint)
-    own: Tensor | None = None  # leaf of a narrow layer: the destinations' prepared rows
+    own: Tensor | None = None  # leaf beside `projected`: the destinations' prepared rows
     source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
     segment: _Segment | None = None  # computes `out`
     out: Tensor | None = None  # None if backward computes it again (checkpoint)

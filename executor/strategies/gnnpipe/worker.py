@@ -309,31 +309,24 @@ class Worker(base.Worker):
         self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
     ) -> Kept | Constant:
         """One layer on a chunk; the passage goes on with its output."""
-        kept = self._compute(step, c, layer, passage, far, refresh)
-        if self.net.jump:
-            chunk = self.chunks[c]
-            assert passage.h is not None
-            if passage.summed is None:
-                passage.summed = passage.h.new_zeros(chunk.size, self.net.jumped)
-            drop = self._drop_next(step, layer, chunk)
-            self.net.add(layer, passage.h, drop, passage.summed)
-        return kept
-
-    def _compute(
-        self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
-    ) -> Kept | Constant:
         chunk = self.chunks[c]
+        kept: Kept | Constant
         if passage.h is None:  # constant features
 
             def drop_sources(places: Tensor) -> Drop:
                 return self.drop(step, layer, self.vertices[places])
 
-            out = self.inputs.first_layer(c, drop_sources, passage.x0)
-            passage.h = out.detach()
-            return Constant(out)
-        drop = self.drop(step, layer, chunk.of(self.vertices))
-        forgets = self.strategy.checkpoint and layer < self.net.total
-        return self.history.forward(layer, chunk, passage, far, drop, refresh, forgets)
+            kept = Constant(self.inputs.first_layer(c, drop_sources, passage.x0))
+            passage.h = kept.out.detach()
+        else:
+            drop = self.drop(step, layer, chunk.of(self.vertices))
+            forgets = self.strategy.checkpoint and layer < self.net.total
+            kept = self.history.forward(layer, chunk, passage, far, drop, refresh, forgets)
+        if self.net.jump:
+            if passage.summed is None:
+                passage.summed = passage.h.new_zeros(chunk.size, self.net.jumped)
+            self.net.add(layer, passage.h, self._drop_next(step, layer, chunk), passage.summed)
+        return kept
 
     # -- backward ---------------------------------------------------------------------------------
 
