@@ -163,6 +163,7 @@ def _attempt(
 ) -> dict[str, Any]:
     """Measure as one rank, and return what all found."""
     rank = place_rank(STUCK)
+    rank.nccl_least_s = 0.0  # its messages wait for no step of a training
     # before this process fills any
     free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else 0
     # a launcher's store may be that of a run afterwards
