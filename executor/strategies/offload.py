@@ -90,7 +90,7 @@ class _Loaded:
 class Worker(base.Worker):
     """A rank, and what it keeps in the server's memory."""
 
-    def __init__(self, rank: Rank, problem: Problem, strategy: Offload, first: int = 0) -> None:
+    def __init__(self, rank: Rank, problem: Problem, strategy: Offload) -> None:
         self.rank, self.problem = rank, problem
         self.shapes, self.last = problem.model, len(problem.model.layers)
         self.net = net_of(problem.model, problem.workload).to(rank.device)
@@ -263,16 +263,13 @@ class Worker(base.Worker):
         return nbytes + (labels if layer == self.last else 0)
 
     def _store_rows(self, step: int, layer: int, chunk: _Chunk, out: Tensor) -> None:
-        into = self.hidden[layer][chunk.own]
         label = Label("store", step, "f", layer, chunk.number)
-        self._store(label, out.nbytes, lambda: into.copy_(out, non_blocking=True))
 
-    def _store(self, label: Label, nbytes: int, copy: Callable[[], object]) -> None:
-        def recorded() -> None:
-            with self.rank.span(label, "copy", nbytes):
-                copy()
+        def store() -> None:
+            with self.rank.span(label, "copy", out.nbytes):
+                self.hidden[layer][chunk.own].copy_(out, non_blocking=True)
 
-        self.storing = self._submit(recorded)
+        self.storing = self._submit(store)
 
     def _arrived(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
         """`_load`. On a GPU the next chunk's of the layer is then under way."""
@@ -322,13 +319,14 @@ class Worker(base.Worker):
         nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
         label = Label("store", step, "b", layer, chunk.number)
 
-        def copy() -> None:
-            if logits is not None:
-                self.logits[chunk.own].copy_(logits, non_blocking=True)
-            if near is not None:
-                self._add(layer, chunk, near, home)
+        def store() -> None:
+            with self.rank.span(label, "copy", nbytes):
+                if logits is not None:
+                    self.logits[chunk.own].copy_(logits, non_blocking=True)
+                if near is not None:
+                    self._add(layer, chunk, near, home)
 
-        self._store(label, nbytes, copy)
+        self.storing = self._submit(store)
 
     def _add(self, layer: int, chunk: _Chunk, near: Tensor, home: Tensor | None) -> None:
         """Add gradients of rows that a layer of the chunk read, and of those that it gave."""
@@ -455,4 +453,6 @@ class Worker(base.Worker):
         return self.logits
 
 
-open_worker = Worker
+def open_worker(rank: Rank, problem: Problem, strategy: Offload, first: int) -> Worker:
+    """This rank's part of the strategy."""
+    return Worker(rank, problem, strategy)
