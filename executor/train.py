@@ -25,15 +25,24 @@ from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, state_of, with_structure
-from gnnplan.executor.ranks.best import Best
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
+from gnnplan.executor.ranks.comm import gather_bytes
 from gnnplan.executor.ranks.device_clock import now
-from gnnplan.executor.ranks.gathered import gather_bytes
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.replay import Replay, is_small
-from gnnplan.executor.ranks.whole import BEST, OPTIMIZER, WORKER, Held, apart, fill, named, under
+from gnnplan.executor.ranks.whole import (
+    BEST,
+    OPTIMIZER,
+    WORKER,
+    Best,
+    Held,
+    apart,
+    fill,
+    named,
+    under,
+)
 from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.gnn.workload import FALLING
 from gnnplan.planner.problem.problem import Problem
@@ -87,7 +96,7 @@ def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
     from gnnplan.executor.strategies.gradient_errors import GradientErrors
     from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 
-    assert isinstance(worker, LayerwiseWorker)  # launch/checks.py refuses others
+    assert isinstance(worker, LayerwiseWorker)  # launch/asked.py refuses others
     return GradientErrors(worker, learner.gradients[0])
 
 

@@ -7,9 +7,8 @@ Which file to open:
     watchdog.py       whether any rank still does anything, and which failed first
     emulation.py      network namespaces that play servers
     scratch.py        a folder for what killed processes leave lying about
-    asked.py          a plan that is to be run, and how
+    asked.py          a plan that is to be run, and how; what is refused of it and of its folder
     options.py        how a plan is run: epochs, timeout, checkpoints
-    checks.py         what is refused of a run's input: the plan's problem, options, folder
     preflight.py      what the plan asks for beside what this machine has: a table
     rank_process.py   one rank's process, from its plan to its exit code
     peers.py          what ranks tell each other before they train, and of a failure

@@ -9,24 +9,17 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from signal import SIGCONT, Signals
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import (
-    DefaultLogsSpecs,
-    PContext,
-    SubprocessContext,
-)
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
@@ -49,6 +42,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.watchdog.begin()
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        assert isinstance(self._pcontext, SubprocessContext)
+        self._pcontext.close = partial(_close_soon, self._pcontext, self._pcontext.close)  # type: ignore[method-assign]
         self.watchdog.watch([pids[local] for local in sorted(pids)])
         return pids
 
@@ -60,43 +55,42 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-class _Here(RendezvousHandler):
+def _close_soon(
+    context: SubprocessContext,
+    close: Callable[[Signals | None, int], None],
+    death_sig: Signals | None = None,
+    timeout: int = 30,
+) -> None:
+    """Shorten the time between SIGTERM and SIGKILL to `GRACE`.
+
+    torch always waits 30 s when a rank has failed, whatever shutdown_timeout says. A stopped
+    process receives SIGTERM only when it continues, so it is also sent SIGCONT.
+    """
+    for handler in context.subprocess_handlers.values():
+        if handler.proc.poll() is None:
+            handler.proc.terminate()
+            handler.proc.send_signal(SIGCONT)
+    close(death_sig, min(timeout, GRACE))
+
+
+class _Here(StaticTCPRendezvous):
     """One machine's agent meets nobody; its ranks meet at a store that only the machine reaches.
 
-    torch's own rendezvous listens on all interfaces. offers_store: whether the agent does, or
-    rank 0.
+    torch's own store listens on all interfaces.
     """
 
+    use_agent_store = True
+
     def __init__(self, offers_store: bool) -> None:
-        self.store, self.run = store_of_this_machine(), secrets.token_hex(16)
-        self.offers_store = offers_store
-
-    def get_backend(self) -> str:
-        return "here"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self.offers_store
+        """offers_store: whether the agent does, or rank 0. Ranks find the secret name of the run
+        in their environment."""
+        self.store = store_of_this_machine()
+        super().__init__(self.store.host, self.store.port, 0, 1, secrets.token_hex(16), timeout=0)
+        self.use_agent_store = offers_store
 
     def next_rendezvous(self) -> RendezvousInfo:
         place = RendezvousStoreInfo(self.store.host, self.store.port)
         return RendezvousInfo(self.store, 0, 1, place)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        """Its secret name: ranks find it in their environment."""
-        return self.run
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def run(
@@ -123,13 +117,10 @@ def run(
             (folder / f"namespace{process}").symlink_to(servers[place].namespace)
         # torch puts each rank's number there
         command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
-    for name in [
-        name
-        for name in logging.root.manager.loggerDict
-        if name.startswith("torch.distributed.elastic")
-    ]:
-        # every logger has a level of its own; our message says what happened
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            # every logger has a level of its own; our message says what happened
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     # torch's default: a rank stays near its GPU
     numa = LaunchConfig(1, 1, len(places), NO_LOGS).numa_options
     spec = WorkerSpec(
@@ -147,34 +138,8 @@ def run(
     )
     try:
         os.environ[HANDLED] = ""  # the launcher's are not torch's
-        with _grace(GRACE):
-            result = _Agent(spec, watchdog).run()
+        result = _Agent(spec, watchdog).run()
     finally:
         os.environ.pop(HANDLED, None)
     if result.is_failed():
         raise watchdog.error
-
-
-@contextmanager
-def _grace(seconds: int) -> Iterator[None]:
-    """Shorten the time between SIGTERM and SIGKILL to `seconds`.
-
-    torch always waits 30 s when a rank has failed, whatever shutdown_timeout says. A stopped
-    process receives SIGTERM only when it continues, so it is also sent SIGCONT.
-    """
-    close = PContext.close
-
-    def close_soon(
-        self: SubprocessContext, death_sig: Signals | None = None, timeout: int = 30
-    ) -> None:
-        for handler in self.subprocess_handlers.values():
-            if handler.proc.poll() is None:
-                handler.proc.terminate()
-                handler.proc.send_signal(SIGCONT)
-        close(self, death_sig, min(timeout, seconds))
-
-    PContext.close = close_soon  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        PContext.close = close  # type: ignore[method-assign]

@@ -1,31 +1,38 @@
-"""A plan that is to be run, and how: its problem, its strategy, and the part that is here."""
+"""A plan that is to be run, and how; and what is refused of it: its problem, options and folder.
+
+What the plan asks of this machine is in preflight.py.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gnnplan.executor.launch.checks import (
-    last_of,
-    must_be_measurable,
-    must_be_new,
-    must_go_on,
-    must_have_rates,
-    trainable,
-)
 from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.options import Options
+from gnnplan.executor.ranks.checkpoint import (
+    Checkpoints,
+    fingerprint,
+    handed_over,
+    must_have_epochs,
+    onwards,
+    plan_of,
+)
+from gnnplan.executor.ranks.checkpoint import question as resumed_question
 from gnnplan.executor.ranks.meeting import launcher_env
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.plan import chosen, placement, question
+from gnnplan.planner.decision.plan import chosen, placement, question, read, write
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
-from gnnplan.planner.vocabulary.files import must_be_folder
+from gnnplan.planner.strategies import GraphParallel, Strategy, parse
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_folder, write_atomically
 
 
 @dataclass(frozen=True)
@@ -129,3 +136,155 @@ class Asked:
     def host_bytes(self) -> float:
         """Graph data in the fullest server's memory, beside what its ranks fill [B]."""
         return float(self.document["best"].get("predicted", {}).get("host_bytes", 0.0))
+
+
+def trainable(problem: Problem, strategy: Strategy) -> Strategy:
+    """The settled strategy of a plan.
+
+    Raises SpecError where it cannot be trained, or the graph is known by statistics only, or has no
+    labels.
+    """
+    name = problem.stats.name
+    if not isinstance(problem.graph, Graph):
+        raise SpecError(
+            f"the graph {name} is known by statistics only and cannot be trained;"
+            " plan with a graph file"
+        )
+    learns_labels = problem.workload.task == "node"
+    if learns_labels and (problem.stats.classes == 0 or problem.stats.train_vertices == 0):
+        raise SpecError(
+            f"the graph {name} has no labelled training vertices; it can be"
+            " planned and simulated, not trained; plan with a graph that has y"
+        )
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    return strategy
+
+
+def must_be_measurable(options: Options, strategy: Strategy) -> None:
+    """Raise SpecError if the options ask for errors that nothing measures of the strategy.
+
+    Gradients are compared with those of its exact twin, the same worker with exchanges of whole
+    rows that are not late (strategies/gradient_errors.py).
+    """
+    if options.staleness_errors and isinstance(strategy, GraphParallel) and strategy.bits:
+        raise SpecError(
+            "--staleness-errors compares rows with those one step older, and packed rows differ by"
+            f" rounding too (bits: {strategy.bits}); leave it out, or use --gradient-errors"
+        )
+    if not options.gradient_errors:
+        return
+    if not isinstance(strategy, GraphParallel):
+        raise SpecError(
+            f"--gradient-errors is of graph_parallel and pipegcn, and the plan's {strategy} has no"
+            " synchronous pass to compare with; leave it out, or choose --strategy pipegcn"
+        )
+    if strategy.buckets > 1:
+        raise SpecError(
+            "--gradient-errors compares gradients before ranks add them up, which begins during the"
+            f" step with several buckets (buckets: {strategy.buckets}); plan with --strategy"
+            f' "{replace(strategy, buckets=1)}", whose numbers are the same'
+        )
+
+
+def must_have_rates(options: Options, workload: Workload) -> None:
+    """Raise SpecError if more epochs are asked for than the workload has learning rates for."""
+    asked, known = options.epochs or workload.epochs, workload.epochs
+    if workload.ends_on_time and asked > known and not options.turns:
+        raise SpecError(
+            f"--epochs {asked:,}: the plan's {workload.schedule} schedule brings the learning rate"
+            f" to 0 in {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"
+        )
+
+
+def must_be_new(out: Path, begun: Mapping[str, Any] | None = None) -> None:
+    """Raise SpecError if the folder holds a run already.
+
+    begun: the plan whose run may be there, since an earlier attempt has begun it.
+    """
+    left_by_runs = ("metrics.jsonl", "rank0.json", "weights.safetensors", "checkpoints")
+    if any((out / name).exists() for name in left_by_runs) and not (
+        begun is not None and _is_plan_of(out, begun)
+    ):
+        raise SpecError(
+            f"{out} holds a run already; give another --out, go on with it (--resume {out}), or"
+            " remove it"
+        )
+
+
+def must_go_on(
+    out: Path,
+    last: int,
+    epochs: int,
+    may_begin: bool = False,
+    of_another: bool = False,
+    logs: bool = True,
+) -> None:
+    """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
+
+    last: epoch of the last checkpoint that all ranks have, 0 if there is none. may_begin: whether
+    training may begin again from epoch 0. A new run may, and so may ranks that our launcher
+    restarts, which has asked for a checkpoint itself; a run that a user resumes may not.
+    of_another: the checkpoint is of another plan, after which this one trains an epoch at least.
+    logs: this machine has the run's metrics, which must reach as far as the checkpoint.
+    """
+    if not last and not may_begin:
+        raise SpecError(
+            f"{out} has no checkpoint that all ranks have finished; they are written every"
+            " --checkpoint-every epochs, and another plan needs those of all ranks on every"
+            " server's disk. Start anew with another --out"
+        )
+    if last + of_another > epochs:
+        raise SpecError(
+            f"{out} has a checkpoint of epoch {last}, but only {epochs} epochs are asked for; use"
+            f" --epochs {last + of_another} or more"
+        )
+    if logs:
+        must_have_epochs(out / "metrics.jsonl", last)
+
+
+def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]:
+    """The last epoch of which all ranks of a run on this machine have a checkpoint; 0: none.
+
+    They are the ranks of this plan, or (True) of another plan of the same training. Raises
+    SpecError if a checkpoint belongs to another training, or cannot go on with this plan.
+    """
+    asked = resumed_question(problem, strategy)
+    own = [Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks)]
+    others = handed_over(out, asked)
+    return onwards(own, [[(epoch, fingerprint(plan)) for epoch, plan in others.items()]])
+
+
+def write_run(out: Path, document: dict[str, Any], options: Options, last: int) -> None:
+    """Write the plan and the options of a run into its folder.
+
+    The plan before is kept where another goes on from its epoch `last`: its checkpoints go on with
+    it until the other has written its own.
+    """
+    earlier, kept = out / "plan.json", out / f"plan.until{last}.json"
+    if last and earlier.is_file() and not kept.exists() and not _is_plan_of(out, document):
+        write_atomically(kept, earlier.read_bytes())
+    write(out / "plan.json", document)
+    options.write(out)
+
+
+def _is_plan_of(out: Path, document: Mapping[str, Any]) -> bool:
+    """Whether the run in the folder is of this plan."""
+    plan = out / "plan.json"
+    return plan.is_file() and read(plan) == document
+
+
+def taken_over(before: Mapping[str, Any], strategy: Strategy, last: int) -> str:
+    """What a run's next plan takes over, and what it does not, in words.
+
+    before: the `question` of the plan that trained until epoch `last`. strategy: the next one.
+    """
+    theirs = parse(before["strategy"])
+    clauses = [
+        f"{plan_of(before)} trained until epoch {last}",
+        f"its {theirs.carries} are left behind" if theirs.carries else "",
+        "weights and the optimizer's state go on",
+        f"{strategy.carries} are made of these weights" if strategy.carries else "",
+        "gradients are no longer exact" if theirs.exact and not strategy.exact else "",
+    ]
+    return "; ".join(filter(None, clauses))

@@ -20,14 +20,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from operator import itemgetter
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -61,6 +64,7 @@ from gnnplan.planner.vocabulary.files import write_atomically
 RANKS = 2
 FEATURES, CLASSES = 12, 4  # of the graph, where the model has no widths of its own
 STEP = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64"}
+FAILED = "failed"  # the file of the rank that fails first: its number, and why
 SECONDS = 300.0  # after which ranks that do not answer are lost
 WITHIN = 1e-9  # of a gradient's largest number
 # A gradient this much smaller than the model's largest is rounding: that of a bias before a norm.
@@ -81,6 +85,35 @@ class Verdict:
     answer: str
     gap: float | None
     reason: str
+
+
+class Task(NamedTuple):
+    """A strategy that takes the step."""
+
+    text: str
+    problem: Problem
+    strategy: Strategy
+
+    @classmethod
+    def of(
+        cls, text: str, graph: Graph, workload: Workload, ranks: int = 1, servers: int = 1
+    ) -> Task:
+        """Raises SpecError if the workload does not suit the strategy."""
+        cluster = Cluster(
+            servers=servers,
+            gpus_per_server=ranks // servers,
+            device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
+            intra_node=Link(bandwidth=1e9),
+            inter_node=Link(bandwidth=1e9),
+        )
+        problem = Problem(graph.stats, graph, workload, cluster, "metis")
+        strategy = parse(text).settle(problem)
+        strategy.check(problem)
+        return cls(text, problem, strategy)
+
+    @property
+    def mode(self) -> str:
+        return self.problem.workload.mode
 
 
 def main() -> None:
@@ -114,52 +147,37 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
     set, `features` and `classes` (None: the model's own, else as below); or the `workload` of a
     live module. Raises SpecError where the model itself is not understood, and LostRank."""
     workload, features, classes = _asked(question)
-    graph = (
+    graph = load(
         f"synthetic:community?vertices=60&edges=400&features={features}&classes={classes}&seed=0"
     )
-    loaded = load(graph)
-    assert isinstance(loaded, Graph)
+    assert isinstance(graph, Graph)
     verdicts: dict[int, Verdict] = {}
-    tasks: dict[int, dict[str, Any]] = {}
+    tasks: dict[int, Task] = {}
+    whole_batch = {"mode": "mini", "batch": graph.stats.train_vertices, "fanout": "full"}
     for number, (mode, example) in enumerate(tried()):
-        text = example.strategy
-        task: dict[str, Any] = {
-            "graph": graph,
-            "ranks": example.ranks,
-            "servers": example.servers,
-            "strategy": text,
-        }
+        text, changes = example.strategy, whole_batch if mode == "mini" else {}
         try:
-            changes: dict[str, Any] = (
-                {"mode": mode, "batch": loaded.stats.train_vertices, "fanout": "full"}
-                if mode == "mini"
-                else {}
-            )
-            task["workload"] = checked(
-                Workload, workload.model_dump() | changes, "", ["mode"]
-            ).model_dump(mode="json")
-            _, strategy = _settled(task, example.ranks)
-            import_module(strategy.executor)  # ranks that are forks need not do it again
-            tasks[number] = task
+            its = checked(Workload, workload.model_dump() | changes, "", ["mode"])
+            task = tasks[number] = Task.of(text, graph, its, example.ranks, example.servers)
+            import_module(task.strategy.executor)  # ranks that are forks need not do it again
             (out / str(number)).mkdir()
         except SpecError as error:
             verdicts[number] = Verdict(text, "cannot", None, str(error).removeprefix("mode: "))
     start = _initial(workload, features, classes)
     if workload.is_module:
         for task in tasks.values():  # ranks that are forks need not read the module again
-            read_again(Workload.model_validate(task["workload"]))
+            read_again(task.problem.workload)
     gc.freeze()  # every training begins with a collection
-    with _Ranks(out, tasks) as ranks:
+    with _ranks(out, tasks) as ranks:
         alone: dict[str, dict[str, Tensor]] = {}
         for task in tasks.values():
-            mode = task["workload"]["mode"]
-            if mode not in alone:
-                alone[mode] = _alone(task, ALONE[mode], out / mode)
-        ranks.wait()
+            if task.mode not in alone:
+                one = Task.of(ALONE[task.mode], graph, task.problem.workload)
+                alone[task.mode] = _alone(one, out / task.mode)
+        _wait_for(ranks, out)
     for number, task in tasks.items():
-        mode = task["workload"]["mode"]
-        verdicts[number] = _verdict(task, out / str(number), start, alone[mode])
-    stats = loaded.stats
+        verdicts[number] = _verdict(task, out / str(number), start, alone[task.mode])
+    stats = graph.stats
     return {
         "module": _told(workload),
         "graph": {
@@ -217,30 +235,10 @@ def workload_of(
     return with_module(asked, user, fields)
 
 
-def _settled(task: Mapping[str, Any], ranks: int) -> tuple[Problem, Strategy]:
-    """The problem and the strategy of a task. Raises SpecError if they do not suit."""
-    graph = load(task["graph"])
-    assert isinstance(graph, Graph)
-    servers = min(task["servers"], ranks)
-    cluster = Cluster(
-        servers=servers,
-        gpus_per_server=ranks // servers,
-        device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
-        intra_node=Link(bandwidth=1e9),
-        inter_node=Link(bandwidth=1e9),
-    )
-    workload = Workload.model_validate(task["workload"])
-    problem = Problem(graph.stats, graph, workload, cluster, "metis")
-    strategy = parse(task["strategy"]).settle(problem)
-    strategy.check(problem)
-    return problem, strategy
-
-
-def _alone(task: Mapping[str, Any], strategy: str, out: Path) -> dict[str, Tensor]:
+def _alone(task: Task, out: Path) -> dict[str, Tensor]:
     """One process's weights after the step."""
-    problem, settled = _settled({**task, "strategy": strategy}, 1)
     out.mkdir()
-    train(Rank(0, 1, torch.device("cpu"), "gloo"), problem, settled, out, 1, 0)
+    train(Rank(0, 1, torch.device("cpu"), "gloo"), task.problem, task.strategy, out, 1, 0)
     return load_file(out / "weights.safetensors")
 
 
@@ -251,10 +249,9 @@ def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tenso
 
 
 def _verdict(
-    task: Mapping[str, Any], out: Path, start: Mapping[str, Tensor], alone: Mapping[str, Tensor]
+    task: Task, out: Path, start: Mapping[str, Tensor], alone: Mapping[str, Tensor]
 ) -> Verdict:
-    problem, strategy = _settled(task, task["ranks"])
-    text, workload = task["strategy"], problem.workload
+    text, workload = task.text, task.problem.workload
     # a row of a batch that two ranks compute counts twice, as in torch.nn.SyncBatchNorm
     is_synced = workload.mode == "mini" and workload.norm == "batch" and text != "gsplit"
     failed = out / "error.txt"
@@ -271,7 +268,7 @@ def _verdict(
     gap = gaps[name]
     if not math.isfinite(gap):
         return Verdict(text, "differs", None, f"{name} is not finite after the step")
-    if not strategy.exact or is_synced:
+    if not task.strategy.exact or is_synced:
         # of a tensor whose gradient is rounding a share says nothing
         gap = max((gaps[name] for name, size in gradients.items() if size >= least), default=gap)
         return Verdict(
@@ -289,73 +286,59 @@ def _verdict(
     )
 
 
-class _Ranks:
+@contextmanager
+def _ranks(out: Path, tasks: Mapping[int, Task]) -> Iterator[list[ForkProcess]]:
     """The ranks: forks of this process, which must have no threads. None outlives the block."""
-
-    def __init__(self, out: Path, tasks: Mapping[int, Mapping[str, Any]]) -> None:
-        self.out = out
-        listener = listen()
-        env = on_this_machine(listener.getsockname()[1], token_hex(16))
-        fork = get_context("fork")
-        self.processes = [
-            fork.Process(target=_be_rank, args=(rank, env, out, tasks)) for rank in range(RANKS)
-        ]
-        for process in self.processes:
-            process.start()
-        # where they meet; it has a thread, so it is opened after the forks
-        self.store = store_of_this_machine(listener)
-
-    def __enter__(self) -> _Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
+    listener = listen()
+    env = on_this_machine(listener.getsockname()[1], token_hex(16))
+    fork = get_context("fork")
+    ranks = [fork.Process(target=_be_rank, args=(rank, env, out, tasks)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    # where they meet; it has a thread, so it is opened after the forks
+    store = store_of_this_machine(listener)
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
             process.kill()
             process.join()
+        del store
 
-    def wait(self) -> None:
-        """Wait until both ranks are done. Raises LostRank, which names the one that ended first."""
-        until = time.monotonic() + SECONDS
-        running = {process.sentinel: rank for rank, process in enumerate(self.processes)}
-        while running:
-            ready = wait([*running], until - time.monotonic())
-            ended = [running.pop(sentinel) for sentinel in [*running] if sentinel in ready]
-            if not ended:
-                silent = min(running.values())
-                raise LostRank(
-                    f"rank {silent} of gnnplan check gave no answer in {SECONDS:g} s, in"
-                    f" {self._place(silent)}"
-                )
-            lost = {rank: code for rank in ended if (code := self._code(rank))}
-            if lost:  # a rank whose peer is lost fails too: who was killed was first, else by time
-                first = min(lost, key=lambda rank: (lost[rank] > 0, self._failed_at(rank)))
-                raise self._blame(first, lost[first])
 
-    def _code(self, rank: int) -> int | None:
-        """The exit code of a rank that ends; -N: by signal N."""
-        self.processes[rank].join()
-        return self.processes[rank].exitcode
+def _wait_for(ranks: Sequence[ForkProcess], out: Path) -> None:
+    """Wait until all ranks are done. Raises LostRank, which names the one that ended first."""
+    until = time.monotonic() + SECONDS
 
-    def _place(self, rank: int) -> str:
-        """The strategy that a rank was in."""
-        begun = self.out / f"rank{rank}"
+    def place(rank: int) -> str:
+        begun = out / f"rank{rank}"
         return begun.read_text() if begun.exists() else "its start"
 
-    def _failed_at(self, rank: int) -> float:
-        failed = self.out / f"rank{rank}.failed"
-        return failed.stat().st_mtime_ns if failed.exists() else math.inf
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while running:
+        ended = wait([*running], until - time.monotonic())
+        if not ended:
+            silent = min(running.values())
+            raise LostRank(
+                f"rank {silent} of gnnplan check gave no answer in {SECONDS:g} s, in"
+                f" {place(silent)}"
+            )
+        for process in ranks:
+            if process.sentinel in ended:
+                process.join()
+                del running[process.sentinel]
+        codes = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
+        if codes:  # a rank whose peer is lost fails too: who was killed was first
+            rank, code = min(codes.items(), key=itemgetter(1))
+            words = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            said = (out / FAILED).read_text() if code > 0 and (out / FAILED).exists() else ""
+            if said:
+                number, _, words = said.partition(" ")
+                rank = int(number)
+            raise LostRank(f"rank {rank} of gnnplan check was lost in {place(rank)} ({words})")
 
-    def _blame(self, rank: int, code: int) -> LostRank:
-        failed = self.out / f"rank{rank}.failed"
-        words = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        if failed.exists():
-            words = failed.read_text()
-        return LostRank(f"rank {rank} of gnnplan check was lost in {self._place(rank)} ({words})")
 
-
-def _be_rank(
-    number: int, env: Mapping[str, str], out: Path, tasks: Mapping[int, Mapping[str, Any]]
-) -> NoReturn:
+def _be_rank(number: int, env: Mapping[str, str], out: Path, tasks: Mapping[int, Task]) -> NoReturn:
     """Be a rank of the fork that calls this: train all tasks, and end."""
     code = 1
     try:
@@ -370,22 +353,22 @@ def _be_rank(
         }
         base = open_rank(timeout_s=60.0, on_cpu=True)
         for task_number, task in tasks.items():
-            (out / f"rank{number}").write_text(task["strategy"])
+            (out / f"rank{number}").write_text(task.text)
             here = out / str(task_number)
-            problem, strategy = _settled(task, task["ranks"])
             rank = replace(base, spans=[], sent={})  # what it records is of one training
-            if task["ranks"] == 1:  # of one process, beside which the other rank goes on
+            if task.problem.ranks == 1:  # of one process, beside which the other rank goes on
                 if number:
                     continue
                 rank = Rank(0, 1, rank.device, rank.backend)
             try:
-                train(rank, problem, strategy, here, 1, 0)
+                train(rank, task.problem, task.strategy, here, 1, 0)
             except SpecError as error:  # on all ranks alike: what the model lacks
                 write_atomically(here / "error.txt", str(error))
         base.close()
         code = 0
     except BaseException as error:
-        (out / f"rank{number}.failed").write_text(f"{type(error).__name__}: {error}"[:500])
+        with suppress(FileExistsError), (out / FAILED).open("x") as first:
+            first.write(f"{number} {type(error).__name__}: {error}"[:500])
         traceback.print_exc()
     finally:
         leave(code)

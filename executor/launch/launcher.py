@@ -1,6 +1,6 @@
 """Starts the local ranks of a plan and waits for them.
 
-The command line uses this module only, so it also offers what checks.py, options.py and
+The command line uses this module only, so it also offers what asked.py, options.py and
 rank_process.py define. The ranks themselves run rank_process.py.
 """
 
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.checks import write_run
+from gnnplan.executor.launch.asked import Asked, write_run
 from gnnplan.executor.launch.emulation import Emulated, Server, lab
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import Row, look, must_start

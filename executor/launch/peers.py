@@ -17,7 +17,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,16 +26,14 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from gnnplan import __version__
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of
-from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import SLACK
 from gnnplan.executor.launch.watchdog import kept
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
 from gnnplan.executor.ranks.meeting import hosts_the_store
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -49,9 +47,7 @@ Found = Mapping[str, Any]  # what a rank says before it trains; of JSON's kinds
 class Ready(NamedTuple):
     """What a rank has before it meets the others."""
 
-    document: dict[str, Any]  # the plan
-    problem: Problem
-    strategy: Strategy
+    asked: Asked
     checkpoints: Checkpoints
     stored: list[int]  # epochs of which it has a checkpoint
     others: dict[int, dict[str, Any]]  # those of all ranks of another plan, and its `question`
@@ -80,15 +76,15 @@ def refusal(process: int, error: GnnplanError) -> Found:
     }
 
 
-def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, float]) -> Found:
+def found(rank: Rank, ready: Ready) -> Found:
     """What a rank says that can train: what all must agree in, as short names, and what it has.
 
     Of what decides about the training, graph and version are told apart from the rest, so that a
-    message can name them. predicted: memory of the fullest rank by use [B]. A processor's memory
-    was looked at before (preflight.py). A GPU's is known once ranks have it: another process would
-    fill some of it to ask.
+    message can name them. A processor's memory was looked at before (preflight.py). A GPU's is
+    known once ranks have it: another process would fill some of it to ask.
     """
-    problem, question = ready.problem, ready.checkpoints.question
+    problem, predicted = ready.asked.problem, ready.asked.predicted
+    question = ready.checkpoints.question
     asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
     needs = communicators = free = 0.0
     if rank.device.type == "cuda":
@@ -105,7 +101,7 @@ def found(rank: Rank, ready: Ready, options: Options, predicted: Mapping[str, fl
         "torch": torch.__version__,
         "data": question["graph"],
         "plan": fingerprint(asked),
-        "options": json.dumps(asdict(options), sort_keys=True),
+        "options": json.dumps(asdict(ready.asked.options), sort_keys=True),
         "checkpoints": ready.stored,
         "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in ready.others.items()],
         "differs": ready.differs,
@@ -203,80 +199,84 @@ def _by_host(everyone: Sequence[Found]) -> list[str]:
 # -- of a failure ----------------------------------------------------------------------------------
 
 
-def roll_call(
-    store: Store | None, failure: Failure, servers: Sequence[int], hosts: Sequence[str], out: Path
-) -> str:
-    """What a rank can say of the others after its own failure, and the remedy.
+@dataclass(frozen=True)
+class Peers:
+    """All ranks, as one of them knows them once they have met.
 
-    store: None: there are no others. servers, hosts: of every rank. Writes the failure for other
-    ranks to read. A rank that failed by itself knows why, and does not wait.
+    store: where that was; None: there are no others. servers, hosts: of every rank.
     """
-    _outlive_the_others()  # they have something to say
-    answers: dict[int, Failure] | None = None
-    if store is not None:
-        with suppress(RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors
-            answers = _answers(PrefixStore("roll call", store), failure, len(hosts))
-    said = f". {_who(answers, servers, hosts)}" if failure.is_consequence else ""
-    if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
-        return said  # the message says what to change
-    here = [r for r, host in enumerate(hosts) if host == hosts[failure.rank]]
-    return f"{said}. {_remedy(out, here)}"
+
+    store: Store | None
+    servers: Sequence[int]
+    hosts: Sequence[str]
+    out: Path
+
+    def roll_call(self, failure: Failure) -> str:
+        """What a rank can say of the others after its own failure, and the remedy.
+
+        Writes the failure for other ranks to read. A rank that failed by itself knows why, and does
+        not wait.
+        """
+        _outlive_the_others()  # they have something to say
+        answers: dict[int, Failure] | None = None
+        if self.store is not None:
+            # torch's errors of connections are RuntimeErrors
+            with suppress(RuntimeError, ValueError):
+                answers = self._answers(PrefixStore("roll call", self.store), failure)
+        said = f". {self._who(answers)}" if failure.is_consequence else ""
+        if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
+            return said  # the message says what to change
+        return f"{said}. {self._remedy(self.hosts[failure.rank])}"
+
+    def _answers(self, store: Store, failure: Failure) -> dict[int, Failure]:
+        """The failures of all ranks that say one in time."""
+        keys = [str(rank) for rank in range(len(self.hosts))]
+        store.set_timeout(timedelta(seconds=PATIENCE))
+        store.set(keys[failure.rank], json.dumps(asdict(failure)))
+        if failure.is_consequence:
+            with suppress(RuntimeError):  # some say nothing
+                store.wait(keys)
+        said = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
+        return {rank: Failure(**json.loads(words)) for rank, words in said.items()}
+
+    def _who(self, answers: Mapping[int, Failure] | None) -> str:
+        """The ranks that failed by themselves, else those that do not answer.
+
+        answers: None: the store cannot be reached.
+        """
+        if answers is None:
+            return (
+                "The store in which the ranks met does not answer: the process that holds it is"
+                " gone (torchrun's on the first server; under srun that of the first rank,"
+                f" {self._name(0)})"
+            )
+        for rank, said in answers.items():
+            if not said.is_consequence:
+                return f"{self._name(rank)} failed in {said.activity}: {said.message}"
+        absent = [self._name(rank) for rank in range(len(self.hosts)) if rank not in answers]
+        if not absent:
+            return "All ranks are alive and wait for each other: is a link between them down?"
+        if len(absent) == 1:
+            return f"{absent[0]} was lost or stopped answering"
+        listed = ", ".join(absent)
+        return f"These do not answer, because they were lost or wait for one that was: {listed}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (server {self.servers[rank]}, {self.hosts[rank]})"
+
+    def _remedy(self, host: str) -> str:
+        """How to go on, by the checkpoints that are on this host's disk."""
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if count.isdecimal() and most.isdecimal() and int(count) < int(most):
+            return f"torchrun starts all ranks anew (restart {int(count) + 1} of {most})"
+        safe = kept(self.out, [r for r, its in enumerate(self.hosts) if its == host], TORCHRUN)
+        if "--resume" in safe:
+            return f"resume: {safe}"
+        return f"{safe}; no checkpoint is there to resume from, start anew with another --out"
 
 
 def _outlive_the_others() -> None:
     """torchrun ends the other ranks as soon as it sees one end."""
     with suppress(ValueError):  # only a main thread may ask for it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _answers(store: Store, failure: Failure, world: int) -> dict[int, Failure]:
-    """The failures of all ranks that say one in time."""
-    keys = [str(rank) for rank in range(world)]
-    store.set_timeout(timedelta(seconds=PATIENCE))
-    store.set(keys[failure.rank], json.dumps(asdict(failure)))
-    if failure.is_consequence:
-        with suppress(RuntimeError):  # some say nothing
-            store.wait(keys)
-    said = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
-    return {rank: Failure(**json.loads(words)) for rank, words in said.items()}
-
-
-def _who(
-    answers: Mapping[int, Failure] | None, servers: Sequence[int], hosts: Sequence[str]
-) -> str:
-    """The ranks that failed by themselves, else those that do not answer.
-
-    answers: None: the store cannot be reached.
-    """
-    if answers is None:
-        return (
-            "The store in which the ranks met does not answer: the process that holds it is gone"
-            " (torchrun's on the first server; under srun that of the first rank,"
-            f" {_name(0, servers, hosts)})"
-        )
-    for rank, said in answers.items():
-        if not said.is_consequence:
-            return f"{_name(rank, servers, hosts)} failed in {said.activity}: {said.message}"
-    absent = [_name(r, servers, hosts) for r in range(len(hosts)) if r not in answers]
-    if not absent:
-        return "All ranks are alive and wait for each other: is a link between them down?"
-    if len(absent) == 1:
-        return f"{absent[0]} was lost or stopped answering"
-    listed = ", ".join(absent)
-    return f"These do not answer, because they were lost or wait for one that was: {listed}"
-
-
-def _name(rank: int, servers: Sequence[int], hosts: Sequence[str]) -> str:
-    return f"rank {rank} (server {servers[rank]}, {hosts[rank]})"
-
-
-def _remedy(out: Path, here: Sequence[int]) -> str:
-    """How to go on. here: the ranks whose checkpoints are on this machine's disk."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if count.isdecimal() and most.isdecimal() and int(count) < int(most):
-        return f"torchrun starts all ranks anew (restart {int(count) + 1} of {most})"
-    safe = kept(out, here, TORCHRUN)
-    if "--resume" in safe:
-        return f"resume: {safe}"
-    return f"{safe}; no checkpoint is there to resume from, start anew with another --out"

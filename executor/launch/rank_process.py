@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.checks import (
+from gnnplan.executor.launch.asked import (
+    Asked,
     must_be_new,
     must_go_on,
     taken_over,
@@ -31,12 +31,12 @@ from gnnplan.executor.launch.failure import Failure, explain
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import (
     Agreement,
+    Peers,
     Ready,
     agree,
     compare,
     found,
     refusal,
-    roll_call,
 )
 from gnnplan.executor.launch.preflight import must_meet, must_start
 from gnnplan.executor.launch.scalars import Scalars
@@ -90,8 +90,8 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
     host = socket.gethostname()
     where = host if failure.server is None else f"server {failure.server}, {host}"
     message = f"error: rank {failure.rank} ({where}) in {failure.activity}: {failure.message}"
-    if process.hosts:
-        message += roll_call(process.store, failure, process.servers, process.hosts, out)
+    if process.peers:
+        message += process.peers.roll_call(failure)
     say(message)
     return LostRank.exit_code if failure.is_consequence else failure.exit_code
 
@@ -109,9 +109,7 @@ class _Process:
         self.resumes = options.resume or self.restarted
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.server: int | None = None  # not known before the plan has been read
-        self.servers: tuple[int, ...] = ()
-        self.hosts: list[str] = []  # by rank, once all ranks have met
-        self.store: Store | None = None  # where they have met; none is needed by a single one
+        self.peers: Peers | None = None  # once all ranks have met
         self.activity = activity.Activity()  # of this process alone, until its place is known
         self.rank: Rank | None = None
         self.predicted: dict[str, float] = {}
@@ -153,37 +151,38 @@ class _Process:
                     must_meet()
                     agree(store_of_all(options.timeout_s), env, refusal(self.number, error))
             raise
-        problem, checkpoints = ready.problem, ready.checkpoints
+        asked, checkpoints, problem = ready.asked, ready.checkpoints, ready.asked.problem
         rank = self.rank = place_rank(options.timeout_s, problem)
-        own = found(rank, ready, options, self.predicted)
+        own = found(rank, ready)
+        store: Store | None = None  # none is needed by a single rank
         if is_alone:
             agreed = compare([own])
         else:
-            self.store = store_of_all(options.timeout_s)
-            agreed = agree(self.store, env, own)
-            connect(rank, self.store)
-        self.hosts = agreed.hosts
+            store = store_of_all(options.timeout_s)
+            agreed = agree(store, env, own)
+            connect(rank, store)
+        self.peers = Peers(store, problem.servers, agreed.hosts, self.out)
         if env.get("RANK", "0") == "0":
             for line in agreed.differs:
                 say(f"note: {line}")
         rank.gradient_errors, rank.activity = options.gradient_errors, self.activity
         # what bounds the one is the other
         rank.staleness_errors = options.staleness_errors or rank.gradient_errors
-        epochs, first = options.epochs or problem.workload.epochs, agreed.last
+        epochs, first = asked.epochs, agreed.last
         if self.resumes:
             self._go_on(ready, epochs, agreed)
         make_folder(self.out)
         # every server may have a disk of its own
         if not self.prepared and env.get("LOCAL_RANK", "0") == "0":
-            write_run(self.out, ready.document, options, first)
+            write_run(self.out, asked.document, options, first)
         if checkpoints.before is not None and rank.rank == 0:
-            say(f"note: {taken_over(checkpoints.before, ready.strategy, first)}")
+            say(f"note: {taken_over(checkpoints.before, asked.settled, first)}")
         self.activity.begin("phase", "set-up")
         with _reports(epochs, first, options, rank.rank) as report:
             train(
                 rank,
                 problem,
-                ready.strategy,
+                asked.settled,
                 self.out,
                 epochs,
                 options.eval_every,
@@ -216,18 +215,16 @@ class _Process:
                 # or of an earlier attempt
                 must_be_new(out, document if self.restarted else None)
             differs = [str(row) for row in must_start(asked)]
-        problem, strategy = asked.problem, asked.settled
-        self._take_place(problem)
-        training = question(problem, strategy)
+        training = question(asked.problem, asked.settled)
+        self._take_place(asked.problem)
         checkpoints = Checkpoints(out, self.number, options.checkpoint_every, training)
         # reads all of its files, which takes longer than peers may wait if they are large
         stored = checkpoints.epochs(say) if self.resumes else []
         others = handed_over(out, training) if self.resumes else {}
-        return Ready(document, problem, strategy, checkpoints, stored, others, differs)
+        return Ready(asked, checkpoints, stored, others, differs)
 
     def _take_place(self, problem: Problem) -> None:
         """Find out which rank of the plan this process is, and open its activity file."""
-        self.servers = tuple(problem.servers)
         if self.number < problem.ranks:
             self.number = problem.by_gpu[self.number]
             self.server = problem.servers[self.number]

@@ -3,10 +3,8 @@
 Which file to open:
 
     measure.py      starts the ranks that measure, or is one of them
-    microbench.py   what a rank measures, in which order and how often
-    timing.py       how ranks time something together
-    computation.py  kernels, training steps, the sampler
-    messages.py     exchanges, messages, all-reduce, and transfers beside computation
+    microbench.py   what a rank measures, and in which order; kernels, training steps, the sampler
+    messages.py     how ranks time something together; exchanges, messages, all-reduce
     rehearsal.py    short trainings that correct what single kernels promise
     fitting.py      from all ranks' samples to the numbers of the cost model
 

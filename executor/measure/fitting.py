@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import code_of
-from gnnplan.executor.measure.computation import FANOUTS, PRODUCTS, SEEDS
+from gnnplan.executor.measure.microbench import FANOUTS, PRODUCTS, SEEDS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
@@ -115,7 +115,7 @@ def cluster_of(
         one_machine=one_machine,
         collectives=collectives,
     )
-    cluster, correction = held_to(cluster, [median(rounds) for rounds in found["steps"]])
+    cluster, correction = held_to(cluster, [median(rounds) for (rounds,) in found["steps"]])
     corrected = {
         f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather", "row_latency")
     } & provenance.keys()
@@ -239,10 +239,10 @@ def _device(
     gathering = aggregation(
         [(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]]
     )
-    edges, attention_s = found["attention"]
+    (edges, attention_s), (dropout_s,) = found["attention"][0], found["dropout_hash"][0]
     core: dict[str, Any] = {
         "memory_rates": memory_rates,
-        "hash_rate": 1 / median(found["dropout_hash"]),
+        "hash_rate": 1 / median(dropout_s),
         "edge_rate": 2 * edges / median(attention_s),
     }
     if cuda:  # there the framework's own time dominates, which `launch` counts already
@@ -287,7 +287,9 @@ def _device(
     if "gather_bfloat16" in found:
         shares = [
             BFLOAT16 / median(rounded) / (4 / median(whole))
-            for (*_, whole), rounded in zip(found["gather"], found["gather_bfloat16"], strict=True)
+            for (*_, whole), (*_, rounded) in zip(
+                found["gather"], found["gather_bfloat16"], strict=True
+            )
         ]
         products["gather_bfloat16"] = median(shares)
         provenance["device.gather_bfloat16"] = (

@@ -6,7 +6,6 @@ found into a cluster.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import sys
@@ -24,20 +23,18 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.executor.launch.preflight import must_meet
 from gnnplan.executor.launch.watchdog import Watch
-from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
-from gnnplan.executor.ranks.gathered import gather_all
-from gnnplan.executor.ranks.machine import cores
-from gnnplan.executor.ranks.meeting import hosts_the_store, join, launcher_env, loopback_only
+from gnnplan.executor.ranks.comm import gather_all
+from gnnplan.executor.ranks.meeting import launcher_env, loopback_only, store_of_all
 from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.opening import die_with_parent, leave, wait_in_turn
+from gnnplan.executor.ranks.opening import connect, die_with_parent, leave, place_rank
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
 SECONDS = 0.2  # spent on each number
 PROGRESS, FOUND = "progress", "found.json"  # of ranks that we start, in their folder
-STUCK = 60  # [s] after which a peer that does not answer is lost
+STUCK = 60.0  # [s] after which a peer that does not answer is lost
 
 
 def measure(
@@ -165,36 +162,14 @@ def _attempt(
     seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool, server: int
 ) -> dict[str, Any]:
     """Measure as one rank, and return what all found."""
-    env = launcher_env()
-    torch.set_num_threads(1)
-    keep_allocator()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(env.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    else:
-        wait_in_turn()
-    free = torch.cuda.mem_get_info()[0] if cuda else 0  # before this process fills any
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    limit = datetime.timedelta(seconds=STUCK)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        # a launcher's store may be that of a run afterwards
-        store=PrefixStore("measure", join(env, limit, hosts_the_store(env))),
-        rank=int(env["RANK"]),
-        world_size=int(env["WORLD_SIZE"]),
-        timeout=limit,
-        device_id=device if cuda else None,
-    )
-    places = gather_all(server, device)
-    bench = Bench(
-        dist.get_rank(),
-        places,
-        device,
-        None if cuda else cores(),
-        one_machine,
-        seconds,
-        getattr(torch, dtype),
-    )
+    rank = place_rank(STUCK)
+    rank.nccl_least_s = 0.0  # its messages wait for no step of a training
+    # before this process fills any
+    free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else 0
+    # a launcher's store may be that of a run afterwards
+    connect(rank, PrefixStore("measure", store_of_all(STUCK)))
+    places = gather_all(server, rank.wire_device)
+    bench = Bench(rank, places, one_machine, seconds, getattr(torch, dtype))
     return {"places": places, "free_on_gpu": free, **bench.all(notify)}
 
 

@@ -4,13 +4,11 @@ Open
     rank.py         for `Rank`: device, process groups, lanes, recorded spans
     opening.py      for how a process becomes a rank, and ends
     meeting.py      for what a launcher says, the store where ranks meet, and who reaches it
-    gathered.py     for small messages from every rank
-    comm.py         for exchanges of rows, point-to-point messages and the all-reduce
+    comm.py         for exchanges of rows, point-to-point messages, all-reduce and small messages
     learner.py      for gradients summed over ranks, and the update of the weights
     optimizer.py    for SGD, Adam and AdamW
-    best.py         for the best weights by validation, and early stopping
     checkpoint.py   for what a rank stores to go on from later
-    whole.py        for what a training has learned, whatever its ranks
+    whole.py        for what a training has learned, whatever its ranks; and its best weights
     memory.py       for how much memory a rank fills
     machine.py      for what this machine is, and how many processes it lets a user start
     device_clock.py for when a CUDA device begins and ends a rank's work

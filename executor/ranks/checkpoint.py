@@ -168,7 +168,7 @@ class Checkpoints:
         return whole
 
     def _stored(self) -> list[int]:
-        return stored(self.folder.parent, [self.rank])[self.rank]
+        return stored(self.folder, self.rank)
 
     def _looked_after(self) -> Iterator[tuple[int, Path]]:
         """This rank's files with their epochs, damaged ones too.
@@ -271,7 +271,7 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
     of another training, or cannot go on with this plan.
     """
     found, folder = {}, out / "checkpoints"
-    for epoch in stored(out, [0])[0]:
+    for epoch in stored(folder, 0):
         first = file_of(folder, epoch, 0)
         about = header(first, checked=False)
         if about is None or about["question"] == ours or (about := header(first)) is None:
@@ -317,13 +317,9 @@ def checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
     return crc
 
 
-def stored(out: Path, ranks: Iterable[int]) -> dict[int, list[int]]:
-    """The epochs that each of these ranks has a file of, in order: {rank: epochs}."""
-    found: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for _, epoch, rank in _files(out / "checkpoints"):
-        if rank in found:
-            found[rank].append(epoch)
-    return {rank: sorted(epochs) for rank, epochs in found.items()}
+def stored(folder: Path, rank: int) -> list[int]:
+    """The epochs that this rank has a file of in the folder of checkpoints, in order."""
+    return sorted(epoch for _, epoch, its in _files(folder) if its == rank)
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int, int]]:
@@ -378,8 +374,9 @@ def last_stored(out: Path, ranks: Iterable[int]) -> int:
 
     For messages: files are not read to their ends.
     """
-    folder, own = out / "checkpoints", latest(stored(out, ranks).values())
-    for epoch in reversed(stored(out, [0])[0]):
+    folder = out / "checkpoints"
+    own = latest(stored(folder, rank) for rank in ranks)
+    for epoch in reversed(stored(folder, 0)):
         about = header(file_of(folder, epoch, 0), checked=False) if epoch > own else None
         if about is not None and all(
             file_of(folder, epoch, rank).is_file() for rank in range(about["question"]["ranks"])

@@ -2,12 +2,16 @@
 
 The gradient of an exchange is the same exchange backwards. Across a slow link isend/irecv pairs
 beat all_to_all_single (211 against 356 ms for 10 MB at 400 Mbit/s). NCCL moves device tensors. Gloo
-moves host tensors, so rows on a device are staged through host memory."""
+moves host tensors, so rows on a device are staged through host memory. What every rank says is
+gathered as bytes: nothing that comes from a network is unpickled."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +72,10 @@ class Exchange:
         """
         return self._swap(packed, self.gives, self.take, into)
 
+    def swap(self, way: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
+        """`forward` of packed rows (way 'f'), or `backward` of the halo's gradient ('b')."""
+        return (self.forward if way == "f" else self.backward)(rows, into)
+
     def forward_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
         """`forward` of sparse rows; lengths [sum take]: stored values of each halo row.
 
@@ -93,13 +101,13 @@ class Exchange:
     def fetch(self, label: Label, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Exchange rows, recorded under a label -> the halo."""
         packed = self.pack(rows)
-        with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
+        with self.rank.sending(label, "comm", packed.nbytes):
             return self.forward(packed, into)
 
     def fetch_sparse(self, label: Label, rows: SparseRows, lengths: Tensor) -> SparseRows:
         """`fetch` of sparse rows; lengths as in `forward_sparse`."""
         packed = self.pack(rows)
-        with self.rank.span(label, "comm", self.rank.count(label, packed.nbytes)):
+        with self.rank.sending(label, "comm", packed.nbytes):
             return self.forward_sparse(packed, lengths)
 
     def backward(self, halo_gradient: Tensor, into: Tensor | None = None) -> Tensor:
@@ -129,9 +137,13 @@ class Exchange:
         ways = sum(self.gives), sum(self.take)
         return ways if way == "f" else ways[::-1]
 
-    def nbytes(self, width: int, itemsize: int, way: str) -> int:
-        """Bytes that this rank sends."""
-        return self.rows(way)[0] * width * itemsize
+    def nbytes(self, rows: Tensor, way: str) -> int:
+        """Bytes that this rank sends, of rows as wide as these."""
+        return self.rows(way)[0] * rows.shape[1] * rows.element_size()
+
+    def recorded(self, label: Label, rows: Tensor, way: str) -> AbstractContextManager[None]:
+        """The span of an exchange of such rows, whose bytes are counted now."""
+        return self.rank.sending(label, "comm", self.nbytes(rows, way))
 
 
 def swap(
@@ -139,21 +151,24 @@ def swap(
     outs: Sequence[Tensor],
     ins: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
+    among: Sequence[int] | None = None,
 ) -> None:
     """Send outs[j] to each peer j, and fill ins[i] with what each peer i sends.
 
     All are contiguous and where messages are (`Rank.staged`). Nothing is sent that is empty. Blocks
-    until all is done.
+    until all is done. among: the ranks whose places i and j are; None: all.
     """
-    distances = range(1, rank.world)  # peers in turn, so that not all send to rank 0 first
-    sources = [(rank.rank - distance) % rank.world for distance in distances]
-    receivers = [(rank.rank + distance) % rank.world for distance in distances]
+    ranks = among or range(rank.world)
+    me, count = ranks.index(rank.rank), len(ranks)
+    distances = range(1, count)  # peers in turn, so that not all send to rank 0 first
+    sources = [(me - distance) % count for distance in distances]
+    receivers = [(me + distance) % count for distance in distances]
     # Receives first. Otherwise Gloo's message that we are ready to receive would wait behind our
     # own data, and only one direction be used at a time (8 MB each way at 400 Mbit/s: 167 instead
     # of 303 ms).
     posts: list[_Post]
-    posts = [(dist.irecv, ins[peer], peer) for peer in sources if ins[peer].numel()]
-    posts += [(dist.isend, outs[peer], peer) for peer in receivers if outs[peer].numel()]
+    posts = [(dist.irecv, ins[i], ranks[i]) for i in sources if ins[i].numel()]
+    posts += [(dist.isend, outs[i], ranks[i]) for i in receivers if outs[i].numel()]
     for handle in begin(rank, posts, group):
         handle.wait()
 
@@ -175,50 +190,62 @@ def begin(
 
 
 class Turn:
-    """Rows of all ranks into columns of all rows, and back.
+    """Rows of some ranks into columns of all their rows, and back.
 
-    rows, columns: which of all rows, and of a row's numbers, each rank has. A rank's rows are
-    [R, W], its columns [N, C]. `pieces` and `together` copy, on the rank's device; `to_columns` and
-    `to_rows` move.
+    rows, columns: which of all rows, and of a row's numbers, each rank of the group has; None: all
+    ranks. A rank's rows are [R, W], its columns [N, C]. `pieces` and `together` copy, on the rank's
+    device; `to_columns` and `to_rows` move.
     """
 
-    def __init__(self, rank: Rank, rows: Sequence[slice], columns: Sequence[slice]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        rows: Sequence[slice],
+        columns: Sequence[slice],
+        group: Sequence[int] | None = None,
+    ) -> None:
         self.rank, self.rows, self.columns = rank, rows, columns
+        self.group = group or range(rank.world)
+        self.me = self.group.index(rank.rank)
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
         """[R, W] -> per peer the columns that it has [R, C of the peer]."""
         return [rows[:, columns].contiguous() for columns in self.columns]
 
-    def to_columns(self, pieces: Sequence[Tensor]) -> Tensor:
+    def to_columns(self, label: Label, pieces: Sequence[Tensor]) -> Tensor:
         """Per peer its columns of own rows -> own columns of all rows [N, C]."""
-        me, staged = self.rank.rank, [self.rank.staged(piece) for piece in pieces]
-        columns = staged[me].new_empty(self.rows[-1].stop, staged[me].shape[1])
-        columns[self.rows[me]] = staged[me]
-        swap(self.rank, staged, [columns[rows] for rows in self.rows], self.rank.exchange_group)
-        return self.rank.unstaged(columns)
+        rank, me = self.rank, self.me
+        if len(self.group) == 1:
+            return pieces[0]
+        sent = sum(piece.nbytes for piece in pieces) - pieces[me].nbytes
+        with rank.sending(label, "comm", sent):
+            staged = [rank.staged(piece) for piece in pieces]
+            columns = staged[me].new_empty(self.rows[-1].stop, staged[me].shape[1])
+            columns[self.rows[me]] = staged[me]
+            ins = [columns[rows] for rows in self.rows]
+            swap(rank, staged, ins, rank.exchange_group, self.group)
+            return rank.unstaged(columns)
 
-    def to_rows(self, columns: Tensor) -> list[Tensor]:
+    def to_rows(self, label: Label, columns: Tensor) -> list[Tensor]:
         """Own columns of all rows [N, C] -> per peer its columns of own rows [R, C of the peer]."""
-        me, staged = self.rank.rank, self.rank.staged(columns)
-        own = staged[self.rows[me]]
-        pieces = [
-            own if peer == me else own.new_empty(len(own), of_peer.stop - of_peer.start)
-            for peer, of_peer in enumerate(self.columns)
-        ]
-        swap(self.rank, [staged[rows] for rows in self.rows], pieces, self.rank.exchange_group)
-        return pieces
+        rank, me = self.rank, self.me
+        if len(self.group) == 1:
+            return [columns]
+        own = columns[self.rows[me]]
+        with rank.sending(label, "comm", columns.nbytes - own.nbytes):
+            staged = rank.staged(columns)
+            own = staged[self.rows[me]]
+            pieces = [
+                own if peer == me else own.new_empty(len(own), of_peer.stop - of_peer.start)
+                for peer, of_peer in enumerate(self.columns)
+            ]
+            outs = [staged[rows] for rows in self.rows]
+            swap(rank, outs, pieces, rank.exchange_group, self.group)
+            return pieces
 
     def together(self, pieces: Sequence[Tensor]) -> Tensor:
         """What `to_rows` gave -> [R, W]."""
-        return self.rank.unstaged(torch.cat(list(pieces), 1))
-
-    def nbytes(self, op: str, itemsize: int) -> int:
-        """Bytes that this rank sends in `to_columns` or `to_rows`."""
-        rows, columns = self.rows[self.rank.rank], self.columns[self.rank.rank]
-        own_rows, own_columns = rows.stop - rows.start, columns.stop - columns.start
-        if op == "to_columns":
-            return int(own_rows * (self.columns[-1].stop - own_columns) * itemsize)
-        return int((self.rows[-1].stop - own_rows) * own_columns * itemsize)
+        return self.rank.unstaged(torch.cat(list(pieces), 1) if len(pieces) > 1 else pieces[0])
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
@@ -228,16 +255,21 @@ def send(rank: Rank, rows: Tensor, peer: int) -> None:
 
 
 class Arrival:
-    """A message that a peer of `Rank.open_pairs` will send, received in a buffer of its own."""
+    """A message that a peer of `Rank.open_pairs` will send, received in a buffer of its own.
+
+    An empty one is not sent.
+    """
 
     def __init__(self, rank: Rank, shape: tuple[int, int], dtype: torch.dtype, peer: int) -> None:
         self.rank = rank
         self.buffer = torch.empty(shape, dtype=dtype, device=rank.wire_device)
-        (self.handle,) = begin(rank, [(dist.irecv, self.buffer, peer)], rank.pair(peer))
+        posts: list[_Post] = [(dist.irecv, self.buffer, peer)] if self.buffer.numel() else []
+        self.handles = begin(rank, posts, rank.pair(peer))
 
     def wait(self) -> Tensor:
         """The message, on the rank's device."""
-        self.handle.wait()
+        for handle in self.handles:
+            handle.wait()
         return self.rank.unstaged(self.buffer)
 
 
@@ -252,13 +284,22 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -
     """Sum `flat` over the ranks of `group`, in place."""
     if len(group) == 1:
         return
-    with rank.span(label, "reduce", rank.count(label, reduced_bytes(rank, label, flat, group))):
+    with rank.sending(label, "reduce", reduced_bytes(rank, label, flat, group)):
         wire = rank.staged(flat)
         # a stage whose layers only aggregate has no gradients, and they are on no device
         if flat.numel():
             dist.all_reduce(wire, group=rank.group(group))
         if wire is not flat:
             flat.copy_(wire)
+
+
+def total(rank: Rank, numbers: Tensor) -> Tensor:
+    """The sum of all ranks' numbers, which is not recorded."""
+    if rank.world == 1:
+        return numbers
+    wire = rank.staged(numbers)
+    dist.all_reduce(wire)
+    return rank.unstaged(wire)
 
 
 def begin_all_reduce(
@@ -272,14 +313,44 @@ def begin_all_reduce(
     """
     if len(group) == 1:
         return there(None)
-    nbytes = rank.count(label, reduced_bytes(rank, label, flat, group))
+    recorded = rank.sending(label, "reduce", reduced_bytes(rank, label, flat, group))
     wire = rank.staged(flat)
     under_way = dist.all_reduce(wire, group=rank.group(group), async_op=True)
 
     def end() -> None:
-        with rank.span(label, "reduce", nbytes):
+        with recorded:
             under_way.wait()
             if wire is not flat:
                 flat.copy_(wire)
 
     return rank.submit("reduce", end)
+
+
+def gather_all(own: Any, device: torch.device) -> list[Any]:
+    """Every rank's value, by rank; each is of JSON's kinds. device: where messages may lie."""
+    return [json.loads(other) for other in _gather(json.dumps(own).encode(), device)]
+
+
+def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, by rank, on rank 0; on the others nothing."""
+    return _gather(own, device, to_first=True)
+
+
+def _gather(own: bytes, device: torch.device, to_first: bool = False) -> list[bytes]:
+    world, is_first = dist.get_world_size(), dist.get_rank() == 0
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    sizes[dist.get_rank()] = len(own)
+    dist.all_reduce(sizes)
+    longest = int(sizes.max())
+    padded = bytearray(own.ljust(longest, b"\0"))
+    message = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    takes = is_first or not to_first
+    messages = [torch.empty_like(message) for _ in range(world)] if takes else []
+    if to_first:
+        dist.gather(message, messages if is_first else None)
+    else:
+        dist.all_gather(messages, message)
+    return [
+        bytes(other.cpu().numpy())[:size]
+        for other, size in zip(messages, sizes.tolist(), strict=False)
+    ]

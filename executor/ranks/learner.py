@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnnplan.executor.ranks import comm
@@ -109,9 +108,7 @@ class Learner:
             if (shared or part.group[0] == rank.rank) and part.parameters:
                 squares += torch.linalg.vector_norm(part.flat, dtype=torch.float64).square()
         if not shared:
-            wire = rank.staged(squares)
-            dist.all_reduce(wire)
-            squares = rank.unstaged(wire)
+            squares = comm.total(rank, squares)
         factor = (longest / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         for part in parts:
             part.flat.mul_(factor)

@@ -74,6 +74,7 @@ class Rank:
     counted: set[Label] = field(default_factory=set)  # by `count_ahead`, not sent yet
     exchange_group: dist.ProcessGroup | None = None
     timeout_s: float = 30.0  # how long a collective waits for its ranks
+    nccl_least_s: float = NCCL_LEAST_S  # and at least so long over NCCL
     streams: bool = False  # lanes are streams without threads; so over NCCL
     card: str = ""  # the GPU, as no other is called; "" without one
     watch: MemoryWatch | None = None  # of the memory that it fills
@@ -211,13 +212,17 @@ class Rank:
             self.count(label, nbytes)
             self.counted.add(label)
 
+    def sending(self, label: Label, lane: str, nbytes: int) -> AbstractContextManager[None]:
+        """The `span` of a message, whose bytes are counted now (`count`)."""
+        return self.span(label, lane, self.count(label, nbytes))
+
     @property
     def patience(self) -> float:
         """How long a message may take [s].
 
         Over NCCL a host enqueues a step's messages ahead of it, so they wait for its computation.
         """
-        return max(self.timeout_s, NCCL_LEAST_S if self.backend == "nccl" else 0.0)
+        return max(self.timeout_s, self.nccl_least_s if self.backend == "nccl" else 0.0)
 
     @property
     def limit(self) -> timedelta:

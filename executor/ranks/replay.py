@@ -27,10 +27,12 @@ class Replay(Generic[T]):
 
     def __init__(self, worker: Clocked, step: Callable[[], T], device: torch.device) -> None:
         self.clock = worker.clock = torch.zeros((), dtype=torch.int64, device=device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.results: T = step()
-        worker.clock = None
+        try:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.results: T = step()
+        finally:
+            worker.clock = None  # a step that cannot be recorded is told its number again
 
     def __call__(self, step: int) -> T:
         """Do the step of this number -> what `step` returned, where the next one will put its."""

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket
+
+
+class Scored(Protocol):
+    """What answers of some rows are counted by."""
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+
+    def counts(self, rows: Tensor, /) -> Tensor:
+        """What the metric counts of the rows (layers/targets.py)."""
 
 
 class Worker(ABC):
@@ -28,6 +42,17 @@ class Worker(ABC):
     net: Net
     learner: Learner | None = None
     clock: Tensor | None = None  # the number of the step, int64 [], where a replayed step reads it
+    scored_by: Sequence[Scored] = ()  # what the last logits are of, which follow each other
+    training: bool = True  # or it evaluates, and drops nothing
+
+    def drop(self, step: int, layer: int, vertices: Tensor, first: int = 0) -> Drop:
+        """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder).
+
+        first: the column of the model's row that these begin with.
+        """
+        workload, epoch = self.problem.workload, step if self.clock is None else self.clock
+        p = workload.dropout if self.training else 0.0
+        return Drop(p, workload.seed, epoch, layer, vertices, first, self.training)
 
     @property
     def replays(self) -> bool:
@@ -47,12 +72,13 @@ class Worker(ABC):
     def evaluate(self, step: int) -> Tensor:
         """Logits of this rank's rows without dropout and staleness."""
 
-    @abstractmethod
     def counts(self, logits: Tensor) -> Tensor | int:
         """What the metric counts of the rows that step or evaluate has just returned; 0: nothing.
 
         See layers/targets.py.
         """
+        shares = torch.split(logits, [each.size for each in self.scored_by])
+        return sum(each.counts(its) for each, its in zip(self.scored_by, shares, strict=True))
 
     @property
     def buckets(self) -> Sequence[Bucket]:

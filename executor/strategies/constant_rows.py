@@ -17,7 +17,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.share import block_of, source_of
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.schedule import Label
@@ -27,45 +27,28 @@ PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
 
 def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | SparseRows:
     """Features [S, F] of all rows that this rank computes and, if layer 1 reads it, of its halo."""
-    made = _sparse if problem.model.nonzeros else _dense
-    return made(rank, problem, problem.data, layout)
-
-
-def _reads_halo(problem: Problem, layout: Layout) -> bool:
-    return problem.model.first_varying == 1 and bool(layout.facts(1).sends.any())
-
-
-def _sparse(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> SparseRows:
-    me = rank.rank
-    parts = [sparse_features(graph, layout.own(me), problem.workload, rank.device)]
+    graph, me, device = problem.data, rank.rank, rank.device
+    own, rows, piece = layout.own(me), layout.rows(me, 0), layout.piece(me, 1)
+    # what is fetched: ids by owner, and the place of each
+    fetched: list[tuple[Label, Exchange, Ids, Ids]] = []
     if layout.preloaded().any():
         give, take, order = _preload(layout, me)
-        external = layout.rows(me, 0)[layout.own(me).size :]
-        lengths = lengths_of(graph, external[order])
-        received = Exchange(rank, give, take).fetch_sparse(PRELOAD, parts[0], lengths)
-        back_in_place = torch.from_numpy(np.argsort(order)).to(rank.device)
-        parts.append(received.index_select(0, back_in_place))
-    if _reads_halo(problem, layout):
-        piece = layout.piece(me, 1)
+        exchange = Exchange(rank, give, take)
+        fetched.append((PRELOAD, exchange, rows[own.size :][order], own.size + order))
+    if problem.model.first_varying == 1 and layout.facts(1).sends.any():
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
-        lengths = lengths_of(graph, piece.halo)
-        parts.append(exchange.fetch_sparse(INPUT_HALO, SparseRows.cat(parts), lengths))
-    return SparseRows.cat(parts)
-
-
-def _dense(rank: Rank, problem: Problem, graph: Graph, layout: Layout) -> Tensor:
-    me = rank.rank
-    own, local, piece = layout.own(me).size, layout.rows(me, 0).size, layout.piece(me, 1)
-    reads_halo = _reads_halo(problem, layout)
-    room = local - own + (piece.halo.size if reads_halo else 0)
-    x = features(graph, layout.own(me), problem.workload, rank.device, room)
-    if layout.preloaded().any():
-        give, take, order = _preload(layout, me)
-        places = own + torch.from_numpy(order).to(x.device)
-        x[places] = Exchange(rank, give, take).fetch(PRELOAD, x)
-    if reads_halo:
-        exchange = Exchange(rank, layout.sent(me, 1), piece.received)
-        x[local:] = exchange.fetch(INPUT_HALO, x)
+        places = rows.size + np.arange(piece.halo.size)
+        fetched.append((INPUT_HALO, exchange, piece.halo, places))
+    if problem.model.nonzeros:
+        sparse = sparse_features(graph, own, problem.workload, device)
+        for label, exchange, ids, places in fetched:
+            came = exchange.fetch_sparse(label, sparse, lengths_of(graph, ids))
+            came = came.index_select(0, torch.from_numpy(np.argsort(places)).to(device))
+            sparse = SparseRows.cat([sparse, came])
+        return sparse
+    x = features(graph, own, problem.workload, device, sum(len(each[-1]) for each in fetched))
+    for label, exchange, _, places in fetched:
+        x[torch.from_numpy(places).to(device)] = exchange.fetch(label, x)
     return x
 
 

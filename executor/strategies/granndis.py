@@ -15,10 +15,10 @@ from gnnplan.executor.minibatch.share import share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
+from gnnplan.executor.strategies.base import Scored
 from gnnplan.executor.strategies.constant_rows import ConstantRows
 from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.executor.strategies.layerwise import Worker
-from gnnplan.executor.strategies.whole import Scored, counts_of
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
@@ -55,7 +55,6 @@ class CoBatches(base.Worker):
             assert isinstance(batch, Layout)
             self.batches.append((self._open(batch), self.kept.places(batch)))
         self.evaluation = _evaluation(problem, layout, strategy.steps(problem))
-        self.scored: list[Scored] = []  # what the last logits are counted by
 
     def _open(self, batch: Layout) -> Worker:
         edges, workload = self.net.edges, self.problem.workload
@@ -90,7 +89,7 @@ class CoBatches(base.Worker):
         self._load(worker, places, step)
         loss, logits = worker.step(step)
         worker.features, worker.cached = torch.empty(0), None
-        self.scored = [worker.targets]
+        self.scored_by = [worker.targets]
         everything = weight_of(self.problem.data, self.problem.workload)
         return loss * (worker.targets.total / everything), logits
 
@@ -101,16 +100,14 @@ class CoBatches(base.Worker):
         The neighbourhoods are whole, so the numbers are those of the full graph, in a batch's
         memory.
         """
-        self.scored, logits = [], []
+        scored_by, logits = list[Scored](), []
         for batch in self.evaluation:
             worker = self._open(batch)
             self._load(worker, self.kept.places(batch), step)
             logits.append(worker.evaluate(step))
-            self.scored.append(worker.targets)
+            scored_by.append(worker.targets)
+        self.scored_by = scored_by
         return torch.cat(logits)
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        return counts_of(self.scored, logits)
 
 
 def _evaluation(problem: Problem, layout: Layout, batches: int) -> list[Layout]:

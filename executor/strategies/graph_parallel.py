@@ -26,7 +26,7 @@ from gnnplan.planner.strategies.layerwise.exchange import FRESH, ExchangeOptions
 from gnnplan.planner.strategies.layerwise.on_parts import OnParts
 
 
-def open_worker(rank: Rank, problem: Problem, strategy: OnParts, first: int) -> Worker | Vanishing:
+def open_worker(rank: Rank, problem: Problem, strategy: OnParts, first: int) -> Worker:
     """This rank's part of the strategy."""
     layout, options = problem.layout(), strategy.exchange_options
     assert isinstance(layout, Layout)

@@ -51,10 +51,6 @@ class Fresh(NamedTuple):
         """Places among own rows of those that leave, or among the halo's gradients; None: all."""
         return self.exchange.positions if way == "f" else self.taken
 
-    def swap(self, way: str, leaving: Tensor, into: Tensor | None = None) -> Tensor:
-        """Send them, or their gradients home -> those that come, in `into` if given."""
-        return (self.exchange.forward if way == "f" else self.exchange.backward)(leaving, into)
-
 
 @dataclass
 class Halo:
@@ -105,8 +101,9 @@ class Halo:
         """Fresh ones of these rows leave, and those of peers have come, in `into` if given."""
         fresh = self._fresh(step, layer)
         with self._recorded(step, layer, way, rows):
-            leaving = fresh.leaving(way)
-            yield fresh.swap(way, rows if leaving is None else rows.index_select(0, leaving), into)
+            if (leaving := fresh.leaving(way)) is not None:
+                rows = rows.index_select(0, leaving)
+            yield fresh.exchange.swap(way, rows, into)
 
     def _last(self, step: int, layer: int, way: str, came: Tensor) -> Tensor:
         """All rows as they came last, of which some have come now."""
@@ -148,9 +145,9 @@ class Halo:
         self, step: int, layer: int, way: str, rows: Tensor
     ) -> AbstractContextManager[None]:
         """The span of an exchange of fresh ones of such rows, whose bytes are counted now."""
-        label, exchange = Label("halo", step, way, layer), self._fresh(step, layer).exchange
-        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
-        return self.rank.span(label, "comm", nbytes)
+        return self._fresh(step, layer).exchange.recorded(
+            Label("halo", step, way, layer), rows, way
+        )
 
     def _crossing(
         self, step: int, layer: int, way: str, leaving: Tensor, into: Tensor | None = None
@@ -160,7 +157,7 @@ class Halo:
 
         def cross() -> Tensor:
             with recorded:
-                return fresh.swap(way, leaving, into)
+                return fresh.exchange.swap(way, leaving, into)
 
         return cross
 

@@ -8,7 +8,7 @@ schedule's names (planner/strategies/layerwise/).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, backward, gradient_of, together
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
-from gnnplan.executor.layers.layer import ColumnLayer, Drop, keep, partial_sums
+from gnnplan.executor.layers.layer import ColumnLayer, keep, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.minibatch.share import Part, Picks, Share, targets_of
@@ -40,27 +40,20 @@ _Bring = Callable[[Any], tuple[FeatureRows, Any]]
 
 
 @dataclass
-class _Step:
+class Entered:
     """What a layer's forward keeps for its backward."""
 
     leaf: Tensor  # the layer's own input rows [local, H_{l-1}]; empty if these are constant
-    # A narrow layer multiplies before the exchange. Own projected rows and own prepared rows:
-    projected: tuple[Tensor, Tensor] | None = None
-    projection: Callable[[], tuple[Tensor, Tensor]] | None = None  # computes `projected`
-    own: Tensor | None = None  # leaf of a narrow layer: the destinations' prepared rows
+    # What is made before rows are exchanged (narrow layers), or summed on columns
+    # (feature_parallel): projected rows and, where the layer reads them, prepared rows
+    projected: tuple[Tensor, ...] | None = None
+    projection: Callable[[], tuple[Tensor, ...]] | None = None  # computes `projected` (checkpoint)
+    own: Tensor | None = None  # leaf beside `projected`: the destinations' prepared rows
     source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
     segment: _Segment | None = None  # computes `out`
     out: Tensor | None = None  # None if backward computes it again (checkpoint)
     sums: Tensor | None = None  # batch norm: of the rows that count [2, H_{l-1}]
     moments: Moments | None = None
-
-
-@dataclass
-class Seen:
-    """What a measurement has seen of a step's own rows, by layer (gradient_errors.py)."""
-
-    rows: dict[int, Tensor] = field(default_factory=dict)  # h_l [local, H_l]
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of h_l
 
 
 @dataclass
@@ -76,7 +69,6 @@ class Worker(base.Worker):
     batch: float | None = None  # if the share is of a batch: what its loss is the mean over
     # makes the worker that evaluates, where the share leaves out rows of which evaluation is
     evaluator: Callable[[], Worker] | None = None
-    seen: Seen | None = None  # filled in training steps, if it is there
     bring: InitVar[_Bring | None] = None  # None: one by one, and features are given later
 
     def __post_init__(self, share: Share, weights: RowWeights | None, bring: _Bring | None) -> None:
@@ -113,7 +105,7 @@ class Worker(base.Worker):
         )
         exchanges, self.picks, self.blocks, self.vertices, both, self.targets = moved
         self.own_vertices, self.scored_vertices = both
-        self.scored = self.targets  # to which the last logits belong
+        self.scored_by = [self.targets]
         self.plain_halo = Halo(self.rank, exchanges)
         self.halo = halo_of(self.plain_halo, problem, self.options, self.vertices, weights or {})
         self.errors = self.halo.errors
@@ -147,35 +139,29 @@ class Worker(base.Worker):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
-        """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder)."""
-        p = self.problem.workload.dropout if self.training else 0.0
-        epoch = step if self.clock is None else self.clock
-        seed = self.problem.workload.seed
-        return Drop(p, seed, epoch, layer, vertices, training=self.training)
-
-    def _enter(self, h: Tensor, step: int, layer: int) -> _Step:
+    def _enter(self, h: Tensor, step: int, layer: int) -> Entered:
         """Make h_{l-1} [local, H_{l-1}] the leaf of a layer (L + 1: of the decoder)."""
         leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
         if not (self.options.narrow and self.shapes.narrow_at(layer)):
             norm = self.net.batch_norm(layer) if self.training else None
-            return _Step(leaf, sums=norm.sums(self._counted(leaf)) if norm else None)
+            return Entered(leaf, sums=norm.sums(self._counted(leaf)) if norm else None)
         net = self.net.layer(layer)
-        drop = self._drop(step, layer, self.vertices[layer][: leaf.shape[0]])
+        drop = self.drop(step, layer, self.vertices[layer][: leaf.shape[0]])
         net = net.during(drop)
 
-        def projection() -> tuple[Tensor, Tensor]:
+        def projection() -> tuple[Tensor, ...]:
             rows = net.prepare(leaf, drop)
             return net.project(rows), self.blocks[layer].own_rows(rows)
 
-        return _Step(leaf, self._kept(projection), projection)
+        again = projection if self.options.checkpoint else None
+        return Entered(leaf, self._kept(projection), again)
 
     def _kept(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with its graph unless backward computes it again (checkpoint)."""
         with torch.set_grad_enabled(self.training and not self.options.checkpoint):
             return compute()
 
-    def _outgoing(self, entered: _Step) -> Tensor:
+    def _outgoing(self, entered: Entered) -> Tensor:
         """The rows that the layer exchanges."""
         return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
 
@@ -186,7 +172,7 @@ class Worker(base.Worker):
         else:
             all_reduce(self.rank, label, flat, self.reduce_group)
 
-    def _moments(self, step: int, layer: int, entered: _Step) -> None:
+    def _moments(self, step: int, layer: int, entered: Entered) -> None:
         """Batch norm's moments of h_{l-1}."""
         norm, sums = self.net.batch_norm(layer), entered.sums
         if sums is None or norm is None:
@@ -208,14 +194,14 @@ class Worker(base.Worker):
         """
         return rows if self.batch is not None else rows[: len(self.own_vertices)]
 
-    def _moments_home(self, step: int, layer: int, entered: _Step, gradient: Tensor) -> None:
+    def _moments_home(self, step: int, layer: int, entered: Entered, gradient: Tensor) -> None:
         """Add to the gradient of own rows what they get through the moments."""
         if entered.moments is not None:
             self._sum(Label("moments", step, "b", layer), entered.moments.gradient)
             rows = self._counted(entered.leaf)
             entered.moments.add_home(rows, gradient[: len(rows)])
 
-    def _layer(self, step: int, layer: int, entered: _Step) -> _Step:
+    def _layer(self, step: int, layer: int, entered: Entered) -> Entered:
         """Forward of one layer. Leaves h_l in `entered.out`, and returns the next layer's step."""
         self._moments(step, layer, entered)
         lay_out = None
@@ -229,10 +215,8 @@ class Worker(base.Worker):
             lay_out = None  # it has the rows as they were before they were laid out
             out = self._kept(entered.segment)
             entered.out = None if self.options.checkpoint else out
-            if self.seen is not None and self.training:
-                self.seen.rows[layer] = out.detach()
             if self.summed is not None:
-                drop = self._drop(step, layer + 1, self.own_vertices)
+                drop = self.drop(step, layer + 1, self.own_vertices)
                 self.net.add(layer, self._own(out), drop, self.summed)
                 if layer == len(self.layers):
                     out = self.summed
@@ -248,7 +232,7 @@ class Worker(base.Worker):
         x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
         if cached is not None:
             return lambda: net.update(cached, x, x, None, relu)
-        block, drop = self.blocks[1], self._drop(step, 1, self.vertices[1])
+        block, drop = self.blocks[1], self.drop(step, 1, self.vertices[1])
         if self._adds_up(2):
             by_columns = cast(ColumnLayer, net)
             return lambda: partial_sums(by_columns, block, net.prepare(x, drop), keep)
@@ -258,7 +242,7 @@ class Worker(base.Worker):
         """Whether the layer's source rows come as partial sums, without bias and ReLU."""
         return layer in self.picks and self.picks[layer].adds
 
-    def _segment(self, step: int, layer: int, entered: _Step, source: Tensor) -> _Segment:
+    def _segment(self, step: int, layer: int, entered: Entered, source: Tensor) -> _Segment:
         """A function that computes h_l from own rows and halo, `source`."""
         net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
         local = len(self._outgoing(entered))
@@ -266,7 +250,7 @@ class Worker(base.Worker):
         if layer in self.picks:
             source = self.picks[layer].of_rows(source)
         source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
-        drop = self._drop(step, layer, self.vertices[layer])
+        drop = self.drop(step, layer, self.vertices[layer])
         if entered.projected is not None:
             net = net.during(drop)
             own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
@@ -284,7 +268,7 @@ class Worker(base.Worker):
         return lambda: net(block, source, drop, x0, relu, moments)
 
     def _backward(
-        self, step: int, layer: int, entered: _Step, above: _Step | None, home: Tensor | None
+        self, step: int, layer: int, entered: Entered, above: Entered | None, home: Tensor | None
     ) -> Tensor | None:
         """Backward of one layer.
 
@@ -295,8 +279,6 @@ class Worker(base.Worker):
         assert entered.segment is not None and home is not None
         with self.rank.span(Label("backward", step, layer=layer), "compute"):
             gradient = self._through_projection(above, home)
-            if self.seen is not None:
-                self.seen.gradients[layer] = gradient
             out = entered.segment() if entered.out is None else entered.out
             if self.to_sum is not None:
                 gradient = self._through_sum(step, layer, out, gradient, self.to_sum)
@@ -320,27 +302,32 @@ class Worker(base.Worker):
         self, step: int, layer: int, out: Tensor, gradient: Tensor, to_sum: Tensor
     ) -> Tensor:
         """The gradient of h_l by the layer above -> also by the sum of all layers' rows."""
-        drop = self._drop(step, layer + 1, self.own_vertices)
+        drop = self.drop(step, layer + 1, self.own_vertices)
         by_sum = self.net.add_backward(layer, self._own(out), drop, to_sum)
         if layer == len(self.layers):
             return by_sum
         self._own(gradient).add_(by_sum)
         return gradient
 
-    def _through_projection(self, above: _Step | None, gradient: Tensor) -> Tensor:
+    def _through_projection(self, above: Entered | None, gradient: Tensor) -> Tensor:
         """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
         if above is None:
             return gradient
-        assert above.projected and above.own is not None and above.projection
-        projected = above.projection() if self.options.checkpoint else above.projected
-        if above.own.grad is None:  # the layer reads its own rows through the aggregate only
-            backward([projected[0]], [gradient])
-        else:
-            backward(projected, (gradient, above.own.grad))
-        above.projected = above.own = above.source = None
+        self._project_back(above, gradient)
         return gradient_of(above.leaf)
 
-    def forward(self, step: int) -> tuple[list[_Step], Tensor | None]:
+    @staticmethod
+    def _project_back(entered: Entered, gradient: Tensor) -> None:
+        """Backward of what is done to rows before they are exchanged."""
+        projected = entered.projected if entered.projection is None else entered.projection()
+        assert projected
+        if entered.own is None or entered.own.grad is None:  # own rows only through the aggregate
+            backward(projected[:1], [gradient])
+        else:
+            backward(projected, (gradient, entered.own.grad))
+        entered.projected = entered.own = entered.source = None
+
+    def forward(self, step: int) -> tuple[list[Entered], Tensor | None]:
         """Forward of all layers.
 
         Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L] or the sum of all
@@ -351,10 +338,10 @@ class Worker(base.Worker):
             own, dtype = len(self.own_vertices), dtype_of(self.problem.workload)
             self.summed = torch.zeros(own, self.net.jumped, dtype=dtype, device=self.rank.device)
         if self.net.encoder is None:
-            entered = [_Step(torch.empty(0))]
+            entered = [Entered(torch.empty(0))]
         else:
             with self.rank.span(Label("encode", step, "f"), "compute"):
-                drop = self._drop(step, 0, self.vertices[1][: self.features.shape[0]])
+                drop = self.drop(step, 0, self.vertices[1][: self.features.shape[0]])
                 encoded = self.net.encode(self.features, drop)
                 if self.net.initial:
                     self.x0 = encoded.detach().requires_grad_(self.training)
@@ -372,13 +359,13 @@ class Worker(base.Worker):
 
         Returns this rank's part of the loss, and its logits [own, C]; with those of fetched ends.
         """
-        self.training, self.scored = True, self.targets
+        self.training, self.scored_by = True, [self.targets]
         entered, encoded = self.forward(step)
         end, last, above = len(self.layers) + 1, entered.pop(), None
         # of link prediction also rows of other ranks, at which this rank's pairs end
         last.leaf = self.plain_halo.rows(step, end, last.leaf.detach())().requires_grad_()
         with self.rank.span(Label("loss", step), "compute"):
-            drop = self._drop(step, end, self.scored_vertices)
+            drop = self.drop(step, end, self.scored_vertices)
             moments = last.moments.values if last.moments else None
             logits = self.net.decode(last.leaf, drop, moments)
             loss = self.targets.loss(logits)
@@ -398,7 +385,9 @@ class Worker(base.Worker):
             with self.rank.span(Label("encode", step, "b"), "compute"):
                 assert gradient is not None
                 gradient = self._through_projection(above, gradient)
-                backward([encoded], [gradient if self.x0 is None else gradient + self.x0.grad])
+                backward(
+                    [encoded], [gradient if self.x0 is None else gradient + gradient_of(self.x0)]
+                )
             if self.learner is not None:
                 self.learner.complete(step, 0)
         self.to_sum = None
@@ -409,14 +398,14 @@ class Worker(base.Worker):
         """Logits [own, C] without dropout and without staleness."""
         if self.evaluator is not None:
             whole = self.evaluator()
-            self.scored = whole.targets
+            self.scored_by = whole.scored_by
             return whole.evaluate(step)
         self.training = False
-        drop = self._drop(step, len(self.layers) + 1, self.own_vertices)
+        drop = self.drop(step, len(self.layers) + 1, self.own_vertices)
         return self.net.decode(self.forward(step)[0][-1].leaf, drop)
 
-    def counts(self, logits: Tensor) -> Tensor:
-        return self.scored.counts(logits)
+    def counts(self, logits: Tensor) -> Tensor | int:
+        return self.scored_by[0].counts(logits)  # a sum would be one launch more
 
     def drain(self) -> None:
         self.halo.drain()

@@ -28,14 +28,12 @@ from gnnplan.executor.layers.kernels import (
     gradient_of,
     pin_no_more_than_asked,
 )
-from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, there
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.ownership.layout import Layout, Piece
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
@@ -119,6 +117,7 @@ class Worker(base.Worker):
         place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
         place[order] = np.arange(order.size)
         self.chunks = [self._chunk(layout, turn, place) for turn in self.turns]
+        self.scored_by = [chunk.targets for chunk in self.chunks]
 
         on_gpu = self.rank.device.type == "cuda"
         if on_gpu:
@@ -292,7 +291,7 @@ class Worker(base.Worker):
             part, outgoing, loaded.outgoing = chunk.parts[layer], loaded.outgoing, None
             op = "halo" if way == "f" else "halo_again"
             label = Label(op, step, way, layer, chunk.number)
-            with self.rank.span(label, "comm", self.rank.count(label, outgoing.nbytes)):
+            with self.rank.sending(label, "comm", outgoing.nbytes):
                 part.exchange.forward(outgoing, loaded.source[len(part.places) :])
         if layer > self.shapes.first_varying:
             loaded.source.requires_grad_(self.training)
@@ -305,7 +304,7 @@ class Worker(base.Worker):
             return None
         part, label = chunk.parts[layer], Label("halo", step, "b", layer, chunk.number)
         far = gradient[len(part.places) :]
-        with self.rank.span(label, "comm", self.rank.count(label, far.nbytes)):
+        with self.rank.sending(label, "comm", far.nbytes):
             return part.exchange.backward(far)
 
     def _store_gradient(
@@ -357,10 +356,7 @@ class Worker(base.Worker):
         if loaded.aggregate is not None:
             return net.update(loaded.aggregate, source, source, None, relu)
         assert loaded.block is not None and loaded.vertices is not None
-        vertices, workload = loaded.vertices, self.problem.workload
-        p = workload.dropout if self.training else 0.0
-
-        drop = Drop(p, workload.seed, step, layer, vertices, training=self.training)
+        drop = self.drop(step, layer, loaded.vertices)
         moments = self.moments.get(layer) if self.training else None
         values = moments.values if moments else None
         out: Tensor = net(loaded.block, source, drop, None, relu, values)
@@ -455,9 +451,6 @@ class Worker(base.Worker):
             loaded = self._read(step, "f", self.last, chunk)
             self.logits[chunk.own] = self._compute(step, self.last, loaded)
         return self.logits
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        return counts_of([chunk.targets for chunk in self.chunks], logits)
 
 
 def open_worker(rank: Rank, problem: Problem, strategy: Offload, first: int) -> Worker:

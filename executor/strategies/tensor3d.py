@@ -29,7 +29,7 @@ from gnnplan.executor.layers.kernels import (
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.ranks.comm import all_reduce, swap
+from gnnplan.executor.ranks.comm import Turn, all_reduce, swap
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
@@ -90,7 +90,7 @@ class _Kept:
 class Worker(base.Worker):
     """One rank. `net` is the whole model, as it began and, after `close`, as it ended."""
 
-    def __init__(self, rank: Rank, problem: Problem, strategy: Tensor3D) -> None:
+    def __init__(self, rank: Rank, problem: Problem, strategy: Tensor3D, first: int = 0) -> None:
         graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.training = rank, problem, False
         self.layers = layers_of(problem, strategy.grid)
@@ -120,10 +120,10 @@ class Worker(base.Worker):
                 if tiles.spec.reads_own:
                     self.own[key] = self._places(dst, src)
         last = self.layers[-1]
-        self.turned = last.axes.sources
-        size = self.grid.size(self.turned)
-        self.runs, self.classes = spans(dst.size, size), spans(last.spec.h_out, size)
-        whole = dst[self.runs[self.places[self.turned]]]
+        turned = last.axes.sources
+        runs, classes = (spans(n, self.grid.size(turned)) for n in (dst.size, last.spec.h_out))
+        self.turn = Turn(rank, runs, classes, self.groups[turned])
+        whole = dst[runs[self.places[turned]]]
         self.targets = Targets(graph, whole, workload, device)
         # ranks along the axis of columns have the same logits: the first of them counts
         self.counting = self.places[last.axes.columns] == 0
@@ -133,9 +133,8 @@ class Worker(base.Worker):
             ]
             for tiles in self.layers
         ]
-        first = self.layers[0]
-        if first.is_summed:
-            src = self._run(both[0], first.axes.sources)
+        if self.layers[0].is_summed:
+            src = self._run(both[0], self.layers[0].axes.sources)
             self.features = features(graph, src, workload, device)[:, self.columns[0]].clone()
         else:
             self.features = self._sum_features(both)
@@ -185,17 +184,10 @@ class Worker(base.Worker):
         if len(group) == 1:
             return [outs[me]]
         nbytes = sum(out.numel() for i, out in enumerate(outs) if i != me) * outs[me].itemsize
-        nothing = outs[me].new_empty(0)
-        sent, come = [nothing] * rank.world, [nothing] * rank.world
-        with rank.span(label, "comm", rank.count(label, nbytes)):
-            for i, peer in enumerate(group):
-                if peer != rank.rank:
-                    sent[peer] = rank.staged(outs[i])
-                    come[peer] = ins[i].to(rank.wire_device)
-            swap(rank, sent, come, rank.exchange_group)
-            return [
-                outs[me] if i == me else rank.unstaged(come[peer]) for i, peer in enumerate(group)
-            ]
+        with rank.sending(label, "comm", nbytes):
+            come = [into.to(rank.wire_device) for into in ins]
+            swap(rank, [rank.staged(out) for out in outs], come, rank.exchange_group, group)
+            return [outs[me] if i == me else rank.unstaged(each) for i, each in enumerate(come)]
 
     def _gather_weights(self, step: int, tiles: Tiles, way: str) -> tuple[Tensor, Tensor | None]:
         """The layer's tile of the weights, and the bias where it is here."""
@@ -302,21 +294,7 @@ class Worker(base.Worker):
 
     def _to_rows(self, step: int, own: Tensor) -> Tensor:
         """Own columns of the logits [rows, C tile] -> some of these rows, whole [R, C]."""
-        outs = [own[run] for run in self.runs]
-        mine = len(outs[self.places[self.turned]])
-        ins = [own.new_empty(mine, each.stop - each.start) for each in self.classes]
-        pieces = self._exchange(Label("to_rows", step, "f"), self.turned, outs, ins)
-        return torch.cat(pieces, 1) if len(pieces) > 1 else own
-
-    def _to_columns(self, step: int, rows: Tensor) -> Tensor:
-        """Back: the gradient of whole rows [R, C] -> that of own columns [rows, C tile]."""
-        if len(self.classes) == 1:
-            return rows
-        outs = [rows[:, each].contiguous() for each in self.classes]
-        width = outs[self.places[self.turned]].shape[1]
-        ins = [rows.new_empty(run.stop - run.start, width) for run in self.runs]
-        del rows
-        return torch.cat(self._exchange(Label("to_columns", step, "b"), self.turned, outs, ins))
+        return self.turn.together(self.turn.to_rows(Label("to_rows", step, "f"), own))
 
     @torch.no_grad()
     def step(self, step: int) -> tuple[Tensor, Tensor]:
@@ -333,8 +311,10 @@ class Worker(base.Worker):
             loss = self.targets.loss(leaf)
             loss.backward()  # type: ignore[no-untyped-call]
             loss, of_rows, leaf.grad = loss.detach(), gradient_of(leaf), None
-        kept[-1].gradient = self._to_columns(step, of_rows)
+        pieces = self.turn.pieces(of_rows)
         del leaf, of_rows
+        kept[-1].gradient = self.turn.to_columns(Label("to_columns", step, "b"), pieces)
+        del pieces
         for tiles in reversed(self.layers):
             gradient = self._backward(step, tiles, kept.pop())
             if kept:
@@ -390,6 +370,4 @@ def _key(layer: int) -> int:
     return (layer - 1) % 6
 
 
-def open_worker(rank: Rank, problem: Problem, strategy: Tensor3D, first: int) -> Worker:
-    """This rank's part of the strategy."""
-    return Worker(rank, problem, strategy)
+open_worker = Worker

@@ -16,62 +16,42 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.minibatch.share import Part, Share, share_of
+from gnnplan.executor.minibatch.share import Part, share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.constant_rows import constant_rows
 from gnnplan.executor.strategies.halo import fresh_places
-from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
+from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.buckets import Bucket
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-class Vanishing(base.Worker):
+class Vanishing(Worker):
     """One rank. It evaluates on the whole halo."""
 
     def __init__(
         self, rank: Rank, problem: Problem, layout: Layout, options: ExchangeOptions
     ) -> None:
-        self.rank, self.problem, self.layout, self.options = rank, problem, layout, options
-        self.net = net_of(problem.model, problem.workload).to(rank.device)
-        self.share = share_of(layout, rank.rank, self.net.edges, problem.workload)
-        self.whole = self._on(self.share)
-        self.whole.keep(constant_rows(rank, problem, layout))
-
-    def _on(self, share: Share) -> LayerwiseWorker:
-        options = replace(self.options, policy=FRESH)  # the share has the rows that cross
-        return LayerwiseWorker(self.rank, self.problem, share, options, self.net)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self.whole.buckets
-
-    @property
-    def replays(self) -> bool:
-        return self.whole.replays  # of one rank, which leaves nothing out
+        net = net_of(problem.model, problem.workload).to(rank.device)
+        self.layout, self.leaving_out = layout, options
+        self.share = share_of(layout, rank.rank, net.edges, problem.workload)
+        # the share of a step has the rows that cross
+        super().__init__(rank, problem, self.share, replace(options, policy=FRESH), net)
+        self.keep(constant_rows(rank, problem, layout))
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        worker = self.whole
         varying = self.share.parts[self.problem.model.first_varying :]
-        if any(part.meets for part in varying):
-            with self.rank.span(Label("lay", step), "host"):
-                parts = [
-                    self._fresh_part(part, step, n) for n, part in enumerate(self.share.parts, 1)
-                ]
-                worker = self._on(replace(self.share, parts=parts))
-            worker.features, worker.cached = self.whole.features, self.whole.cached
+        if not any(part.meets for part in varying):
+            return super().step(step)
+        with self.rank.span(Label("lay", step), "host"):
+            parts = [self._fresh_part(part, step, n) for n, part in enumerate(self.share.parts, 1)]
+            share = replace(self.share, parts=parts)
+            worker = Worker(self.rank, self.problem, share, self.options, self.net)
+        worker.features, worker.cached = self.features, self.cached
         worker.learner, worker.clock = self.learner, self.clock
         return worker.step(step)
-
-    def evaluate(self, step: int) -> Tensor:
-        return self.whole.evaluate(step)
-
-    def counts(self, logits: Tensor) -> Tensor:
-        return self.whole.counts(logits)
 
     def _fresh_part(self, part: Part, step: int, layer: int) -> Part:
         """The layer's part with the rows and edges of this step."""
@@ -79,7 +59,7 @@ class Vanishing(base.Worker):
             return part
         ids, positions, seed = part.source, np.concatenate(part.give), self.problem.workload.seed
         given, kept = fresh_places(
-            self.options.policy,
+            self.leaving_out.policy,
             *(ids[positions], [*map(len, part.give)], ids[part.local :], part.take.tolist()),
             Crossing(seed, step, layer, self.rank.rank),
         )
@@ -96,7 +76,7 @@ class Vanishing(base.Worker):
             part.local,
             give,
             take,
-            bool(self.options.facts(self.problem, self.layout, layer, step).halo.any()),
+            bool(self.leaving_out.facts(self.problem, self.layout, layer, step).halo.any()),
             _cut(part.block, everything, np.concatenate([np.ones(part.local), scale]), dtype),
         )
 

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-import torch
-from torch import Tensor
-
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.held_out import HeldOut
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import graph_parallel
+from gnnplan.executor.strategies.base import Scored as Scored
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-
-
-class Scored(Protocol):
-    """What answers of some rows are counted by."""
-
-    @property
-    def size(self) -> int:
-        """Rows."""
-
-    def counts(self, rows: Tensor, /) -> Tensor:
-        """What the metric counts of the rows (layers/targets.py)."""
 
 
 class Whole:
@@ -38,9 +22,3 @@ class Whole:
         self.targets: Scored = self.worker.targets
         if problem.workload.task == "link":
             self.targets = HeldOut(rank, problem, layout)
-
-
-def counts_of(scored: Sequence[Scored], rows: Tensor) -> Tensor | int:
-    """The sum of `counts` over several, whose rows follow each other; 0 of none."""
-    shares = torch.split(rows, [each.size for each in scored])
-    return sum(each.counts(share) for each, share in zip(scored, shares, strict=True))

@@ -443,7 +443,7 @@ class Plan(View):
             staleness_errors: Measure how far stale rows and gradients are from the true ones, per
                 layer and epoch, into rank*.json.
             gradient_errors: Measure also how far the weights' gradients are from exact ones, by a
-                second pass per epoch, and PipeGCN's bound of it (graph_parallel and pipegcn).
+                second pass per epoch (graph_parallel and pipegcn).
             tensorboard: Write loss, accuracies, seconds, bytes and memory of every epoch for
                 TensorBoard here.
 

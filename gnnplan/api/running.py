@@ -17,7 +17,6 @@ from gnnplan.planner.evidence.recorded import (
     gradient_error,
     read_run,
     rows_by_class,
-    show_gradient_error,
     show_rows,
     trained_before,
 )
@@ -110,7 +109,7 @@ class Run(View):
         if result["rows"]:
             lines.append(f"rows of features: {show_rows(result['rows'])}")
         if found := result["gradient_error"]:
-            lines.append(f"the last gradient is off by {show_gradient_error(found)}")
+            lines.append(f"the last gradient is off by {found['error']:.3g} of the exact one")
         if trained_before(self._ranks):  # no plan's prediction is of all of it
             return [*lines, f"in {self.out}"]
         return [*lines, f"in {self.out}; next: gnnplan validate {quote(str(self.out))}"]

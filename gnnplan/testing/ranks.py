@@ -382,7 +382,7 @@ class Ranks:
 
 
 def _train(rank: Any, case: Case, out: Path) -> None:
-    from gnnplan.executor.launch.checks import last_of
+    from gnnplan.executor.launch.asked import last_of
     from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
     from gnnplan.executor.train import train
 

@@ -42,8 +42,11 @@ class _Rank(TypedDict, total=False):
     peak_bytes: Required[Count | None]
     rows: dict[str, Count]
     before: list[_Part]
-    # |used - exact|, |exact| and a bound, which there may not be
-    gradient_errors: dict[str, Annotated[list[tuple[Size, Size, Size | None]], Field(min_length=1)]]
+    # |used - exact| and |exact|; runs of older versions have PipeGCN's bound of the first, too
+    gradient_errors: dict[
+        str,
+        Annotated[list[tuple[Size, Size] | tuple[Size, Size, Size | None]], Field(min_length=1)],
+    ]
 
 
 class _Epoch(TypedDict):
@@ -144,32 +147,16 @@ def _is(kind: TypeAdapter[Any], document: object) -> bool:
     return True
 
 
-def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
-    """Of the last step's gradient: its relative error and PipeGCN's bound of that.
+def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """The relative error of the last step's gradient.
 
-    None if the run has not measured it (`gnnplan run --gradient-errors`); a bound of None: there is
-    none for the model.
+    None if the run has not measured it (`gnnplan run --gradient-errors`).
     """
     # all ranks have the same
-    for error, size, bound in ranks[0].get("gradient_errors", {}).get("all", [])[-1:]:
+    for error, size, *_ in ranks[0].get("gradient_errors", {}).get("all", [])[-1:]:
         if size:
-            return {"error": error / size, "bound": None if bound is None else bound / size}
+            return {"error": error / size}
     return None
-
-
-def show_gradient_error(found: Mapping[str, float | None]) -> str:
-    """In words.
-
-    >>> show_gradient_error({"error": 0.032, "bound": None})
-    '0.032 of the exact one (PipeGCN has no bound for this model)'
-    >>> show_gradient_error({"error": 0.032, "bound": 41.7})
-    "0.032 of the exact one; PipeGCN's bound is 41.7, which says nothing: zeros are 1 off"
-    """
-    error, bound = found["error"], found["bound"]
-    if bound is None:
-        return f"{error:.3g} of the exact one (PipeGCN has no bound for this model)"
-    vacuous = ", which says nothing: zeros are 1 off" if bound >= 1 else ""
-    return f"{error:.3g} of the exact one; PipeGCN's bound is {bound:.3g}{vacuous}"
 
 
 def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:

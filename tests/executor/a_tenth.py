@@ -7,7 +7,7 @@ from dataclasses import replace
 
 
 def shrink(change: Callable[[object, str, object], None]) -> None:
-    from gnnplan.executor.measure import computation, microbench, rehearsal
+    from gnnplan.executor.measure import microbench, rehearsal
 
     def smaller(vertices: int, edges: int) -> tuple[int, int]:
         return max(100, vertices // 10), max(400, edges // 10)
@@ -16,15 +16,14 @@ def shrink(change: Callable[[object, str, object], None]) -> None:
     for piece in rehearsal.PIECES:
         vertices, edges = smaller(piece.vertices, piece.edges)
         pieces.append(replace(piece, vertices=vertices, edges=edges))
-    graphs = tuple(smaller(*size) for size in computation.GRAPHS)
-    sampled = smaller(*computation.SAMPLED)
-    seeds = tuple(count // 10 for count in computation.SEEDS)
+    graphs = tuple(smaller(*size) for size in microbench.GRAPHS)
+    sampled = smaller(*microbench.SAMPLED)
+    seeds = tuple(count // 10 for count in microbench.SEEDS)
     for module in (rehearsal, microbench):
         change(module, "PIECES", tuple(pieces))
-    for module in (computation, microbench):
-        change(module, "GRAPHS", graphs)
-        change(module, "SAMPLED", sampled)
-        change(module, "SEEDS", seeds)
+    change(microbench, "GRAPHS", graphs)
+    change(microbench, "SAMPLED", sampled)
+    change(microbench, "SEEDS", seeds)
 
 
 if os.environ.keys() & {"RANK", "SLURM_PROCID"}:

@@ -17,6 +17,9 @@ from safetensors.torch import save_file
 
 import gnnplan
 from gnnplan.executor.launch import check as checking
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import ForkServer
 
@@ -227,13 +230,9 @@ def test_a_model_that_is_not_understood_is_bad_input(tmp_path: Path) -> None:
 )
 def test_a_gradient_that_is_off_is_found(tmp_path: Path, off: float, answer: str) -> None:
     """Also of a tensor whose gradient is a thousandth of the largest; not where it is rounding."""
-    task = {
-        "graph": "synthetic:community?vertices=60&edges=400&features=12&classes=4&seed=0",
-        "ranks": 2,
-        "servers": 1,
-        "strategy": "graph_parallel",
-        "workload": {"layers": 2, "dtype": "float64"},
-    }
+    graph = load("synthetic:community?vertices=60&edges=400&features=12&classes=4&seed=0")
+    assert isinstance(graph, Graph)
+    task = checking.Task.of("graph_parallel", graph, Workload(layers=2, dtype="float64"), ranks=2)
     start = {name: torch.zeros(3, dtype=torch.float64) for name in ("large", "small", "idle")}
     alone = {"large": start["large"] + 1, "small": start["small"] + 1e-3, "idle": start["idle"]}
     found = {

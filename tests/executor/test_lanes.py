@@ -9,6 +9,7 @@ import torch
 
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.replay import Replay
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, Ranks
 
@@ -86,3 +87,20 @@ def test_nccl_needs_a_gpu_of_its_own_for_every_rank_on_all_servers() -> None:
     """A launcher may show each process one GPU and call it the first (Slurm's --gpus-per-task)."""
     assert backend_of(["a GPU-1", "a GPU-2", "b GPU-3"]) == "nccl"
     assert backend_of(["a GPU-1", "a GPU-2", "b GPU-3", "b GPU-3"]) == "gloo"
+
+
+def test_a_step_that_cannot_be_recorded_is_told_its_number_again() -> None:
+    """The clock stayed with the worker where a user's module could not be recorded: all later steps
+    dropped the rows of step 0."""
+
+    class Worker:
+        clock: torch.Tensor | None = None
+
+    worker = Worker()
+
+    def step() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError):
+        Replay(worker, step, torch.device("cpu"))
+    assert worker.clock is None

@@ -340,11 +340,11 @@ def test_only_ranks_that_share_cores_have_less_latency(
         "weight_gradient": [(1000, 64, 64, [2e-3, 2e-3])],
         "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
         "elementwise": [(1e6, [1e-10, 1e-10])],
-        "dropout_hash": [1e-9, 1e-9],
-        "attention": (1000, [1e-4, 1e-4]),
+        "dropout_hash": [([1e-9, 1e-9],)],
+        "attention": [(1000, [1e-4, 1e-4])],
         "draw": [(1e6, [1.1e-2]), (1e5, [2e-3])],
         "lay": [(1e6, [1e-2]), (1e5, [1e-3])],
-        "steps": [[0.01]] * 6,
+        "steps": [([0.01],)] * 6,
         "send.intra_node": samples,
     }
     cluster = module.cluster_of(found, 1, 2, 1e9, one_machine=True)

@@ -16,7 +16,7 @@ from started import Start, Started
 
 from gnnplan.cli import app
 from gnnplan.executor.ranks import meeting
-from gnnplan.executor.ranks.gathered import gather_all, gather_bytes
+from gnnplan.executor.ranks.comm import gather_all, gather_bytes
 from gnnplan.executor.ranks.meeting import (
     from_launcher,
     join,

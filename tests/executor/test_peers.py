@@ -21,6 +21,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from gnnplan.cli import app
 from gnnplan.executor.launch import peers
+from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import Agreement, Found, Ready
 from gnnplan.executor.ranks.checkpoint import Checkpoints
@@ -49,8 +50,9 @@ def found(
 ) -> Found:
     """What a rank says, but for what is `other`."""
     checkpoints = Checkpoints(Path(), rank.rank, 0, question)
-    ready = Ready({}, problem, CASE.settled(problem), checkpoints, [10, 20], {}, [])
-    return {**peers.found(rank, ready, Options(epochs=3), predicted or {}), **other}
+    document = {"best": {"predicted": {"memory": predicted or {}}}}
+    asked = Asked(document, Path(), Options(epochs=3), loaded=problem)
+    return {**peers.found(rank, Ready(asked, checkpoints, [10, 20], {}, [])), **other}
 
 
 def test_ranks_that_agree(problem: Problem) -> None:

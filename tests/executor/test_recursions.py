@@ -274,7 +274,7 @@ MEASURED = [  # model, world, graph, dropout, norm
         lambda row: {row[0], row[1:]},
     ),
 )
-def test_the_gradient_error_is_that_of_brute_force_and_within_its_bound(
+def test_the_gradient_error_is_that_of_brute_force(
     run_ranks: Ranks,
     graphs: dict[str, str],
     strategy: str,
@@ -295,19 +295,16 @@ def test_the_gradient_error_is_that_of_brute_force_and_within_its_bound(
     left = result.rank(0)["gradient_errors"]
     assert left == result.rank(world - 1)["gradient_errors"]
     assert set(left) == {"all", *expected[0]}
-    bounded = model in ("gcn", "sage") and norm is None
     for step, gradients in enumerate(expected):
         total = np.zeros(2)
         for name, (used, exact) in gradients.items():
-            error, size, bound = left[name][step]
+            error, size = left[name][step]
             assert error == pytest.approx((used - exact).norm().item(), rel=1e-8, abs=1e-13), name
             assert size == pytest.approx(exact.norm().item(), rel=1e-8, abs=1e-13), name
-            assert (bound is None) != bounded
-            assert bound is None or error <= bound * (1 + 1e-9), name
             total += np.square([error, size])
-        error, size, bound = left["all"][step]
+        error, size = left["all"][step]
         assert [error, size] == pytest.approx(np.sqrt(total).tolist())
-        assert error > 0 and (bound is None or error <= bound)
+        assert error > 0
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "graph_parallel(narrow=True)"])
@@ -319,8 +316,8 @@ def test_without_staleness_the_gradient_error_is_zero(
     left = run_ranks(2, [case])[0].rank(0)["gradient_errors"]
     for steps in left.values():
         assert len(steps) == 3
-        for error, size, bound in steps:
-            assert error == 0 < size and bound == (None if "narrow" in strategy else 0)
+        for error, size in steps:
+            assert error == 0 < size
 
 
 # -- GNNPipe ---------------------------------------------------------------------------------------

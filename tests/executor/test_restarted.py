@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gnnplan.cli import app
-from gnnplan.executor.launch.checks import last_of, must_be_new
+from gnnplan.executor.launch.asked import last_of, must_be_new
 from gnnplan.executor.launch.launcher import unwound_by_signals
 from gnnplan.executor.ranks.checkpoint import onwards
 from gnnplan.planner.decision.plan import chosen, question, read

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from gnnplan.cli import app
 from gnnplan.executor import train
 from gnnplan.executor.launch import launcher
-from gnnplan.executor.launch.checks import must_go_on
+from gnnplan.executor.launch.asked import must_go_on
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
 from gnnplan.executor.ranks.rank import Rank
@@ -132,7 +132,7 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
 
     def meet(rank: Rank, problem: Any, epoch: int, *more: Any) -> dict[str, Any]:
-        there[epoch + 1] = stored(run_ranks.folder / f"run{run_ranks.runs}", [0])[0]
+        there[epoch + 1] = stored(run_ranks.folder / f"run{run_ranks.runs}" / "checkpoints", 0)
         return row(rank, problem, epoch, *more)
 
     monkeypatch.setattr(checkpoint.os, "fsync", lambda file: (time.sleep(0.1), fsync(file)))
@@ -235,7 +235,8 @@ def saved(out: Path, rank: int, *epochs: int) -> Checkpoints:
 
 def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path: Path) -> None:
     mine, other = saved(tmp_path, 0, 10, 20, 30), saved(tmp_path, 1, 10, 20)
-    assert stored(tmp_path, [0, 1]) == {0: [20, 30], 1: [10, 20]} and mine.epochs() == [20, 30]
+    kept = [stored(tmp_path / "checkpoints", rank) for rank in (0, 1)]
+    assert kept == [[20, 30], [10, 20]] and mine.epochs() == [20, 30]
     last = latest([mine.epochs(), other.epochs()])
     assert last == 20
     mine.go_on(last)

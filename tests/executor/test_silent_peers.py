@@ -13,7 +13,6 @@ import torch
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.rank_process import _Process
-from gnnplan.executor.ranks import rank as ranks
 from gnnplan.executor.ranks.activity import Activity, read
 from gnnplan.executor.ranks.device_clock import HostMark
 from gnnplan.executor.ranks.rank import Rank
@@ -56,9 +55,9 @@ def waiting(device: Device, path: Path, patch: pytest.MonkeyPatch) -> Rank:
 def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "NCCL_LEAST_S", 0.2)
     rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
-    rank.timeout_s = 0.1
+    assert rank.patience == 600  # as torch has it
+    rank.timeout_s, rank.nccl_least_s = 0.1, 0.2
     assert rank.limit.total_seconds() > rank.patience == 0.2
     with pytest.raises(RuntimeError, match=r"NCCL timed out after 0\.2 s") as caught:
         rank.settle()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_minibatch_exactness import train_plainly_in_batches
 
-from gnnplan.executor.launch.checks import must_have_rates
+from gnnplan.executor.launch.asked import must_have_rates
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.ranks.checkpoint import question
 from gnnplan.executor.ranks.optimizer import Optimizer

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,29 +18,25 @@ from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.strategies.constant_rows import INPUT_HALO
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, with_far
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.schedule import Label
 
 
 class Inputs:
     """The features of a first stage's rank."""
 
     def __init__(
-        self,
-        rank: Rank,
-        problem: Problem,
-        net: Net,
-        chunks: Sequence[Chunk],
-        kept: np.ndarray,
-        own: int,
+        self, rank: Rank, problem: Problem, net: Net, chunks: Sequence[Chunk], kept: Ids, own: int
     ) -> None:
         """kept: global ids of the rows that the rank keeps, the first `own` of them its own."""
-        self.net, self.chunks = net, chunks
-        self.features: Tensor | SparseRows | None = _load(
-            rank, problem, problem.data, chunks, kept, own
-        )
+        self.net, self.chunks, self.numbers = net, chunks, range(len(chunks))
+        exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
+        # of far rows that layer 1 reads; they cross once
+        self.fetched = exchanges if problem.model.first_varying > 0 else []
+        load = self._sparse if problem.model.nonzeros else self._dense
+        self.features: Tensor | SparseRows | None = load(rank, problem, kept, own)
         self.by_chunk: list[SparseRows] = []  # of sparse features, what each chunk's edges read
         if isinstance(self.features, SparseRows) and net.encoder is None:
             self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
@@ -51,6 +46,28 @@ class Inputs:
             layer, rows = net.layer(1), self.dense
             self.aggregated = [chunk.gather(layer, rows) for chunk in chunks]
         self.prepared: Tensor | None = None
+
+    def _sparse(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> SparseRows:
+        """Features of own rows, and of far rows if layer 1 reads them."""
+        graph = problem.data
+        sparse = sparse_features(graph, kept[:own], problem.workload, rank.device)
+        leaving = [exchange.pack(sparse[chunk.rows]) for chunk, exchange in self.fetched]
+        if not leaving:
+            return sparse
+        with rank.sending(INPUT_HALO, "comm", sum(rows.nbytes for rows in leaving)):
+            far = [
+                exchange.forward_sparse(rows, lengths_of(graph, kept[chunk.far]))
+                for (chunk, exchange), rows in zip(self.fetched, leaving, strict=True)
+            ]
+        return SparseRows.cat([sparse, *far])
+
+    def _dense(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> Tensor:
+        dense = features(problem.data, kept[:own], problem.workload, rank.device)
+        if not self.fetched:
+            return dense
+        nbytes = sum(exchange.nbytes(dense, "f") for _, exchange in self.fetched)
+        with rank.sending(INPUT_HALO, "comm", nbytes):
+            return with_far(self.chunks, dense)
 
     @property
     def dense(self) -> Tensor:
@@ -97,47 +114,7 @@ class Inputs:
         gathered = chunk.gather(layer, self.prepared)
         return layer.update(gathered, self.prepared[chunk.rows], own, x0, relu)
 
-    def first_layer_sparse_exactly(self) -> Tensor:
-        """Layer 1's output for all own rows, of sparse features without dropout."""
-        layer, relu = self.net.layer(1), self.net.relu_after(1)
-        return torch.cat(
-            [
-                layer(chunk.blocks[layer.edges], cast(Tensor, rows), keep, None, relu)
-                for chunk, rows in zip(self.chunks, self.by_chunk, strict=True)
-            ]
-        )
-
-
-def _load(
-    rank: Rank,
-    problem: Problem,
-    graph: Graph,
-    chunks: Sequence[Chunk],
-    kept: np.ndarray,
-    own: int,
-) -> Tensor | SparseRows:
-    """Features of own rows, and of far rows if layer 1 reads them; these cross once, at set-up."""
-    exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
-    needs_far = problem.model.first_varying > 0 and bool(exchanges)
-    label = Label("input_halo", -1)
-    if problem.model.nonzeros:
-        sparse = sparse_features(graph, kept[:own], problem.workload, rank.device)
-        if not needs_far:
-            return sparse
-        leaving = [exchange.pack(sparse[chunk.rows]) for chunk, exchange in exchanges]
-        nbytes = rank.count(label, sum(rows.nbytes for rows in leaving))
-        with rank.span(label, "comm", nbytes):
-            far = [
-                exchange.forward_sparse(rows, lengths_of(graph, kept[chunk.far]))
-                for (chunk, exchange), rows in zip(exchanges, leaving, strict=True)
-            ]
-        return SparseRows.cat([sparse, *far])
-    dense = features(graph, kept[:own], problem.workload, rank.device)
-    if not needs_far:
-        return dense
-    width, itemsize = dense.shape[1], dense.element_size()
-    nbytes = rank.count(
-        label, sum(exchange.nbytes(width, itemsize, "f") for _, exchange in exchanges)
-    )
-    with rank.span(label, "comm", nbytes):
-        return with_far(chunks, dense)
+    def first_layer_exactly(self) -> Tensor:
+        """Layer 1's output for all own rows, without dropout."""
+        self.prepare(keep)
+        return torch.cat([self.first_layer(c, lambda places: keep, None) for c in self.numbers])

@@ -8,6 +8,7 @@ executor/train.py adds up weight gradients in `reduce_group` and updates the wei
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -22,16 +23,14 @@ from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, make_chunks, with_far
-from gnnplan.executor.strategies.gnnpipe.history import History
 from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
 from gnnplan.executor.strategies.gnnpipe.layers import (
+    Constant,
+    History,
     Kept,
     Passage,
-    forward,
-    layer_backward,
     must_run_in_parts,
 )
-from gnnplan.executor.strategies.whole import counts_of
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
@@ -73,6 +72,7 @@ class Worker(base.Worker):
             if self.is_last
             else []
         )
+        self.scored_by = self.targets  # in chunk order; no stage but the last has some
         self._inputs = (
             Inputs(rank, problem, self.net, self.chunks, kept, self.own) if self.is_first else None
         )
@@ -99,10 +99,6 @@ class Worker(base.Worker):
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
 
-    def _drop(self, step: int, layer: int, vertices: Tensor) -> Drop:
-        """Dropout of the rows of these vertices before a layer (0: encoder, L + 1: decoder)."""
-        return Drop(self.problem.workload.dropout, self.seed, step, layer, vertices)
-
     # -- one step ---------------------------------------------------------------------------------
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +114,7 @@ class Worker(base.Worker):
             self._begin_step(step)
         before, behind = self.rank.rank - self.members, self.rank.rank + self.members
         arrivals = self._expect(order, before)
-        kept: dict[int, tuple[Passage, dict[int, Kept]]] = {}
+        kept: dict[int, tuple[Passage, dict[int, Kept | Constant]]] = {}
         device, dtype = self.rank.device, weight_dtype_of(self.problem.workload)
         loss = torch.zeros((), dtype=dtype, device=device)
         shape = self.own if self.is_last else 0, self.shapes.classes
@@ -157,22 +153,18 @@ class Worker(base.Worker):
         for layer in self.varying:
             self.history.begin_step(
                 layer,
-                self._drop(step - 1, layer, self.vertices),
-                self._drop(step, layer, self.vertices),
+                self.drop(step - 1, layer, self.vertices),
+                self.drop(step, layer, self.vertices),
             )
         if self._inputs is not None:
-            self._inputs.prepare(self._drop(step, 1, self.vertices))
+            self._inputs.prepare(self.drop(step, 1, self.vertices))
 
     def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
         """Buffers for what the peer will send, by chunk, in its order."""
         if not 0 <= peer < self.rank.world:
             return {}
         width, dtype = self._message_like(peer)
-        return {
-            c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer)
-            for c in order
-            if self.chunks[c].size
-        }
+        return {c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order}
 
     def _message_like(self, peer: int) -> tuple[int, torch.dtype]:
         """Columns and type of what this stage and the peer's hand each other."""
@@ -185,14 +177,13 @@ class Worker(base.Worker):
         self, arrivals: dict[int, Arrival], step: int, c: int, way: str, peer: int
     ) -> Tensor | None:
         """The message for chunk c; None if there is no peer."""
-        if not 0 <= peer < self.rank.world:
+        if c not in arrivals:
             return None
-        if c in arrivals:
-            with self.rank.span(Label("receive", step, way, chunk=c, peer=peer), "receive"):
-                message = arrivals.pop(c).wait()
-        else:  # an empty sub-chunk
-            width, dtype = self._message_like(peer)
-            message = torch.zeros(0, width, dtype=dtype, device=self.rank.device)
+        label = Label("receive", step, way, chunk=c, peer=peer)
+        # an empty sub-chunk has no message
+        is_sent = self.chunks[c].size > 0
+        with self.rank.span(label, "receive") if is_sent else nullcontext():
+            message = arrivals.pop(c).wait()
         return message if self.strategy.bits is None else self._unpack(step, c, way, message)
 
     def _pack(self, step: int, c: int, way: str, rows: Tensor) -> Tensor:
@@ -223,10 +214,10 @@ class Worker(base.Worker):
         if not rows.shape[0]:
             return []
         label = Label("pipeline", step, way, chunk=c, peer=peer)
-        nbytes = self.rank.count(label, rows.numel() * rows.element_size())
+        recorded = self.rank.sending(label, "send", rows.nbytes)
 
         def leave() -> None:
-            with self.rank.span(label, "send", nbytes):
+            with recorded:
                 send(self.rank, rows, peer)
 
         return [self.rank.submit("send", leave)]
@@ -248,10 +239,8 @@ class Worker(base.Worker):
         """
         exchange = self.chunks[c].exchange
         assert exchange is not None
-        label = Label("halo", step, way, layer, c)
-        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
-        with self.rank.span(label, "comm", nbytes):
-            return exchange.forward(exchange.pack(rows)) if way == "f" else exchange.backward(rows)
+        with exchange.recorded(Label("halo", step, way, layer, c), rows, way):
+            return exchange.swap(way, exchange.pack(rows) if way == "f" else rows)
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """A message's rows, and what travels with them past all layers.
@@ -270,14 +259,14 @@ class Worker(base.Worker):
 
     def _forward(
         self, step: int, c: int, message: Tensor | None, refresh: bool
-    ) -> tuple[Passage, dict[int, Kept]]:
+    ) -> tuple[Passage, dict[int, Kept | Constant]]:
         """The stage's layers on a chunk.
 
         Returns its passage, whose h are the logits on the last stage, and what each layer keeps.
         """
         chunk, last_layer = self.chunks[c], self.net.total
         passage = self._enter(message)
-        kept: dict[int, Kept] = {}
+        kept: dict[int, Kept | Constant] = {}
         for piece in self.pieces:
             far = None
             if chunk.exchange and piece[0] in self.varying:
@@ -290,8 +279,7 @@ class Worker(base.Worker):
                         continue
                     kept[layer] = self._layer(step, c, layer, passage, far, refresh)
                 if last_layer in piece:
-                    out = kept[last_layer].out
-                    assert out is not None
+                    out = kept[last_layer].finish().out
                     if passage.summed is not None:
                         out = passage.summed.requires_grad_()
                     passage.h = self.net.decode(out, self._drop_next(step, last_layer, chunk))
@@ -307,7 +295,7 @@ class Worker(base.Worker):
         return Passage(h, summed=carried if self.net.jump else None)
 
     def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
-        drop = self._drop(step, 0, self.vertices[chunk.rows])
+        drop = self.drop(step, 0, self.vertices[chunk.rows])
         passage.encoded = self.inputs.encode(chunk, drop)
         passage.h = passage.encoded.detach()
         if self.net.initial:
@@ -315,42 +303,40 @@ class Worker(base.Worker):
 
     def _drop_next(self, step: int, layer: int, chunk: Chunk) -> Drop:
         """Dropout of a chunk's own rows before the layer that follows."""
-        return self._drop(step, layer + 1, self.vertices[chunk.rows])
+        return self.drop(step, layer + 1, self.vertices[chunk.rows])
 
     def _layer(
         self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
-    ) -> Kept:
+    ) -> Kept | Constant:
         """One layer on a chunk; the passage goes on with its output."""
-        kept = self._compute(step, c, layer, passage, far, refresh)
-        if self.net.jump:
-            chunk = self.chunks[c]
-            assert passage.h is not None
-            if passage.summed is None:
-                passage.summed = passage.h.new_zeros(chunk.size, self.net.jumped)
-            drop = self._drop_next(step, layer, chunk)
-            self.net.add(layer, passage.h, drop, passage.summed)
-        return kept
-
-    def _compute(
-        self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
-    ) -> Kept:
         chunk = self.chunks[c]
+        kept: Kept | Constant
         if passage.h is None:  # constant features
 
             def drop_sources(places: Tensor) -> Drop:
-                return self._drop(step, layer, self.vertices[places])
+                return self.drop(step, layer, self.vertices[places])
 
-            out = self.inputs.first_layer(c, drop_sources, passage.x0)
-            passage.h = out.detach()
-            return Kept(out=out)
-        drop = self._drop(step, layer, chunk.of(self.vertices))
-        forgets = self.strategy.checkpoint and layer < self.net.total
-        return forward(self.net, layer, chunk, self.history, passage, far, drop, refresh, forgets)
+            kept = Constant(self.inputs.first_layer(c, drop_sources, passage.x0))
+            passage.h = kept.out.detach()
+        else:
+            drop = self.drop(step, layer, chunk.of(self.vertices))
+            forgets = self.strategy.checkpoint and layer < self.net.total
+            kept = self.history.forward(layer, chunk, passage, far, drop, refresh, forgets)
+        if self.net.jump:
+            if passage.summed is None:
+                passage.summed = passage.h.new_zeros(chunk.size, self.net.jumped)
+            self.net.add(layer, passage.h, self._drop_next(step, layer, chunk), passage.summed)
+        return kept
 
     # -- backward ---------------------------------------------------------------------------------
 
     def _backward(
-        self, step: int, c: int, passage: Passage, kept: dict[int, Kept], message: Tensor | None
+        self,
+        step: int,
+        c: int,
+        passage: Passage,
+        kept: dict[int, Kept | Constant],
+        message: Tensor | None,
     ) -> Tensor | None:
         """The gradient of the chunk's output rows through the stage.
 
@@ -369,8 +355,8 @@ class Worker(base.Worker):
                 for layer in reversed(piece):
                     if layer:
                         drop = self._drop_next(step, layer, chunk)
-                        passage.gradient = layer_backward(
-                            self.net, layer, chunk, self.history, kept.pop(layer), passage, drop
+                        passage.gradient = self.history.backward(
+                            layer, chunk, kept.pop(layer), passage, drop
                         )
                     else:
                         self._encode_backward(passage)
@@ -407,7 +393,7 @@ class Worker(base.Worker):
         h, carried = self._first_rows()
         for layer in self.layers:
             if h is None:
-                h = self.inputs.first_layer_sparse_exactly()
+                h = self.inputs.first_layer_exactly()
             else:
                 if layer in self.history.mixed:
                     h = with_far(self.chunks, h)
@@ -429,7 +415,7 @@ class Worker(base.Worker):
     def _first_rows(self) -> tuple[Tensor | None, Tensor | None]:
         """What the stage's first layer reads of own rows, and what goes past all layers.
 
-        The first is None if layer 1 reads sparse features, which are there by chunk.
+        The first is None if these are constant features.
         """
         if not self.is_first:
             width = self.strategy.boundary(self.problem, self.stage - 1) - self.carried_columns
@@ -442,15 +428,14 @@ class Worker(base.Worker):
             assert self.inputs.features is not None
             h = self.net.encode(self.inputs.features)
             return h, h if self.net.initial else None
-        return (None if self.inputs.by_chunk else self.inputs.dense), None
+        return None, None
 
     def _layer_exactly(self, layer: int, h: Tensor, x0: Tensor | None) -> list[Tensor]:
         """The layer's output for each chunk, from all rows that it reads."""
         part, relu = self.net.layer(layer), self.net.relu_after(layer)
-        aggregated = self.inputs.aggregated if layer == 1 else []
         outs, rows = [], part.prepare(h, keep)
-        for c, chunk in enumerate(self.chunks):
-            gathered = aggregated[c] if aggregated else chunk.gather(part, rows)
+        for chunk in self.chunks:
+            gathered = chunk.gather(part, rows)
             own_x0 = x0[chunk.rows] if x0 is not None and self.net.initial else None
             outs.append(part.update(gathered, rows[chunk.rows], h[chunk.rows], own_x0, relu))
         return outs
@@ -458,10 +443,6 @@ class Worker(base.Worker):
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the last stage, else nothing; without dropout or history."""
         return self._whole_graph()
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        # their rows are in chunk order; no stage but the last has targets
-        return counts_of(self.targets, logits)
 
     def state(self) -> dict[str, Tensor]:
         """Weights and history."""

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies.p3.slices import DELAY
-
-
-class Pipeline(Protocol):
-    """What the learner needs of a worker."""
-
-    def gradients_of(self, batch: int) -> Sequence[Gradients]:
-        """The buffers that hold a batch's gradient."""
-
-    def play(self, t: int, steps: int | None = None) -> object:
-        """Play period t of a run of so many batches."""
 
 
 class Delayed(Learner):
@@ -30,17 +19,26 @@ class Delayed(Learner):
         rank: Rank,
         workload: Workload,
         gradients: Sequence[Gradients],
-        pipeline: Pipeline,
+        gradients_of: Callable[[int], Sequence[Gradients]],
+        play: Callable[[int, int], object],
         steps: int,
     ) -> None:
-        """steps: batches of an epoch."""
+        """gradients_of: the buffers that hold a batch's gradient. steps: batches of an epoch.
+
+        play: plays a period of a run of so many batches.
+        """
         super().__init__(rank, workload, gradients)
-        self.pipeline, self.workload, self.steps = pipeline, workload, steps
+        self.gradients_of, self.play, self.workload, self.steps = (
+            gradients_of,
+            play,
+            workload,
+            steps,
+        )
         self.reducing: Future[None] | None = None
 
     def start(self, batch: int) -> None:
         """Begin the all-reduce of a batch's gradient."""
-        buffers = self.pipeline.gradients_of(batch)
+        buffers = self.gradients_of(batch)
 
         def reduce() -> None:
             for buffer in buffers:
@@ -55,7 +53,7 @@ class Delayed(Learner):
             return
         assert self.reducing is not None
         self.reducing.result()
-        for own, reduced in zip(self.gradients, self.pipeline.gradients_of(due), strict=True):
+        for own, reduced in zip(self.gradients, self.gradients_of(due), strict=True):
             own.flat.copy_(reduced.flat)
         self.optimizer.lr = self.workload.lr_of(due // self.steps)  # the epoch's of the batch
         self.descend(due)
@@ -63,5 +61,5 @@ class Delayed(Learner):
     def finish(self, step: int) -> None:
         """Play what is under way to its end."""
         for later in range(step, step + DELAY):
-            self.pipeline.play(later, step)
+            self.play(later, step)
             self.update(later)

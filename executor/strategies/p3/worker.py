@@ -17,11 +17,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import Block, backward, dropout, gradient_of
-from gnnplan.executor.layers.layer import ColumnLayer, Drop, missing_calls, partial_sums
+from gnnplan.executor.layers.kernels import Block, backward, gradient_of
+from gnnplan.executor.layers.layer import ColumnLayer, missing_calls, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
@@ -37,7 +36,7 @@ from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
-from gnnplan.executor.strategies.whole import Scored, Whole, counts_of
+from gnnplan.executor.strategies.whole import Scored, Whole
 from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
@@ -107,25 +106,16 @@ class Worker(base.Worker):
             rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
         )
         self.features = Columns(rank, problem, self.columns, store)
-        self.learner: Learner = (
-            Delayed(
-                rank,
-                problem.workload,
-                self.gradients(self.sliced),
-                self,
-                strategy.steps(problem),
-            )
-            if strategy.pipelined
-            else Learner(rank, problem.workload, self.gradients(self.sliced))
-        )
-        self.nets = (
-            [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)]
-            if strategy.pipelined
-            else [self.sliced]
-        )
-        self.buffers = [self.gradients(net) for net in self.nets] if strategy.pipelined else []
+        trained = rank, problem.workload, self.gradients(self.sliced)
+        self.learner: Learner
+        if strategy.pipelined:
+            self.nets = [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)]
+            self.buffers = [self.gradients(net) for net in self.nets]
+            self.learner = Delayed(*trained, self.gradients_of, self.play, strategy.steps(problem))
+        else:
+            self.nets, self.buffers, self.learner = [self.sliced], [], Learner(*trained)
         self.flights: dict[int, Flight] = {}  # by batch
-        self.scored: list[Scored] = []  # what the last logits are counted by
+        self.scored_by: list[Scored] = []
         self.tail_spans = ExitStack()  # those of the tail that is running
         self.whole: Whole | None = None
 
@@ -137,13 +127,14 @@ class Worker(base.Worker):
             self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload
         ).to(self.rank.device)
         for name, p in self.net.named_parameters():
-            target = sliced.get_parameter(name)
-            target.data.copy_(
-                p.data
-                if p.shape == target.shape and not self._is_cut(name)
-                else p.data[:, self.columns.start : self.columns.stop]
-            )
+            its = p.data[:, self._its] if self._is_cut(name) else p.data
+            sliced.get_parameter(name).data.copy_(its)
         return sliced
+
+    @property
+    def _its(self) -> slice:
+        """This rank's columns."""
+        return slice(self.columns.start, self.columns.stop)
 
     def _is_cut(self, name: str) -> bool:
         return name in {f"layers.1.{own}" for own in self.net.layer(1).by_columns}
@@ -178,11 +169,8 @@ class Worker(base.Worker):
                 continue
             whole.zero_()
             if gives:
-                whole[:, self.columns.start : self.columns.stop] = p
-            if self.rank.world > 1:
-                wire = self.rank.staged(whole)
-                dist.all_reduce(wire)
-                whole.copy_(wire)
+                whole[:, self._its] = p
+            whole.copy_(comm.total(self.rank, whole))
 
     # -- a batch ----------------------------------------------------------------------------------
 
@@ -204,7 +192,7 @@ class Worker(base.Worker):
 
     def _partial(self, step: int, share: Share, net: Net) -> Flight:
         """Layer 1 on this rank's columns, for all peers' blocks."""
-        rank, problem, workload = self.rank, self.problem, self.problem.workload
+        rank, problem = self.rank, self.problem
         part = share.parts[0]
         assert isinstance(part, Pushed)
         layer = cast(ColumnLayer, net.layer(1))
@@ -237,10 +225,9 @@ class Worker(base.Worker):
                     return numbers
                 return cast(Tensor, _Summed.apply(numbers, total))  # type: ignore[no-untyped-call]
 
+            drop = self.drop(step, 1, vertices, self.columns.start)
             # a user's module may leave its features whole
-            p = workload.dropout if problem.model.layers[0].drops else 0.0
-            # sparse rows offer what dropout asks of a tensor
-            rows = dropout(cast(Tensor, x), workload.seed, step, 1, vertices, p, self.columns.start)
+            rows = drop(x) if problem.model.layers[0].drops else x
             partial = partial_sums(layer, block, rows, sync)
         del x, rows  # autograd keeps what it needs of them
         return Flight(step, net, share, exchange, above, partial, own)
@@ -273,17 +260,13 @@ class Worker(base.Worker):
         """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
         if len(self.rail) == 1:
             return there(rows)
-        nbytes = self.rank.count(label, exchange.nbytes(rows.shape[1], rows.element_size(), way))
+        recorded = exchange.recorded(label, rows, way)
         # a list, to drop the rows when they have left: the lane's thread holds this function longer
         leaving = [rows]
 
         def swap() -> Tensor:
-            with self.rank.span(label, "comm", nbytes):
-                return (
-                    exchange.forward(leaving.pop())
-                    if way == "f"
-                    else exchange.backward(leaving.pop())
-                )
+            with recorded:
+                return exchange.swap(way, leaving.pop())
 
         return self.rank.submit("comm", swap)
 
@@ -305,18 +288,15 @@ class Worker(base.Worker):
             summed.requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
 
-            def dropping(number: int, vertices: Tensor) -> Drop:
-                return Drop(workload.dropout, workload.seed, step, number, vertices)
-
             def added_up(number: int, h: Tensor, summed: Tensor | None) -> Tensor | None:
                 if net.jump is None:
                     return None
-                added = net.added(number, h[: len(own)], dropping(number + 1, own))
+                added = net.added(number, h[: len(own)], self.drop(step, number + 1, own))
                 return added if summed is None else summed + added
 
             of_layers = added_up(1, h, None)
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
-                drop = dropping(number, source)
+                drop = self.drop(step, number, source)
                 h = net.layer(number)(block, h, drop, None, net.relu_after(number))
                 of_layers = added_up(number, h, of_layers)
             h = h if of_layers is None else of_layers
@@ -334,7 +314,7 @@ class Worker(base.Worker):
             flight.gradient.repeat(len(self.rail) - 1, 1),
             "b",
         )
-        self.scored.append(targets)
+        self.scored_by.append(targets)
         items = count_items(workload, self.problem.stats)
         return loss.detach() * (share.everyone / items), logits.detach()
 
@@ -357,7 +337,7 @@ class Worker(base.Worker):
         Returns this rank's part of what the batches that end add to the mean loss over all training
         vertices (edges), and their rows of the last layer.
         """
-        self.scored = []
+        self.scored_by = []
         if not self.strategy.pipelined:
             flight = self._front(step)
             loss, logits = self._body(flight)
@@ -399,11 +379,8 @@ class Worker(base.Worker):
         self._assemble()
         if self.whole is None:
             self.whole = Whole(self.rank, self.problem, self.net)
-        self.scored = [self.whole.targets]
+        self.scored_by = [self.whole.targets]
         return self.whole.worker.evaluate(step)
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        return counts_of(self.scored, logits)
 
     def open_learner(self) -> Learner:
         return self.learner
