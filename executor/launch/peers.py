@@ -115,7 +115,7 @@ def found(rank: Rank, ready: Ready) -> Found:
 
 def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
     """Tell all ranks what this one has found. Raises what `compare` raises, on all alike."""
-    process, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    process, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     store.set(f"found {process}", json.dumps(own))
     if process == 0:
         everyone = [json.loads(store.get(f"found {other}")) for other in range(world)]
@@ -203,10 +203,10 @@ def _by_host(everyone: Sequence[Found]) -> list[str]:
 class Peers:
     """All ranks, as one of them knows them once they have met.
 
-    store: where that was; None: there are no others. servers, hosts: of every rank.
+    store: where that was. servers, hosts: of every rank.
     """
 
-    store: Store | None
+    store: Store
     servers: Sequence[int]
     hosts: Sequence[str]
     out: Path
@@ -219,10 +219,8 @@ class Peers:
         """
         _outlive_the_others()  # they have something to say
         answers: dict[int, Failure] | None = None
-        if self.store is not None:
-            # torch's errors of connections are RuntimeErrors
-            with suppress(RuntimeError, ValueError):
-                answers = self._answers(PrefixStore("roll call", self.store), failure)
+        with suppress(RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors
+            answers = self._answers(PrefixStore("roll call", self.store), failure)
         said = f". {self._who(answers)}" if failure.is_consequence else ""
         if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
             return said  # the message says what to change

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch.asked import (
     Asked,
@@ -34,7 +34,6 @@ from gnnplan.executor.launch.peers import (
     Peers,
     Ready,
     agree,
-    compare,
     found,
     refusal,
 )
@@ -154,12 +153,9 @@ class _Process:
         asked, checkpoints, problem = ready.asked, ready.checkpoints, ready.asked.problem
         rank = self.rank = place_rank(options.timeout_s, problem)
         own = found(rank, ready)
-        store: Store | None = None  # none is needed by a single rank
-        if is_alone:
-            agreed = compare([own])
-        else:
-            store = store_of_all(options.timeout_s)
-            agreed = agree(store, env, own)
+        store: Store = HashStore() if is_alone else store_of_all(options.timeout_s)
+        agreed = agree(store, env, own)
+        if not is_alone:
             connect(rank, store)
         self.peers = Peers(store, problem.servers, agreed.hosts, self.out)
         if env.get("RANK", "0") == "0":

@@ -31,7 +31,7 @@ class Inputs:
         self, rank: Rank, problem: Problem, net: Net, chunks: Sequence[Chunk], kept: Ids, own: int
     ) -> None:
         """kept: global ids of the rows that the rank keeps, the first `own` of them its own."""
-        self.net, self.chunks, self.numbers = net, chunks, range(len(chunks))
+        self.net, self.chunks = net, chunks
         exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
         # of far rows that layer 1 reads; they cross once
         self.fetched = exchanges if problem.model.first_varying > 0 else []
@@ -117,4 +117,5 @@ class Inputs:
     def first_layer_exactly(self) -> Tensor:
         """Layer 1's output for all own rows, without dropout."""
         self.prepare(keep)
-        return torch.cat([self.first_layer(c, lambda places: keep, None) for c in self.numbers])
+        numbers = range(len(self.chunks))
+        return torch.cat([self.first_layer(c, lambda places: keep, None) for c in numbers])

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -47,6 +47,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
 
 HOST = torch.device("cpu")
+NO_ROWS = torch.empty(0)
+NOTHING = there(NO_ROWS)
 
 
 class _Summed(torch.autograd.Function):
@@ -74,9 +76,9 @@ class Flight:
     above: tuple[list[Block], list[Tensor], Tensor, Targets | LinkTargets]
     partial: Tensor  # layer 1's partial sums for all peers' blocks, with their graph
     own: slice  # the rows of this rank's block among them
-    pulled: Future[Tensor] | None = None  # the peers' partial sums of this rank's block
-    pushed: Future[Tensor] | None = None  # the gradients of the peers' sums
-    gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # of this rank's sum
+    pulled: Future[Tensor] = NOTHING  # the peers' partial sums of this rank's block
+    pushed: Future[Tensor] = NOTHING  # the gradients of the peers' sums
+    gradient: Tensor = NO_ROWS  # of this rank's sum
 
 
 class Worker(base.Worker):
@@ -276,14 +278,12 @@ class Worker(base.Worker):
         Returns this rank's part of the loss and its logits.
         """
         step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
-        assert flight.pulled is not None
-        pulled = flight.pulled.result()
+        pulled, flight.pulled = flight.pulled.result(), NOTHING
         blocks, sources, own, targets = flight.above
         with self.rank.span(Label("forward", step), "compute"):
             summed = flight.partial.detach()[flight.own].clone()
             for part in pulled.view(len(self.rail) - 1, *summed.shape):
                 summed += part
-            flight.pulled = None
             del pulled
             summed.requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
@@ -320,7 +320,6 @@ class Worker(base.Worker):
 
     def _tail(self, flight: Flight) -> None:
         """Bring the gradient of all peers' blocks to this rank's columns of the first weight."""
-        assert flight.pushed is not None
         pushed, step = flight.pushed.result(), flight.step
         with ExitStack() as self.tail_spans:
             self.tail_spans.enter_context(
@@ -393,8 +392,7 @@ class Worker(base.Worker):
         """Wait for messages; batches stay under way."""
         for flight in self.flights.values():
             for moving in (flight.pulled, flight.pushed):
-                if moving is not None:
-                    moving.result()
+                moving.result()
         self._assemble()
 
     def trained(self) -> dict[str, Tensor]:
@@ -414,7 +412,6 @@ class Worker(base.Worker):
                     f"gradient.{i}.{j}": buffer.flat for j, buffer in enumerate(buffers)
                 }
         for flight in self.flights.values():
-            assert flight.pushed is not None
             out |= {
                 f"flight.{flight.step}.own": flight.gradient,
                 f"flight.{flight.step}.pushed": flight.pushed.result(),
