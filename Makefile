@@ -58,8 +58,9 @@ bench: .venv/.installed  ## timings: ratios measured side by side, never asserte
 gpu:  ## what only a GPU can show, with the torch of $(GPU_PYTHON), in $(MINUTES) minutes; STAGES=more: what these had no time for
 	$(GPU_PYTHON) benchmarks/gpu.py all --out $(GPU_OUT) --minutes $(MINUTES) $(if $(STAGES),--stages $(STAGES))
 
-published: .venv/.installed  ## printed figures of five papers predicted again: errors and choices
+published: .venv/.installed  ## printed figures predicted again: errors and choices
 	$(BIN)/python benchmarks/published.py table
+	$(BIN)/python benchmarks/published.py others
 
 docs: .venv/.installed  ## the documentation as a site, in build/site; broken links are errors
 	$(INSTALL) --editable '.[docs]'

@@ -4,17 +4,22 @@
 
     fit        constants of the testbeds: traces/quoted/fitted.csv
     table      errors and choices: docs/reference/published-figures.md
+    others     works that gave no constant: docs/reference/other-works.md
+    width      of what predictions miss on unseen GPUs, from one half of these works and the other
     figures    docs/figures/published_*.png
 
 `figures` draws the papers' own figures from predictions, with what they print as points. The file
-has the columns of benchmarks/papers/rows.py; by default it is traces/published/figures.csv.
+has the columns of benchmarks/papers/rows.py; by default it is traces/published/figures.csv, of
+`others` and `width` traces/published/others.csv.
 """
 
+import json
 from collections import defaultdict
-from itertools import product
+from itertools import combinations, product
 from statistics import mean, median
 
 import commands
+import numpy as np
 from choices import chances_table, score
 from commands import header, line, words, write
 
@@ -22,12 +27,16 @@ from gnnplan.papers import calibrate
 from gnnplan.papers import mini_batch as mini_batches
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
-from gnnplan.papers.published import DIFFERENT, evaluate_rows
-from gnnplan.papers.question import Question, Row
-from gnnplan.papers.rows import COLUMNS, read
+from gnnplan.papers.published import DIFFERENT, GAVE_A_WIDTH, evaluate_rows, is_inside
+from gnnplan.papers.question import Question, Row, Skip
+from gnnplan.papers.rows import COLUMNS, JOB, read
+from gnnplan.planner.cluster.doubt import normals
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.recommendation import UNSEEN, missed, range_of
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.files import QUOTED
 
-FIGURES = commands.TRACES / "published" / "figures.csv"
+PRINTED = commands.TRACES / "published"
 DOCS = commands.ROOT / "docs"
 
 
@@ -93,10 +102,114 @@ def table(path: str) -> None:
         )
         lines.append(line(what, f"{float(row['value']):.4g}", f"{row['predicted']:.4g}"))
     lines += ["", *choices(rows)]
-    document = DOCS / "reference" / "published-figures.md"
+    fill("published-figures.md", lines)
+
+
+def fill(name: str, lines: list[str]) -> None:
+    """Write Markdown in the place of what stands below the document's mark."""
+    document = DOCS / "reference" / name
     before, mark, _ = document.read_text().partition("<!-- table -->\n")
     assert mark
     document.write_text(before + mark + "\n".join(lines) + "\n")
+
+
+def others(path: str) -> None:
+    """Write every figure of works that gave no constant into the document, and what they sum to."""
+    found = evaluate_rows(read(path))
+    epochs = [row for row in found["rows"] if "kind" in row]
+    by_kind, by_work = defaultdict(list), defaultdict(list)
+    for row in epochs:
+        by_kind[row["kind"]].append(row)
+        by_work[f"{row['paper']}, {row['kind']}"].append(row)
+    lines = [header("epochs", "rows", "median error", "of", "in the range for 80 %")]
+    for name, rows in [*sorted(by_kind.items()), ("all", epochs), *sorted(by_work.items())]:
+        off = median(abs(row["error"]) for row in rows)
+        inside = [is_inside(row) for row in rows if row["paper"] not in GAVE_A_WIDTH]
+        share = f"{mean(inside):.0%}" if inside else "-"
+        lines.append(line(name, len(rows), f"{off:.0%}", len(inside), share))
+    scaling, winner = found["scaling"], found["summary"]["winner"]
+    lines += [
+        f"\nEpochs over those on fewer GPUs: {scaling['median']:.0%} off in the median of"
+        f" {scaling['n']}.\n\nThe faster strategy: right in {winner['right']} of {winner['n']}.\n",
+        header("what differs between the two", "pairs", "the faster is named rightly"),
+        *(line(what, len(right), sum(right)) for what, right in sorted(rivals(epochs).items())),
+        "",
+        header(*PRINTED_OF, "predicted", "error", "in range", left=3),
+    ]
+    for row in found["rows"]:
+        has_range = "kind" in row and row["paper"] not in GAVE_A_WIDTH
+        inside = ("yes" if is_inside(row) else "no") if has_range else ""
+        told = f"{row['predicted']:.4g}", f"{row['error']:+.0%}", inside
+        lines.append(line(*printed_of(row), *told))
+    lines += ["\nNot predicted:\n", header(*PRINTED_OF, "why", left=3)]
+    lines += [line(*printed_of(row), row["why"]) for row in found["skipped"]]
+    fill("other-works.md", lines)
+
+
+def rivals(epochs: list[dict]) -> dict[str, list[bool]]:
+    """Knobs and places in which two systems of one job differ -> whether the faster was named."""
+    by_job = defaultdict(list)
+    for row in epochs:
+        by_job[tuple(row[name] for name in JOB)].append(row)
+    right = defaultdict(list)
+    for a, b in (pair for rows in by_job.values() for pair in combinations(rows, 2)):
+        printed = float(b["value"]) / float(a["value"])
+        told = [
+            {**parse(row["strategy"]).knobs(), "sampler": params.get("sampler")}
+            for row in (a, b)
+            for params in [json.loads(row["strategy_params"] or "{}")]
+        ]
+        differ = [name for name in told[0] if told[0][name] != told[1][name] and name != "hot"]
+        if differ and max(printed, 1 / printed) > 1 + DIFFERENT:
+            right[", ".join(differ)].append((printed - 1) * (b["predicted"] - a["predicted"]) > 0)
+    return right
+
+
+def width(path: str) -> None:
+    """Print the standard deviation of logs with which 80 % of one half's epochs are in range, works
+    counting alike, and how many of the other half's then are: by both halves.
+
+    Constants are drawn as plans draw them."""
+    halves: dict[bool, dict[str, list[np.ndarray]]]
+    halves = {half: defaultdict(list) for half in (True, False)}
+    for row in read(path):
+        if row["metric"] != "epoch_time_s":
+            continue
+        try:
+            asked = question(row)
+        except Skip:
+            continue
+        drawn_s = Candidate(asked.strategy, asked.prediction, asked.problem).drawn_s
+        missed_by = missed(UNSEEN, asked.strategy.family, asked.strategy.exact)
+        logs = np.log(drawn_s / missed_by / float(row["value"]))
+        halves[row["paper"] in GAVE_A_WIDTH][row["paper"]].append(logs)
+
+    def holds(logs: np.ndarray, sigma: float) -> bool:
+        low, high = range_of(logs + sigma * normals("a miss"))
+        return low <= 0 <= high
+
+    for half, works in halves.items():
+        sigma = next(
+            sigma
+            for sigma in np.arange(0.05, 5.0, 0.05)
+            if mean(mean(holds(logs, sigma) for logs in of) for of in works.values()) >= 0.8
+        )
+        others = [logs for of in halves[not half].values() for logs in of]
+        inside = mean(holds(logs, sigma) for logs in others)
+        print(f"{', '.join(works)}: {sigma:.2f}; {inside:.0%} of {len(others)} other epochs")
+
+
+PRINTED_OF = "work, source", "what", "figure", "printed"
+
+
+def printed_of(row: dict) -> tuple[str, ...]:
+    """A figure: who prints it, of what, what and how much."""
+    sizes = f"{row['num_nodes']}x{row['gpus_per_node']}"
+    where = f" on {sizes} {row['testbed'] or 'of a machine that is not stated'}" * (sizes != "x")
+    sampler = json.loads(row["strategy_params"] or "{}").get("sampler")
+    samples = f", sampler on the {sampler}" if sampler else ""
+    of = f"{row['model'] or 'batches'}, {row['dataset']}{where}: `{row['strategy']}`{samples}"
+    return f"{row['paper']}: {row['source']}", of, row["metric"], f"{float(row['value']):.4g}"
 
 
 def choices(rows: list[Row]) -> list[str]:
@@ -249,4 +362,6 @@ def figures(path: str) -> None:
 
 if __name__ == "__main__":
     verb, *files = words(__doc__)
-    {"fit": fit, "table": table, "figures": figures}[verb](*files or [str(FIGURES)])
+    usual = PRINTED / ("others.csv" if verb in ("others", "width") else "figures.csv")
+    verbs = {"fit": fit, "table": table, "others": others, "width": width, "figures": figures}
+    verbs[verb](*files or [str(usual)])

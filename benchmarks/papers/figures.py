@@ -113,6 +113,7 @@ FIGURES: dict[str, Callable[[Question], float]] = {
     "comm_volume_bytes": _volume,
     "train_time_s": _train_s,
     "cross_edge_ratio": mini_batch.crossing,
+    "halo_rows": full_graph.halo,
     **{metric: partial(_part_s, metric) for metric in PARTS},
     **{metric: partial(mini_batch.sampled, metric) for metric in mini_batch.SAMPLED},
 }

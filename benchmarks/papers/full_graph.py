@@ -94,7 +94,7 @@ def trained_on(stats: GraphStats, paper: str) -> GraphStats:
         return stats
     vertices, edges = stats.train_vertices, round(stats.edges * among(stats) ** 2)
     halo_rows = {
-        parts: round(vertices * (parts - 1) * -np.expm1(-mixing * edges / vertices / parts))
+        parts: round(_halo_rows(vertices, edges, parts, mixing))
         for parts, mixing in mixing_of(stats).known
     }
     return replace(
@@ -105,6 +105,18 @@ def trained_on(stats: GraphStats, paper: str) -> GraphStats:
         train_popular=False,
         hash=f"{stats.hash} among training vertices",
     )
+
+
+def _halo_rows(vertices: int, edges: int, parts: int, mixing: float) -> float:
+    """Halo rows of all parts together."""
+    return float(vertices * (parts - 1) * -np.expm1(-mixing * edges / vertices / parts))
+
+
+def halo(asked: Question) -> float:
+    """Halo rows of all ranks together, one hop deep."""
+    stats, parts = asked.problem.stats, asked.problem.ranks
+    mixing = mixing_of(stats, asked.problem.method).at(parts)
+    return _halo_rows(stats.vertices, stats.edges, parts, mixing)
 
 
 def among(stats: GraphStats) -> float:

@@ -1,7 +1,8 @@
 """Makes a question to the model of a printed figure's row.
 
-    row -> Question: the graph (its statistics, planner/graph/datasets/), the GNN, the testbed (its
-           preset, planner/cluster/presets/) and the strategy
+    row -> Question: the graph (its statistics, planner/graph/datasets/), the GNN, the testbed (a
+           preset, a cloud's server, or a file in testbeds/) and the strategy: a system by its name,
+           or one of ours with its knobs, as `data_parallel(prefetch=1)`
 
 A row that the model does not speak of is skipped: Skip says why. What other people's code does
 differently from ours is in full_graph.py and mini_batch.py.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,6 +21,7 @@ from pydantic import ValidationError
 from gnnplan.papers import full_graph, mini_batch
 from gnnplan.papers.question import Params, Question, Row, Skip, Testbeds
 from gnnplan.papers.their_passes import TheirProblem
+from gnnplan.planner.cluster import clouds
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
@@ -26,69 +29,101 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.statistics import datasets
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem, shape
-from gnnplan.planner.strategies import named
+from gnnplan.planner.strategies import Strategy, named, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 
 # Names in the file -> ours.
 MODELS = {
-    **{name: name for name in ("gcn", "sage", "gcnii", "gat")},
+    **{name: name for name in ("gcn", "sage", "gcnii", "gat", "gin")},
     **{"resgcn+": "resgcn", "sgcn": "sgc"},
 }
 SYSTEMS = full_graph.SYSTEMS | mini_batch.SYSTEMS
+TESTBEDS = Path(__file__).with_name("testbeds")  # machines that only print speaks of
 # Parameters of strategies that the model speaks of, or may leave out.
 PARAMS = {
-    *("alpha", "batch", "cache", "chunks", "chunks_rule", "epochs", "fanout", "feature_copies"),
-    *("feature_dim", "gamma", "gpus", "graph_copies", "group", "heads", "hop", "max_hop", "ways"),
-    *("inflight_minibatches", "micro_batches", "partitioner", "partitions", "stages"),
+    *("aggregates_first", "alpha", "batch", "cache", "chunks", "chunks_rule", "dropout", "epochs"),
+    *("fanout", "feature_copies", "feature_dim", "gamma", "gpus", "graph_copies", "group", "heads"),
+    *("hop", "inflight_minibatches", "max_hop", "micro_batches", "norm", "partitioner"),
+    *("partitions", "sampler", "stages", "undirected", "ways"),
     "updates_per_epoch",
 }
 REQUIRED = ("testbed", "dataset", "model", "layers", "num_nodes", "gpus_per_node")
-# Metrics of batches, which are alike on all machines.
+# Metrics of batches and of parts, which are alike on all machines.
 OF_BATCHES = (
-    *(*mini_batch.SAMPLED, "cross_edge_ratio"),
+    *(*mini_batch.SAMPLED, "cross_edge_ratio", "halo_rows"),
     *("edges_computed_ratio_vs", "features_loaded_ratio_vs"),
 )
 
 
-# To fit a testbed's constants asks for it hundreds of times, and its YAML takes longest.
-_preset = cache(read_cluster)
+@cache
+def _read(name: str) -> Cluster:
+    """To fit a testbed's constants asks for it hundreds of times, and its YAML takes longest."""
+    own = TESTBEDS / f"{name}.yaml"
+    return read_cluster(str(own) if own in TESTBEDS.iterdir() else name)
 
 
 def testbed(row: Row) -> Cluster:
-    """The row's whole testbed, as its preset says."""
-    return _preset(row["testbed"])
+    """The row's whole testbed, as its file says."""
+    return _read(row["testbed"])
+
+
+@cache
+def _testbeds() -> set[str]:
+    files = [*PRESETS.glob("*.yaml"), *TESTBEDS.glob("*.yaml")]
+    return {file.stem for file in files} | set(clouds.names())
 
 
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
     """What the row asks of its strategy, or of another (its baseline). Raises Skip."""
     name = strategy or row["strategy"]
     params = json.loads(row["strategy_params"] or "{}")
-    if name not in SYSTEMS:
-        raise Skip(f"{name} is none of our strategies")
+    mode = _mode(name)
     stated = _with_usual_machine(row, params)
     _check_stated(stated, name, params)
     cluster, stats = _part_of_testbed(stated, testbeds), _statistics(stated["dataset"])
+    if "sampler" in params:
+        cluster = cluster.model_copy(update={"sampler": params["sampler"]})
+    if params.get("undirected"):
+        stats = _both_ways(stats)
     if "feature_dim" in params:
         width = int(params["feature_dim"])
         stats = replace(stats, features=width, hash=f"{stats.hash} {params['feature_dim']}")
     try:
-        workload = Workload.model_validate(_workload(stated, name, params, cluster))
-        method = str(params.get("partitioner", "metis"))
-        problem: Problem = TheirProblem(stats, None, workload, cluster, method)
+        workload = Workload.model_validate(_workload(stated, mode, name, params, cluster))
+        method, first = str(params.get("partitioner", "metis")), params.get("aggregates_first")
+        problem: Problem = TheirProblem(
+            stats, None, workload, cluster, method, aggregates_first=bool(first)
+        )
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:
-        ours, knobs = SYSTEMS[name]
-        chosen = named(ours, knobs(params, problem)).settle(problem)
+        chosen = _strategy(name, params, problem).settle(problem)
         chosen.check(problem)
     except (SpecError, ValueError, TypeError) as error:  # a knob that is no number, too
         raise Skip(str(error)) from None
-    if name in mini_batch.SYSTEMS:
+    if mode == "mini":
         problem = mini_batch.as_theirs(problem, name)
     else:
         problem = full_graph.as_theirs(problem, stated["paper"])
     return Question(problem, chosen, row)
+
+
+def _mode(name: str) -> str:
+    """Whether a strategy trains on the full graph or on mini-batches. Raises Skip."""
+    if name in SYSTEMS:
+        return "full" if name in full_graph.SYSTEMS else "mini"
+    try:
+        return parse(name).mode
+    except SpecError:
+        raise Skip(f"{name} is none of our strategies") from None
+
+
+def _strategy(name: str, params: Params, problem: Problem) -> Strategy:
+    if name not in SYSTEMS:
+        return parse(name)
+    ours, knobs = SYSTEMS[name]
+    return named(ours, knobs(params, problem))
 
 
 def _with_usual_machine(row: Row, params: Params) -> Row:
@@ -125,11 +160,13 @@ def _check_stated(row: Row, name: str, params: Params) -> None:
         raise Skip(f"no statistics of {row['dataset']} here{suggest(row['dataset'], datasets())}")
     if unknown := [param for param in params if param not in PARAMS]:
         raise Skip(f"{unknown[0]} (strategy_params) is nothing that we know")
+    if params.get("sampler", "host") not in ("host", "device"):
+        raise Skip(f"the sampler is on host or device, not on {params['sampler']}")
 
 
 def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
     """As many of the testbed's servers and GPUs as the row uses. Raises Skip."""
-    if row["testbed"] not in {path.stem for path in PRESETS.glob("*.yaml")}:
+    if row["testbed"] not in _testbeds():
         raise Skip(f"testbed {row['testbed']} is none of ours")
     whole = testbeds(row)
     servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
@@ -150,21 +187,27 @@ def _statistics(name: str) -> GraphStats:
     return stats
 
 
-def _workload(row: Row, name: str, params: Params, cluster: Cluster) -> dict[str, Any]:
+def _both_ways(stats: GraphStats) -> GraphStats:
+    if not stats.directed:
+        return stats
+    hash = f"{stats.hash} both ways"
+    return replace(stats, edges=2 * stats.edges, directed=False, batch_spread=None, hash=hash)
+
+
+def _workload(row: Row, mode: str, name: str, params: Params, cluster: Cluster) -> dict[str, Any]:
     """The fields of our Workload that the row says. Raises Skip."""
     layers = int(row["layers"])
     fields: dict[str, Any] = {"model": MODELS[row["model"]], "layers": layers}
     if row["hidden"]:
         fields["hidden"] = int(row["hidden"])
-    if params.get("heads"):
-        fields["heads"] = params["heads"]
-    if name in full_graph.SYSTEMS:
+    fields |= {field: params[field] for field in ("heads", "norm", "dropout") if params.get(field)}
+    if mode == "full":
         return {**fields, "mode": "full", **full_graph.WORKLOADS.get(row["paper"], {})}
     if not (params.get("batch") and params.get("fanout")):
         raise Skip("batch or fanout is not stated")
     if name == "dgl_data_parallel" and params.get("partitioner") == "metis":
         raise Skip("seeds of data_parallel are not of its own part, so METIS changes nothing here")
-    trainers = cluster.ranks if row["paper"] == "p3" else 1  # whose batch the row states
+    trainers = 1 if row["paper"] == "gsplit" else cluster.ranks  # whose batch the row states
     fanout = params["fanout"]
     if isinstance(fanout, list):
         fanout = tuple(fanout)

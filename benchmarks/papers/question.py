@@ -38,6 +38,7 @@ class Question:
             type(problem),
             problem.stats.hash,
             problem.workload,
+            problem.model,
             problem.cluster.model_dump_json(),
             problem.method,
             self.strategy,

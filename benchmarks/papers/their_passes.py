@@ -81,12 +81,16 @@ def _activated(spec: Layer) -> int:
 
 @dataclass(frozen=True, eq=False)
 class TheirProblem(Problem):
-    """A problem for other people's code."""
+    """A problem for other people's code.
 
+    aggregates_first: whether its layers aggregate before they multiply, whichever is narrower.
+    """
+
+    aggregates_first: bool = False
     replays = False
 
     @cached_property
     def model(self) -> Model:
-        ours = super().model
+        ours = super().model.aggregating_first if self.aggregates_first else super().model
         model = {each.name: getattr(ours, each.name) for each in fields(ours)}
         return TheirModel(**{**model, "in_place": False, "on_gpu": False})

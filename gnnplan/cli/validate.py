@@ -90,9 +90,22 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
         column("95 % have at most", "p95", percent),
         column("largest", "max", percent),
     )
+    kinds = table(
+        "epochs that gave no constant",
+        [{"kind": kind, **told} for kind, told in result["kinds"].items()],
+        column("kind"),
+        column("rows", "n"),
+        column("median error", "median", percent),
+        column("of", "ranges"),
+        column("in the range for 80 %", "in_range", percent),
+    )
     skipped = Counter((row["paper"], row["why"]) for row in result["skipped"])
+    scaling = result["scaling"]
+    off = f"{percent(scaling['median'])} off in the median of {scaling['n']}"
     blocks: list[str | Table] = [
         errors,
+        *([kinds] if result["kinds"] else []),
+        *([f"epochs over those on fewer GPUs: {off}"] if scaling["n"] else []),
         f"the faster of two strategies is named rightly in {winner['right']} of {winner['n']}"
         " comparisons that differ by more than 5 %",
         *(f"- {n} of {paper} skipped: {why}" for (paper, why), n in skipped.most_common()),

@@ -130,7 +130,7 @@ def test_feasibility_is_the_memory_models() -> None:
         ({"strategy": "roc"}, "roc is none of our strategies"),
         ({"dataset": "mag240m"}, "no statistics of mag240m"),
         ({"dataset": ""}, "dataset is not stated"),
-        ({"model": "gin"}, "model gin is none of ours"),
+        ({"model": "rgcn"}, "model rgcn is none of ours"),
         ({"hidden": ""}, "hidden is not stated"),
         ({"testbed": "moon"}, "testbed moon is none of ours"),
         ({"metric": "accuracy_pct"}, "accuracy_pct is not predicted"),
