@@ -12,7 +12,6 @@ import numpy as np
 from gnnplan.planner.graph.arrays import in_zip
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
-from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.sparse import load_matrix
 from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.graph.labels import read_labels
@@ -95,7 +94,7 @@ def _saved(path: str, name: str) -> Array | None:
     if _starts_with(path, b"\x93NUMPY"):
         return mapped_array(path)
     if _is_zip(path) and not _holds(path, ".npy"):
-        return tensor_array(path, name, load_tensors(path))
+        return tensor_array(path, name, load_arrays(path))
     return None
 
 
@@ -151,7 +150,7 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
             saved = _saved(file, "ids")
             found[mask] = text.column(file) if saved is None else np.asarray(saved)
     elif _is_zip(path):
-        found = named(_arrays(path) if _holds(path, ".npy") else _tensors(path))
+        found = named(_arrays(path))
     else:
         return roles(Path(path), vertices)
     if "train_mask" not in found:
@@ -162,16 +161,15 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
     return {name: mask_of(path, name, array, vertices) for name, array in found.items()}
 
 
-def _tensors(path: str) -> dict[str, Array]:
-    loaded = load_tensors(path)
+def _arrays(path: str) -> dict[str, Array]:
+    """The arrays of a .npz, or the tensors of a .pt, by name."""
+    if _holds(path, ".npy"):
+        with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
+            source = in_zip(path, archive)
+            return {name: source.read(name, False) for name in source.names}
+    loaded = load_arrays(path)
     if not isinstance(loaded, dict):
         raise SpecError(
             f"{path}: a split is a dictionary of tensors, this is {type(loaded).__name__}"
         )
     return {str(name): tensor_array(path, str(name), value) for name, value in loaded.items()}
-
-
-def _arrays(path: str) -> dict[str, Array]:
-    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-        source = in_zip(path, archive)
-        return {name: source.read(name, False) for name in source.names}
