@@ -12,6 +12,7 @@ import numpy as np
 from gnnplan.planner.graph.arrays import in_zip
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
+from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.sparse import load_matrix
 from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.graph.labels import read_labels
@@ -94,7 +95,7 @@ def _saved(path: str, name: str) -> Array | None:
     if _starts_with(path, b"\x93NUMPY"):
         return mapped_array(path)
     if _is_zip(path) and not _holds(path, ".npy"):
-        return tensor_array(path, name, load_arrays(path))
+        return tensor_array(path, name, load_tensors(path))
     return None
 
 
@@ -167,7 +168,7 @@ def _arrays(path: str) -> dict[str, Array]:
         with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
             source = in_zip(path, archive)
             return {name: source.read(name, False) for name in source.names}
-    loaded = load_arrays(path)
+    loaded = load_tensors(path)
     if not isinstance(loaded, dict):
         raise SpecError(
             f"{path}: a split is a dictionary of tensors, this is {type(loaded).__name__}"
