@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
+from gnnplan.planner.cluster.collectives import (
+    ALGORITHMS,
+    Algorithm,
+    AllReduce,
+    ReducePhase,
+    all_reduce,
+)
 from gnnplan.planner.cluster.places import LINK_NAMES
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import LinkName
@@ -45,12 +51,9 @@ class AllReduces:
         the choice, a better link could make another transfer slower.
         """
         cluster = self.ports.cluster
-        ring = self._by_algorithm("ring", size, group)
         if cluster.all_reduce or cluster.device.kind == "cpu":
-            if cluster.all_reduce in (None, "ring"):
-                return ring
-            return self._by_algorithm(cluster.all_reduce, size, group)
-        tree = self._by_algorithm("tree", size, group)
+            return self._by_algorithm(cluster.all_reduce or "ring", size, group)
+        ring, tree = (self._by_algorithm(name, size, group) for name in ALGORITHMS[:2])
         ports = {
             port: np.minimum(seconds, tree.ports.get(port, 0.0))
             for port, seconds in ring.ports.items()

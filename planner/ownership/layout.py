@@ -371,13 +371,10 @@ class Layout:
         """Positions, among the rank's rows, of those that it sends to each peer before the layer.
 
         A list over peers of int64 [rows]."""
-        positions, (_, position) = [], self._holders(rank, layer)
-        for peer in range(self.ranks):
-            piece = self.piece(peer, layer)
-            start = int(piece.received[:rank].sum())
-            wanted = piece.halo[start : start + int(piece.received[rank])]
-            positions.append(position[wanted].astype(np.int64))
-        return positions
+        _, position = self._holders(rank, layer)
+        pieces = (self.piece(peer, layer) for peer in range(self.ranks))
+        wanted = (np.split(piece.halo, np.cumsum(piece.received)[:-1])[rank] for piece in pieces)
+        return [position[rows].astype(np.int64) for rows in wanted]
 
     def block(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """The rank's edges of a layer: CSR (indptr int64, indices int32) over its destinations.
