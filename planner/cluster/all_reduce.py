@@ -11,13 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.collectives import (
-    ALGORITHMS,
-    Algorithm,
-    AllReduce,
-    ReducePhase,
-    all_reduce,
-)
+from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
 from gnnplan.planner.cluster.places import LINK_NAMES
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import LinkName
@@ -53,7 +47,8 @@ class AllReduces:
         cluster = self.ports.cluster
         if cluster.all_reduce or cluster.device.kind == "cpu":
             return self._by_algorithm(cluster.all_reduce or "ring", size, group)
-        ring, tree = (self._by_algorithm(name, size, group) for name in ALGORITHMS[:2])
+        ring = self._by_algorithm("ring", size, group)
+        tree = self._by_algorithm("tree", size, group)
         ports = {
             port: np.minimum(seconds, tree.ports.get(port, 0.0))
             for port, seconds in ring.ports.items()

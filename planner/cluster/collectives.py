@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 class ReducePhase(NamedTuple):
@@ -47,7 +46,7 @@ def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllRed
     goes on to the next. A hierarchical all-reduce needs equally many ranks on each server. A ring
     takes its place elsewhere.
     """
-    assert algorithm in ALGORITHMS, algorithm
+    assert algorithm in get_args(Algorithm), algorithm
     if algorithm == "tree":
         return _tree(servers)
     if algorithm == "hierarchical" and len({len(ranks) for ranks in servers}) == 1:
