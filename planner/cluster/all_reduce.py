@@ -45,11 +45,9 @@ class AllReduces:
         the choice, a better link could make another transfer slower.
         """
         cluster = self.ports.cluster
-        ring = self._by_algorithm("ring", size, group)
         if cluster.all_reduce or cluster.device.kind == "cpu":
-            if cluster.all_reduce in (None, "ring"):
-                return ring
-            return self._by_algorithm(cluster.all_reduce, size, group)
+            return self._by_algorithm(cluster.all_reduce or "ring", size, group)
+        ring = self._by_algorithm("ring", size, group)
         tree = self._by_algorithm("tree", size, group)
         ports = {
             port: np.minimum(seconds, tree.ports.get(port, 0.0))

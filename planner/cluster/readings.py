@@ -13,7 +13,7 @@ import networkx as nx
 from pydantic import ValidationError
 
 from gnnplan.planner.cluster.link_fit import Sample, fit, shapes
-from gnnplan.planner.cluster.spec import MOST_GPUS, Cluster, Link
+from gnnplan.planner.cluster.spec import LISTS, MOST_GPUS, Cluster, Link
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes
 from gnnplan.planner.vocabulary.progress import say
@@ -30,7 +30,6 @@ WAYS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 BY_PCIE_SWITCHES = ("PIX", "PXB")
 P2P = ("OK", "CNS", "GNS", "TNS", "NS", "U", "DR")  # cells of `nvidia-smi topo -p2p`
 AFTER_HEAD = ("CPU", "NUMA", "GPU")  # first words of the columns that follow
-LISTS = ("islands", "switches", "nics")
 
 
 def _text(path: Path) -> str:

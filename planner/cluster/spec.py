@@ -37,6 +37,7 @@ from gnnplan.planner.vocabulary.spec import (
 OPERATIONS = ("all_reduce", "exchange", "send")  # that links can be measured for
 PLACES = ("intra_node", "inter_node", "island", "switch")
 LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
+LISTS = ("islands", "switches", "nics")  # fields that list GPUs of a server
 # of a device, constants that an epoch depends on, as they are doubted (doubt.py)
 DOUBTED = ("gemm", "weight_gradient", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
@@ -410,8 +411,8 @@ class Cluster(Spec):
     @model_validator(mode="after")
     def _holds_every_gpu_once(self) -> Cluster:
         last = self.gpus_per_server - 1
-        lists_by_name = {"islands": self.islands, "switches": self.switches, "nics": self.nics}
-        for name, lists in lists_by_name.items():
+        for name in LISTS:
+            lists: tuple[tuple[int, ...], ...] = getattr(self, name)
             listed = [gpu for gpus in lists for gpu in gpus]
             if lists and sorted(listed) != list(range(last + 1)):
                 faults = {
@@ -434,10 +435,8 @@ class Cluster(Spec):
 
     @model_validator(mode="after")
     def _lists_and_links_come_together(self) -> Cluster:
-        for name, lists, link in (
-            ("islands", self.islands, "island"),
-            ("switches", self.switches, "switch"),
-        ):
+        for name, link in (("islands", "island"), ("switches", "switch")):
+            lists = getattr(self, name)
             if bool(lists) != (getattr(self, link) is not None):
                 absent, given = (link, name) if lists else (name, link)
                 raise ValueError(

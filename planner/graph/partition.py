@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import pymetis
@@ -39,14 +39,12 @@ def partition(
     parts: int,
     method: str = "metis",
     seed: int = 0,
-    balance: Literal["vertices", "train"] = "vertices",
 ) -> NDArray[np.int32]:
     """Part [N] of each vertex, in [0, parts), no part empty.
 
     method: 'metis' minimises the edge cut, 'metis-volume' the rows sent; 'hash' and 'random' ignore
-    edges. Edge directions do not matter. balance: METIS makes the number of vertices even, or
-    ('train') that of vertices and of training vertices together; a random split is even without it.
-    Raises SpecError for more parts than vertices, an unknown method, or statistics only."""
+    edges. Edge directions do not matter. Raises SpecError for more parts than vertices, an unknown
+    method, or statistics only."""
     if not isinstance(graph, Graph):
         raise SpecError(
             f"{graph.source}: statistics only, so there is nothing to partition; give the graph"
@@ -64,19 +62,14 @@ def partition(
         return (np.random.default_rng(seed).permutation(vertices) % parts).astype(np.int32)
 
     def compute() -> NDArray[np.int32]:
-        weights = None
-        if balance == "train" and (trained := int(graph.train.sum())):
-            # METIS takes one weight here, so both counts contribute half of the total
-            weights = 1 + graph.train * max(1, round(vertices / trained))
-        return repair(
-            _metis(*undirected(graph), weights, parts, seed, volume=method == "metis-volume"), parts
-        )
+        volume = method == "metis-volume"
+        return repair(_metis(*undirected(graph), None, parts, seed, volume), parts)
 
-    return cached(f"{graph.stats.hash} {parts} {method} {seed} {balance}", vertices, parts, compute)
+    return cached(f"{graph.stats.hash} {parts} {method} {seed} vertices", vertices, parts, compute)
 
 
 def partition_weighted(
-    indptr: Array, indices: Array, weights: Array | None, parts: int, seed: int = 0
+    indptr: Array, indices: Array, weights: Array | None, parts: int
 ) -> NDArray[np.int32]:
     """Part [n] of each vertex of a symmetric CSR without self-loops, by METIS.
 
@@ -87,9 +80,9 @@ def partition_weighted(
     digest = blake2b(digest_size=16)
     for array in (indptr, indices, *(() if weights is None else (weights,))):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
-    key = f"weighted {digest.hexdigest()} {parts} {seed} {weights is None}"
+    key = f"weighted {digest.hexdigest()} {parts} 0 {weights is None}"
     return cached(
-        key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, seed), parts)
+        key, vertices, parts, lambda: repair(_metis(indptr, indices, weights, parts, 0), parts)
     )
 
 

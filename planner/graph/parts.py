@@ -114,9 +114,9 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
     return edge_index[0], edge_index[1]
 
 
-def mapped_array(path: str, name: str | None = None) -> Array:
+def mapped_array(path: str) -> Array:
     """An array of a .npy file, mapped. Raises SpecError; its header is checked first."""
-    name = name or os.path.basename(path)
+    name = os.path.basename(path)
     must_be_file(path, f"it should hold {name}")
     with reading(path, ".npy"):
         with open(path, "rb") as stream:

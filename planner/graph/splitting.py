@@ -22,7 +22,6 @@ together; and `edge` adds both loads, each scaled to the same sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +53,8 @@ class Frequency:
     batches: int
 
 
-def presample(
-    graph: Graph,
-    workload: Workload,
-    epochs: int = EPOCHS,
-    progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Frequency:
-    """Run the sampler as training does, on other draws, and count what is sampled.
-
-    progress is called with the number of batches done and the number of all."""
+def presample(graph: Graph, workload: Workload, epochs: int = EPOCHS) -> Frequency:
+    """Run the sampler as training does, on other draws, and count what is sampled."""
     vertices = np.zeros(graph.stats.vertices, np.int32)
     edges = np.zeros(graph.indices.size, np.int32)
     done = 0
@@ -76,7 +68,6 @@ def presample(
             for _, places in found.edges:
                 edges[places] += 1
             done += 1
-            progress(done, epochs * len(batches))
     return Frequency(vertices, edges, done)
 
 

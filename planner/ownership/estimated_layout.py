@@ -109,7 +109,7 @@ class EstimatedLayout:
 
     def kind(self, layer: int) -> object:
         return tuple(
-            round(rows) for h in (layer, layer - 1) for rows in self._rows(h)
+            round(rows) for h in (layer, layer - 1) for rows in self._regions[h]
         ), self.recomputed(layer)
 
     # -- a server's region ---------------------------------------------------------------------
@@ -145,12 +145,9 @@ class EstimatedLayout:
             external = self._degree * (1 - mixed / servers)
         return float(reached)
 
-    def _rows(self, h: int) -> tuple[float, float]:
-        """Own rows and external rows of h_h that a server computes (h = 0: has)."""
-        return self._regions[h]
-
     @cached_property
     def _regions(self) -> tuple[tuple[float, float], ...]:
+        """Own rows and external rows of h_0 .. h_L that a server computes (h_0: has)."""
         grown = [self._grown(self.inside - h) for h in range(self.inside)]
         servers, above = len(set(self.servers)), range(self.inside, self.layers + 1)
         return (*grown, *((self._needed(h) / servers, 0.0) for h in above))
@@ -203,7 +200,7 @@ class EstimatedLayout:
     def _counted(self, layer: int) -> LayerFacts:
         ranks, servers = self.ranks, len(set(self.servers))
         per_server = ranks // servers
-        (own, external), among = self._rows(layer), sum(self._rows(layer - 1))
+        (own, external), among = self._regions[layer], sum(self._regions[layer - 1])
         rows, local = (own + external) / per_server, among / per_server
         if self.recomputed(layer):
             edges = self._kept_edges(own, external) / per_server
@@ -235,7 +232,7 @@ class EstimatedLayout:
 
     def preloaded(self) -> np.ndarray:
         per_server = self.ranks // len(set(self.servers))
-        own, external = self._rows(0)
+        own, external = self._regions[0]
         rows = (own + external - self._own_rows) / per_server
         return _evenly(self.servers, False, rows)
 
@@ -244,7 +241,7 @@ class EstimatedLayout:
 
     def region(self, h: int) -> float:
         """Own and external rows of h_h together."""
-        return sum(self._rows(h))
+        return sum(self._regions[h])
 
 
 def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:

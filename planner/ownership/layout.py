@@ -292,14 +292,16 @@ class Layout:
         batch.depth = self.layers - self.first_varying
         return batch
 
-    def _holders(self, server: int) -> tuple[np.ndarray, np.ndarray]:
-        """The server's rank that has each row, and the row's position among that rank's rows.
+    def _holders(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Who sends the rank a row of h_{l-1} that it lacks, and the row's position among theirs.
 
-        Both are int32 [N], -1 where no rank of the server has the row."""
+        Both are int32 [N], -1 where nobody has the row."""
+        if not self.recomputed(layer):
+            return self.owner, self._position
         rank_of, position = np.full((2, self.graph.stats.vertices), -1, dtype=np.int32)
-        for rank in np.flatnonzero(np.asarray(self.servers) == server):
-            ids = self._members[rank][0]
-            rank_of[ids], position[ids] = rank, np.arange(ids.size)
+        for peer in np.flatnonzero(np.equal(self.servers, self.servers[rank])):
+            ids = self._members[peer][0]
+            rank_of[ids], position[ids] = peer, np.arange(ids.size)
         return rank_of, position
 
     @cached_property
@@ -355,16 +357,11 @@ class Layout:
 
     def _piece(self, rank: int, layer: int, rows: int, local: int) -> Piece:
         columns, _ = self._edges(rank, layer)
-        rank_of, position = self._holders(self.servers[rank])
         wanted = np.zeros(self.graph.stats.vertices, dtype=bool)
         wanted[columns] = True
-        wanted &= (rank_of != rank) | (position >= local)
+        wanted[self._members[rank][0][:local]] = False
         halo = np.flatnonzero(wanted)
-        sender, place = (
-            (rank_of[halo], position[halo])
-            if self.recomputed(layer)
-            else (self.owner[halo], self._position[halo])
-        )
+        sender, place = (of_all[halo] for of_all in self._holders(rank, layer))
         sort = np.lexsort((place, sender))
         return Piece(
             rows, local, halo[sort], np.bincount(sender, minlength=self.ranks), int(columns.size)
@@ -374,17 +371,10 @@ class Layout:
         """Positions, among the rank's rows, of those that it sends to each peer before the layer.
 
         A list over peers of int64 [rows]."""
-        positions = []
-        if self.recomputed(layer):
-            _, position = self._holders(self.servers[rank])
-        else:
-            position = self._position
-        for peer in range(self.ranks):
-            piece = self.piece(peer, layer)
-            start = int(piece.received[:rank].sum())
-            wanted = piece.halo[start : start + int(piece.received[rank])]
-            positions.append(position[wanted].astype(np.int64))
-        return positions
+        _, position = self._holders(rank, layer)
+        pieces = (self.piece(peer, layer) for peer in range(self.ranks))
+        wanted = (np.split(piece.halo, np.cumsum(piece.received)[:-1])[rank] for piece in pieces)
+        return [position[rows].astype(np.int64) for rows in wanted]
 
     def block(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """The rank's edges of a layer: CSR (indptr int64, indices int32) over its destinations.

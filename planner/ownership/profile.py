@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import Graph, GraphStats
@@ -29,6 +30,7 @@ from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 Array = NDArray[Any]
 VERSION = 1  # of the cache
 MOST_HOPS = 1000
+AT_ONCE = 64  # parts whose neighbourhoods grow together
 # of GraphStats, that a profile repeats
 FACTS = (
     *("name", "source", "vertices", "edges", "features", "classes"),
@@ -97,25 +99,16 @@ def growth(indptr: Array, indices: Array, part: Array, parts: int, hops: int) ->
     """Rows [hops+1, parts] within h = 0 .. hops hops of each part, its own included.
 
     A part needs these rows to compute h layers without other parts."""
-    vertices = len(indptr) - 1
-    # over out-neighbours: a part needs v if it needs a vertex that v has an edge to
-    source_order = np.argsort(indices, kind="stable")
-    target = np.repeat(np.arange(vertices), np.diff(indptr))[source_order]
-    degree = np.bincount(indices, minlength=vertices)
-    starts, occupied = (np.cumsum(degree) - degree)[degree > 0], degree > 0
+    ones, n = np.ones(len(indices), bool), len(indptr) - 1
+    edges = sp.csr_matrix((ones, indices, indptr), shape=(n, n))
     sizes = np.zeros((hops + 1, parts), np.int64)
-    for first in range(0, parts, 64):  # 64 parts at a time, one bit for each
-        inside = (part >= first) & (part < first + 64)
-        bit = np.where(inside, part - first, 0).astype(np.uint64)
-        reached = np.where(inside, np.uint64(1) << bit, np.uint64(0))
+    for first in range(0, parts, AT_ONCE):
+        some = np.arange(first, min(first + AT_ONCE, parts))
+        reached = np.equal.outer(part, some)
         for hop in range(hops + 1):
-            if hop and len(target):
-                needed = np.bitwise_or.reduceat(reached[target], starts)
-                reached[occupied] |= needed
-            bits = np.unpackbits(
-                reached.astype("<u8").view(np.uint8).reshape(vertices, 8), axis=1, bitorder="little"
-            )
-            sizes[hop, first : first + 64] = bits.sum(axis=0)[: parts - first]
+            if hop:  # a part needs v if it needs a vertex that v has an edge to
+                reached |= edges.T @ reached
+            sizes[hop, some] = reached.sum(0)
     return sizes
 
 

@@ -229,7 +229,8 @@ def checked(
             where, message = _mistake(kind, item["loc"], item["type"], item["msg"])
             rule = item.get("ctx", {}).get("error")
             if not where and isinstance(rule, Conflict):
-                where = _first_given(rule.fields, data if given is None else given)
+                known = data if given is None else given
+                where = next(((name,) for name in rule.fields if name in known), ())
             if isinstance(source, Document):
                 mistakes.append(str(source.error(where, message)))
             else:
@@ -244,11 +245,6 @@ def checked(
         raise SpecError(
             f"{name}: a field is empty, a list or a mapping where a number is expected ({error})"
         ) from error
-
-
-def _first_given(fields: Sequence[str], given: Collection[str]) -> Where:
-    """The place of the first of the fields that the user gave."""
-    return next(((name,) for name in fields if name in given), ())
 
 
 def with_new_names(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.cluster.spec import LISTS, MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
@@ -33,7 +33,6 @@ MOST_NEEDED = 2 / 3
 # an H200 a step on 1,000 vertices and 10,000 edges took 223 us (2026-11-27): its bytes and flops
 # take 28 us, and plans count 69 launches.
 REPLAYED_LAUNCH = 2.8e-6
-LISTS = ("islands", "switches", "nics")  # fields of a cluster that list GPUs of a server
 
 
 def shape(cluster: Cluster, servers: int, gpus: int) -> dict[str, object]:

@@ -89,10 +89,8 @@ def write_atomically(
                 temporary.unlink()
             raise
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not path.parent.exists():
-            raise SpecError(
-                f"{path}: the folder {path.parent} does not exist; create it first"
-            ) from error
+        if isinstance(error, FileNotFoundError):
+            must_have_a_place(path)
         raise cannot_write(path, error) from error
 
 
@@ -148,8 +146,7 @@ def remedy_of(error: OSError) -> str:
 
 def must_be_writable(path: Path) -> None:
     """Raise SpecError if `path` cannot become a file; called before long work."""
-    if not path.parent.is_dir():
-        raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
+    must_have_a_place(path)
     try:
         if path.is_dir():
             raise SpecError(f"{path}: is a folder; give the name of a file")
@@ -158,6 +155,12 @@ def must_be_writable(path: Path) -> None:
             f"{str(path)[:MOST_SHOWN]}...: cannot be written ({error.strerror}); choose another"
             " name"
         ) from error
+
+
+def must_have_a_place(path: Path) -> None:
+    """Raise SpecError if the folder of `path` is absent."""
+    if not path.parent.is_dir():
+        raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
 
 
 def must_be_folder(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -262,12 +262,12 @@ def recorded_order(spans: Iterable[Span], rank: int, lane: str) -> list[str]:
     return [span.label for span in sorted(own, key=lambda span: (span.start, span.end))]
 
 
-def transfer_times(spans: Iterable[Span], ops: Collection[str] | None = None) -> dict[str, float]:
+def transfer_times(spans: Iterable[Span]) -> dict[str, float]:
     """Durations of collectives without waiting, by label [s].
 
     A collective lasts as long as its shortest span among ranks, since the last rank to arrive does
     not wait. A label is a collective's if several ranks recorded it and bytes moved under it. The
-    two ends of a message are none, for each has its own label. `ops` selects operations.
+    two ends of a message are none, for each has its own label.
 
     >>> first, last = Span("x", "halo", 0, "comm", 0, 5, 8), Span("x", "halo", 1, "comm", 3, 5, 8)
     >>> transfer_times([first, last, Span("f", "f", 0, "compute", 0, 9)])
@@ -276,7 +276,7 @@ def transfer_times(spans: Iterable[Span], ops: Collection[str] | None = None) ->
     by_label: dict[str, list[Span]] = {}
     for span in spans:
         # A load is its rank's own, though other ranks may have one of the same label.
-        if (ops is None or span.op in ops) and span.lane != "copy":
+        if span.lane != "copy":
             by_label.setdefault(span.label, []).append(span)
     return {
         label: float(min(span.seconds for span in group))

@@ -20,8 +20,17 @@ _PREFIX = {
     "Gi": 2**30,
     "Ti": 2**40,
 }
-_BASE = {"B": 1.0, "b": 1 / 8, "bit": 1 / 8, "FLOP": 1.0, "flop": 1.0, "FLOPS": 1.0, "W": 1.0}
+_BASE = {
+    **{"": ("", 1.0), "B": ("B", 1.0), "b": ("B", 1 / 8), "bit": ("B", 1 / 8), "W": ("W", 1.0)},
+    **{"FLOP": ("flop", 1.0), "flop": ("flop", 1.0), "FLOPS": ("flop/s", 1.0)},
+}
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+# Unit -> that of SI, and how many of these it is
+_UNITS = {
+    prefix + unit: (si, times * scale)
+    for prefix, times in _PREFIX.items()
+    for unit, (si, scale) in _BASE.items()
+} | {unit: ("s", scale) for unit, scale in _TIME.items()}
 _PATTERN = re.compile(
     r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*"
 )
@@ -37,14 +46,8 @@ def kind(text: object) -> str:
     ('W', 'W')
     """
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
-    if not match or match[2] in _PREFIX:
-        return ""
-    unit, per_second = match[2], bool(match[3])
-    if unit in _TIME:
-        return "s"
-    is_flop = unit.upper().rstrip("S").endswith("FLOP")
-    base = "flop" if is_flop else "W" if unit.endswith("W") else "B"
-    return f"{base}/s" if per_second or unit.endswith("FLOPS") else base
+    si, _ = _UNITS.get(match[2], ("", 1.0)) if match else ("", 1.0)
+    return f"{si}/s" if si and match and match[3] and not si.endswith("/s") else si
 
 
 def quantity(text: object) -> float:
@@ -65,18 +68,13 @@ def quantity(text: object) -> float:
         raise ValueError(
             f"{text!r:.80} is not a number with a unit such as 25GB/s, 400Mbit/s, 24GiB, 10us"
         )
-    number, unit = float(match[1]), match[2]
-    if unit in _TIME and not match[3]:
-        return number * _TIME[unit]
-    for base, scale in _BASE.items():
-        if unit.endswith(base) and unit[: -len(base)] in _PREFIX:
-            return number * _PREFIX[unit[: -len(base)]] * scale
-    if unit in _PREFIX and not match[3]:
-        return number * _PREFIX[unit]
-    raise ValueError(
-        f"{text!r:.80} has an unknown unit; use B, bit, FLOP, W with k, M, G, T (or Ki, Mi, Gi), or"
-        " s, ms, us"
-    )
+    si, scale = _UNITS.get(match[2], ("unknown", 0.0))
+    if si == "unknown" or (match[3] and si in ("", "s")):
+        raise ValueError(
+            f"{text!r:.80} has an unknown unit; use B, bit, FLOP, W with k, M, G, T (or Ki, Mi,"
+            " Gi), or s, ms, us"
+        )
+    return float(match[1]) * scale
 
 
 def number_of(text: str, kind: type[int] | type[float] = int) -> float:

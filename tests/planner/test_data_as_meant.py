@@ -8,7 +8,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from written import quiet
+from written import from_object, quiet
 
 import gnnplan
 from gnnplan.planner.gnn.workload import Workload
@@ -16,7 +16,6 @@ from gnnplan.planner.graph import graph as module
 from gnnplan.planner.graph.formats import (
     Extras,
     convert,
-    from_object,
     mapped,
     of_object,
     text,

@@ -12,10 +12,20 @@ import scipy.io
 import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
-from written import EDGES, METADATA, N, graphbolt, ogb_binary, ogb_text, quiet, zipped
+from written import (
+    EDGES,
+    METADATA,
+    N,
+    from_object,
+    graphbolt,
+    ogb_binary,
+    ogb_text,
+    quiet,
+    zipped,
+)
 
 from gnnplan.planner.graph.fields import along
-from gnnplan.planner.graph.formats import MadeUp, convert, from_object, graph_of, parts_of, pyg
+from gnnplan.planner.graph.formats import MadeUp, convert, graph_of, parts_of, pyg
 from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.links import hold_out
 from gnnplan.planner.graph.load import load

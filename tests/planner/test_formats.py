@@ -35,6 +35,7 @@ from written import (
     edge_index,
     edge_index_npy,
     edge_index_pt,
+    from_object,
     graphbolt_csv,
     graphbolt_numpy,
     graphml,
@@ -61,7 +62,7 @@ from written import (
 
 from gnnplan.cli import main
 from gnnplan.planner.graph import formats, npy
-from gnnplan.planner.graph.formats import Extras, convert, from_object, parts_of, text
+from gnnplan.planner.graph.formats import Extras, convert, parts_of, text
 from gnnplan.planner.graph.load import load, source_of
 from gnnplan.planner.graph.parts import Parts, collect, small_arrays
 from gnnplan.planner.vocabulary.errors import SpecError

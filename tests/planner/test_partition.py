@@ -60,24 +60,6 @@ def test_seeds_differ(graph):
     )
 
 
-def test_training_vertices_are_balanced_on_demand(tmp_path, graph):
-    rows = np.repeat(np.arange(4000), graph.degree)
-    train = partition(graph, 8) < 2  # as uneven as can be: two of eight parts train
-    np.savez(
-        tmp_path / "uneven.npz", src=graph.indices, dst=rows, y=graph.y, train_mask=train, x=graph.x
-    )
-    uneven = load(str(tmp_path / "uneven.npz"))
-
-    def spread(balance):
-        counts = np.bincount(
-            partition(uneven, 4, balance=balance), weights=uneven.train, minlength=4
-        )
-        return counts.max() / counts.mean()
-
-    # half of a part's weight is training: 0.4 of it at most, 0.25 is even
-    assert spread("train") < 1.7 < spread("vertices")
-
-
 def test_directed_graphs_are_partitioned_as_undirected(tmp_path):
     np.savez(tmp_path / "path.npz", src=np.arange(99), dst=np.arange(1, 100), x=np.ones((100, 1)))
     directed = load(str(tmp_path / "path.npz"), directed=True)

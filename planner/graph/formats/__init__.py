@@ -33,10 +33,10 @@ from gnnplan.planner.graph.parts import Parts, collect, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
-__all__ = ["FORMATS", "Extras", "MadeUp", "convert", "from_object", "parts_of", "recognise"]
+__all__ = ["FORMATS", "Extras", "MadeUp", "convert", "parts_of", "recognise"]
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # .pt of torch before 1.6
-NONE, AS_IT_IS = Extras(), MadeUp()
+NONE = Extras()
 START = 512  # [B] of a file that tell its format
 
 
@@ -188,22 +188,6 @@ def of_object(found: Any, path: str = "") -> Parts:
         return readers[module](found, name)
 
 
-def from_object(
-    found: Any,
-    directed: bool = False,
-    extras: Extras = NONE,
-    made_up: MadeUp = AS_IT_IS,
-    name: str = "",
-) -> Graph:
-    """The graph of another library's object, as `load` gives it of that library's file.
-
-    extras: files that add features, labels, a split. made_up: what is made up if they are absent.
-    Raises SpecError."""
-    parts = of_object(found, name)
-    add(parts, extras)
-    return graph_of(parts, parts.path, made_up, directed)
-
-
 def graph_of(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     """The graph of the parts, checked, with notes of what was changed or made up."""
     return build(collect(parts), source, made_up, directed)
@@ -214,7 +198,7 @@ def convert(
 ) -> tuple[int, int, list[str]]:
     """Write a graph as a folder of mapped arrays: (vertices, edges, notes).
 
-    source: a path, or an object as `from_object` takes. The folder is complete or absent. Text,
+    source: a path, or an object as `of_object` takes. The folder is complete or absent. Text,
     Parquet and OGB's files are read a piece at a time, so they may exceed memory. Edges stay as
     they are: `load` drops self-loops and duplicates and makes graphs undirected. trust: load a
     pickle, which may run any code. Raises SpecError."""

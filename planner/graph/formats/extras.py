@@ -151,7 +151,7 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
             saved = _saved(file, "ids")
             found[mask] = text.column(file) if saved is None else np.asarray(saved)
     elif _is_zip(path):
-        found = named(_arrays(path) if _holds(path, ".npy") else _tensors(path))
+        found = named(_arrays(path))
     else:
         return roles(Path(path), vertices)
     if "train_mask" not in found:
@@ -162,16 +162,15 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
     return {name: mask_of(path, name, array, vertices) for name, array in found.items()}
 
 
-def _tensors(path: str) -> dict[str, Array]:
+def _arrays(path: str) -> dict[str, Array]:
+    """The arrays of a .npz, or the tensors of a .pt, by name."""
+    if _holds(path, ".npy"):
+        with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
+            source = in_zip(path, archive)
+            return {name: source.read(name, False) for name in source.names}
     loaded = load_tensors(path)
     if not isinstance(loaded, dict):
         raise SpecError(
             f"{path}: a split is a dictionary of tensors, this is {type(loaded).__name__}"
         )
     return {str(name): tensor_array(path, str(name), value) for name, value in loaded.items()}
-
-
-def _arrays(path: str) -> dict[str, Array]:
-    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-        source = in_zip(path, archive)
-        return {name: source.read(name, False) for name in source.names}

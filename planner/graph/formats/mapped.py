@@ -26,6 +26,7 @@ from gnnplan.planner.graph.parts import (
     small_arrays,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_have_a_place
 
 
 class _Rows:
@@ -108,8 +109,7 @@ def must_be_new(folder: Path) -> None:
     """Raise SpecError if the folder, or anything of its name, is there."""
     if os.path.lexists(folder):
         raise SpecError(f"{folder}: is already there; give the name of a new folder")
-    if not folder.parent.is_dir():
-        raise SpecError(f"{folder}: the folder {folder.parent} does not exist; create it first")
+    must_have_a_place(folder)
 
 
 def _write(parts: Parts, folder: Path) -> None:

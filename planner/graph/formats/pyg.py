@@ -128,7 +128,7 @@ def of_several_kinds(path: str, name: str) -> SpecError:
     )
 
 
-def of_data(data: Any, path: str = "a PyG Data") -> Parts:
+def of_data(data: Any, path: str) -> Parts:
     """A Data object."""
     if type(data).__name__ in ("HeteroData", "Batch", "TemporalData"):
         raise of_several_kinds(path, type(data).__name__)
