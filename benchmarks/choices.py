@@ -1,10 +1,9 @@
 """Scores choices of strategies against print: would a plan have named the fastest one?
 
 A comparison is printed: two or more strategies for the same graph, GNN and GPUs. `score` asks for
-each of them what a plan asks: candidates are drawn in doubt (decision/recommendation.py) on the
-testbed's preset, and the one with the least expected regret is chosen, exact or not. The *regret*
-is its printed epoch over the fastest printed one, minus one. The same choice by the papers' own
-terms (interpret.py) is scored beside it.
+each of them what a plan asks on the testbed's preset, and the one with the shortest predicted epoch
+is chosen, exact or not. The *regret* is its printed epoch over the fastest printed one, minus one.
+The same choice by the papers' own terms (interpret.py) is scored beside it.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ class Choice:
     ours: tuple[float, ...]  # predicted epochs of our executor [s]
     theirs: tuple[float, ...]  # predicted epochs of the papers' code [s]
     chances: tuple[float, ...]  # of being the fastest, in our terms
-    regrets: tuple[float, ...]  # expected, in our terms
 
     @property
     def chosen(self) -> int:
-        return int(np.argmin(self.regrets))
+        return int(np.argmin(self.ours))
 
     @property
     def by_their_terms(self) -> int:
@@ -96,7 +94,6 @@ def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
                 tuple(float(candidate.predicted.epoch_s) for candidate in candidates),
                 theirs,
                 tuple(outlook.chance_fastest for outlook in sure),
-                tuple(outlook.expected_regret for outlook in sure),
             )
         )
     return out

@@ -22,7 +22,8 @@ from measured import FULL, MINI, Study, plan, rows
 
 from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
 from gnnplan.planner.decision.plan import question
-from gnnplan.planner.decision.recommendation import outlooks, recommended
+from gnnplan.planner.decision.recommendation import outlooks
+from gnnplan.planner.decision.search import recommend
 from gnnplan.planner.strategies import parse
 
 AGAIN = replace(FULL, folder=FULL.folder / "program")
@@ -69,7 +70,8 @@ def told(name: str, asked: list[list[Measured]]) -> list[tuple[float, bool]]:
         inside += [o.low_s <= s <= o.high_s for o, s in zip(looks, epochs_s, strict=True)]
         if len(measured) < 3:
             continue
-        choice = recommended(drawn_s, exact)
+        candidates = [one.candidate for one in measured]
+        choice = candidates.index(recommend(candidates))
         chances += [
             (o.chance_fastest, s == min(epochs_s)) for o, s in zip(looks, epochs_s, strict=True)
         ]

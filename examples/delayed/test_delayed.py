@@ -32,6 +32,10 @@ class Delaying(Plain):
         width = case.problem(1).model.input_width
         self.kept = {layer: torch.zeros(n, width(layer), dtype=torch.float64) for layer in layers}
         self.home = {layer: torch.zeros_like(rows) for layer, rows in self.kept.items()}
+        far = self.edges[:, n:] != 0  # [reader, row]
+        parts = [far[torch.from_numpy(owner == part)].any(0) for part in np.unique(owner)]
+        self.readers = torch.stack(parts).sum(0)[:, None]  # other parts that read a row
+        self.errors: dict[str, list[float]] = {f"f:l{layer}": [] for layer in layers}
 
     def loss_at(self, step: int, fresh: Tensor) -> Tensor:
         """The loss of a step, after which the weights have moved."""
@@ -42,6 +46,8 @@ class Delaying(Plain):
                 return self.operator, self.prepare(layer, step, h)
             crossed[layer] = torch.where(fresh, h, self.kept[layer])
             crossed[layer].retain_grad()
+            gap = (crossed[layer] - h).detach()
+            self.errors[f"f:l{layer}"].append(float((gap.square() * self.readers).sum()))
             return self.edges, self.prepare(layer, step, h, crossed[layer])
 
         logits, rows = self.forward(step, read)
@@ -74,6 +80,26 @@ def test_refreshed_in_every_epoch_it_is_graph_parallelism_to_the_bit(
     )
     assert ours.losses == plain.losses and ours.rank(0)["bytes"] == plain.rank(0)["bytes"]
     assert all(torch.equal(p, plain.weights[name]) for name, p in ours.weights.items())
+
+
+def test_how_far_rows_are_that_stay_is_recorded(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+    """Used minus true, of every layer and step over both ranks: --staleness-errors left nothing of
+    rows that stay. The rows that cross for it are not counted, and change nothing."""
+    fields = {**SMALL, "model": "gcn", "dtype": "float64"}
+    case, watched = (
+        Case("delayed(r=3)", graphs["rough"], fields, staleness_errors=on) for on in (False, True)
+    )
+    plain, result = run_ranks(2, [case, watched])
+    assert result.losses == plain.losses and result.rank(0)["bytes"] == plain.rank(0)["bytes"]
+    left = [result.rank(rank)["staleness"] for rank in range(2)]
+    owner = case.problem(2).layout().owner
+    delaying, ids = Delaying(case, owner), torch.arange(len(owner))[:, None]
+    for step in range(case.epochs):
+        delaying.loss_at(step, ids % 3 == step % 3)
+    for key, steps in delaying.errors.items():
+        ours = [sum(rank[key][step][0] for rank in left) for step in range(case.epochs)]
+        assert ours == pytest.approx(steps, rel=1e-9) and min(steps) > 0
+        assert all(rank[key.replace("f", "b", 1)][-1][0] > 0 for rank in left)
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,27 @@ class Halo:
         with self._swapped(step, layer, "f", rows, None if stays else halo) as came:
             if stays and halo is not None:
                 halo.copy_(self._last(step, layer, "f", came))
+                self._measure(layer, "f", rows, halo)
         return lambda: _with_own(source, rows)
 
     def _send_home(self, step: int, layer: int, own: Tensor, halo: Tensor) -> None:
         with self._swapped(step, layer, "b", halo) as came:
-            self.exchanges[layer].add_home(own, self._last(step, layer, "b", came))
+            used = self._last(step, layer, "b", came)
+            self._measure(layer, "b", halo, used)
+            self.exchanges[layer].add_home(own, used)
+
+    def _measure(self, layer: int, way: str, rows: Tensor, used: Tensor) -> None:
+        """How far rows that stayed are from this step's: all cross once more, and nobody counts."""
+        if self.policy.stays and self.rank.staleness_errors:
+            whole = self.exchanges[layer]
+            leaving = rows.index_select(0, whole.positions) if way == "f" else rows
+            self._note(layer, way, used, whole.swap(way, leaving))
+
+    def _note(self, layer: int, way: str, used: Tensor | None, true: Tensor) -> None:
+        """An error, of rows that were used (None: zeros) for true ones."""
+        gap = true if used is None else used - true
+        squares = float(gap.double().square().sum()), float(true.double().square().sum())
+        self.errors.setdefault(f"{way}:l{layer}", []).append(squares)
 
     @contextmanager
     def _swapped(
@@ -240,9 +256,7 @@ class StaleHalo(Halo):
         what this step has `used`. s_t takes the place of s_{t-1}.
         """
         if self.rank.staleness_errors:
-            gap = received if used is None else used - received
-            squares = float(gap.double().square().sum()), float(received.double().square().sum())
-            self.errors.setdefault(f"{way}:l{layer}", []).append(squares)
+            self._note(layer, way, used, received)
         if way not in self.smoothed:
             return received
         weight = 1.0 if self.anew else 1 - self.gamma

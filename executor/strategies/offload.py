@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from gnnplan.executor.layers.kernels import (
     gradient_of,
     pin_no_more_than_asked,
 )
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
@@ -59,10 +60,15 @@ class _Part:
 @dataclass
 class _Chunk:
     number: int
-    own: slice  # places of its rows in the server's memory
-    vertices: np.ndarray  # their global ids, int64 [R]
-    parts: dict[int, _Part]  # by layer; layers that are alike have the same one
+    own: list[slice]  # places of its rows of h_0 .. h_L in the server's memory
+    vertices: np.ndarray  # global ids of those of h_0, with those of h_1 and all others first
     targets: Targets
+    parts: dict[int, _Part] = field(default_factory=dict)  # by layer; alike ones are the same
+
+    def rows(self, layer: int) -> int:
+        """Its rows of h_l."""
+        own = self.own[layer]
+        return int(own.stop - own.start)
 
 
 @dataclass
@@ -90,10 +96,13 @@ class _Loaded:
 class Worker(base.Worker):
     """A rank, and what it keeps in the server's memory."""
 
-    def __init__(self, rank: Rank, problem: Problem, strategy: Offload) -> None:
-        self.rank, self.problem = rank, problem
+    def __init__(
+        self, rank: Rank, problem: Problem, strategy: Offload, net: Net | None = None
+    ) -> None:
+        """net: of the worker that this one evaluates for."""
+        self.rank, self.problem, self.strategy = rank, problem, strategy
         self.shapes, self.last = problem.model, len(problem.model.layers)
-        self.net = net_of(problem.model, problem.workload).to(rank.device)
+        self.net = net or net_of(problem.model, problem.workload).to(rank.device)
         self.moments: dict[int, Moments] = {}  # of this step's rows, by the layer that reads them
         self.sums = torch.empty(0)  # of the rows of which moments are made next
         chunks = settled(strategy.chunks)
@@ -103,61 +112,70 @@ class Worker(base.Worker):
         self.storing: Future[None] = there(None)  # the last store
         with rank.in_server_memory():
             layout = problem.chunked(chunks)
-            assert isinstance(layout, Layout)
-            self._keep(layout)
+            rows = problem.trimmed(layout) if strategy.trim else layout
+            assert isinstance(rows, Layout)
+            self._keep(rows, trains=net is None)
+        self.scored_by = [chunk.targets for chunk in self.chunks]
 
     def _number(self, rank: int, turn: int) -> int:
         """A chunk, among those of all ranks."""
         return rank * len(self.turns) + turn
 
-    def _keep(self, layout: Layout) -> None:
-        me = self.rank.rank
-        order = np.concatenate([layout.own(self._number(me, turn)) for turn in self.turns])
-        # of each vertex in this rank's rows [N]; -1: another rank has it
-        place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
-        place[order] = np.arange(order.size)
-        self.chunks = [self._chunk(layout, turn, place) for turn in self.turns]
-        self.scored_by = [chunk.targets for chunk in self.chunks]
+    def _keep(self, layout: Layout, trains: bool) -> None:
+        """Make chunks, and room for what they store."""
+        numbers = [self._number(self.rank.rank, turn) for turn in self.turns]
+        each = [[layout.rows(number, h) for number in numbers] for h in range(self.last + 1)]
+        ends = np.cumsum([[0] + [ids.size for ids in of_chunks] for of_chunks in each], axis=1)
+        self.chunks = [
+            _Chunk(
+                turn,
+                [slice(int(end[turn]), int(end[turn + 1])) for end in ends],
+                each[0][turn],
+                Targets(layout.graph, each[-1][turn], self.problem.workload, HOST),
+            )
+            for turn in self.turns
+        ]
+        alike: list[dict[object, _Part]] = [{} for _ in self.turns]
+        for layer in range(1, self.last + 1):
+            kind = layout.kind(layer), self.net.layer(layer).edges
+            # of each vertex in this rank's rows of h_{l-1} [N]; -1: another rank has it
+            place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
+            order = np.concatenate(each[layer - 1])
+            place[order] = np.arange(order.size)
+            for chunk, parts in zip(self.chunks, alike, strict=True):
+                if kind not in parts:
+                    parts[kind] = self._part(layout, chunk.number, layer, place)
+                chunk.parts[layer] = parts[kind]
 
         on_gpu = self.rank.device.type == "cuda"
         if on_gpu:
             pin_no_more_than_asked()
 
-        def rows(width: int) -> Tensor:
-            """Zeros [own, width]; in page-locked memory if a GPU is to read them."""
-            return torch.zeros(
-                order.size, width, dtype=dtype_of(self.problem.workload), pin_memory=on_gpu
-            )
+        def room(numbers: int) -> Tensor:
+            """Zeros [numbers]; in page-locked memory if a GPU is to read them."""
+            return torch.zeros(numbers, dtype=dtype_of(self.problem.workload), pin_memory=on_gpu)
+
+        def rows(layer: int, width: int) -> Tensor:
+            return room(int(ends[layer, -1]) * width).view(-1, width)
 
         widths = {layer: spec.h_out for layer, spec in enumerate(self.shapes.layers[:-1], 1)}
-        self.hidden = {layer: rows(width) for layer, width in widths.items()}  # h_l
+        sizes = {layer: int(ends[layer, -1]) * width for layer, width in widths.items()}
+        self.hidden = {layer: rows(layer, width) for layer, width in widths.items()}  # h_l
         # two buffers take turns: the gradient of h_l is used up when that of h_{l-2} is begun
-        buffers = [rows(max(widths.values())).view(-1) for _ in range(min(len(widths), 2))]
+        buffers = [room(max(sizes.values())) for _ in range(min(len(widths), 2) * trains)]
         self.gradients = {
-            layer: buffers[layer % len(buffers)][: order.size * width].view(-1, width)
+            layer: buffers[layer % len(buffers)][: sizes[layer]].view(-1, width)
             for layer, width in widths.items()
+            if trains
         }
-        self.logits = rows(self.shapes.classes)
+        self.logits = rows(self.last, self.shapes.classes)
         self.aggregate: Tensor | None = None
         if self.shapes.aggregate_cached(1):
-            self.aggregate = rows(self.shapes.features)
+            self.aggregate = rows(1, self.shapes.features)
             for chunk in self.chunks:
                 part = chunk.parts.pop(1)
                 x = self._features(part.vertices.numpy(), HOST)
-                self.aggregate[chunk.own] = self.net.layer(1).gather(part.block, x)
-
-    def _chunk(self, layout: Layout, turn: int, place: np.ndarray) -> _Chunk:
-        own = layout.own(self._number(self.rank.rank, turn))
-        alike: dict[object, _Part] = {}
-        parts = {}
-        for layer in range(1, self.last + 1):
-            kind = layout.kind(layer), self.net.layer(layer).edges
-            if kind not in alike:
-                alike[kind] = self._part(layout, turn, layer, place)
-            parts[layer] = alike[kind]
-        start = int(place[own[0]])
-        targets = Targets(layout.graph, own, self.problem.workload, HOST)
-        return _Chunk(turn, slice(start, start + own.size), own, parts, targets)
+                self.aggregate[chunk.own[1]] = self.net.layer(1).gather(part.block, x)
 
     def _part(self, layout: Layout, turn: int, layer: int, place: np.ndarray) -> _Part:
         ranks, me = range(self.rank.world), self.rank.rank
@@ -222,9 +240,9 @@ class Worker(base.Worker):
         with self.rank.span(label, "copy", self._bytes_to_load(way, layer, chunk)):
             if part is None:
                 assert self.aggregate is not None
-                own = chunk.vertices if self.shapes.layers[0].reads_own else chunk.vertices[:0]
-                source = self._features(own, self.rank.device)
-                loaded = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own]))
+                own = chunk.rows(1) if self.shapes.layers[0].reads_own else 0
+                source = self._features(chunk.vertices[:own], self.rank.device)
+                loaded = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own[1]]))
             else:
                 outgoing = None
                 if layer <= self.shapes.first_varying:
@@ -242,14 +260,14 @@ class Worker(base.Worker):
                 block = part.block.mapped(self._copy)
                 loaded = _Loaded(source, block, self._copy(part.vertices), outgoing=outgoing)
             if way == "b":
-                loaded.gradient = self._copy(self.gradients[layer][chunk.own])
+                loaded.gradient = self._copy(self.gradients[layer][chunk.own[layer]])
             elif layer == self.last and self.training:
                 loaded.targets = chunk.targets.to_train_on(self.rank.device)
             return loaded
 
     def _bytes_to_load(self, way: str, layer: int, chunk: _Chunk) -> int:
         part, targets, b = chunk.parts.get(layer), chunk.targets, self.logits.element_size()
-        rows = len(chunk.vertices)
+        rows = chunk.rows(layer)
         if part is None:
             edges, read = 0, rows * (2 if self.shapes.layers[0].reads_own else 1)
         else:
@@ -267,7 +285,7 @@ class Worker(base.Worker):
 
         def store() -> None:
             with self.rank.span(label, "copy", out.nbytes):
-                self.hidden[layer][chunk.own].copy_(out, non_blocking=True)
+                self.hidden[layer][chunk.own[layer]].copy_(out, non_blocking=True)
 
         self.storing = self._submit(store)
 
@@ -322,7 +340,7 @@ class Worker(base.Worker):
         def store() -> None:
             with self.rank.span(label, "copy", nbytes):
                 if logits is not None:
-                    self.logits[chunk.own].copy_(logits, non_blocking=True)
+                    self.logits[chunk.own[self.last]].copy_(logits, non_blocking=True)
                 if near is not None:
                     self._add(layer, chunk, near, home)
 
@@ -433,6 +451,7 @@ class Worker(base.Worker):
         chunk [own, C].
         """
         self.training = True
+        self.scored_by = [chunk.targets for chunk in self.chunks]
         self._forward_to_the_last(step)
         loss = torch.stack([self._forward_and_backward(step, chunk) for chunk in self.chunks]).sum()
         for layer in range(self.last - 1, 0, -1):
@@ -444,12 +463,17 @@ class Worker(base.Worker):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Logits [own, C] without dropout, in the order of `step`'s."""
+        """Logits [own, C] without dropout, chunk after chunk; of all rows, though fewer are trained
+        on: their edges are made for each evaluation."""
+        if self.strategy.trim:
+            whole = Worker(self.rank, self.problem, replace(self.strategy, trim=False), self.net)
+            self.scored_by = whole.scored_by
+            return whole.evaluate(step)
         self.training = False
         self._forward_to_the_last(step)
         for chunk in self.chunks:
             loaded = self._read(step, "f", self.last, chunk)
-            self.logits[chunk.own] = self._compute(step, self.last, loaded)
+            self.logits[chunk.own[self.last]] = self._compute(step, self.last, loaded)
         return self.logits
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.layers.kernels import sent
 from gnnplan.executor.minibatch.share import Part, share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
@@ -45,7 +45,7 @@ class Vanishing(Worker):
         varying = self.share.parts[self.problem.model.first_varying :]
         if not any(part.meets for part in varying):
             return super().step(step)
-        with self.rank.span(Label("lay", step), "host"):
+        with self.rank.span(Label("lay", step), "compute"):
             parts = [self._fresh_part(part, step, n) for n, part in enumerate(self.share.parts, 1)]
             share = replace(self.share, parts=parts)
             worker = Worker(self.rank, self.problem, share, self.options, self.net)
@@ -55,8 +55,9 @@ class Vanishing(Worker):
 
     def _fresh_part(self, part: Part, step: int, layer: int) -> Part:
         """The layer's part with the rows and edges of this step."""
+        block = self.blocks[layer]
         if layer <= self.problem.model.first_varying or not part.meets:
-            return part
+            return replace(part, block=block)
         ids, positions, seed = part.source, np.concatenate(part.give), self.problem.workload.seed
         given, kept = fresh_places(
             self.leaving_out.policy,
@@ -65,30 +66,20 @@ class Vanishing(Worker):
         )
         give = [positions[places] for places in given]
         take = np.array([rows.size for rows in kept])
-        # of each halo row: how much more its edges weigh; 0: it does not come
-        scale = np.zeros(ids.size - part.local)
+        scale = np.ones(ids.size)  # how much more each row's edges weigh
+        halo = scale[part.local :]
+        halo[:] = 0.0  # of rows that do not come
         for rows, count, whole in zip(kept, take, part.take, strict=True):
-            scale[rows] = whole / max(count, 1)
-        dtype = dtype_of(self.problem.workload)
+            halo[rows] = whole / max(count, 1)
         everything = np.concatenate([np.arange(part.local), part.local + np.concatenate(kept)])
+        come, weigh = sent(
+            [torch.from_numpy(each) for each in (everything, scale)], self.rank.device
+        )
         return Part(
             ids[everything],
             part.local,
             give,
             take,
             bool(self.leaving_out.facts(self.problem, self.layout, layer, step).halo.any()),
-            _cut(part.block, everything, np.concatenate([np.ones(part.local), scale]), dtype),
+            block.among(come, weigh, dtype_of(self.problem.workload)),
         )
-
-
-def _cut(block: Block, kept: np.ndarray, scale: np.ndarray, dtype: torch.dtype) -> Block:
-    """A block on the source rows `kept`, whose edges weigh `scale` [S] times as much."""
-    place = np.full(block.n_src, -1, dtype=np.int32)
-    place[kept] = np.arange(kept.size, dtype=np.int32)
-    indptr, indices = block.indptr.cpu().numpy(), block.indices.cpu().numpy()
-    stays = place[indices] >= 0
-    ends = np.concatenate([[0], np.cumsum(stays)])[indptr]
-    weight = torch.from_numpy(scale[indices[stays]])
-    if block.weight is not None:
-        weight = weight * block.weight.cpu()[torch.from_numpy(stays)]
-    return Block(ends, place[indices[stays]], kept.size).weighted(weight.to(dtype))

@@ -90,8 +90,8 @@ def plan(
             rejected.
         evidence: Folders of runs, or folders that hold such.
         strategy: Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.
-        ranks: Use this many ranks, equally many per server.  [default: all, or fewer GPUs where
-            that is faster]
+        ranks: Use this many ranks, equally many per server; on one where servers=1 is set.
+            [default: all, or fewer GPUs where that is faster]
         overrides: Fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}.
         partitioner: metis (edge cut), metis-volume (halo rows), hash or random.
         directed: Keep the edges' direction; otherwise graphs are made undirected.

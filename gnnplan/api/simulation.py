@@ -316,7 +316,7 @@ class Sweep(View):
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
         self.axes, self.strategy, self.exact = swept, strategy.name, exact
-        self.rows = rows(asked, strategy, playing, exact, notify, objective)
+        self.rows = rows(asked, strategy, base.ranks, playing, exact, notify, objective)
         self.changes = changes(swept, self.rows)
         self.document = {
             "sweep": {axis.field: axis.values for axis in self.axes},

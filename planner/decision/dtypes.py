@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.explain import rounded_products, rounding_cost, rounding_runs
 from gnnplan.planner.decision.plan import answer
-from gnnplan.planner.decision.recommendation import SURE_SHARE, recommended
+from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.inputs import checked
@@ -116,13 +114,14 @@ def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
     if rounded.problem.cluster.device.gemm_bfloat16 is None:
         return PLAIN, products  # nothing is surely faster at a rate that nobody knows
     is_measured = objective.target is not None  # runs have shown what rounding costs
-    drawn = np.stack([plain.drawn, rounded.drawn])
-    choice = DTYPES[recommended(drawn, [True, is_measured])]
+    chance = rounded.chance_faster(plain)
+    is_sure = is_measured or chance >= SURE_SHARE
+    choice = ROUNDED if rounded.value < plain.value and is_sure else PLAIN
     gain, loss = plain.value / rounded.value - 1, rounded.value / plain.value - 1
     why = (
         f"{ROUNDED} is {show_percent(max(gain, loss), 1)}"
         f" {objective.less if gain > 0 else objective.more} by prediction, and {objective.less}"
-        f" with a chance of {show_percent(rounded.chance_faster(plain))}"
+        f" with a chance of {show_percent(chance)}"
     )
     if not is_measured:
         why += f" (what is lossy needs {show_percent(SURE_SHARE)})"

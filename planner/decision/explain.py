@@ -343,7 +343,7 @@ def within_doubt(found: SearchResult) -> list[str]:
     first, second = found.best, found.others[0]
     gap, objective = second.value / first.value - 1, found.objective
     if gap < 0 and second.is_comparable:
-        return [f"{doubted(second, first)}; its expected regret is larger"]
+        return [doubted(second, first)]
     if gap < 0:
         return [
             f"{doubted(second, first)}; {first.strategy} is exact, and a lossy strategy has to be"

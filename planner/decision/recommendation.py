@@ -3,15 +3,15 @@
 A prediction is wrong for two reasons: constants of the cluster are other than they are said to be
 (cluster/doubt.py), and a right cluster is still predicted imperfectly (MISSES). Both are drawn
 DRAWS times, the same way for all candidates. In each draw one of them is the fastest; the *regret*
-of another is how much longer its epoch takes. The candidate with the least expected regret is
-recommended, but an exact one unless a lossy one is surely faster: what a lossy strategy costs in
-accuracy is often unknown. Where an objective other than the epoch's time is asked for, its number
-takes the place of the epoch (objective.py).
+of another is how much longer its epoch takes. The exact candidate with the shortest predicted epoch
+is recommended, unless a lossy one is surely faster: what a lossy strategy costs in accuracy is
+often unknown (`search.recommend`). Draws choose nothing else: their ranges are lopsided, and regret
+depends on which others there are, so a better link could make the choice worse. Where an objective
+other than the epoch's time is asked for, its number takes the place of the epoch (objective.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -100,27 +100,6 @@ def outlooks(drawn_s: Array, drawn: Array | None = None) -> list[Outlook]:
         Outlook(*range_of(epochs), float(chance), float(expected))
         for epochs, chance, expected in zip(drawn_s, chances, regret, strict=True)
     ]
-
-
-def recommended(drawn: Array, exact: Sequence[bool]) -> int:
-    """The candidate that is recommended: `drawn` [candidates, draws], `exact` [candidates].
-
-    >>> recommended(np.array([[1.0, 1.0], [1.1, 0.9]]), [False, True])
-    1
-    >>> recommended(np.array([[1.0, 1.0], [1.5, 1.6]]), [False, True])
-    0
-
-    A lossy one that is not surely faster hides none that is.
-
-    >>> recommended(np.array([[0.5, 1.1], [0.9, 0.9], [1.0, 1.0]]), [False, False, True])
-    1
-    """
-    regret = regrets(drawn).mean(axis=1)
-    if not any(exact):
-        return int(regret.argmin())
-    least_exact = int(np.where(exact, regret, np.inf).argmin())
-    is_surely_faster = (drawn < drawn[least_exact]).mean(axis=1) >= SURE_SHARE
-    return int(np.where(is_surely_faster | np.asarray(exact), regret, np.inf).argmin())
 
 
 def settled_regret(drawn: Array, factor: Array) -> float:

@@ -24,10 +24,10 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate, evaluate, evaluate_or_save_memory, placed
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.recommendation import (
+    SURE_SHARE,
     Outlook,
     Settled,
     outlooks,
-    recommended,
     settled_regret,
 )
 from gnnplan.planner.decision.room import smallest_change
@@ -39,9 +39,6 @@ from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count
 
-# Candidates that are predicted to be worse than the best exact one by more than this factor are
-# not recommended in any doubt, and their epochs need not be drawn.
-FAR = 4.0
 MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
 
 
@@ -129,16 +126,21 @@ def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate that is recommended of these."""
-    far = FAR * least_of(candidates, any(c.is_comparable for c in candidates))
-    near = [c for c in candidates if c.value <= far]
-    best = near[0]
-    if len(near) > 1:
-        best = near[recommended(_side_by_side(near), [c.is_comparable for c in near])]
+    """The candidate that is recommended of these.
+
+    It has the least of the objective among comparable ones, or less than that for sure. So what
+    only makes candidates better never makes the best comparable one worse. With an objective's
+    slack the smallest of those that are nearly as good is chosen.
+    """
+    best = min([c for c in candidates if c.is_comparable] or candidates, key=_value)
+    surely_less = (
+        c for c in candidates if c.value < best.value and c.chance_faster(best) >= SURE_SHARE
+    )
+    best = min(surely_less, key=_value, default=best)
     if best.objective.slack == 1.0:
         return best
     most = best.value * best.objective.slack
-    as_good = [c for c in near if c.value <= most and c.strategy.exact >= best.strategy.exact]
+    as_good = [c for c in candidates if c.value <= most and c.strategy.exact >= best.strategy.exact]
     smallest = min(map(_size, as_good))
     if smallest == _size(best):
         return best
@@ -238,20 +240,21 @@ def on_fewer(
 ) -> list[Candidate]:
     """The best candidate on each part of the GPUs that may beat those `on_all` GPUs.
 
-    The best exact one of a part is there too if it is recommended. Ranks on a CPU are no GPUs:
-    --ranks chooses their number, and they share its cores.
+    The best exact one of a part is there too if it is recommended, or the best of all exact ones,
+    by which lossy ones are judged. Ranks on a CPU are no GPUs: --ranks chooses their number, and
+    they share its cores.
     """
     found: list[Candidate] = []
     if problem.cluster.device.kind == "cpu":
         return found
-    limit = least_of(on_all) * objective.slack
     exact_ones: list[Candidate] = []
     for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
         smaller, waiting = problem.placed(gpus), list[Candidate]()
         is_told = objective.stated is not None and len(gpus) == 1  # whether to distribute at all
+        limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
+        limit = objective.slack * (limits[True] if np.isfinite(limits[True]) else limits[False])
         if not is_told and objective.at_least(smaller, least(problem, len(gpus))) >= limit:
             continue
-        limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
         for strategy in candidates(smaller, exact):
             notify(
                 "evaluating candidates",
@@ -266,11 +269,11 @@ def on_fewer(
         if least_one := next(fitting, None):
             found.append(least_one)
             exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
-            limit = min(limit, least_one.value * objective.slack)
     if not found:
         return found
-    best = recommend([*on_all, *found, *exact_ones])
-    return found + [candidate for candidate in exact_ones if candidate is best]
+    every = [*on_all, *found, *exact_ones]
+    kept = recommend(every), min((c for c in every if c.strategy.exact), key=_value, default=None)
+    return found + [c for c in exact_ones if c in kept and c not in found]
 
 
 def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:

@@ -20,7 +20,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
-from gnnplan.planner.decision.candidate import Candidate, unproposed
+from gnnplan.planner.decision.candidate import Candidate, evaluate, placed, unproposed
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
@@ -162,15 +162,16 @@ def planned(
 def rows(
     asked: Iterable[tuple[dict[str, str], Problem]],
     strategy: Strategy,
+    ranks: int,
     playing: Playing,
     exact: bool = False,
     notify: Notify = silent,
     objective: Objective = TIME,
 ) -> list[dict[str, Any]]:
-    """A row per point: what is recommended there, and the best of the family of the plan's strategy
-    on all GPUs, an exact one of an exact one.
+    """A row per point: what is recommended there, and the plan's strategy of so many ranks.
 
-    With `exact` only exact strategies are recommended.
+    On another number of ranks it is the best of its family on all GPUs, an exact one of an exact
+    one. With `exact` only exact strategies are recommended.
     """
     out = []
     for at, problem, found, error in planned(asked, exact, notify=notify, objective=objective):
@@ -179,19 +180,19 @@ def rows(
             out.append(row | {"best": None, "reason": str(error)})
             continue
         best = found.best
-        same = next(
-            (
-                c
-                for c in found.ranked
-                if c.strategy.name == strategy.name
-                and c.strategy.exact >= strategy.exact
-                and c.problem.ranks == problem.ranks
-            ),
-            None,
+        of_family = (
+            c
+            for c in found.ranked
+            if c.strategy.name == strategy.name
+            and c.strategy.exact >= strategy.exact
+            and c.problem.ranks == problem.ranks
         )
-        if same is None:
-            with suppress(Infeasible, SpecError):
-                same = unproposed(problem, strategy, objective)
+        same = None
+        with suppress(Infeasible, SpecError):
+            if problem.ranks == ranks:
+                same = evaluate(placed(problem, strategy), strategy, objective)
+            else:
+                same = next(of_family, None) or unproposed(problem, strategy, objective)
         notify("playing", f"{best.strategy} on {best.problem.ranks}")
         row |= {
             "best": str(best.strategy),

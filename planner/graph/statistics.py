@@ -21,7 +21,9 @@ _OPTIONAL = (
     "batch_spread",
     "train_popular",
     "directed",
+    "as_directed",
 )
+_OF_DIRECTION = ("edges", "batch_spread")
 
 
 def datasets() -> list[str]:
@@ -33,12 +35,21 @@ def statistics(path: str, directed: bool) -> GraphStats:
     """The statistics in a YAML file. Raises SpecError with file, line and field.
 
     Required are vertices, edges (directed, of the symmetrised graph), features and classes.
-    Optional are the fields _OPTIONAL, which GraphStats describes."""
+    Optional are the fields _OPTIONAL, which GraphStats describes; but `as_directed` has those that
+    are other ones where the edges keep their direction."""
     document = read_yaml(path)
     data = document.data
     for key in data:
         if key not in _REQUIRED + _OPTIONAL:
             raise document.error((key,), f"unknown field{suggest(str(key), _REQUIRED + _OPTIONAL)}")
+    if "as_directed" in data:
+        others = data["as_directed"]
+        if not (isinstance(others, dict) and others.keys() <= set(_OF_DIRECTION)):
+            raise document.error(
+                ("as_directed",), f"must map {' or '.join(_OF_DIRECTION)} to values, got {others!r}"
+            )
+        if directed:
+            data |= others
     for key in _REQUIRED:
         if key not in data:
             raise document.error(

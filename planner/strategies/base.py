@@ -93,7 +93,6 @@ class Strategy(ABC):
     # published names of variants, and the knobs that each sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     rounds_rows: ClassVar[bool] = False  # whether its rows may be bfloat16; see ROUNDING
-    replays: ClassVar[bool] = False  # whether one rank launches a step at once; Problem.replays
     # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
     examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train
@@ -155,6 +154,11 @@ class Strategy(ABC):
     def settle(self, problem: Problem) -> Strategy:
         """The same strategy with every open knob filled in."""
         return self
+
+    @property
+    def replays(self) -> bool:
+        """Whether one rank launches a step at once (Problem.replays)."""
+        return False
 
     def with_less_memory(self) -> Strategy | None:
         """A variant that needs less memory and computes more; None if there is none."""

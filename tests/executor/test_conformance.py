@@ -327,6 +327,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
     (1, 1, "offload(chunks=4)", "sage", "multi", 0.0),
     (1, 1, "offload(chunks=3)", "gat", "rough", 0.5),
+    (2, 1, "offload(chunks=2,trim=True)", "sage", "multi", 0.5),
     (2, 1, "offload(chunks=3)", "gcn norm=batch", "rough", 0.5),
     (4, 2, "offload(chunks=2)", "sage dtype=bfloat16", "multi", 0.0),
     # rows of all layers meet at the end

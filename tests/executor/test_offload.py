@@ -45,9 +45,17 @@ SEVERAL = [  # ranks, servers, chunks of each, model, graph, directed
 ]
 
 
+EVERY = [*((1, 1, *case) for case in CASES), *SEVERAL]
+
+
 @pytest.mark.parametrize(
-    ("world", "servers", "chunks", "how", "graph", "directed"),
-    [*((1, 1, *case) for case in CASES), *SEVERAL],
+    ("world", "servers", "chunks", "how", "graph", "directed", "trim"),
+    [
+        (*case, trim)
+        for case in EVERY
+        for trim in ("", ",trim=True")
+        if "norm" not in case[3] or not trim
+    ],
     ids=str,
 )
 def test_chunks_train_as_one_process(
@@ -59,11 +67,13 @@ def test_chunks_train_as_one_process(
     how: dict[str, object],
     graph: str,
     directed: bool,
+    trim: str,
 ) -> None:
-    """Weights, losses, and right answers of every epoch, dropout's draws included."""
+    """Weights, losses, and right answers of every epoch, dropout's draws included; with all rows,
+    and with those alone that training vertices need."""
     how = {"layers": 3, "hidden": 8, "lr": 0.05, "seed": 3, "dtype": "float64", **how}
     case = Case("graph_parallel", graphs[graph], how, directed=directed, eval_every=1)
-    strategy = f"offload(chunks={chunks})"
+    strategy = f"offload(chunks={chunks}{trim})"
     (alone,) = run_ranks(1, [case])
     (chunked,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
     idle = [f"layers.{n}.bias" for n in (1, 2)] if how.get("norm") == "batch" else []

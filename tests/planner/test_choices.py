@@ -60,9 +60,7 @@ def test_reddit_in_32_layers_is_a_pipeline_s():
 
 
 def test_regret_is_of_the_printed_epochs():
-    choice = Choice(
-        ("job",), ("a", "b"), (1.3, 1.0), (1.0, 2.0), (2.0, 1.0), (0.9, 0.1), (0.0, 1.0)
-    )
+    choice = Choice(("job",), ("a", "b"), (1.3, 1.0), (1.0, 2.0), (2.0, 1.0), (0.9, 0.1))
     assert (choice.chosen, choice.by_their_terms, choice.right) == (0, 1, False)
     assert choice.regret(choice.chosen) == pytest.approx(0.3) and choice.regret(1) == 0
 

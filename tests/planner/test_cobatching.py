@@ -146,8 +146,8 @@ def test_loads_are_the_constant_rows_of_the_batch(model: str, dropout: float):
 
 
 def test_a_load_takes_the_host_link():
-    problem = problem_of(1, 1, host=Link(bandwidth=1e6, latency=0.5))
     strategy = GraNNDis(batches=2)
+    problem = problem_of(1, 1, host=Link(bandwidth=1e6, latency=0.5)).launching(strategy.replays)
     loads = [
         task.work.nbytes
         for task in strategy.schedule(problem, 2).tasks
@@ -167,6 +167,16 @@ def test_a_load_takes_the_host_link():
     assert strategy.predict(without).by_op["load"] == pytest.approx(
         2 * without.cluster.intra_node.latency + sum(loads) / 1e10
     )
+
+
+def test_several_batches_are_launched_kernel_by_kernel():
+    """On one GPU only the step of the whole graph becomes a CUDA graph; the executor runs others
+    kernel by kernel, and their epochs were predicted as if they were launched at once."""
+    problem = problem_of(1, 1)
+    device = problem.cluster.device.model_copy(update={"launch": 1e-3})
+    problem = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
+    whole, two = (GraNNDis(batches=batches).settle(problem) for batches in (1, 2))
+    assert two.predict(problem).epoch_s > 100 * whole.predict(problem).epoch_s
 
 
 def test_sampling_computes_and_preloads_less_than_full_preload():

@@ -16,7 +16,7 @@ from gnnplan.planner.cluster import doubt
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import outlooks, recommended, regrets, settled_regret
+from gnnplan.planner.decision.recommendation import outlooks, regrets, settled_regret
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
@@ -207,8 +207,6 @@ def test_regret_and_chance_are_those_of_the_draws():
     assert [o.chance_fastest for o in (first, second, third)] == [0.5, 0.25, 0.25]
     assert first.expected_regret == pytest.approx((1 + 0 + 0 + 1) / 4)
     assert second.expected_regret == pytest.approx((0 + 1 + 1 + 3) / 4)
-    # the least expected regret wins, not the shortest epoch in the mean
-    assert recommended(drawn_s, [False] * 3) == 0
 
 
 def test_a_constant_that_decides_leaves_no_regret_and_one_that_tells_nothing_all_of_it():

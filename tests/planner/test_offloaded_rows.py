@@ -153,7 +153,7 @@ def test_copies_of_other_chunks_take_no_time_beside_computation():
     slow = seconds(8, 1e8)
     assert copied_s < slow < copied_s + computed_s, "the slower lane is never idle for long"
     assert 0 < slow - copied_s < 0.3 * computed_s
-    problem = problem_of().launching(Offload.replays)
+    problem = problem_of().launching(Offload().replays)
     played = play(Offload(8).schedule(problem, 4), problem.cost, contention=False)
     assert played.step_s == pytest.approx(float(Offload(8).predict(problem).epoch_s))
 
@@ -191,6 +191,37 @@ def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_f
     slow = slow.model_copy(update={"host": Link(bandwidth=1e10)})
     found = search(replace(problem, cluster=slow))
     assert isinstance(found.best.strategy, Offload) and found.best.problem.ranks == 1
+
+
+def test_few_training_vertices_are_trained_on_few_rows():
+    """Of a graph of which a hundredth trains, all rows passed the devices, where graph parallelism
+    on twice as many GPUs left most out: a cliff of 41 times between 8 and 16."""
+    whole = problem_of(host=Link(bandwidth=1e8, latency=0.0))
+    assert whole.graph is not None
+    train = np.arange(GRAPH.stats.vertices) < 30
+    graph = replace(whole.graph, train=train, stats=replace(GRAPH.stats, train_vertices=30))
+    asked = Problem(graph.stats, graph, whole.workload, whole.cluster)
+    all_rows, few = Offload(4), Offload(4, trim=True)
+    assert sum(few.moved(asked)) < 0.5 * sum(all_rows.moved(asked))
+    assert few.predict(asked).epoch_s < 0.7 * all_rows.predict(asked).epoch_s
+    memory = asked.cluster.model_copy(
+        update={
+            "device": asked.cluster.device.model_copy(
+                update={
+                    "memory": RUNTIME["cuda"]
+                    + needed(asked, "graph_parallel(checkpoint=True,trim=True)") / 2
+                }
+            )
+        }
+    )
+    found = search(replace(asked, cluster=memory)).best
+    assert isinstance(found.strategy, Offload) and found.strategy.trim
+    assert found.memory_bytes <= memory.device.memory
+    # the edges of an evaluation are there too, but not its gradients
+    held = [
+        sum(float(use.max()) for use in one.host_memory(asked).values()) for one in (few, all_rows)
+    ]
+    assert held[1] < held[0] < 2 * held[1]
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

@@ -146,6 +146,7 @@ def test_rows_are_plans_of_their_own():
     table = rows(
         asked,
         parse("gnnpipe(chunks=2)"),
+        0,
         lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)},
     )
     for row, (_, problem) in zip(table, asked, strict=True):
@@ -182,7 +183,7 @@ def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
     """bns, of which users ask by name, was a dash."""
     asked = points(axes(["servers=1,2"]), question())
     for row, (_, problem) in zip(
-        rows(asked, parse("bns(p=0.5)"), lambda _: {}), asked, strict=True
+        rows(asked, parse("bns(p=0.5)"), 0, lambda _: {}), asked, strict=True
     ):
         expected = evaluate(placed(problem, parse("bns(p=0.5)")), parse("bns(p=0.5)"))
         assert row["plan"] == "bns(p=0.5)"
@@ -192,13 +193,22 @@ def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
 def test_an_exact_plan_is_compared_with_exact_variants():
     """A plan of granndis was swept as granndis that samples."""
     asked = points(axes(["inter_node.bandwidth=1e7,1e8"]), question())
-    for row in rows(asked, parse("granndis"), lambda _: {}):
+    for row in rows(asked, parse("granndis"), 0, lambda _: {}):
         assert parse(row["plan"]).exact
+
+
+def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
+    """`simulate --set` played the plan's own variant, and --sweep the best of its family."""
+    asked = points(axes(["inter_node.bandwidth=1e7,1e8"]), question())
+    own, ranks = parse("granndis(depth=1)"), question().ranks
+    for row, (_, problem) in zip(rows(asked, own, ranks, lambda _: {}), asked, strict=True):
+        assert row["plan"] == str(own)
+        assert row["plan_predicted_s"] == float(own.predict(placed(problem, own)).epoch_s)
 
 
 def test_nothing_fits_is_a_row_too():
     asked = points(axes(["device.memory=24GB,10MB"]), question())
-    table = rows(asked, parse("gnnpipe"), lambda _: {})
+    table = rows(asked, parse("gnnpipe"), 0, lambda _: {})
     assert table[0]["best"] and "simulated_s" not in table[0]
     assert (
         table[1]["best"] is None

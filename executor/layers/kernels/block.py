@@ -97,6 +97,28 @@ class Block:
         block._set_weight(weight)
         return block
 
+    def among(self, kept: Tensor, scale: Tensor, dtype: torch.dtype) -> Block:
+        """The edges from the sources `kept`, ascending, which weigh scale [S] times as much.
+
+        All of it is done where the block is, and nothing is sorted again."""
+        place = torch.full_like(self.t_indptr[1:], -1)
+        place[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=place.device)
+        source = place.index_select(0, self.indices)
+        stays = source >= 0
+        ends, t_stays = _ends(stays), stays.index_select(0, self.order)
+        first = torch.cat([self.t_indptr[:-1][kept], self.t_indptr[-1:]])
+        block = copy.copy(self)
+        block.n_src, block.indices = kept.numel(), source[stays]
+        block.indptr = ends.index_select(0, self.indptr)
+        block.t_indptr = _ends(t_stays).index_select(0, first)
+        block.t_indices = self.t_indices[t_stays]
+        block.order = ends.index_select(0, self.order)[t_stays]
+        block.edges = block.indices.numel()
+        weight = scale.index_select(0, self.indices)
+        weight = weight if self.weight is None else weight * self.weight
+        block._set_weight(weight[stays].to(dtype))
+        return block
+
     def mean(self, dtype: torch.dtype = torch.float32) -> Block:
         """The same edges with weight 1 / in-degree: `aggregate` then takes the mean, 0 if empty."""
         degree = self.indptr.diff().long()
@@ -141,6 +163,11 @@ def check_rows(block: Block, x: Tensor) -> None:
     """Raises ValueError unless x has a row per source of the block."""
     if x.shape[0] != block.n_src:
         raise ValueError(f"{block} needs {block.n_src} source rows, not {x.shape[0]}")
+
+
+def _ends(stays: Tensor) -> Tensor:
+    """How many of the first n stay, for every n: bool [E] -> int32 [E + 1]."""
+    return torch.nn.functional.pad(stays.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _int32(array: np.ndarray) -> Tensor:

@@ -27,7 +27,8 @@ there. When a load begins, nothing of the chunk before is on the device.
 A GPU copies beside computation: while a chunk is computed, what the one before has made is stored,
 and then the rows of the layer's next chunk are loaded (`beside`).
 
-Which rows a chunk reads is counted by planner/ownership/layout.py, as if each chunk were a rank.
+Which rows a chunk has and reads is counted by planner/ownership/layout.py, as if each chunk were a
+rank.
 """
 
 from __future__ import annotations
@@ -101,11 +102,15 @@ class ChunkedStep:
         order = beside if self.copies_beside else None
         return Program.of(step, order=order)
 
-    def fullest_program(self) -> Program:
-        """The step over one chunk of each kind, which holds as much as the whole step."""
+    def fullest_program(self, evaluates: bool = False) -> Program:
+        """The step over one chunk of each kind, which holds as much as the whole step; or what an
+        evaluation does of it."""
         layers = range(1, len(self.model.layers) + 1)
         kinds = {tuple(self.counts(layer, c) for layer in layers): c for c in self.chunks}
         step = list(self.ops(sorted(kinds.values())))
+        if evaluates:
+            done = ("load", "halo", "forward", "store")
+            step = [op for op in step if op.op in done and op.way != "b"]
         return Program.of(step)
 
     # -- operations ------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ class ChunkedStep:
         if isinstance(layout, EstimatedLayout):
             part = layout.vertices / ranks
             far = layout.leaving(part) / max(layout.leaving(part / chunks), 1e-300)
-            halo = (facts.sources - facts.rows).reshape(ranks, chunks) * min(far, 1.0)
+            halo = facts.halo.sum(0).reshape(ranks, chunks) * min(far, 1.0)
             return np.asarray(others * np.round(halo / max(ranks - 1, 1)).astype(np.int64))
         by_rank = facts.sends.reshape(ranks, chunks, ranks, chunks).sum(1)
         return np.asarray(others * by_rank)
@@ -314,13 +319,12 @@ class ChunkedStep:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    @property
-    def under_way(self) -> np.ndarray:
+    def under_way(self, ways: str = "fb") -> np.ndarray:
         """What is on the device beside the chunk that is computed: first what the one before has
         made, then what the next one reads [ranks] [B]."""
         most = np.zeros(self.problem.ranks)
         if self.copies_beside:
-            for layer, c, way in product(range(1, len(self.model.layers) + 1), self.chunks, "fb"):
+            for layer, c, way in product(range(1, len(self.model.layers) + 1), self.chunks, ways):
                 for copied in (self.loaded_bytes, self.stored_bytes):
                     most = np.maximum(most, copied(way, layer, c))
         return most

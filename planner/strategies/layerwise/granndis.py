@@ -119,7 +119,6 @@ class GraNNDis(Strategy):
 
     family: ClassVar[str] = "granndis"
     rounds_rows: ClassVar[bool] = True
-    replays: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
     examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
     claim: ClassVar[float] = 1e-6
@@ -127,6 +126,10 @@ class GraNNDis(Strategy):
     @property
     def sampled(self) -> bool:
         return self.max_hop is not None or self.fanout is not None
+
+    @property
+    def replays(self) -> bool:
+        return self.batches == 1  # several differ, and each is a step
 
     @property
     def exact(self) -> bool:

@@ -51,7 +51,7 @@ import numpy as np
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training, settled
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
-from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
+from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Copy, Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -66,9 +66,11 @@ class Offload(Strategy):
     """Full-graph training with vertex data in servers' memories.
 
     chunks: pieces of each rank's part, of which the device holds one; None: as few as fit.
+    trim: train on those rows alone that training vertices need, as in graph parallelism.
     """
 
     chunks: int | None = None
+    trim: bool = False
 
     family: ClassVar[str] = "offload"
     claim: ClassVar[float] = 1e-6
@@ -77,6 +79,7 @@ class Offload(Strategy):
     examples: ClassVar[tuple[Example, ...]] = (
         Example("offload(chunks=3)", ranks=1),
         Example("offload(chunks=2)"),
+        Example("offload(chunks=2,trim=True)"),
     )
 
     @property
@@ -90,7 +93,11 @@ class Offload(Strategy):
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         """Where graph parallelism does not fit on all GPUs: where it fits, it is faster."""
         if not cls.refused(problem) and not _fits_without(problem):
-            yield cls()
+            yield cls(trim=problem.needs_few_rows)
+
+    def with_less_memory(self) -> Strategy | None:
+        """With all rows: servers hold no edges of an evaluation besides."""
+        return replace(self, chunks=None, trim=False) if self.trim else None
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -148,14 +155,27 @@ class Offload(Strategy):
         code = device.code_of(problem.model.itemsize)
         room = device.memory, device.kind, code, problem.cluster.host_memory
         return problem.known.answer(
-            ("offload", *asked, *room), lambda: Offload(_fewest_chunks(problem))
+            (self, *asked, *room), lambda: replace(self, chunks=self._fewest_chunks(problem))
         )
+
+    def _fewest_chunks(self, problem: Problem) -> int:
+        """The least power of two of chunks that fits; 1 where none does by estimates."""
+        estimate = replace(problem, graph=None)
+        powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
+        each = [replace(self, chunks=chunks) for chunks in powers]
+        first = next((bit for bit, one in enumerate(each) if one.fits(estimate)), None)
+        if first is None:
+            return 1
+        tried = each[first : first + TRIES]
+        return settled(next((one for one in tried if one.fits(problem)), tried[-1]).chunks)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
         self.check_vertices(problem)
         if why := self.refused(problem):
             raise SpecError(f"offload: {why}")
+        if self.trim:
+            check_trim(problem, self.family)
         most = _most_chunks(problem)
         if self.chunks is not None and not 1 <= self.chunks <= most:
             raise SpecError(
@@ -178,7 +198,12 @@ class Offload(Strategy):
         return self._step(problem).program()
 
     def _step(self, problem: Problem) -> ChunkedStep:
-        return ChunkedStep(problem, problem.chunked(settled(self.chunks)))
+        layout = problem.chunked(settled(self.chunks))
+        return ChunkedStep(problem, problem.trimmed(layout) if self.trim else layout)
+
+    def _evaluation(self, problem: Problem) -> ChunkedStep | None:
+        """Of all rows, where a step trains on fewer."""
+        return replace(self, trim=False)._step(problem) if self.trim else None
 
     def moved(self, problem: Problem) -> tuple[int, int]:
         """Bytes of an epoch to the devices, and back."""
@@ -194,36 +219,50 @@ class Offload(Strategy):
         return loaded, stored
 
     def memory(self, problem: Problem) -> Memory:
-        """Bytes on the device: weights, and the chunk that fills it most.
+        """Bytes on the device: weights, and the chunk that fills it most, of an evaluation too.
 
         A CPU rank's memory is the server's. It has graph data too, but for `host_memory` of it.
         """
-        step = self._step(problem)
+        step, evaluation = self._step(problem), self._evaluation(problem)
         use = _on_device(problem, step)
+        if evaluation:
+            evaluating = _on_device(problem, evaluation, evaluates=True)
+            use = max(use, evaluating, key=lambda held: sum(each.max() for each in held.values()))
         if problem.cluster.device.kind == "cpu":
             of_server = _server_of(problem)
             sharing = np.bincount(of_server)[of_server]  # ranks that share a server's memory
             shared = _features_on_host(problem)
-            graph_data = sum(_of_ranks_on_host(problem, step).values(), shared / sharing)
+            graph_data = sum(self._on_host(problem).values(), shared / sharing)
             room = (problem.cluster.host_memory or 0.0) / sharing
             use["host"] = np.maximum(graph_data - room, 0.0)
         return use
 
     def host_memory(self, problem: Problem) -> Memory:
         """Bytes of features, rows, gradients and edges in each server's memory [servers]."""
-        of_server, of_ranks = _server_of(problem), _of_ranks_on_host(problem, self._step(problem))
+        of_server, of_ranks = _server_of(problem), self._on_host(problem)
         held = {use: np.bincount(of_server, nbytes) for use, nbytes in of_ranks.items()}
         return {"features": np.full(of_server.max() + 1, _features_on_host(problem))} | held
 
+    def _on_host(self, problem: Problem) -> Memory:
+        """Of each rank in its server's memory [ranks] [B]."""
+        held, evaluation = (
+            _of_ranks_on_host(problem, self._step(problem)),
+            self._evaluation(problem),
+        )
+        if evaluation:
+            besides = _of_ranks_on_host(problem, evaluation, trains=False)
+            held = {use: nbytes + besides[use] for use, nbytes in held.items()}
+        return held
 
-def _on_device(problem: Problem, step: ChunkedStep) -> Memory:
+
+def _on_device(problem: Problem, step: ChunkedStep, evaluates: bool = False) -> Memory:
     model, zero = problem.model, np.zeros(problem.ranks)
     return {
         "parameters": zero + model.weights * model.weight_itemsize,
         "optimizer": zero
         + problem.workload.beside_a_weight * model.weights * model.weight_itemsize,
-        **fullest(problem, step.fullest_program()),
-        "copies": step.under_way,
+        **fullest(problem, step.fullest_program(evaluates)),
+        "copies": step.under_way("f" if evaluates else "fb"),
         **before_training(problem),
     }
 
@@ -238,20 +277,20 @@ def _features_on_host(problem: Problem) -> float:
     return float(problem.stats.vertices * problem.model.features * problem.model.itemsize)
 
 
-def _of_ranks_on_host(problem: Problem, step: ChunkedStep) -> Memory:
+def _of_ranks_on_host(problem: Problem, step: ChunkedStep, trains: bool = True) -> Memory:
     """Rows of h_1 .. h_{L-1}, two buffers for their gradients, logits, edges of a rank's chunks.
 
     And the aggregate of layer 1, if it is constant. [ranks]"""
-    model, last = problem.model, len(problem.model.layers)
-    n = sum((step.counts(last, c).rows for c in step.chunks), np.zeros(problem.ranks))
-    hidden = [layer.h_out for layer in model.layers[:-1]]
-    gradients = max(hidden, default=0) * min(len(hidden), 2)
-    rows = sum(hidden) + gradients + model.classes
-    rows += model.features * model.aggregate_cached(1)
+    model, last, none = problem.model, len(problem.model.layers), np.zeros(problem.ranks)
+    n = [sum((step.counts(h, c).rows for c in step.chunks), none) for h in range(1, last + 1)]
+    hidden = [rows * layer.h_out for rows, layer in zip(n, model.layers[:-1], strict=False)]
+    widest = np.max(hidden, axis=0) if hidden else none
+    numbers = sum(hidden, none) + widest * min(len(hidden), 2) * trains + n[-1] * model.classes
+    numbers = numbers + n[0] * model.features * model.aggregate_cached(1)
     kinds = {step.layout.kind(layer): layer for layer in range(1, last + 1)}
     edges = sum(step.edge_bytes(layer, c) for layer in kinds.values() for c in step.chunks)
     labels = sum(step.label_bytes(c) for c in step.chunks)
-    return {"rows": n * rows * model.itemsize, "edges": np.asarray(edges + labels)}
+    return {"rows": numbers * model.itemsize, "edges": np.asarray(edges + labels)}
 
 
 def _least(problem: Problem) -> GraphParallel:
@@ -280,14 +319,3 @@ def _fits_without(problem: Problem) -> bool:
 def _most_chunks(problem: Problem) -> int:
     """Of a rank."""
     return max(min(MOST_CHUNKS, problem.stats.vertices) // problem.ranks, 1)
-
-
-def _fewest_chunks(problem: Problem) -> int:
-    """The least power of two of chunks that fits; 1 where none does by estimates."""
-    estimate = replace(problem, graph=None)
-    powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
-    first = next((bit for bit, chunks in enumerate(powers) if Offload(chunks).fits(estimate)), None)
-    if first is None:
-        return 1
-    tried = powers[first : first + TRIES]
-    return next((chunks for chunks in tried if Offload(chunks).fits(problem)), tried[-1])

@@ -31,7 +31,6 @@ class OnParts(Strategy):
     """A rank has a part of the graph, and exchanges halo rows as `exchange_options` say."""
 
     rounds_rows: ClassVar[bool] = True
-    replays: ClassVar[bool] = True
     adapts: ClassVar[bool] = False  # whether rows may have bits of their own (bits='adaptive')
 
     @property
@@ -43,6 +42,10 @@ class OnParts(Strategy):
     def exact(self) -> bool:
         options = self.exchange_options
         return options.policy.whole and not options.policy.lags and options.bits is None
+
+    @property
+    def replays(self) -> bool:
+        return True
 
     @property
     def carries(self) -> str:

@@ -1,8 +1,8 @@
 """What it takes that rows vanish that are not fresh: every step cuts blocks down to the others.
 
-A rank lays its blocks out anew (`lay`), and keeps the whole ones for evaluation. Edges of the rows
-that come weigh as much more as there are fewer of them, which is right in a weighted sum alone. In
-the executor it is executor/strategies/vanishing.py.
+A rank lays its blocks out anew where they are (`lay`), and keeps the whole ones for evaluation.
+Edges of the rows that come weigh as much more as there are fewer of them, which is right in a
+weighted sum alone. In the executor it is executor/strategies/vanishing.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.program.program import Op, Program, Sampling
+from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Compute
+
+# A layer's edges are cut (executor/layers/kernels/block.py, Block.among): kernels, and bytes that
+# they read and write for an edge. An edge's row, place and weight are gathered, either way.
+LAUNCHES, LAID = 30, 230.0
 
 
 def check_sums(family: str, problem: Problem) -> None:
@@ -35,12 +40,11 @@ def check_sums(family: str, problem: Problem) -> None:
 
 def with_laying(problem: Problem, program: Program) -> Program:
     """The program, whose steps begin with `lay` where a layer's rows cross."""
-    laid = np.zeros(problem.ranks, dtype=np.int64)
-    for layer in _cut_layers(problem):
-        laid = laid + problem.layout().facts(layer).edges
-    if not laid.any():
+    cut = list(_cut_layers(problem))
+    if not cut:
         return program
-    lay = Op("lay", work=Sampling("lay", laid, 0))
+    edges = sum((problem.layout().facts(layer).edges for layer in cut), np.zeros(problem.ranks))
+    lay = Op("lay", work=Compute(elementwise_bytes=LAID * edges, launches=LAUNCHES * len(cut)))
     return replace(program, ops=lambda name: [lay, *program.ops(name)])
 
 
