@@ -44,7 +44,7 @@ def predict(problem: Problem, program: Program) -> Prediction:
 
 def _epoch(problem: Problem, program: Program, known: Sequence[Hashable]) -> Prediction:
     """The epoch of these known steps."""
-    steps = _Steps(problem, program, known)
+    steps = _Account(problem, program, known)
     epoch, prices = steps.epoch_s()
     computes = [isinstance(op.work, Compute) for op in steps.ops]
     computing_s = steps.path.seconds(
@@ -66,7 +66,7 @@ def _epoch(problem: Problem, program: Program, known: Sequence[Hashable]) -> Pre
     return p if len(known) == program.steps else _scaled(p, program.steps / len(known))
 
 
-class _Steps:
+class _Account:
     """Steps of a program: their kinds of operations by number, how often each occurs, and what it
     takes alone."""
 
