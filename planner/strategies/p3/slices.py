@@ -283,9 +283,7 @@ def _copies(problem: Problem) -> list[int]:
 
 def _worth_caching(problem: Problem, plain: Slices) -> int:
     """Bytes of columns to propose for each GPU's cache; 0 where the strategy cannot be."""
-    try:
-        plain.check(problem)
-    except SpecError:
+    if not plain.suits(problem):
         return 0
     widest = plain.columns(problem, plain.rail(problem, 0)[-1])
     return batchwise.worth_caching(problem, plain, widest)

@@ -21,7 +21,7 @@ import numpy as np
 from gnnplan.planner.cluster.transfer import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.path import Prices, path_of
-from gnnplan.planner.strategies.program.prediction import Prediction, mean
+from gnnplan.planner.strategies.program.prediction import Prediction, in_all, mean
 from gnnplan.planner.strategies.program.price import bytes_of, price_of, unlike_ranks
 from gnnplan.planner.strategies.program.program import (
     Exchange,
@@ -63,7 +63,7 @@ def _epoch(problem: Problem, program: Program, known: Sequence[Hashable]) -> Pre
         program.setup_bytes,
         steps.by_operation(prices),
     )
-    return p if len(known) == program.steps else _scaled(p, program.steps / len(known))
+    return p if len(known) == program.steps else in_all([p], program.steps, len(known))
 
 
 class _Account:
@@ -96,7 +96,8 @@ class _Account:
         for number, times in self.times.items():
             add(ports, self.alone[number].transfer.ports, times)
         least = np.maximum(alone_s, busiest(ports))
-        if not self.in_stages:
+        meet = any(isinstance(op.work, Exchange) for op in self.ops)
+        if not (self.in_stages and (meet or cores)):  # stages do not hold each other up
             return least, self.alone
         prices = self._contended(alone_s)
         epoch = self.path.seconds(self.cost.cores, prices)
@@ -171,21 +172,3 @@ def _reported(op: Op) -> tuple[Group, Label]:
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
     return op.ranks, op.label(0)._replace(chunk=None, layer=None if op.chunks else op.layer)
-
-
-def _scaled(p: Prediction, factor: float) -> Prediction:
-    """The prediction of an epoch with so many times as many steps."""
-
-    def whole(counts: dict[str, int]) -> dict[str, int]:
-        return {name: round(count * factor) for name, count in counts.items()}
-
-    return Prediction(
-        p.epoch_s * factor,
-        p.compute_s * factor,
-        p.comm_s * factor,
-        p.bubble_s * factor,
-        whole(p.bytes),
-        whole(p.bytes_by_link),
-        p.setup_bytes,
-        {op: seconds * factor for op, seconds in p.by_op.items()},
-    )

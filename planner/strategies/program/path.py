@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from graphlib import TopologicalSorter
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import or_
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,7 @@ from gnnplan.planner.strategies.program.program import (
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Label
 
+MANY = 200  # problems, from which on it is faster to go through the chunks one by one
 Prices = Sequence[Price]  # of each kind of operation, by its number
 
 
@@ -162,8 +163,8 @@ class _Moment(NamedTuple):
     def or_later(self, other: _Moment) -> _Moment:
         """When each rank is ready for both."""
         met = np.maximum(self.met, other.met)
-        worked = (each.worked - (met - each.met) for each in (self, other))
-        return _Moment(met, largest(worked))
+        mine, its = (each.worked - (met - each.met) for each in (self, other))
+        return _Moment(met, np.maximum(mine, its))
 
 
 def _moments(cores: SharedCores, begins: Sequence[_Begin], prices: Prices) -> list[_Moment]:
@@ -246,7 +247,8 @@ class _Stages:
                 ended[ranks] = _pass(priced, start, arrived)
             else:
                 ended[ranks] = start + total(slowest(price.seconds) for _, price in priced)
-        return largest(ended.values())
+        last = np.asarray(largest(ended.values()))
+        return last.item() if last.size == 1 else last
 
 
 def _end(op: Op) -> tuple[Group, Label]:
@@ -268,12 +270,25 @@ def _pass(
     for op, _ in run:
         if isinstance(op.work, Receipt):
             ready = np.maximum(ready, arrived[_end(op.work.sender)])
-    each = np.asarray(total(price.by_chunk for _, price in run))[..., :: run[0][0].chunks]
-    end = np.cumsum(each, -1)
-    ends = np.maximum.accumulate(ready - (end - each), -1) + end
+    by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
+    each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
+    end = _running(np.add, each.copy())
+    ends = _running(np.maximum, ready - (end - each)) + end
     for op, price in run:
         if isinstance(op.work, Message):  # the same, with a link's seconds for each chunk
-            later = np.arange(ends.shape[-1]) * price.link
-            arrived[_end(op)] = np.maximum.accumulate(ends - later, -1) + later + price.link
-    done: Number = ends[..., -1:] if ends.ndim > 1 else ends[-1]
+            later = np.arange(len(ends))[:, None, None] * price.link
+            arrived[_end(op)] = _running(np.maximum, ends - later) + later + price.link
+    done: Number = ends[-1]
     return done
+
+
+def _running(combine: np.ufunc, values: np.ndarray) -> np.ndarray:
+    """Each of `values` [chunks, problems, 1] combined with all before it, in place.
+
+    NumPy's own `accumulate` goes number by number, which is slow for many problems.
+    """
+    if values[0].size < MANY:
+        return np.asarray(combine.accumulate(values, out=values))
+    for before, value in pairwise(values):
+        combine(before, value, out=value)
+    return values
