@@ -69,13 +69,16 @@ def over(problem: Problem, count: int) -> Problem:
 
 def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> tuple[float, float]:
     """Best and median candidates per second, of rounds over all strategies."""
+    launched = [problem.launching(strategy.replays) for strategy in strategies]
     # partitions, counts of the graph and programs are made once
-    programs = [strategy.program(problem.launching(strategy.replays)) for strategy in strategies]
+    programs = [
+        strategy.program(there) for strategy, there in zip(strategies, launched, strict=True)
+    ]
     rates, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(rates) < 3:
         start = time.process_time()
-        for program in programs:
-            assert predict(problem, program).epoch_s.shape == (CLUSTERS, 1)
+        for there, program in zip(launched, programs, strict=True):
+            assert predict(there, program).epoch_s.shape == (CLUSTERS, 1)
         rates.append(len(strategies) * CLUSTERS / (time.process_time() - start))
     return max(rates), float(np.median(rates))
 

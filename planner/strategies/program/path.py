@@ -21,10 +21,10 @@ For equal chunks this is (K + stages - 1) slots forward and as many backward (GN
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from graphlib import TopologicalSorter
 from itertools import groupby, pairwise
 from operator import or_
@@ -91,8 +91,7 @@ class _Steps:
         self.begins, self.ends = _begins(queue(played, steps), numbers, program.order is not None)
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
-        ended = _moments(cores, self.begins, prices)
-        at = [0.0, *(largest(ended[i].of_all(cores) for i in places) for places in self.ends)]
+        at = [0.0, *_ends_s(cores, self.begins, self.ends, prices)]
         counted = range(self.before, len(self.weights))
         return total((at[step + 1] - at[step]) * self.weights[step] for step in counted)
 
@@ -116,7 +115,7 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
 class _Begin(NamedTuple):
     """When an operation begins, in terms of places in the queue."""
 
-    number: int  # of its kind
+    kind: int  # its number
     after: list[int]
     beside: int | None  # the all-reduce that may be under way while ranks exchange rows
 
@@ -151,40 +150,54 @@ def _begins(
 
 
 class _Moment(NamedTuple):
-    """When ranks are ready: they met, and since then each has worked so long, alone."""
+    """When ranks are ready: they met, each was late by some seconds, and has worked since then."""
 
     met: Number = 0.0  # [.., 1] [s]
-    worked: Number = 0.0  # [.., ranks] [s]
+    late: Number = 0.0  # [.., ranks] [s]
+    worked: tuple[int, ...] = ()  # kinds of operations
 
-    def of_all(self, cores: SharedCores) -> Number:
+
+def _ends_s(
+    cores: SharedCores, begins: Sequence[_Begin], ends: Iterable[Iterable[int]], prices: Prices
+) -> list[Number]:
+    """When each step has ended [s]. Ranks mostly do between two meetings what they did before."""
+
+    @cache
+    def seconds(worked: tuple[int, ...]) -> Number:
+        return total(prices[kind].seconds * times for kind, times in Counter(worked).items())
+
+    @cache
+    def done_s(worked: tuple[int, ...]) -> Number:
+        return cores.all_done_s(seconds(worked))
+
+    def of_all(moment: _Moment) -> Number:
         """When the last rank is ready [s]."""
-        return self.met + cores.all_done_s(self.worked)
+        met, late, worked = moment
+        if np.ndim(late):
+            return met + cores.all_done_s(late + seconds(worked))
+        return met + done_s(worked)
 
-    def or_later(self, other: _Moment) -> _Moment:
+    def or_later(one: _Moment, other: _Moment) -> _Moment:
         """When each rank is ready for both."""
-        met = np.maximum(self.met, other.met)
-        mine, its = (each.worked - (met - each.met) for each in (self, other))
-        return _Moment(met, np.maximum(mine, its))
+        met = np.maximum(one.met, other.met)
+        ready = (each.late + seconds(each.worked) - (met - each.met) for each in (one, other))
+        return _Moment(met, np.atleast_1d(np.maximum(*ready)))
 
-
-def _moments(cores: SharedCores, begins: Sequence[_Begin], prices: Prices) -> list[_Moment]:
-    """When each operation has ended."""
     ended = list[_Moment]()
-    for number, after, beside in begins:
-        price = prices[number]
-        start = reduce(_Moment.or_later, [ended[place] for place in after] or [_Moment()])
+    for kind, after, beside in begins:
+        price = prices[kind]
+        start = reduce(or_later, [ended[place] for place in after] or [_Moment()])
         if not price.is_transfer:
-            ended.append(_Moment(start.met, start.worked + price.seconds))
+            ended.append(start._replace(worked=(*start.worked, kind)))
             continue
-        begin, seconds = start.of_all(cores), price.seconds
+        begin, taken = of_all(start), price.seconds
         if beside is not None:
-            reduced = prices[begins[beside].number]
-            common = np.clip(ended[beside].met - begin, 0.0, seconds)
-            lost = common * _crowding(price, reduced)
-            seconds = seconds + lost
+            common = np.clip(ended[beside].met - begin, 0.0, taken)
+            lost = common * _crowding(price, prices[begins[beside].kind])
             ended[beside] = _Moment(ended[beside].met + lost)
-        ended.append(_Moment(begin + seconds))
-    return ended
+            taken = taken + lost
+        ended.append(_Moment(begin + taken))
+    return [largest(of_all(ended[place]) for place in places) for places in ends]
 
 
 def _crowding(one: Price, other: Price) -> Number:
