@@ -26,6 +26,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import FAR, Expansion, distances, expand
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.planner.strategies.program.account import predict
 
 KNOBS = {
     "graph_parallel": ["graph_parallel", "graph_parallel(narrow=True)"],
@@ -68,13 +69,16 @@ def over(problem: Problem, count: int) -> Problem:
 
 def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> tuple[float, float]:
     """Best and median candidates per second, of rounds over all strategies."""
-    for strategy in strategies:
-        strategy.predict(problem)  # partitions and counts of the graph are made once
+    launched = [problem.launching(strategy.replays) for strategy in strategies]
+    # partitions, counts of the graph and programs are made once
+    programs = [
+        strategy.program(there) for strategy, there in zip(strategies, launched, strict=True)
+    ]
     rates, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(rates) < 3:
         start = time.process_time()
-        for strategy in strategies:
-            assert strategy.predict(problem).epoch_s.shape == (CLUSTERS, 1)
+        for there, program in zip(launched, programs, strict=True):
+            assert predict(there, program).epoch_s.shape == (CLUSTERS, 1)
         rates.append(len(strategies) * CLUSTERS / (time.process_time() - start))
     return max(rates), float(np.median(rates))
 

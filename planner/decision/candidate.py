@@ -197,4 +197,5 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
     )
     if chosen.placement == in_order.placement:
         return in_order
-    return min((chosen, in_order), key=lambda there: float(strategy.predict(there).epoch_s))
+    chosen_s, in_order_s = (strategy.predict(there).epoch_s for there in (chosen, in_order))
+    return in_order if in_order_s < chosen_s * (1 - 1e-9) else chosen

@@ -168,6 +168,14 @@ class Strategy(ABC):
     def check(self, problem: Problem) -> None:
         """Raises SpecError if the knobs do not suit the problem."""
 
+    def suits(self, problem: Problem) -> bool:
+        """Whether `check` has nothing to say."""
+        try:
+            self.check(problem)
+        except SpecError:
+            return False
+        return True
+
     def check_mode(self, problem: Problem) -> None:
         """Raises SpecError if the workload asks for another mode of training, or type of rows."""
         if self.mode != problem.workload.mode:

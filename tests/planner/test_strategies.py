@@ -45,7 +45,6 @@ from gnnplan.planner.strategies.gnnpipe.balance import balance
 from gnnplan.planner.strategies.layerwise.granndis import SHARED
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
-from gnnplan.planner.strategies.program.flowshop import MANY
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective, Send
 from gnnplan.simulator.player import Played, play
@@ -1038,7 +1037,7 @@ def test_predict_broadcasts_over_clusters(
     rng = np.random.default_rng(0)
     rows = [
         {name: float(10 ** rng.uniform(*np.log10(FIELDS[name]))) for name in fields}
-        for _ in range(MANY)
+        for _ in range(200)
     ]
     problem = problem_of(GRAPHS[1], cluster(*shape), model=model, layers=3, dropout=0.5)
     many = replace(problem, cluster=with_arrays(problem.cluster, rows))

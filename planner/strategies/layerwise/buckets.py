@@ -86,11 +86,8 @@ def pays(problem: Problem, plain: Strategy, several: Strategy) -> bool:
     It asks of one: `plain` with one bucket, and `several` that is the same with more. These can
     hide all-reduces, and save no more than these take.
     """
-    try:
-        several.check(problem)
-    except SpecError:
-        return False
-    if len(buckets_of(problem, problem.workload.layers, narrow=False)) < 2:
+    layers = problem.workload.layers
+    if not several.suits(problem) or len(buckets_of(problem, layers, narrow=False)) < 2:
         return False
     before = plain.predict(problem)
     most = (1 - GAIN) * float(before.epoch_s)

@@ -69,15 +69,13 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import bits
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, settled
-from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.strategies.layerwise import preloading
-from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
+from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim
-from gnnplan.planner.strategies.layerwise.step import Batches, preparation
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.layerwise.on_parts import OnParts
+from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
 
 MOST = 10_000  # the largest max_hop, and the most batches
@@ -89,7 +87,7 @@ SHARED = ("parameters", "optimizer", "runtime", "communicators")
 
 
 @dataclass(frozen=True)
-class GraNNDis(Strategy):
+class GraNNDis(OnParts):
     """GraNNDis.
 
     depth: hidden layers that a group recomputes for its surroundings; None: all (full preload).
@@ -118,7 +116,6 @@ class GraNNDis(Strategy):
     bits: int | str | None = None
 
     family: ClassVar[str] = "granndis"
-    rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
     examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
     claim: ClassVar[float] = 1e-6
@@ -175,7 +172,7 @@ class GraNNDis(Strategy):
         # whole graph, though that fits.
         for open_batches in (in_batches, sampled):
             two = replace(open_batches, batches=2, trim=False)
-            if open_batches.settle(problem).batches == 1 and two._suits(problem):
+            if open_batches.settle(problem).batches == 1 and two.settle(problem).suits(problem):
                 yield two
 
     @classmethod
@@ -237,9 +234,7 @@ class GraNNDis(Strategy):
                 sum(replace(self, batches=batches).memory(problem).values(), np.zeros(1)).max()
             )
 
-        try:
-            self.check(problem)
-        except SpecError:  # the caller checks too, and reports it
+        if not self.suits(problem):  # the caller checks too, and reports it
             return 1
         whole = replace(self, batches=1).memory(problem)
         tried = {1: float(sum(whole.values(), np.zeros(1)).max())}
@@ -269,18 +264,13 @@ class GraNNDis(Strategy):
         group_of = np.asarray(groups)[layout.owner]
         return min(int(layout.graph.train[group_of == group].sum()) for group in set(groups))
 
-    def with_less_memory(self) -> Strategy | None:
-        return None if self.checkpoint else replace(self, checkpoint=True)
-
     def check(self, problem: Problem) -> None:
-        self.check_mode(problem)
+        super().check(problem)
         layers, deepest = (
             problem.workload.layers,
             problem.workload.layers - problem.model.first_varying,
         )
         self._check_group(problem)
-        check_buckets(self.name, problem, self.buckets)
-        bits.check_bits(self.name, self.bits, problem)
         if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
                 f"granndis: depth lies between 0 (plain halo) and the layers ({layers}, full"
@@ -324,7 +314,6 @@ class GraNNDis(Strategy):
             )
         if self.trim:
             check_trim(problem, self.family)
-        self.check_vertices(problem)
         if self.batches is not None and self.batches > 1:
             if self.trim:
                 raise SpecError(
@@ -342,13 +331,6 @@ class GraNNDis(Strategy):
                     f" one: {targets}, batches: {self.batches}); use"
                     f" batches={max(targets, 1)}{' or less' if targets > 1 else ''}"
                 )
-
-    def _suits(self, problem: Problem) -> bool:
-        try:
-            self.settle(problem).check(problem)
-        except SpecError:
-            return False
-        return True
 
     def _check_group(self, problem: Problem) -> None:
         if self.group not in GROUPS:
@@ -400,31 +382,6 @@ class GraNNDis(Strategy):
 
     def steps(self, problem: Problem) -> int:
         return self.batches or 1
-
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        return preparation(problem, self.layout(problem))
-
-    def memory(self, problem: Problem) -> Memory:
-        """Bytes per rank by use.
-
-        The largest batch fills the device. Edges of all batches stay there; their features do not.
-        """
-        return layerwise_memory.memory(
-            problem,
-            self.built(problem),
-            self.layout(problem),
-            self.exchange_options,
-            self.layouts(problem),
-        )
-
-    def program(self, problem: Problem) -> Program:
-        return layerwise.program(
-            problem,
-            self.layout(problem),
-            self.exchange_options,
-            self.layouts(problem),
-            lambda step: self.turn(problem, step),
-        )
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
         """The group of each rank.

@@ -302,18 +302,13 @@ def _fits_without(problem: Problem) -> bool:
     """Whether graph parallelism that keeps layers' inputs only fits on all GPUs, or is refused."""
     everyone = problem.placed(tuple(range(problem.cluster.ranks)))
     least = _least(everyone)
-
-    def fits() -> bool:
-        try:
-            least.check(everyone)
-        except SpecError:
-            return True
-        return least.fits(everyone)
-
     device = problem.cluster.device
     asked = (problem.graph, problem.stats, problem.workload, problem.method, everyone.servers)
     room = device.memory, device.kind, device.code_of(problem.model.itemsize)
-    return problem.known.answer(("fits without offload", *asked, *room), fits)
+    return problem.known.answer(
+        ("fits without offload", *asked, *room),
+        lambda: not least.suits(everyone) or least.fits(everyone),
+    )
 
 
 def _most_chunks(problem: Problem) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Self
 
 from gnnplan.planner.gnn.few_bits import ADAPTIVE
@@ -96,18 +97,22 @@ class OnParts(Strategy):
         return problem.layout()
 
     def layouts(self, problem: Problem) -> Batches:
-        """The layout of the rows that are trained on, if that is not the whole one."""
+        """Of the batches, or of the rows that are trained on, if they are not all."""
         return ()
 
+    def turn(self, problem: Problem, step: int) -> int:
+        """The batch of a step."""
+        return 0
+
     def preparation(self, problem: Problem) -> dict[str, float]:
-        return preparation(problem, problem.layout())
+        return preparation(problem, self.layout(problem))
 
     def memory(self, problem: Problem) -> Memory:
-        rows, options, batches = problem.layout(), self.exchange_options, self.layouts(problem)
+        rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)
         use = layerwise_memory.memory(problem, self.built(problem), rows, options, batches)
         return use | {"graph": blocks(problem, options)} if options.policy.vanishes else use
 
     def program(self, problem: Problem) -> Program:
-        rows, options, batches = problem.layout(), self.exchange_options, self.layouts(problem)
-        program = layerwise.program(problem, rows, options, batches)
+        rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)
+        program = layerwise.program(problem, rows, options, batches, partial(self.turn, problem))
         return with_laying(problem, program) if options.policy.vanishes else program

@@ -2,6 +2,7 @@
 
 data_parallel.py     data parallelism: every rank samples and computes for its own seeds
 gsplit.py            GSplit: a group of ranks splits one batch
+on_batches.py        what these and P3 have in common
 step.py              the operations of one batch: their program
 feature_store.py     which rows each rank caches, and who provides the others
 adjacency_store.py   whose sampler has which adjacency lists

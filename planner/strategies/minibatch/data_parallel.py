@@ -52,27 +52,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
+from gnnplan.planner.strategies.base import Bytes, Example, Strategy
+from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
 from gnnplan.planner.strategies.minibatch.host_memory import (
     fitting,
     lists_cache,
-    of_lists,
-    of_rows,
 )
-from gnnplan.planner.strategies.program.program import Program
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.strategies.minibatch.on_batches import OnRows
 
 
 @dataclass(frozen=True)
-class DataParallel(Strategy):
+class DataParallel(OnRows):
     """Data parallelism on mini-batches.
 
     prefetch: batches that a separate sampler may be ahead; 0: each rank samples in line.
@@ -97,19 +92,7 @@ class DataParallel(Strategy):
     buckets: int = 1
 
     family: ClassVar[str] = "data_parallel"
-    mode: ClassVar[str] = "mini"
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
     examples: ClassVar[tuple[Example, ...]] = (Example("data_parallel"),)
-    # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
-    claim: ClassVar[float] = 0.1
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return False
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -125,22 +108,9 @@ class DataParallel(Strategy):
             yield from (replace(variant, buckets=layers) for variant in variants)
 
     def check(self, problem: Problem) -> None:
-        self.check_mode(problem)
-        batchwise.check(problem)
-        check_buckets(self.name, problem, self.buckets)
-        if self.prefetch < 0:
-            raise SpecError(
-                f"data_parallel: prefetch is a number of batches, 0 or more, not {self.prefetch};"
-                " use 0 or 2"
-            )
+        super().check(problem)
         check_store(self.name, problem, self.cache, self.hot, self.features, self.shared_cache)
         check_structure(self.name, problem, self.structure, self.structure_cache)
-
-    def steps(self, problem: Problem) -> int:
-        return batchwise.steps(problem)
-
-    def batches(self, problem: Problem) -> Batches:
-        return problem.minibatches(tuple(range(problem.ranks)))
 
     def store(self, problem: Problem) -> batchwise.Features | None:
         return feature_store(
@@ -153,34 +123,9 @@ class DataParallel(Strategy):
             problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot
         )
 
-    def drawn_steps(self, problem: Problem) -> int:
-        return self.batches(problem).known
-
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(checkpoint=self.checkpoint, buckets=self.buckets)
-
-    def with_less_memory(self) -> Strategy | None:
-        return None if self.checkpoint else replace(self, checkpoint=True)
-
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        return batchwise.filling(problem, self.store(problem))
-
-    def memory(self, problem: Problem) -> Memory:
-        return batchwise_memory.memory(
-            problem,
-            self.built(problem),
-            self.batches(problem),
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
-        )
-
-    def host_memory(self, problem: Problem) -> Memory:
-        return {
-            "features": of_rows(problem, self.store(problem), self.features),
-            "lists": of_lists(problem, self.lists(problem)),
-        }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
         if len(set(problem.servers)) > 1:
@@ -188,13 +133,3 @@ class DataParallel(Strategy):
                 yield replace(self, features="spread")
             spread = replace(self, features="spread", structure="spread", structure_cache=0)
             yield replace(spread, structure_cache=lists_cache(problem, spread))
-
-    def program(self, problem: Problem) -> Program:
-        return batchwise.program(
-            problem,
-            self.batches(problem),
-            self.exchange_options,
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
-        )

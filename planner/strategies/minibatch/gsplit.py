@@ -81,15 +81,14 @@ import numpy as np
 from gnnplan.planner.graph.splitting import EPOCHS, FINEST, IMBALANCE, LOOSEST, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets, pays
+from gnnplan.planner.strategies.base import Bytes, Example, Strategy
+from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
-from gnnplan.planner.strategies.minibatch.host_memory import fitting, of_lists, of_rows
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.minibatch.host_memory import fitting
+from gnnplan.planner.strategies.minibatch.on_batches import OnRows
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
@@ -101,7 +100,7 @@ MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
 
 
 @dataclass(frozen=True)
-class GSplit(Strategy):
+class GSplit(OnRows):
     """GSplit.
 
     split: 'all' layers, or layer 1 alone: the 'first' by destinations (dnp), or by 'source' (snp).
@@ -133,19 +132,7 @@ class GSplit(Strategy):
         "dnp": {"split": "first"},
         "snp": {"split": "source"},
     }
-    mode: ClassVar[str] = "mini"
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
     examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"), Example("dnp"), Example("snp"))
-    # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
-    claim: ClassVar[float] = 0.1
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return False
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -194,9 +181,7 @@ class GSplit(Strategy):
         ]
 
     def check(self, problem: Problem) -> None:
-        self.check_mode(problem)
-        batchwise.check(problem)
-        check_buckets(self.name, problem, self.buckets)
+        super().check(problem)
         if self.split not in SPLITS:
             raise SpecError(
                 "gsplit: split is 'all' (layers), the 'first' alone (dnp) or its 'source' rows"
@@ -229,11 +214,6 @@ class GSplit(Strategy):
             raise SpecError(
                 "gsplit: imbalance is the share of the mean load that an owner may have beyond it,"
                 f" {FINEST:g} to {LOOSEST:g}, not {self.imbalance:g}; use METIS's {IMBALANCE:g}"
-            )
-        if self.prefetch < 0:
-            raise SpecError(
-                f"gsplit: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0"
-                " or 2"
             )
         check_store(self.name, problem, self.cache, self.hot, self.features)
         check_structure(self.name, problem, self.structure)
@@ -280,9 +260,6 @@ class GSplit(Strategy):
                 " dnp, which computes a row of layer 1 at one rank"
             )
 
-    def steps(self, problem: Problem) -> int:
-        return batchwise.steps(problem)
-
     def groups(self, problem: Problem) -> tuple[int, ...]:
         """The group of each rank [ranks]; groups are numbered in the order of ranks."""
         where = problem.servers if self.group == "server" else (0,) * problem.ranks
@@ -310,36 +287,14 @@ class GSplit(Strategy):
     def lists(self, problem: Problem) -> batchwise.Lists | None:
         return owned(self.batches(problem), self.structure)
 
-    def drawn_steps(self, problem: Problem) -> int:
-        return self.batches(problem).known
-
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
 
-    def with_less_memory(self) -> Strategy | None:
-        return None if self.checkpoint else replace(self, checkpoint=True)
-
     def preparation(self, problem: Problem) -> dict[str, float]:
         return {
             "pre-sampling and splitting": problem.seconds_of(self.batches(problem)),
-            **batchwise.filling(problem, self.store(problem)),
-        }
-
-    def memory(self, problem: Problem) -> Memory:
-        return batchwise_memory.memory(
-            problem,
-            self.built(problem),
-            self.batches(problem),
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
-        )
-
-    def host_memory(self, problem: Problem) -> Memory:
-        return {
-            "features": of_rows(problem, self.store(problem), self.features),
-            "lists": of_lists(problem, self.lists(problem)),
+            **super().preparation(problem),
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
@@ -349,16 +304,6 @@ class GSplit(Strategy):
             # the lists of a group that is a server are all at the server
             if self.structure == "everywhere" and self.group == "all" and self.split == "all":
                 yield replace(self, features="spread", structure="spread")
-
-    def program(self, problem: Problem) -> Program:
-        return batchwise.program(
-            problem,
-            self.batches(problem),
-            self.exchange_options,
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
-        )
 
 
 def _why_no_sum(problem: Problem) -> str:

@@ -25,7 +25,6 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import (
 )
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store
 from gnnplan.planner.strategies.minibatch.step import in_two_digits
-from gnnplan.planner.vocabulary.errors import SpecError
 
 S = TypeVar("S", bound=Strategy)
 
@@ -78,11 +77,7 @@ def fitting(problem: Problem, strategy: S) -> S:
 
     The last variant, which spreads most, if none fits.
     """
-    if problem.cluster.graph_room == np.inf:
-        return strategy
-    try:
-        strategy.settle(problem).check(problem)
-    except SpecError:
+    if problem.cluster.graph_room == np.inf or not strategy.settle(problem).suits(problem):
         return strategy
     tried = strategy
     for tried in (strategy, *strategy.more_spread(problem)):

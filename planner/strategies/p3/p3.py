@@ -269,6 +269,3 @@ class P3(Slices):
 
     def memory(self, problem: Problem) -> Memory:
         return memory(self, problem)
-
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        return batchwise.filling(problem, self.store(problem))

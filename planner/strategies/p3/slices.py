@@ -21,7 +21,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
-from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
+from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
@@ -33,6 +33,7 @@ from gnnplan.planner.strategies.minibatch.host_memory import (
     lists_cache,
     of_lists,
 )
+from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.strategies.p3 import break_even
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -57,7 +58,7 @@ def columns(features: int, slices: int, i: int) -> range:
 
 
 @dataclass(frozen=True)
-class Slices(Strategy):
+class Slices(OnBatches):
     """The knobs of P3, and who has what.
 
     over: what has columns of its own, each 'server' or each 'rank'; None: servers if there are
@@ -78,7 +79,6 @@ class Slices(Strategy):
     cache: Bytes = 0
 
     family: ClassVar[str] = "p3"
-    mode: ClassVar[str] = "mini"
     executor: ClassVar[str] = "gnnplan.executor.strategies.p3"
     examples: ClassVar[tuple[Example, ...]] = (Example("p3"),)
     claim: ClassVar[float] = 0.10  # pipelined: transfers of several batches meet
@@ -125,16 +125,11 @@ class Slices(Strategy):
         )
 
     def check(self, problem: Problem) -> None:
-        self.check_mode(problem)
-        batchwise.check(problem)
+        super().check(problem)
         if self.over not in OVER:
             raise SpecError(
                 "p3: over is 'server' (its ranks share its columns) or 'rank' (each has its own),"
                 f" not {self.over!r}"
-            )
-        if self.prefetch < 0:
-            raise SpecError(
-                f"p3: prefetch is a number of batches, 0 or more, not {self.prefetch}; use 0 or 2"
             )
         if why := _why_whole(problem):
             raise SpecError(f"p3: {why}")
@@ -226,9 +221,6 @@ class Slices(Strategy):
         layers = describe(problem.workload, share, problem.stats.classes, nonzeros).layers
         return replace(problem.model, layers=layers, features=share, nonzeros=nonzeros)
 
-    def batches(self, problem: Problem) -> Batches:
-        return problem.minibatches(tuple(range(problem.ranks)))
-
     def host_memory(self, problem: Problem) -> Memory:
         columns_at: dict[int, set[range]] = {}
         for server, of_rank in zip(problem.servers, self.slices(problem), strict=True):
@@ -267,12 +259,6 @@ class Slices(Strategy):
         slices = self.slices(problem)
         return feature_store(problem, self.batches(problem), self.cache, slices=slices)
 
-    def steps(self, problem: Problem) -> int:
-        return batchwise.steps(problem)
-
-    def drawn_steps(self, problem: Problem) -> int:
-        return self.batches(problem).known
-
     def sliced_weights(self, problem: Problem) -> int:
         """Numbers in the first layer's weights that are cut with the columns."""
         first = problem.model.layers[0]
@@ -297,9 +283,7 @@ def _copies(problem: Problem) -> list[int]:
 
 def _worth_caching(problem: Problem, plain: Slices) -> int:
     """Bytes of columns to propose for each GPU's cache; 0 where the strategy cannot be."""
-    try:
-        plain.check(problem)
-    except SpecError:
+    if not plain.suits(problem):
         return 0
     widest = plain.columns(problem, plain.rail(problem, 0)[-1])
     return batchwise.worth_caching(problem, plain, widest)

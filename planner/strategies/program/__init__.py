@@ -8,12 +8,10 @@
     program.py    Op, one operation of ranks; Program, the steps of an epoch
     order.py      the order of operations, and what each waits for
     price.py      what one operation takes, in seconds and bytes
-    account.py    seconds of steps that follow one another
-    beside.py     seconds that ranks wait for all-reduces beside their backward pass
-    lanes.py      seconds of steps that are under way together
-    flowshop.py   seconds of chunks that pass stages
+    path.py       seconds without contention: the longest path over lanes and ranks
+    account.py    what is predicted: the path, ports and cores that are shared, and bytes
     held.py       what operations keep and free, on the way to the fullest moment
-    prediction.py what an account says
+    prediction.py of an epoch
     drawing.py    a schedule as text, for documents
 
 All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,25 +63,24 @@ class Prediction:
 
 def mean(epochs: Sequence[Prediction]) -> Prediction:
     """The mean of the epochs of a period; of one, itself."""
-    first, count = epochs[0], len(epochs)
-    if count == 1:
-        return first
+    if len(epochs) == 1:
+        return epochs[0]
     sent = [{op: nbytes for op, nbytes in each.bytes.items() if nbytes} for each in epochs]
-    epochs = [replace(each, bytes=of_op) for each, of_op in zip(epochs, sent, strict=True)]
+    each = [replace(epoch, bytes=of_op) for epoch, of_op in zip(epochs, sent, strict=True)]
+    return replace(in_all(each, 1, len(each)), of_period=tuple(each))
 
-    def added(name: str) -> dict[str, Any]:
-        """What a field has by name, of all epochs."""
-        sums = dict[str, Any]()
+
+def in_all(epochs: Sequence[Prediction], times: int, of: int) -> Prediction:
+    """`times / of` as much as these epochs take together, in whole bytes."""
+    sums = dict[str, Any]()
+    for name in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
+        sums[name] = sum(getattr(each, name) for each in epochs) * times / of
+    for name in ("bytes", "bytes_by_link", "by_op"):
+        added = Counter[str]()
         for each in epochs:
             for key, number in getattr(each, name).items():
-                sums[key] = sums.get(key, 0) + number
-        return sums
-
-    seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
-    means: dict[str, Any] = {
-        name: sum(getattr(each, name) for each in epochs) / count for name in seconds
-    }
-    for name in ("bytes", "bytes_by_link"):
-        means[name] = {key: round(number / count) for key, number in added(name).items()}
-    means["by_op"] = {op: took / count for op, took in added("by_op").items()}
-    return replace(first, of_period=tuple(epochs), **means)
+                added[key] += number
+        sums[name] = {key: number * times / of for key, number in added.items()}
+        if name != "by_op":
+            sums[name] = {key: round(nbytes) for key, nbytes in sums[name].items()}
+    return replace(epochs[0], **sums)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Transfer
 from gnnplan.planner.cluster.spec import LinkName
-from gnnplan.planner.cluster.transfer import add
+from gnnplan.planner.cluster.transfer import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
@@ -21,23 +21,34 @@ from gnnplan.planner.strategies.program.program import (
     Receipt,
     Sampling,
 )
-from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
 from gnnplan.planner.vocabulary.schedule import Compute
-
-# Of each known step: its operations, each with the number of its kind
-Steps = Mapping[Hashable, Sequence[tuple[int, Op]]]
+from gnnplan.planner.vocabulary.values import Content
 
 
 class Price(NamedTuple):
-    """What an operation takes: seconds of each rank [.., ranks], or of a transfer as a whole."""
+    """What an operation takes, all its chunks together: seconds of each rank [.., ranks], or of a
+    transfer as a whole."""
 
     seconds: Number
     transfer: Transfer = Transfer(0.0, {})
     is_transfer: bool = False
+    by_chunk: Number = 0.0  # of each chunk, on its slowest rank [.., chunks] [s]
+    link: Number = 0.0  # of a chunk that is handed on [s]
+
+    def times(self, factor: Number) -> Price:
+        """It takes so many times as long."""
+        return self._replace(
+            seconds=self.seconds * factor,
+            by_chunk=self.by_chunk * factor,
+            link=self.link * factor,
+        )
 
 
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
-    """Of an operation that is done once; seconds of these `ranks`, or of all."""
+    """What an operation takes; seconds of these `ranks`, or of all."""
+    if op.chunks:
+        return _price_of_chunks(problem, op)
     cost, among = problem.cost, slice(None) if ranks is None else ranks
     match op.work:
         case Compute() as work:
@@ -51,8 +62,36 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         case AllReduce():
             transfer = _all_reduce(problem, op, op.work)
         case Message() | Receipt():
-            raise AssertionError("messages are priced by flowshop.py")
+            raise AssertionError("chunks are handed on, nothing else")
     return Price(transfer.alone, transfer, True)
+
+
+def _price_of_chunks(problem: Problem, op: Op) -> Price:
+    """Of an operation that `op.ranks` do for every chunk."""
+    cost, group = problem.cost, op.ranks
+    match op.work:
+        case Compute() as work:
+            seconds = cost.compute_s(work)
+            by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
+            return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
+        case Exchange() as work:
+            sent = list(map(Content, work.nbytes))
+            alone = {each: cost.exchange(each.array, group).alone for each in set(sent)}
+            each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in sent))
+            by_chunk = np.concatenate(each_s, axis=-1)
+            whole = cost.exchange(work.nbytes.sum(0), group, len(sent))
+            return Price(by_chunk.sum(-1, keepdims=by_chunk.ndim > 1), whole, True, by_chunk)
+        case Message(nbytes, distance):
+            # Of the mean chunk; an empty one is not sent. The backward pass begins when all of the
+            # forward pass is over, so a port's seconds of both ways add up.
+            lower, chunks = np.array(group) + min(distance, 0), len(nbytes)
+            mean = np.rint(nbytes.mean(0))
+            latencies, ports = cost.sends(lower, lower + abs(distance), mean)
+            link = slowest(latencies * (nbytes > 0).mean(0)) + busiest(ports)
+            busy = {kind: seconds * chunks for kind, seconds in ports.items()}
+            return Price(link * chunks, Transfer(0.0, busy), True, link=link)
+        case _:
+            return Price(0.0)  # a receipt ends with its message
 
 
 def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:

@@ -212,6 +212,11 @@ class Program:
         return self.ops(known[t % len(known)])
 
     @property
+    def overlaps(self) -> bool:
+        """Whether several steps are under way at once."""
+        return bool(self.late or self.prefetch or self.order)
+
+    @property
     def setup_bytes(self) -> int:
         """Bytes that all ranks send before step 0."""
         exchanges = [op.work for op in self.setup() if isinstance(op.work, Exchange)]

@@ -1,0 +1,307 @@
+"""Seconds without contention: the longest path over the lanes of all ranks.
+
+    compute  |forward 1|. .|forward 2|loss|backward 2|. . .|backward 1|. . . . . .|update|
+    comm               |f 2|                         |b 2|
+    reduce                                                            |all_reduce|
+
+An operation begins when its lane is free and what it waits for has ended (order.py). Computation,
+sampling and loads begin on each rank by itself. A transfer begins when the last of its ranks is
+ready, and ends on all of them at once: there they meet. What ranks do after they met is added up
+first, for how long it takes them together depends on the cores that they share.
+
+Chunks that pass stages need no loop over chunks:
+
+    stage 0  |c0|c1|c2|          A chunk enters a stage when it has arrived there and the chunk
+    link        |c0|c1|c2|       before it has left. It leaves when its own work is done. Links
+    stage 1        |c0|c1|c2|    work the same way.
+
+For equal chunks this is (K + stages - 1) slots forward and as many backward (GNNPipe, arXiv
+2308.10087, Sec. 3.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, reduce
+from graphlib import TopologicalSorter
+from itertools import groupby, pairwise
+from operator import or_
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from gnnplan.planner.cluster.shared_cores import SharedCores
+from gnnplan.planner.cluster.transfer import busiest
+from gnnplan.planner.strategies.program.order import by_ranks, queue
+from gnnplan.planner.strategies.program.price import Price
+from gnnplan.planner.strategies.program.program import (
+    Exchange,
+    Group,
+    Kind,
+    Message,
+    Op,
+    Program,
+    Queued,
+    Receipt,
+    Step,
+)
+from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
+from gnnplan.planner.vocabulary.schedule import Label
+
+MANY = 200  # problems, from which on it is faster to go through the chunks one by one
+Prices = Sequence[Price]  # of each kind of operation, by its number
+
+
+class Path(Protocol):
+    """The operations of an epoch, ready to be priced again and again."""
+
+    def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        """Of the epoch in the steady state, if operations take so long [s]."""
+
+
+def path_of(program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]) -> Path:
+    """Of an epoch of these known steps. `numbers`: of the kinds of their operations."""
+    if any(op.chunks for op in program.ops(known[0])):
+        return _Stages(program.step(0), numbers)
+    return _Steps(program, known, numbers)
+
+
+# -- steps
+
+
+class _Steps:
+    """Known steps, one after the other: of equal ones in a row a few, of which the last counts for
+    the others. A step takes from the end of the one before to its own end; the first that counts
+    begins when all that overlaps is under way.
+
+    A step has ended when all of its operations have; where a program has an order of its own, when
+    its loss is known, for the last update of a run waits for no later step.
+    """
+
+    def __init__(
+        self, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
+    ) -> None:
+        names, self.weights, self.before = _played(program, known)
+        steps, epoch = len(self.weights), len(known)
+        if program.order and epoch < program.steps:  # no step that counts ends an epoch or the run
+            steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
+        played = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
+        self.begins, self.ends = _begins(queue(played, steps), numbers, program.order is not None)
+
+    def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        at = [0.0, *_ends_s(cores, self.begins, self.ends, prices)]
+        counted = range(self.before, len(self.weights))
+        return total((at[step + 1] - at[step]) * self.weights[step] for step in counted)
+
+
+def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable], list[int], int]:
+    """The steps to play, for how many each counts, and how many are played before they count."""
+    if program.order is not None:
+        before = -(-program.in_flight // len(known)) * len(known)
+        return list(known), [1] * (before + len(known)), before
+    before = program.late + program.prefetch
+    names = [known[step % len(known)] for step in range(-before, 0)]
+    weights = [1] * before
+    for name, run in groupby(known):
+        alike = len(list(run))
+        few = min(alike, before + 2)
+        names += [name] * few
+        weights += [1] * (few - 1) + [alike - few + 1]
+    return names, weights, before
+
+
+class _Begin(NamedTuple):
+    """When an operation begins, in terms of places in the queue."""
+
+    kind: int  # its number
+    after: list[int]
+    beside: int | None  # the all-reduce that may be under way while ranks exchange rows
+
+
+def _begins(
+    queued: Iterable[Queued], numbers: Mapping[Kind, int], by_loss: bool
+) -> tuple[list[_Begin], list[list[int]]]:
+    """When each operation begins, and the places of those with which each step ends.
+
+    An operation waits for what others that it waits for have not waited for: mostly for one.
+    """
+    begins, over = list[_Begin](), list[int]()  # over: a bit for each place over when one begins
+    last: dict[Label | str, int] = {}  # place of an operation, and of the last one of a lane
+    ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> place of its last operation
+    beside: int | None = None
+
+    def latest(places: set[int]) -> list[int]:
+        before = reduce(or_, (over[place] for place in places), 0)
+        return [place for place in places if not before >> place & 1]
+
+    for place, (op, step, after, _) in enumerate(queued):
+        awaited = latest({last[name] for name in (*after, op.lane) if name in last})
+        over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
+        last[op.label(step)] = last[op.lane] = place
+        if op.lane == "reduce" or op.op == "update":
+            beside = place if op.beside else None
+        meets = beside if isinstance(op.work, Exchange) else None
+        begins.append(_Begin(numbers[op.kind], awaited, meets))
+        if op.op == "loss" or not by_loss:
+            ends[step][op.lane] = place
+    return begins, [latest(set(of_lanes.values())) for of_lanes in ends.values()]
+
+
+class _Moment(NamedTuple):
+    """When ranks are ready: they met, each was late by some seconds, and has worked since then."""
+
+    met: Number = 0.0  # [.., 1] [s]
+    late: Number = 0.0  # [.., ranks] [s]
+    worked: tuple[int, ...] = ()  # kinds of operations
+
+
+def _ends_s(
+    cores: SharedCores, begins: Sequence[_Begin], ends: Iterable[Iterable[int]], prices: Prices
+) -> list[Number]:
+    """When each step has ended [s]. Ranks mostly do between two meetings what they did before."""
+
+    @cache
+    def seconds(worked: tuple[int, ...]) -> Number:
+        return total(prices[kind].seconds * times for kind, times in Counter(worked).items())
+
+    @cache
+    def done_s(worked: tuple[int, ...]) -> Number:
+        return cores.all_done_s(seconds(worked))
+
+    def of_all(moment: _Moment) -> Number:
+        """When the last rank is ready [s]."""
+        met, late, worked = moment
+        if np.ndim(late):
+            return met + cores.all_done_s(late + seconds(worked))
+        return met + done_s(worked)
+
+    def or_later(one: _Moment, other: _Moment) -> _Moment:
+        """When each rank is ready for both."""
+        met = np.maximum(one.met, other.met)
+        ready = (each.late + seconds(each.worked) - (met - each.met) for each in (one, other))
+        return _Moment(met, np.atleast_1d(np.maximum(*ready)))
+
+    ended = list[_Moment]()
+    for kind, after, beside in begins:
+        price = prices[kind]
+        start = reduce(or_later, [ended[place] for place in after] or [_Moment()])
+        if not price.is_transfer:
+            ended.append(start._replace(worked=(*start.worked, kind)))
+            continue
+        begin, taken = of_all(start), price.seconds
+        if beside is not None:
+            common = np.clip(ended[beside].met - begin, 0.0, taken)
+            lost = common * _crowding(price, prices[begins[beside].kind])
+            ended[beside] = _Moment(ended[beside].met + lost)
+            taken = taken + lost
+        ended.append(_Moment(begin + taken))
+    return [largest(of_all(ended[place]) for place in places) for places in ends]
+
+
+def _crowding(one: Price, other: Price) -> Number:
+    """What both lose of the time in which they are under way together.
+
+    Of a port that they want for the shares f and g of the time each gets what it wants while f + g
+    <= 1. Beyond that both take longer, by f + g - 1: two transfers over one wire by all of it.
+    """
+    shares = (
+        {
+            kind: busy / np.maximum(price.seconds, 1e-30)
+            for kind, busy in price.transfer.ports.items()
+        }
+        for price in (one, other)
+    )
+    f, g = shares
+    return busiest(
+        {
+            kind: np.where(g[kind] > 0, np.maximum(f[kind] + g[kind] - 1.0, 0.0), 0.0)
+            for kind in f
+            if kind in g
+        }
+    )
+
+
+# -- chunks that pass stages
+
+
+class _Stages:
+    """Groups of ranks that chunks pass: all forward, all backward, then each stage's update.
+
+    stage 0   history |c0|c1|c2|                    |c2|c1|c0|update|
+    stage 1              |c0|c1|c2|        |c2|c1|c0|update|
+    stage 2                 |c0|c1|c2|c2|c1|c0|update|
+    """
+
+    def __init__(self, step: Step, numbers: Mapping[Kind, int]) -> None:
+        # a stage's operations that go chunk by chunk, or once
+        self.runs: dict[tuple[Group, int], list[tuple[Op, int]]] = {}
+        after: dict[tuple[Group, int], list[tuple[Group, int]]] = {}
+        sent: dict[tuple[Group, Label], tuple[Group, int]] = {}
+        for ranks, ops in by_ranks(step).items():
+            for i, (_, run) in enumerate(groupby(ops, lambda op: op.chunks)):
+                place = ranks, i
+                self.runs[place] = [(op, numbers[op.kind]) for op in run]
+                after[place] = [(ranks, i - 1)] if i else []
+                sent |= {_end(op): place for op, _ in self.runs[place]}
+        for place, numbered in self.runs.items():
+            receipts = (op.work for op, _ in numbered if isinstance(op.work, Receipt))
+            after[place] += [sent[_end(receipt.sender)] for receipt in receipts]
+        self.order = list(TopologicalSorter(after).static_order())
+
+    def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        ended: dict[Group, Number] = {}  # stage -> when
+        arrived: dict[tuple[Group, Label], Number] = {}  # message -> when its chunks have arrived
+        for ranks, i in self.order:
+            run, start = self.runs[ranks, i], ended.get(ranks, 0.0)
+            priced = [(op, prices[number]) for op, number in run]
+            if run[0][0].chunks:
+                ended[ranks] = _pass(priced, start, arrived)
+            else:
+                ended[ranks] = start + total(slowest(price.seconds) for _, price in priced)
+        last = np.asarray(largest(ended.values()))
+        return last.item() if last.size == 1 else last
+
+
+def _end(op: Op) -> tuple[Group, Label]:
+    """A message's sender and name."""
+    return op.ranks, op.label(0)
+
+
+def _pass(
+    run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[tuple[Group, Label], Number]
+) -> Number:
+    """When a stage, free from `start` on, has ended with all chunks; its messages arrive later.
+
+    A stage that never waits ends chunk k at end(k). Chunk j delays it and all chunks after it by
+    how much later than begin(j) it can begin:
+
+        ends(k) = max_{j <= k} (max(ready(j), start) - begin(j)) + end(k)
+    """
+    ready = start
+    for op, _ in run:
+        if isinstance(op.work, Receipt):
+            ready = np.maximum(ready, arrived[_end(op.work.sender)])
+    by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
+    each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
+    end = _running(np.add, each.copy())
+    ends = _running(np.maximum, ready - (end - each)) + end
+    for op, price in run:
+        if isinstance(op.work, Message):  # the same, with a link's seconds for each chunk
+            later = np.arange(len(ends))[:, None, None] * price.link
+            arrived[_end(op)] = _running(np.maximum, ends - later) + later + price.link
+    done: Number = ends[-1]
+    return done
+
+
+def _running(combine: np.ufunc, values: np.ndarray) -> np.ndarray:
+    """Each of `values` [chunks, problems, 1] combined with all before it, in place.
+
+    NumPy's own `accumulate` goes number by number, which is slow for many problems.
+    """
+    if values[0].size < MANY:
+        return np.asarray(combine.accumulate(values, out=values))
+    for before, value in pairwise(values):
+        combine(before, value, out=value)
+    return values
