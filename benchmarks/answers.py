@@ -2,8 +2,8 @@
 
     python benchmarks/answers.py
 
-A GraphSAGE of 3 x 256 is asked about with all defaults. A cell has the GPUs, the mode, the training,
-and what one GPU would take where it is more than one.
+A GraphSAGE of 3 x 256 is asked about with all defaults. A cell has the GPUs, the mode, the
+training, and what one GPU would take where it is more than one.
 """
 
 from __future__ import annotations
