@@ -60,7 +60,7 @@ class OnRows(OnBatches):
 
     rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
-    # without prefetch: exact; with prefetch: the longer of two chains, which alternate by batch
+    # without prefetch: exact; with prefetch: what is ahead shares cores and ports with training
     claim: ClassVar[float] = 0.1
     checkpoint: bool
     features: str
