@@ -327,7 +327,8 @@ def test_a_plan_caches_columns_where_gpus_have_room() -> None:
         return {s.cache for s in P3.candidates(problem_of(**more)) if isinstance(s, P3)}
 
     assert proposed() == {0, 400 * 20 * 4}  # all rows' columns
-    alone = float(sum(P3("server").memory(problem_of(memory=4e8)).values()).max())
+    ahead = P3("server", prefetch=1)
+    alone = float(sum(ahead.memory(problem_of(memory=4e8)).values()).max())
     small = {cache for cache in proposed(memory=alone + 1000) if cache}
     assert small and max(small) == 900  # nine tenths of what is left
     assert proposed(memory=alone * 0.9) == {0}

@@ -96,7 +96,7 @@ class DataParallel(OnRows):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        plain = fitting(problem, cls())
+        plain = fitting(problem, cls(prefetch=batchwise.lead(problem)))
         variants = [plain]
         if cache := batchwise.worth_caching(problem, plain):
             variants.append(replace(plain, cache=cache))

@@ -206,6 +206,14 @@ def arrive(problem: Problem, batch: MiniBatch, store: Features, laid: np.ndarray
         yield Op("fetch", work=Exchange(loads.fetched))
 
 
+def lead(problem: Problem) -> int:
+    """Batches that a proposed sampler is ahead: one, if each has a core beside that of its rank.
+
+    GPUs that sample do so in line.
+    """
+    return int(problem.cluster.sampler == "host" and problem.cost.cores_each >= 2)
+
+
 def fill(problem: Problem, store: Features | None) -> Iterator[Op]:
     """The exchange before the first step: cached rows whose home is another server."""
     if store and (sent := store.filled(problem)).any():

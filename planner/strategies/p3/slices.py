@@ -101,7 +101,8 @@ class Slices(OnBatches):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1 and not _why_whole(problem):
-            tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
+            made = partial(cls, prefetch=batchwise.lead(problem))
+            tried = (made(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
             for plain in dict.fromkeys(fitting(problem, strategy) for strategy in tried):
                 yield plain
                 if cache := _worth_caching(problem, plain.settle(problem)):
