@@ -181,7 +181,8 @@ def test_prediction_schedule_and_simulation_agree(drawn: tuple[Strategies, Probl
     assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes
     closed, played = float(p.epoch_s), play(schedule, problem.cost).end_s
     if strategy.prefetch:
-        assert closed <= played * (1 + 1e-9) <= 2 * closed * (1 + 1e-9)
+        chains = 2 if isinstance(strategy, P3) else 3  # one after the other in the first step
+        assert closed <= played * (1 + 1e-9) <= chains * closed * (1 + 1e-9)
     else:
         assert closed == pytest.approx(played, rel=1e-9)
 
