@@ -12,7 +12,6 @@ import os
 import secrets
 from collections import Counter
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, on_device
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
@@ -31,7 +30,6 @@ from gnnplan.planner.strategies.minibatch.step import ID
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.schedule import Label
 
-T = TypeVar("T")
 LARGE = 16 << 20  # [B] of features that are worth a file
 
 
@@ -57,23 +55,30 @@ class FeatureStore:
             )
             self.meets = bool(asks.any())
 
-    def read(
-        self, ids: Ids, step: int, beside: T, laid: int, room: int = 0
-    ) -> tuple[FeatureRows, T]:
+    def in_host(self, ids: Ids) -> Ids:
+        """Those of these vertices whose features `load` has to bring."""
+        return ids if self.store is None else ids[self.store.of(self.rank.rank, ids)[0] == HOST]
+
+    def load(self, ids: Ids, room: int = 0) -> FeatureRows:
+        """Features of vertices `in_host` on the device; no other rank has a part in it.
+
+        Where these are all that a batch reads, dense ones have `room` more rows, not filled."""
+        return self._host(ids, room if self.store is None else 0)
+
+    def complete(self, loaded: FeatureRows, ids: Ids, step: int, room: int = 0) -> FeatureRows:
         """Features [R, F] of these vertices on the device, in order; all ranks call it together.
 
-        Dense features have `room` more rows, which are not filled. `beside`: tensors that are
-        loaded with them, `laid` bytes. Spans and bytes are recorded under the operations of `step`.
+        `loaded`: what `load` returned. Dense features have `room` more rows, which are not filled.
+        Spans and bytes are recorded under the operations of `step`.
         """
         rank, store = self.rank, self.store
         if store is None:
             self._count(np.full(ids.size, HOST))
-            return self._load(ids, step, beside, laid, room)
+            return loaded
         kind, provider = store.of(rank.rank, ids)
         self._count(kind)
-        hits, in_host = np.flatnonzero(kind == HIT), np.flatnonzero(kind == HOST)
-        loaded, there = self._load(ids[in_host], step, beside, laid)
-        parts: list[tuple[Ids, FeatureRows]] = [(in_host, loaded)]
+        hits = np.flatnonzero(kind == HIT)
+        parts: list[tuple[Ids, FeatureRows]] = [(np.flatnonzero(kind == HOST), loaded)]
         if any(rows.size for rows in store.cached):
             with rank.span(Label("pick", step), "compute"):
                 parts.append((hits, self._from_cache(ids[hits])))
@@ -84,15 +89,7 @@ class FeatureStore:
         rows = merged(parts, ids.size, rank.device)
         if room and isinstance(rows, Tensor):
             rows = torch.cat([rows, rows.new_empty(room, rows.shape[1])])
-        return rows, there
-
-    def _load(
-        self, ids: Ids, step: int, beside: T, laid: int, room: int = 0
-    ) -> tuple[FeatureRows, T]:
-        """Rows of the server's memory, and what is loaded with them."""
-        nbytes = int(self.problem.features_bytes(ids).sum()) + laid
-        with self.rank.span(Label("load", step), "copy", nbytes):
-            return self._host(ids, room), on_device(beside, self.rank.device)
+        return rows
 
     def _from_ranks(self, ids: Ids, provider: NDArray[np.int32], step: int) -> FeatureRows:
         """Rows that other ranks provide, grouped by them; and rows for those who ask this one."""

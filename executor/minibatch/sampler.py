@@ -21,8 +21,9 @@ sampler has a share of them. Then
     edges l       neighbours there and back
 
 The sampler runs in the rank itself, or in a process of its own that is some batches ahead (torch's
-DataLoader). Samplers in processes of their own talk to each other over Gloo, beside the ranks.
-Spans and sent bytes come along with the share."""
+DataLoader). Then a thread of the rank may load a batch while the rank trains on the one before.
+Samplers in processes of their own talk to each other over Gloo, beside the ranks. Spans and sent
+bytes come along with the share."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -426,12 +428,21 @@ def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
 class Arriving:
     """Shares in the order of steps, from step `first` on.
 
-    They are made when `next` is called, or with `prefetch` by a process that is so many ahead.
+    They are made when `next` is called, or with `prefetch` by a process that is so many ahead. Then
+    a thread calls `load` with each, and its step, while the step before is under way.
     """
 
-    def __init__(self, rank: Rank, sampler: Sampler, prefetch: int, first: int = 0) -> None:
-        self.rank, self.sampler, self.prefetch = rank, sampler, prefetch
+    def __init__(
+        self,
+        rank: Rank,
+        sampler: Sampler,
+        prefetch: int,
+        first: int = 0,
+        load: Callable[[int, Sampled], Sampled] | None = None,
+    ) -> None:
+        self.rank, self.sampler, self.prefetch, self.load = rank, sampler, prefetch, load
         self.ahead: Iterator[Sampled] | None = None
+        self.loading: Future[Sampled] | None = None  # the next one, if there is a `load`
         self.waits_since, self.is_silent = math.inf, False
         if prefetch:
             self.ahead = self._fork(first)
@@ -471,30 +482,44 @@ class Arriving:
         all_forked.set()
         return items
 
-    def next(self, step: int) -> Share:
+    def next(self, step: int) -> Sampled:
         """The share of this step; steps are asked for in order."""
         rank = self.rank
         if self.ahead is None:
             rank.activity.begin("host", str(Label("draw", step)))
-            made = self.sampler[step]
+            made = self._whole(self.sampler[step])
             rank.activity.end("host")
         else:
             with rank.span(Label("wait", step), "compute"):
-                made = self._await(self.ahead)
-        for part in made.share.parts:
-            part.block.whole = None if part.block.source is None else self.sampler.whole
+                made = self._await(self.ahead, step)
         if rank.recording:
             for op, nbytes in made.sent.items():
                 rank.sent[op] = rank.sent.get(op, 0) + nbytes
             if step < rank.traced:
                 rank.spans += made.spans
-        return made.share
+        return made
 
-    def _await(self, ahead: Iterator[Sampled]) -> Sampled:
+    def _whole(self, made: Sampled) -> Sampled:
+        """The same, with what did not cross from the sampler."""
+        for part in made.share.parts:
+            part.block.whole = None if part.block.source is None else self.sampler.whole
+        return made
+
+    def _loading(
+        self, ahead: Iterator[Sampled], step: int, load: Callable[[int, Sampled], Sampled]
+    ) -> Future[Sampled]:
+        """A step's share, loaded by a thread."""
+        return self.rank.in_thread("load", lambda: load(step, self._whole(next(ahead))))
+
+    def _await(self, ahead: Iterator[Sampled], step: int) -> Sampled:
         """The sampler's next. Raises LostRank if it is lost, or silent for too long."""
         self.waits_since = time.monotonic()
         try:
-            return next(ahead)
+            if self.load is None:
+                return self._whole(next(ahead))
+            made = (self.loading or self._loading(ahead, step, self.load)).result()
+            self.loading = self._loading(ahead, step + 1, self.load)
+            return made
         except (RuntimeError, OSError, EOFError, LostRank) as error:
             if not self.is_silent:
                 if isinstance(error, ConnectionError | EOFError):
@@ -510,8 +535,11 @@ class Arriving:
             self.waits_since = math.inf
 
     def close(self) -> None:
-        """End the sampler's process."""
-        self.ahead = None
+        """End the sampler's process, when the batch that is being loaded has come."""
+        if self.loading is not None:
+            self.waits_since = time.monotonic()
+            wait([self.loading])
+        self.ahead = self.loading = None
 
 
 def _watch(watched: weakref.ref[Arriving]) -> None:

@@ -1,11 +1,15 @@
 """Mini-batches, data parallel or split (GSplit).
 
 In every step a sampler gives a rank its share of a batch. Its rows are loaded, and then
-layerwise.py trains on it.
+layerwise.py trains on it. With `prefetch` rows of the server's memory are loaded in a thread, on a
+GPU by a stream, while the rank trains on the batch before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -14,13 +18,15 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import lengths_of
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, on_device
+from gnnplan.executor.layers.kernels.page_locked import mapped
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.feature_store import FeatureStore
-from gnnplan.executor.minibatch.sampler import Arriving, Sampler, drawing_device
+from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.modules.nets import net_of
+from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base, layerwise
 from gnnplan.executor.strategies.whole import Scored, Whole
@@ -31,8 +37,18 @@ from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.vocabulary.schedule import Label
+from gnnplan.planner.vocabulary.trace import Span
 
 T = TypeVar("T")
+L = TypeVar("L")
+_Recorded = Callable[[int], AbstractContextManager[None]]  # a block that loads so many bytes
+
+
+@dataclass
+class _Loaded(Sampled):
+    """A share whose rows of the server's memory are on the device."""
+
+    worker: layerwise.Worker = field(kw_only=True)
 
 
 class Worker(base.Worker):
@@ -54,7 +70,8 @@ class Worker(base.Worker):
         device = drawing_device(rank, problem, strategy.prefetch, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
         sampler = kind(batches, rank.rank, self.net.edges, rank.timeout_s, lists, device)
-        self.arriving = Arriving(rank, sampler, strategy.prefetch, first)
+        self.arriving = Arriving(rank, sampler, strategy.prefetch, first, self._load_ahead)
+        self.stream = torch.cuda.current_stream(rank.device) if rank.device.type == "cuda" else None
         self.whole: Whole | None = None  # made for the first evaluation
         self.scored: Scored | None = None  # what the last logits are counted by
 
@@ -69,16 +86,12 @@ class Worker(base.Worker):
         Returns this rank's part of what the batch adds to the mean loss over all training vertices
         (edges), and its rows of the last layer [own seeds, C].
         """
-        share = self.arriving.next(step)
-        worker = layerwise.Worker(
-            self.rank,
-            self.problem,
-            share,
-            self.exchange_options,
-            self.net,
-            batch=share.total,
-            bring=partial(self._load, share, step),
-        )
+        made = self.arriving.next(step)
+        share = made.share
+        if isinstance(made, _Loaded):
+            worker = made.worker
+        else:
+            worker = self._open(share, partial(self.rank.span, Label("load", step), "copy"))
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
         self.scored = worker.targets
@@ -89,17 +102,62 @@ class Worker(base.Worker):
     def _reads_halo(self, first: Part) -> bool:
         return first.meets and self.problem.model.first_varying > 0
 
-    def _load(self, share: Share, step: int, beside: T) -> tuple[FeatureRows, T]:
-        """Own rows of what layer 1 or the encoder reads, with room for a halo, and what else a
-        worker has on the device."""
-        first = share.parts[0]
+    def _open(self, share: Share, span: _Recorded) -> layerwise.Worker:
+        """What trains on a share, with rows of the server's memory as its features."""
+        total, bring = share.total, partial(self._load, share, span)
+        options = self.exchange_options
+        return layerwise.Worker(
+            self.rank, self.problem, share, options, self.net, batch=total, bring=bring
+        )
+
+    def _load_ahead(self, step: int, made: Sampled) -> Sampled:
+        """The share with what trains on it; in a thread and, on a GPU, on its stream."""
+        label, device = Label("load", step), self.rank.device
+
+        @contextmanager
+        def span(nbytes: int) -> Iterator[None]:
+            began = now()
+            yield
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            timed = "copy", began, now(), nbytes, step
+            made.spans.append(Span(str(label), label.op, self.rank.rank, *timed))
+
+        worker = self._open(made.share, span)
+        return _Loaded(made.share, made.spans, made.sent, worker=worker)
+
+    def _load(self, share: Share, span: _Recorded, beside: T) -> tuple[FeatureRows, T]:
+        """Rows of the server's memory that layer 1 or the encoder reads, with room for a halo, and
+        what else a worker has on the device."""
+        own, room = self._own(share.parts[0])
+        ids, device = self.store.in_host(own), self.rank.device
+        nbytes = int(self.problem.features_bytes(ids).sum()) + share.laid_bytes(device)
+        with span(nbytes):
+            loaded = self.store.load(ids, room), on_device(beside, device)
+        return self._used_here(loaded)
+
+    def _used_here(self, loaded: L) -> L:
+        """The same, of which no memory is handed out before the rank's own stream has used it."""
+        stream = self.stream
+        if stream is None:
+            return loaded
+
+        def used(tensor: Tensor) -> Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        return mapped(loaded, used)
+
+    def _own(self, first: Part) -> tuple[np.ndarray, int]:
+        """Vertices of a rank's own rows of what layer 1 or the encoder reads, and halo rows."""
         own, halo = np.split(first.source, [first.local])
-        room = halo.size * self._reads_halo(first)
-        return self.store.read(own, step, beside, share.laid_bytes(self.rank.device), room)
+        return own, halo.size * self._reads_halo(first)
 
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
-        """What layer 1 or the encoder reads: own rows, loaded, and a halo that its owners send."""
-        first, rows = share.parts[0], worker.features
+        """What layer 1 or the encoder reads: own rows, and a halo that its owners send."""
+        first = share.parts[0]
+        own, room = self._own(first)
+        rows = self.store.complete(worker.features, own, step, room)
         if not self._reads_halo(first):
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]

@@ -15,6 +15,7 @@ from gnnplan.planner.vocabulary.files import quoted
 
 REACHED = 0.75  # of a link's datasheet
 USABLE = 0.9  # of a host's memory
+THREADS = 2  # vCPUs of a core
 
 
 def names() -> list[str]:
@@ -33,6 +34,7 @@ def fields_of(name: str, base: Cluster) -> dict[str, Any]:
         "inter_node.bandwidth": f"datasheet {gbit:g} Gbit/s of {nics} NICs together x {REACHED:g}",
         "inter_node.latency": "assumed",
         "host_memory": f"datasheet {row['host_gib']} GiB x {USABLE:g}",
+        "cores": f"datasheet {row['vcpus']} vCPUs / {THREADS}",
         "price": f"printed list price {row['priced']}: ${row['dollars_per_hour']} an hour,"
         f" {row['price_source']}",
         **{f"device.{field}": "datasheet" for field in device if field != "name"},
@@ -49,6 +51,7 @@ def fields_of(name: str, base: Cluster) -> dict[str, Any]:
         "nics": [range(nic * per_nic, (nic + 1) * per_nic) for nic in range(nics)],
         "inter_node": {"bandwidth": f"{rate}GB/s", "latency": f"{row['latency_us']}us"},
         "host_memory": f"{float(row['host_gib']) * USABLE}GiB",
+        "cores": int(row["vcpus"]) // THREADS,
         "price": float(row["dollars_per_hour"]) / gpus,
         "provenance": kept | told,
     }

@@ -18,9 +18,6 @@ from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_BYTES, Compu
 # Bytes of a row that an aggregation on a GPU reads before it goes on to the next row: the line of
 # a warp (GE-SpMM, SC 2020) [B].
 WARP_LINE = 128
-# Rate of a sampler that nobody measured [edges/s]. One core of an AMD EPYC (2026) draws 50 million
-# neighbours per second and lays out 63 million edges.
-HOST_RATE = 5e7
 # On a CPU core, random row access costs three times sequential access.
 RANDOM_ACCESS_SLOWDOWN = 3.0
 # On a CPU core, gathers of rows in no order cost 1.25 to 1.8 times those of rows in an order that

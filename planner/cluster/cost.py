@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gnnplan.planner.cluster.all_reduce import AllReduces
-from gnnplan.planner.cluster.compute import HOST_RATE, Roofline
+from gnnplan.planner.cluster.compute import Roofline
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.shared_cores import SharedCores
@@ -30,7 +30,7 @@ from gnnplan.planner.cluster.transfer import PortSeconds, Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
 
-__all__ = ["HOST_RATE", "Cost", "Transfer", "slowest"]
+__all__ = ["Cost", "Transfer", "slowest"]
 
 
 class Cost:
@@ -63,6 +63,13 @@ class Cost:
         """The link between two ranks."""
         return LINK_NAMES[int(self.places.links(np.array([a]), np.array([b]))[0])]
 
+    @property
+    def cores_each(self) -> float:
+        """Cores of a server for each of its ranks, where it has most of them."""
+        if self.cluster.cores is None:
+            return 1.0 if self.cluster.device.kind == "cpu" else np.inf
+        return self.cluster.cores / int(self.cores.ranks_by_machine.max())
+
     # -- computation
 
     def compute_s(self, work: Compute) -> Number:
@@ -82,9 +89,13 @@ class Cost:
         return link.latency + link.stretched(nbytes) / link.bandwidth
 
     def host_s(self, work: HostWork, edges: Number, layers: int = 0) -> Number:
-        """Duration of a sampler's work for one rank, on edges of so many layers [s]."""
+        """Duration of a sampler's work for one rank, on edges of so many layers [s].
+
+        Ranks on GPUs share their server's cores in it; what ranks on a CPU share is told apart.
+        """
         per_layer = self.cluster.host_latency.get(work, 0.0)
-        return layers * per_layer + edges / self.cluster.host_rates.get(work, HOST_RATE)
+        shared = 1.0 if self.cores.count else max(1.0, 1.0 / self.cores_each)
+        return shared * (layers * per_layer + edges / self.cluster.host_rates[work])
 
     # -- transfers
 

@@ -43,7 +43,13 @@ def gpus_here() -> Cluster | None:
     alone = {"servers": 1, "gpus_per_server": count, "islands": (), "switches": (), "nics": ()}
     device = base.device.model_copy(update=update)
     cluster = base.model_copy(
-        update={"name": "local", "device": device, "provenance": provenance, **alone}
+        update={
+            "name": "local",
+            "device": device,
+            "cores": os.cpu_count(),
+            "provenance": {**provenance, "cores": "counted"},
+            **alone,
+        }
     )
     unwired = cluster.model_copy(update={"island": None, "switch": None})
     return (count > 1 and _wired(cluster)) or unwired

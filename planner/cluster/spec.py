@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gnnplan.planner.cluster.collectives import Algorithm
 from gnnplan.planner.vocabulary.files import suggest
@@ -247,6 +247,11 @@ class Fabric(Spec):
         return self
 
 
+# Rate of a sampler that nobody measured [edges/s]. One core of an AMD EPYC (2026) draws 50 million
+# neighbours per second and lays out 63 million edges; measured were 25 to 41 and 34 to 63 million.
+HOST_RATE = 5e7
+
+
 class Cluster(Spec):
     """Servers with equal GPUs.
 
@@ -309,16 +314,20 @@ class Cluster(Spec):
     all_reduce: Algorithm | None = None
     """ring, tree or hierarchical.  [default: the faster of NCCL's ring and tree on GPUs, a ring on
     CPUs]"""
-    host_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(default_factory=dict)
-    """Edges per second of a sampler: `draw` neighbours, `lay` blocks out.  [default: 50 M]"""
+    host_rates: Annotated[
+        dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]],
+        AfterValidator(lambda told: dict.fromkeys(get_args(HostWork), HOST_RATE) | told),
+    ] = Field({}, validate_default=True)
+    """Edges per second of a sampler, on one core: `draw` neighbours, `lay` blocks out.  [default:
+    50 M each]"""
     sampler: Literal["host", "device"] = "host"
     """Who draws neighbours: host or device, which reads lists that its memory cannot hold over the
     host link."""
     host_latency: dict[HostWork, Latency] = Field(default_factory=dict)
     """Seconds of a layer of a batch besides its edges, likewise.  [default: 0]"""
     cores: int | None = Field(None, ge=1, le=100_000)
-    """CPU ranks of a server share so many cores; rates are those of a rank with its own.  [default:
-    a core each]"""
+    """Cores of a server. Samplers of its GPUs' ranks share them, and its CPU ranks; rates are those
+    of a rank with its own.  [default: of GPUs enough, a core for each CPU rank]"""
     timeslice_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0
     """CPU: times as long a core computes when ranks take turns on it, for caches are another's."""
     cold_cache_penalty: Annotated[float, bounded(0.0, 1.0, "a penalty [s]", "s")] = 0.0

@@ -9,14 +9,11 @@ it knows what print has shown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import get_args
 
-from gnnplan.planner.cluster.cost import HOST_RATE
 from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.files import quoted
-from gnnplan.planner.vocabulary.schedule import HostWork
 
 _PRODUCTS = ("device.gemm", "device.weight_gradient")
 _MEMORY = ("device.memory_bandwidth", "device.cache_bandwidth")
@@ -53,9 +50,6 @@ def _lines(testbed: str) -> list[dict[str, str]]:
 
 def scaled(cluster: Cluster, factors: Mapping[str, float], model: str) -> Cluster:
     """The cluster with these factors on its constants; `model` is the GNN."""
-    if "sampler" in factors:
-        rates = {name: HOST_RATE for name in get_args(HostWork)} | cluster.host_rates
-        cluster = cluster.model_copy(update={"host_rates": rates})
     for constant, factor in factors.items():
         fields = CONSTANTS["device"] if constant == model else CONSTANTS.get(constant, ())
         cluster = multiplied(cluster, dict.fromkeys(fields, factor))

@@ -153,7 +153,7 @@ def test_a_batch_does_not_carry_the_whole_graph(folder: Path) -> None:
     assert all(part.block.whole is None for part in sampler[0].share.parts)
     weights = problem.graph.edge_fields["edge_weight"].tobytes()
     assert weights not in pickle.dumps(sampler[0])
-    share = Arriving(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0)
+    share = Arriving(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0).share
     assert all(part.block.whole is problem.graph.whole for part in share.parts)
 
 

@@ -65,7 +65,9 @@ def test_a_plan_says_what_a_gpu_allocates(
     pretend_device: Device, tmp_path: Path, strategy: str, kind: str, dtype: str, dropout: float
 ) -> None:
     batches = (
-        {"mode": "mini", "batch": 400, "fanout": (10, 10, 5)} if strategy in OF_BATCHES else {}
+        {"mode": "mini", "batch": 400, "fanout": (10, 10, 5)}
+        if strategy.startswith(OF_BATCHES)
+        else {}
     )
     workload = {"layers": 8 if kind in DEEP else 3, "hidden": 256, "seed": 3, "dtype": dtype}
     workload |= {"model": kind, "dropout": dropout, **batches}
@@ -80,6 +82,19 @@ def test_a_plan_says_what_a_gpu_allocates(
     odd = kind == "resgcn" and "checkpoint" in strategy
     near = pytest.approx(counted, rel=0.1 if odd else 0.05)
     assert predicted == near, pretend_device.at_most.most_common(12)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set")  # torch sees no GPU
+@pytest.mark.parametrize(
+    "strategy", ["gsplit(prefetch=2)", "data_parallel(cache=100000,prefetch=1)"]
+)
+def test_a_gpu_has_a_batch_that_is_loaded_ahead(
+    pretend_device: Device, tmp_path: Path, strategy: str
+) -> None:
+    """One, however many wait: these are in the server's memory."""
+    asked = pretend_device, tmp_path, strategy
+    test_a_plan_says_what_a_gpu_allocates(*asked, "sage", "float32", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_shared_memory_holds_the_batches_that_wait(
     assert row(asked, "shared memory").verdict == "ok"
     found = row(ahead, "shared memory")
     assert found.verdict == "stops" and "--shm-size" in found.says
-    waiting = 2 * ahead.predicted["graph"] * 2 / 3
+    waiting = 2 * ahead.predicted["graph"] * 2 / 4
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=waiting))
     assert row(ahead, "shared memory").verdict == "ok"
 

@@ -7,8 +7,10 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.vocabulary.errors import LostRank
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
@@ -48,12 +50,18 @@ class Collecting(Sampler):
         return super().__getitem__(step)
 
 
-def arriving(kind: type[Sampler], graphs: dict[str, str], prefetch: int) -> Arriving:
+def arriving(
+    kind: type[Sampler],
+    graphs: dict[str, str],
+    prefetch: int,
+    load: Callable[[int, Sampled], Sampled] | None = None,
+) -> Arriving:
     problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
     return Arriving(
         Rank(0, 1, torch.device("cpu"), "gloo"),
         kind(DataParallel().batches(problem), 0, ["mean", "mean"]),
         prefetch,
+        load=load,
     )
 
 
@@ -169,10 +177,69 @@ def test_a_run_ends_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept[0].arriving.sampler and not multiprocessing.active_children()
 
 
+def test_the_next_batch_is_loaded_before_anybody_asks(graphs: dict[str, str]) -> None:
+    """One, and no more: its rows would be in memory."""
+    loaded: list[int] = []
+    come = threading.Semaphore(0)
+
+    def load(step: int, made: Sampled) -> Sampled:
+        loaded.append(step)
+        come.release()
+        return made
+
+    ahead = arriving(Sampler, graphs, 2, load)
+    for step in range(4):
+        ahead.next(step)
+        assert come.acquire(timeout=20) and (step or come.acquire(timeout=20))
+        time.sleep(0.05)
+        assert loaded == list(range(step + 2))
+    ahead.close()
+    assert not multiprocessing.active_children()
+
+
+def test_an_error_of_a_load_is_the_steps(graphs: dict[str, str]) -> None:
+    def load(step: int, made: Sampled) -> Sampled:
+        if step == 1:
+            raise ValueError("no such row")
+        return made
+
+    ahead = arriving(Sampler, graphs, 1, load)
+    ahead.next(0)
+    with pytest.raises(ValueError, match="no such row"):
+        ahead.next(1)
+    ahead.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "ahead"),
+    [
+        (1, "data_parallel", "prefetch=2"),
+        (2, "data_parallel(cache=480,shared_cache=True)", "cache=480,shared_cache=True,prefetch=1"),
+        (2, "gsplit(splitter='random')", "splitter='random',prefetch=1"),
+    ],
+)
+def test_batches_loaded_ahead_train_as_ever(
+    run_ranks: Ranks, graphs: dict[str, str], world: int, strategy: str, ahead: str
+) -> None:
+    """To the bit. Nothing is told of batches that come after the last one."""
+    case = Case(strategy, graphs["rough"], {**WORK, "dropout": 0.5}, epochs=3, eval_every=1)
+    name = strategy.partition("(")[0]
+    in_line, beside = run_ranks(world, [case, replace(case, strategy=f"{name}({ahead})")])
+    assert all(torch.equal(beside.weights[name], p) for name, p in in_line.weights.items())
+    losses = [[row["loss"] for row in run.metrics] for run in (in_line, beside)]
+    assert losses[0] == losses[1]
+    for rank in range(world):
+        spans = {span.label: span for span in beside.spans if span.rank == rank}
+        loads = [span for span in spans.values() if span.op == "load"]
+        assert len(loads) == sum(span.op == "update" for span in spans.values())
+        assert all(span.lane == "copy" for span in loads)
+        assert in_line.rank(rank)["rows"] == beside.rank(rank)["rows"]
+
+
 def test_being_ahead_changes_nothing(graphs: dict[str, str]) -> None:
     line, ahead = (arriving(Sampler, graphs, prefetch) for prefetch in (0, 3))
     for step in range(6):
-        here, there = line.next(step), ahead.next(step)
+        here, there = line.next(step).share, ahead.next(step).share
         assert np.array_equal(here.own, there.own)
         for mine, theirs in zip(here.parts, there.parts, strict=True):
             assert np.array_equal(mine.source, theirs.source)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
 from gnnplan.planner.cluster import scaling as scaled
-from gnnplan.planner.cluster.cost import HOST_RATE, Cost
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, Gather, Send
 
@@ -547,3 +547,14 @@ def test_a_sampler_takes_time_for_a_layer_besides_its_edges():
     cost = Cost(cluster)
     assert cost.host_s("draw", 1e5, layers=3) == pytest.approx(3 * 2e-3 + 1e5 / 1e7)
     assert cost.host_s("lay", 1e5, layers=3) == pytest.approx(1e5 / HOST_RATE)
+
+
+@pytest.mark.parametrize(("cores", "times"), [(None, 1), (8, 1), (4, 1), (2, 2), (1, 4)])
+def test_samplers_of_a_server_share_its_cores(cores: int | None, times: int):
+    """Four GPUs sampled four times as fast as one, however few cores their server had."""
+    link = Link(bandwidth=1e9, latency=0.0)
+    of = {"gpus_per_server": 4, "device": DEVICE, "intra_node": link, "inter_node": link}
+    cost = Cost(Cluster(servers=2, cores=cores, **of))
+    assert cost.host_s("draw", HOST_RATE) == times
+    alone = Cost(cost.cluster, placement=(0, 4))  # one rank of each server
+    assert alone.host_s("draw", HOST_RATE) == 1

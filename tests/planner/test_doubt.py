@@ -86,6 +86,15 @@ def test_what_is_set_by_hand_is_in_no_doubt(given: str, constant: str):
     assert doubt.range_of(changed, constant) == (1.0, 1.0)
 
 
+def test_rates_of_samplers_that_nobody_measured_are_in_doubt():
+    """They were certain: what a cluster's file did not say was not drawn."""
+    cluster = preset("l4_box")
+    assert "host_rates" not in cluster.provenance
+    rates = np.ravel(doubt.drawn(cluster).host_rates["draw"]) / cluster.host_rates["draw"]
+    low, high = doubt.UNSAID
+    assert np.quantile(rates, [0.1, 0.9]) == pytest.approx([low, high], rel=0.02)
+
+
 @given(st.floats(0.05, 1.0), st.floats(1.0, 20.0))
 def test_a_tenth_of_the_draws_is_below_a_range_and_a_tenth_above(low: float, high: float):
     cluster = preset("l4_box").model_copy(update={"ranges": {"device.gemm": (low, high)}})

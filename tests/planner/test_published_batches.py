@@ -10,7 +10,7 @@ from gnnplan.papers.calibrate import scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
 from gnnplan.papers.question import Skip
-from gnnplan.planner.cluster.cost import HOST_RATE
+from gnnplan.planner.cluster.spec import HOST_RATE
 from gnnplan.planner.strategies import DataParallel, GSplit
 
 P3 = {

@@ -181,7 +181,8 @@ def test_prediction_schedule_and_simulation_agree(drawn: tuple[Strategies, Probl
     assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes
     closed, played = float(p.epoch_s), play(schedule, problem.cost).end_s
     if strategy.prefetch:
-        assert closed <= played * (1 + 1e-9) <= 2 * closed * (1 + 1e-9)
+        chains = 2 if isinstance(strategy, P3) else 3  # one after the other in the first step
+        assert closed <= played * (1 + 1e-9) <= chains * closed * (1 + 1e-9)
     else:
         assert closed == pytest.approx(played, rel=1e-9)
 
@@ -327,7 +328,8 @@ def test_a_plan_caches_columns_where_gpus_have_room() -> None:
         return {s.cache for s in P3.candidates(problem_of(**more)) if isinstance(s, P3)}
 
     assert proposed() == {0, 400 * 20 * 4}  # all rows' columns
-    alone = float(sum(P3("server").memory(problem_of(memory=4e8)).values()).max())
+    ahead = P3("server", prefetch=1)
+    alone = float(sum(ahead.memory(problem_of(memory=4e8)).values()).max())
     small = {cache for cache in proposed(memory=alone + 1000) if cache}
     assert small and max(small) == 900  # nine tenths of what is left
     assert proposed(memory=alone * 0.9) == {0}

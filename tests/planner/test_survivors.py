@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gnnplan.papers.full_graph import InOrder
-from gnnplan.planner.cluster.cost import HOST_RATE, Cost
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.decision.sensitivity import sentences

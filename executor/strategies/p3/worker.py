@@ -178,7 +178,11 @@ class Worker(base.Worker):
 
     def _front(self, step: int) -> Flight:
         """Make partial sums of layer 1, and let the sums of all columns be pulled."""
-        rank, share, net = self.rank, self.arriving.next(step), self.nets[step % len(self.nets)]
+        rank, share, net = (
+            self.rank,
+            self.arriving.next(step).share,
+            self.nets[step % len(self.nets)],
+        )
         if net is not self.sliced:
             for stashed, p in zip(net.parameters(), self.sliced.parameters(), strict=True):
                 stashed.data.copy_(p.data)
@@ -423,7 +427,9 @@ class Worker(base.Worker):
         fill(self.state(), state)
         recording, self.rank.recording = self.rank.recording, False
         for step in self.landing:
-            flight = self._partial(step, self.arriving.next(step), self.nets[step % len(self.nets)])
+            flight = self._partial(
+                step, self.arriving.next(step).share, self.nets[step % len(self.nets)]
+            )
             flight.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
             flight.pushed = there(state[f"flight.{step}.pushed"].to(self.rank.device, copy=True))
             self.flights[step] = flight

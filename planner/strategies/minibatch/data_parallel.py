@@ -70,7 +70,8 @@ from gnnplan.planner.strategies.minibatch.on_batches import OnRows
 class DataParallel(OnRows):
     """Data parallelism on mini-batches.
 
-    prefetch: batches that a separate sampler may be ahead; 0: each rank samples in line.
+    prefetch: batches that wait between a separate sampler and a thread that loads the next one; 0:
+        each rank samples and loads in line.
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
     cache: bytes of rows that each GPU caches.
     shared_cache: a server's GPUs cache different rows, and read each other's.
@@ -96,7 +97,7 @@ class DataParallel(OnRows):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        plain = fitting(problem, cls())
+        plain = fitting(problem, cls(prefetch=batchwise.lead(problem)))
         variants = [plain]
         if cache := batchwise.worth_caching(problem, plain):
             variants.append(replace(plain, cache=cache))

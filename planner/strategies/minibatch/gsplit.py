@@ -142,9 +142,10 @@ class GSplit(OnRows):
                 groups: tuple[str, ...] = ("server",)
             else:  # a server with one rank has nobody to split with
                 groups = GROUPS if servers < problem.ranks else ("all",)
+            ahead = batchwise.lead(problem)
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
-                    plain = fitting(problem, cls(group=group, narrow=narrow))
+                    plain = fitting(problem, cls(group=group, narrow=narrow, prefetch=ahead))
                     variants = [plain]
                     if cache := batchwise.worth_caching(problem, plain):
                         variants.append(replace(plain, cache=cache))

@@ -54,8 +54,13 @@ def memory(
             0.0,
         )
     features = np.max([_features(problem, batch) for batch in known], axis=0)
-    graph = np.max([blocks(problem, batch) for batch in known], axis=0) * (1 + prefetch)
-    if not prefetch:  # a sampler of its own has its own memory
+    graph = np.max([blocks(problem, batch) for batch in known], axis=0)
+    if prefetch:  # a sampler of its own has its own memory; the next batch is loaded
+        waiting = prefetch * (problem.cluster.device.kind == "cpu")  # or in a server's memory
+        graph = graph * (2 + waiting)
+        coming = [store.loads_of(problem, batch).host for batch in known] if store else [features]
+        features = features + np.max(coming, axis=0)
+    else:
         graph = graph + of_sampler(problem)
         training = activations + buffers + features + graph
         buffers = buffers + np.maximum(

@@ -17,8 +17,9 @@
     push     where layer 1 is split by sources: its edges go to their sources' owners (4 bytes a
              number)
     lay      edges are laid out as blocks
-    wait     with `prefetch` p, sampling may be p batches ahead; a rank records its wait for it
     load     rows of features are copied to the device, and to a GPU also the blocks
+    wait     with `prefetch` p, a batch is loaded while the one before trains, and sampling may be
+             p batches ahead of that; a rank records its wait
 
 With a feature store (feature_store.py) `load` brings the rows that are in the server's memory and
 in no cache. More operations follow:
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
@@ -94,21 +96,20 @@ def step(
     peers = pairs(batch.servers, True)
     for layer in reversed(layers) if splits else ():
         drawn = batch.sampled(layer)
-        yield Op("draw", layer=layer, work=Sampling("draw", drawn, 1), ahead=True)
+        yield Op("draw", layer=layer, work=Sampling("draw", drawn, 1), ahead="host")
         yield from reading(problem, drawn, store, lists, layer)
         if batch.asks(layer):
-            yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead=True)
+            yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead="host")
     if batch.pushed is not None:
-        yield from told("push", batch.pushed, peers, ahead=True, itemsize=NEIGHBOUR)
-    yield Op("lay", work=Sampling("lay", in_all, len(layers)), ahead=True)
-    if prefetch:
-        # takes no time if the sampler is fast enough
-        yield Op("wait", work=Compute(), idle=True)
+        yield from told("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
+    yield Op("lay", work=Sampling("lay", in_all, len(layers)), ahead="host")
     laid = laid_bytes(problem, map(batch.facts, layers))
-    if store is None:
-        yield Op("load", work=Copy(loaded_bytes(problem, batch) + laid))
-    else:
-        yield from arrive(problem, batch, store, laid)
+    loaded = store.loads_of(problem, batch).host if store else loaded_bytes(problem, batch)
+    yield Op("load", work=Copy(loaded + laid), ahead="copy" if prefetch else "")
+    if prefetch:
+        # takes no time if the batch is there
+        yield Op("wait", work=Compute(), idle=True)
+    yield from gathered(problem, batch, store)
     if batch.meets(1) and problem.model.first_varying == 1:
         if isinstance(batch, EstimatedBatch):
             row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
@@ -123,7 +124,7 @@ def told(
     counts: np.ndarray,
     among: np.ndarray,
     layer: int | None = None,
-    ahead: bool = False,
+    ahead: Literal["", "host"] = "",
     itemsize: int = ID,
 ) -> Iterator[Op]:
     """Two exchanges: ranks tell each other how many numbers follow, and then the numbers.
@@ -145,7 +146,7 @@ def reading(
     on_gpu = lists_there(problem, store, lists)
     if problem.cluster.sampler == "device" and on_gpu < 1.0:
         read = np.rint(SECTOR * (1 - on_gpu) * edges).astype(np.int64)
-        yield Op("read", layer=layer, work=Copy(read), ahead=True)
+        yield Op("read", layer=layer, work=Copy(read), ahead="host")
 
 
 def lists_there(problem: Problem, store: Features | None, lists: Lists | None) -> float:
@@ -177,7 +178,7 @@ def drawing(
     With spread lists, ranks draw layer by layer, for whoever asks.
     """
     if lists is None:
-        yield Op("draw", work=Sampling("draw", edges, problem.workload.layers), ahead=True)
+        yield Op("draw", work=Sampling("draw", edges, problem.workload.layers), ahead="host")
         yield from reading(problem, edges, store, None)
         return
     others = ~np.eye(batch.ranks, dtype=bool)
@@ -185,25 +186,34 @@ def drawing(
         range(problem.workload.layers, 0, -1), problem.workload.fanouts, strict=True
     ):
         asked, drawn = lists.of(batch, layer, fanout)
-        yield from told("ask_edges", asked, others, layer=layer, ahead=True)
-        yield Op("draw", layer=layer, work=Sampling("draw", drawn.sum(0), 1), ahead=True)
+        yield from told("ask_edges", asked, others, layer=layer, ahead="host")
+        yield Op("draw", layer=layer, work=Sampling("draw", drawn.sum(0), 1), ahead="host")
         neighbours = Exchange(drawn.T * others, NEIGHBOUR)
-        yield Op("edges", layer=layer, work=neighbours, ahead=True)
+        yield Op("edges", layer=layer, work=neighbours, ahead="host")
 
 
-def arrive(problem: Problem, batch: MiniBatch, store: Features, laid: np.ndarray) -> Iterator[Op]:
-    """The operations that bring each rank its own rows of h_0, and what was `laid` [ranks] [B].
+def gathered(problem: Problem, batch: MiniBatch, store: Features | None) -> Iterator[Op]:
+    """The operations that bring each rank its own rows of h_0 that no `load` brings.
 
     All ranks take part in an exchange if any of them may, so that they agree without a message.
     """
+    if store is None:
+        return
     loads = store.loads_of(problem, batch)
-    yield Op("load", work=Copy(loads.host + laid))
     if store.caches:
         moved = 2 * loads.hits.astype(np.float64)  # read and written
         yield Op("pick", work=Compute(elementwise_bytes=moved, launches=1))
     if store.asks.any():
         yield from told("ask", loads.asked, store.asks)
         yield Op("fetch", work=Exchange(loads.fetched))
+
+
+def lead(problem: Problem) -> int:
+    """Batches that a proposed sampler is ahead: one, if each has a core beside that of its rank.
+
+    GPUs that sample do so in line.
+    """
+    return int(problem.cluster.sampler == "host" and problem.cost.cores_each >= 2)
 
 
 def fill(problem: Problem, store: Features | None) -> Iterator[Op]:
@@ -311,7 +321,7 @@ def program(
         batches.at,
         step_on,
         lambda: fill(problem, store),
-        prefetch=prefetch,
+        prefetch=prefetch and prefetch + 1,  # one batch is loaded, so many wait
     )
 
 

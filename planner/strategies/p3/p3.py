@@ -136,22 +136,22 @@ class P3(Slices):
         lists, store = self.lists(problem), self.store(problem)
         host = list(batchwise.drawing(problem, batch, e1 + edges_above, lists, store))
         if has_peers:
-            host += batchwise.told("push", pushed, peers, ahead=True, itemsize=INT)
+            host += batchwise.told("push", pushed, peers, ahead="host", itemsize=INT)
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
         # a sampler of its own has its own memory
         sampling = None if self.prefetch else holds(Batch.lay)
-        host.append(Op("lay", work=Sampling("lay", laid, len(layers)), ahead=True, holds=sampling))
+        host.append(
+            Op("lay", work=Sampling("lay", laid, len(layers)), ahead="host", holds=sampling)
+        )
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 
         sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
         of_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
         laid = batchwise.laid_bytes(problem, (facts | {1: of_peers}).values())
-        front = (
-            [Op("load", work=Copy(self.loaded_bytes(problem, batch) + laid))]
-            if store is None
-            else list(batchwise.arrive(problem, batch, store, laid))
-        )
+        loaded = store.loads_of(problem, batch).host if store else self.loaded_bytes(problem, batch)
+        front = [Op("load", work=Copy(loaded + laid))]
+        front += batchwise.gathered(problem, batch, store)
         front[-1] = replace(front[-1], holds=holds(Batch.load))
         backward = sliced.backward(1, *blocks)
         tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]

@@ -64,7 +64,7 @@ class Slices(OnBatches):
     over: what has columns of its own, each 'server' or each 'rank'; None: servers if there are
         several.
     pipelined: three batches in flight, on weights three updates old.
-    prefetch: as in data parallelism.
+    prefetch: batches that a separate sampler may be ahead; loads stay in their step.
     structure, structure_cache: as in data parallelism; a list is at a server, or at a rank.
     copies: how many times all columns are there.
     cache: bytes that each GPU caches of its columns, those of the rows that are read most often.
@@ -101,7 +101,8 @@ class Slices(OnBatches):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1 and not _why_whole(problem):
-            tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
+            made = partial(cls, prefetch=batchwise.lead(problem))
+            tried = (made(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
             for plain in dict.fromkeys(fitting(problem, strategy) for strategy in tried):
                 yield plain
                 if cache := _worth_caching(problem, plain.settle(problem)):

@@ -1,8 +1,10 @@
 """The order in which every rank does a program's operations, and what each of them waits for.
 
     lane      operations                       waits for, if steps follow one another
-    host      sampling, what is ahead          the last update; if `ahead`, an earlier one
-    copy      load, store                      the last computation or update, and awaited transfers
+    host      sampling                         the last update; if `ahead`, an earlier one
+    copy      load, store                      the last computation or update, and awaited
+                                               transfers; if `ahead`, sampling, and the update
+                                               before the last
     compute   forward, backward, update ..     all of its step since the last computation
     comm      exchanges                        the last computation, and transfers since then
     reduce    all-reduces                      the last computation, and transfers since then
@@ -95,7 +97,8 @@ class _StepWaits:
             after = () if self.hosted else (updated._replace(step=updated.step - lead),)
             self.hosted, self.awaited = True, (label,)
         elif op.lane == "copy":
-            after, self.awaited = (self.computed or (updated,)) + self.awaited, (label,)
+            begun = (updated._replace(step=self.step - 2),) if op.ahead else self.computed
+            after, self.awaited = (begun or (updated,)) + self.awaited, (label,)
         else:
             after = self.computed + self.awaited
             lag = self.late if op.lane == "comm" else 0

@@ -108,12 +108,13 @@ class Op:
 
     Readers know three names: 'halo' is an exchange of rows between their owners, 'loss' ends a
     forward pass, 'update' ends a step. Any other is free; `validate` has words for some (MOVED in
-    evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and
-    `layer`. An operation that is `ahead` may be done `prefetch` steps before its own begins. An
-    all-reduce is `beside` the backward pass if only later all-reduces and the update wait for it.
-    An `idle` operation has empty work: it is how long a rank waits. `phase` is the part of its step
-    that it belongs to, for a pipeline that has phases of several steps under way. `holds` plays on
-    a rank's memory what all its chunks together keep, free and need besides (memory.py calls it).
+    evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and `layer`. What is
+    `ahead` is done on that lane, on the host up to `prefetch` steps before its own begins, a copy
+    one step before. An all-reduce is `beside` the backward pass if only later all-reduces and the
+    update wait for it. An `idle` operation has empty work: it is how long a rank waits. `phase` is
+    the part of its step that it belongs to, for a pipeline that has phases of several steps under
+    way. `holds` plays on a rank's memory what all its chunks together keep, free and need besides
+    (memory.py calls it).
     """
 
     op: str
@@ -121,7 +122,7 @@ class Op:
     layer: int | None = None
     work: Work = field(kw_only=True)
     beside: bool = False
-    ahead: bool = False
+    ahead: Literal["", "host", "copy"] = ""
     idle: bool = False
     phase: str = ""
     ranks: Group = ()
@@ -131,7 +132,7 @@ class Op:
 
     @property
     def lane(self) -> str:
-        return "host" if self.ahead else LANES[type(self.work)]
+        return self.ahead or LANES[type(self.work)]
 
     @property
     def moves(self) -> bool:
