@@ -98,7 +98,7 @@ def _prove(
 
         return output, tensors
 
-    must_compute(module, binding, small, lambda is_training: _Drawn(iter(chain.drawn)), tried)
+    must_compute(module, binding, small, lambda: _Drawn(iter(chain.drawn)), tried)
 
 
 class _Drawn(Dropouts):

@@ -19,7 +19,7 @@ from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropo
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
-from gnnplan.executor.modules.cut import Cut, Piece, Program, is_batch_norm, width_of
+from gnnplan.executor.modules.cut import FIXED, Cut, Piece, Program, is_batch_norm, width_of
 from gnnplan.executor.modules.evaluate import AddUp, Place, Values
 from gnnplan.executor.modules.record import Node, Opaque, Sum, named_in, tensors_of
 from gnnplan.executor.modules.structure import Local, Structure
@@ -327,7 +327,10 @@ class PieceLayer(Layer):
         of edges, for dropout."""
 
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
-            return drawn(value, self.mode.numbers[node], ids[self._set(node)], self.drop, p)
+            of = ids[self._set(node)]
+            if self.mode.kind[node] == FIXED:  # of parameters: no rows of vertices
+                of = torch.arange(len(value), device=value.device)
+            return drawn(value, self.mode.numbers[node], of, self.drop, p)
 
         place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device, add_up)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)

@@ -43,8 +43,12 @@ UNSEEN = (
     " own, which is given the edges"
 )
 IN_PLACE = (
-    "forward changes a part of a tensor in place, as x[1:].mul_(2) does; make a new tensor, as"
-    " torch.cat and torch.where do"
+    "forward changes a part of a tensor in place, as x[1:].mul_(2) and PyG's coalesce do; make a"
+    " new tensor, as torch.cat and torch.where do, and coalesce edges in the graph's file"
+)
+NOT_KEPT = (
+    "forward reads a tensor {} that the module has no name for; keep it as one of its own, by"
+    " self.register_buffer, and layers in a torch.nn.ModuleList"
 )
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
 NUMBERS = (
@@ -462,6 +466,8 @@ class _Recorder(TorchFunctionMode):
                 return Ref(self.of[id(value)])
             if id(value) in self.names:
                 return Named(self.names[id(value)])
+            if not {self.vertices, *self.edges} & set(value.shape) and not is_sparse(value):
+                raise Unfit(NOT_KEPT.format(list(value.shape)))
             raise _Unseen(self.within[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
         if id(value) in self.of:  # a graph of DGL
             return Ref(self.of[id(value)])

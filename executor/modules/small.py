@@ -15,6 +15,7 @@ from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
 from gnnplan.planner.graph.graph import Whole
 
 VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
+MANY_VERTICES = 1201  # of a graph on which forward must make the same calls
 PARTS = 4
 EACH = 4  # rows of each whole number, if there are enough
 

@@ -45,22 +45,30 @@ def edges_in(block: Block) -> Tensor:
 
 
 class Table:
-    """Numbers of edges [E, ..], by pairs of vertices."""
+    """Numbers of edges [E, ..], by pairs of vertices, and of equal edges by their order."""
 
     def __init__(self, edges: Tensor, values: Tensor, vertices: int) -> None:
-        self.keys, order = keys(edges, vertices).sort()
+        self.keys, order = keys(edges, vertices).sort(stable=True)
         self.values, self.vertices = values[order], vertices
-        twice = self.keys[1:] == self.keys[:-1]
-        if twice.any() and (self.values[1:] != self.values[:-1])[twice].any():
-            raise Unfit("two edges between the same vertices have different numbers; merge them")
+        self.has_equal = bool((self.keys[1:] == self.keys[:-1]).any())
 
     def at(self, edges: Tensor) -> Tensor:
         """Those of some edges."""
         found = keys(edges, self.vertices)
-        places = torch.searchsorted(self.keys, found).clamp_(max=max(len(self.keys) - 1, 0))
+        places = torch.searchsorted(self.keys, found)
+        if self.has_equal:
+            places += _equal_before(found)
+        places.clamp_(max=max(len(self.keys) - 1, 0))
         if len(found) and (not len(self.keys) or (self.keys[places] != found).any()):
             raise Unfit("it makes edges that the graph lacks; give convolutions the graph's edges")
         return self.values[places]
+
+
+def _equal_before(keys: Tensor) -> Tensor:
+    """How many equal ones come before each."""
+    ordered, order = keys.sort(stable=True)
+    before = torch.arange(len(keys)) - torch.searchsorted(ordered, ordered)
+    return before[order.argsort()]
 
 
 class Edges(NamedTuple):
@@ -346,7 +354,10 @@ class Structure:
             except Unfit:
                 raise
             except Exception as error:
-                raise Unfit(f"{node.place}{node.what} of edges fails on a part of them") from error
+                raise Unfit(
+                    f"{node.place}{node.what} of edges fails on a part of them: it may read them by"
+                    " their places, as argsort tells; add up rows over edges by index_add"
+                ) from error
             if node in edge_sets:
                 sets.append(node)
                 self._must_be_the_same(node, source, values[node], own, n)
