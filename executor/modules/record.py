@@ -466,9 +466,10 @@ class _Recorder(TorchFunctionMode):
                 return Ref(self.of[id(value)])
             if id(value) in self.names:
                 return Named(self.names[id(value)])
-            if not {self.vertices, *self.edges} & set(value.shape) and not is_sparse(value):
-                raise Unfit(NOT_KEPT.format(list(value.shape)))
-            raise _Unseen(self.within[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
+            words = NO_MATRIX if is_sparse(value) else UNSEEN
+            if value.numel() < self.vertices:  # no rows of vertices, and none of edges
+                words = NOT_KEPT.format(list(value.shape))
+            raise _Unseen(self.within[-1], words)
         if id(value) in self.of:  # a graph of DGL
             return Ref(self.of[id(value)])
         return value
