@@ -6,7 +6,7 @@ its buffers, in training and in evaluation, with the same dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -98,18 +98,13 @@ def _prove(
 
         return output, tensors
 
-    must_compute(module, binding, small, lambda: _Drawn(iter(chain.drawn)), tried)
+    def shared() -> Dropouts:
+        """Has a module's own dropout draw as that of our layers does."""
+        layers = iter(chain.drawn)
+        return Dropouts(lambda rows, p: Drop(p, SEED, 0, next(layers), everyone)(rows))
 
-
-class _Drawn(Dropouts):
-    """Has a module's own dropout draw as that of our layers does."""
-
-    def __init__(self, layers: Iterator[int]) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def draw(self, rows: Tensor, p: float) -> Tensor:
-        return Drop(p, SEED, 0, next(self.layers), torch.arange(len(rows)))(rows)
+    everyone = torch.arange(small.vertices)
+    must_compute(module, binding, small, shared, tried)
 
 
 def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Tensor:

@@ -135,6 +135,11 @@ def _shaped(rows: Tensor, node: Node) -> Tensor:
     return rows if value.is_floating_point() else rows.to(value.dtype)
 
 
+def told_of(norm: Node) -> dict[str, Any]:
+    """What a call of batch norm is told, by name."""
+    return dict(zip(BATCH_NORM, norm.args, strict=False)) | dict(norm.kwargs)
+
+
 def columns_of(piece: Piece) -> list[tuple[slice, dict[str, Any]]]:
     """Of each batch norm that a piece begins with: its columns, and what it is told."""
     found, start = [], 0
@@ -142,9 +147,7 @@ def columns_of(piece: Piece) -> list[tuple[slice, dict[str, Any]]]:
     for node in piece.given:
         stop = start + width_of(node)
         if node in norms:
-            norm = norms[node]
-            told = dict(zip(BATCH_NORM, norm.args, strict=False)) | dict(norm.kwargs)
-            found.append((slice(start, stop), told | {"node": norm}))
+            found.append((slice(start, stop), told_of(norms[node]) | {"node": norms[node]}))
         start = stop
     return found
 

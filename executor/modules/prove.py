@@ -28,7 +28,7 @@ from gnnplan.executor.modules.bind import Bound, GraphFields, bound
 from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm, live_nodes
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
-from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
+from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids, told_of
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     Named,
@@ -198,9 +198,7 @@ def _mode(
 
 
 def _must_keep_averages(node: Node) -> None:
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    told = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if told.get("running_mean") is None:
+    if told_of(node).get("running_mean") is None:
         raise Unfit(
             f"{node.place}a batch norm without running averages has no moments in evaluation; use"
             " track_running_stats=True"
@@ -253,8 +251,7 @@ Tried = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
 
-    def shared() -> Shared:
-        return Shared(pieces, pieces.training, small.whole, Drop(0.0, 7))
+    shared = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
 
     def tried(values: Mapping[str, Any], is_training: bool) -> Tried:
         again = copy.copy(pieces)
@@ -417,11 +414,11 @@ def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor
 
 
 class Dropouts(TorchFunctionMode):
-    """Has a module's own dropout drop by `draw`."""
+    """Has a module's own dropout drop by `draw`, which is given rows and p."""
 
-    def draw(self, rows: Tensor, p: float) -> Tensor:
-        """What the next call of dropout makes of rows."""
-        raise NotImplementedError
+    def __init__(self, draw: Callable[[Tensor, float], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -436,20 +433,17 @@ class Dropouts(TorchFunctionMode):
         return rows.copy_(out) if in_place else out
 
 
-class Shared(Dropouts):
+def as_pieces_draw(pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> Dropouts:
     """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
+    nodes = iter([node for node in mode.recorded.nodes if node.drops])
 
-    def __init__(self, pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> None:
-        super().__init__()
-        self.pieces, self.mode, self.whole, self.drop = pieces, mode, whole, drop
-        self.nodes = [node for node in mode.recorded.nodes if node.drops]
-
-    def draw(self, rows: Tensor, p: float) -> Tensor:
-        node = self.nodes.pop(0)
+    def draw(rows: Tensor, p: float) -> Tensor:
+        node = next(nodes)
         ids = torch.arange(len(rows))
-        edges = self.mode.drawn.get(node)
+        edges = mode.drawn.get(node)
         if edges is not None:
-            structure, place = self.pieces.structure, self.pieces.place(0)
-            first = structure.first[edges]
-            ids = pair_ids(*structure.values_on(self.whole, place, [first])[first])
-        return drawn(rows, self.mode.numbers[node], ids, self.drop, p)
+            first = pieces.structure.first[edges]
+            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place(0), [first])[first])
+        return drawn(rows, mode.numbers[node], ids, drop, p)
+
+    return Dropouts(draw)

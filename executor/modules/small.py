@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.bind import Bound, GraphFields
-from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
+from gnnplan.executor.modules.structure import dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import Whole
 
 VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
@@ -45,9 +45,9 @@ class Small:
     def values(self, dtype: torch.dtype) -> dict[str, Any]:
         """What forward may be given, by name."""
         edges = edge_index_of(self.whole)
-        on_edges = {name: _typed(values, dtype) for name, values in self.whole.fields.items()}
+        on_edges = {name: typed(values, dtype) for name, values in self.whole.fields.items()}
         values: dict[str, Any] = {"vertex x": self.x.to(dtype), "edge_index": edges}
-        values |= {f"vertex {name}": _typed(v, dtype) for name, v in self.fields.items()}
+        values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         return values
 
@@ -82,11 +82,6 @@ def _drawn(
     if np.dtype(kind).kind == "b":
         return draw.random((rows, *sizes)) < 0.5
     return draw.random((rows, *sizes)) + 0.25
-
-
-def _typed(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

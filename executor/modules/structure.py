@@ -222,7 +222,7 @@ class Structure:
 
     def values_on(self, whole: Whole, place: Place, wanted: Collection[Node]) -> Values:
         """Values on the whole graph."""
-        fields = {n: _typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
+        fields = {n: typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
         values = self.given(whole, edge_index_of(whole), fields)
         somewhere = replace(place, vertices=whole.vertices)
         with torch.no_grad():
@@ -249,7 +249,7 @@ class Structure:
             if names := self.fields_of(whole):
                 edges = edge_index_of(whole)
                 for name in names:
-                    value = _typed(whole.fields[name], place.dtype)
+                    value = typed(whole.fields[name], place.dtype)
                     kept[name] = Table(edges, value, whole.vertices)
             self.tables[whole] = kept
         return self.tables[whole]
@@ -468,7 +468,7 @@ def _block(of: Edges, values: Values, block: Block) -> Block:
     return Block(indptr.numpy(), source[order].int().numpy(), block.n_src, weight)
 
 
-def _typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
+def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
     """A copy, for the graph's own never changes."""
     value = torch.from_numpy(np.array(field))
     return value.to(dtype) if value.is_floating_point() else value

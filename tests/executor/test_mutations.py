@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import Shared, in_parts
+from gnnplan.executor.modules.prove import as_pieces_draw, in_parts
 from gnnplan.executor.modules.read import GraphFields, read
 from gnnplan.executor.modules.small import Small, given_of
 from gnnplan.planner.gnn.workload import Workload
@@ -357,7 +357,7 @@ def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed:
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             values = given_of(pieces.binding, small, torch.float64)
             if kind == "itself":
-                with Shared(pieces, mode, small.whole, Drop(0.0, 7)):
+                with as_pieces_draw(pieces, mode, small.whole, Drop(0.0, 7)):
                     out = pieces.binding.call(module, values)
             else:
                 out = in_parts(pieces, small, values, is_training)
