@@ -27,7 +27,7 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.small import VERTICES, Small, given_of, needs_loops
+from gnnplan.executor.modules.small import VERTICES, Small, needs_loops
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Module, Workload
 
@@ -51,11 +51,10 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Con
     proves: False where it was proved before."""
     try:
         parts = parts_of(module)
-        bound(module, ["x"], [])  # ranks know no other fields of a graph
-        binding = bound(module, ["x", *graph.vertex], list(graph.edge))
+        bound(module, GraphFields(0, 0))  # ranks know no other fields of a graph
+        binding = bound(module, graph)
         small = Small(VERTICES[0], graph, needs_loops(module))
-        values = given_of(binding, small, torch.float64)
-        chain = chain_of(*recorded_of(module, binding, values, small, True, torch.float64, parts))
+        chain = chain_of(*recorded_of(module, small, True, torch.float64, parts))
         found = Converted(*described(chain), places(chain))
         if proves:
             _prove(module, binding, chain, found, graph)

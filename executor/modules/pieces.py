@@ -6,6 +6,7 @@ layers. Rows that are handed from one layer to the next lie side by side in one 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, keep
@@ -29,16 +31,7 @@ from gnnplan.planner.graph.graph import Whole
 # every size of layers/count.py
 PERIOD = 64
 DRAWS = 1 << 16  # before the numbers of a module's dropouts, in a hash where layers have theirs
-BATCH_NORM = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-    "momentum",
-    "eps",
-)
+BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 def pair_ids(source: Tensor, reader: Tensor) -> Tensor:
@@ -137,7 +130,9 @@ def _shaped(rows: Tensor, node: Node) -> Tensor:
 
 def told_of(norm: Node) -> dict[str, Any]:
     """What a call of batch norm is told, by name."""
-    return dict(zip(BATCH_NORM, norm.args, strict=False)) | dict(norm.kwargs)
+    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
+    call.apply_defaults()
+    return call.arguments
 
 
 def columns_of(piece: Piece) -> list[tuple[slice, dict[str, Any]]]:
@@ -185,7 +180,7 @@ class PackedNorm(BatchNorm):
         variance = (square - shift * shift).clamp_(min=0.0)
         moments = torch.stack([self.shift + shift, variance])
         for columns, told in self.columns:
-            share = told.get("momentum", 0.1)
+            share = told["momentum"]
             unbiased = variance[columns] * (count / max(count - 1, 1))
             self._tensor(told["running_mean"]).add_(shift[columns], alpha=share)
             self._tensor(told["running_var"]).lerp_(unbiased, share)
@@ -203,13 +198,11 @@ class PackedNorm(BatchNorm):
                 )
             else:
                 mean, variance = moments[:, columns]
-            scale = (variance + told.get("eps", 1e-5)).rsqrt()
-            if told.get("weight") is not None:
+            scale = (variance + told["eps"]).rsqrt()
+            if told["weight"] is not None:
                 scale = self._tensor(told["weight"]) * scale
             out = (rows - mean) * scale
-            found[told["node"]] = (
-                out if told.get("bias") is None else out + self._tensor(told["bias"])
-            )
+            found[told["node"]] = out if told["bias"] is None else out + self._tensor(told["bias"])
         return found
 
 

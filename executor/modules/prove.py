@@ -60,7 +60,7 @@ WITHIN = 1e-9
 def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.float32) -> Tensor:
     """What forward makes of a small graph of such fields. Raises Unfit."""
     small = Small(VERTICES[0], graph, needs_loops(module))
-    binding = bound(module, ["x", *graph.vertex], list(graph.edge))
+    binding = bound(module, graph)
     with torch.no_grad():
         run = partial(_output, module, binding, given_of(binding, small, dtype), nullcontext)
         return _guarded(module, small, run)
@@ -129,12 +129,11 @@ def _one_product() -> Iterator[None]:
 def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
     """The module in pieces, in both of its modes. Raises Unfit, with the line."""
     small = Small(VERTICES[0], graph, needs_loops(module))
-    binding = bound(module, ["x", *graph.vertex], list(graph.edge))
-    values = given_of(binding, small, dtype)
+    binding = bound(module, graph)
     modes = []
     for is_training in (True, False):
         try:
-            modes.append(_mode(module, binding, values, small, is_training, dtype))
+            modes.append(_mode(module, small, is_training, dtype))
         except Unfit as unfit:
             raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
     training, evaluation = modes
@@ -158,8 +157,6 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
 
 def recorded_of(
     module: nn.Module,
-    binding: Bound,
-    values: Mapping[str, Any],
     small: Small,
     is_training: bool,
     dtype: torch.dtype,
@@ -167,10 +164,8 @@ def recorded_of(
 ) -> tuple[nn.Module, Recorded]:
     """A copy of the module, and what its forward computes. parts: as of `record`. Raises Unfit."""
     seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
-    given = {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    binding = bound(module, small.graph)
+    given = given_of(binding, small, dtype)
     recorded = _guarded(
         module,
         small,
@@ -179,15 +174,8 @@ def recorded_of(
     return seen, recorded
 
 
-def _mode(
-    module: nn.Module,
-    binding: Bound,
-    values: Mapping[str, Any],
-    small: Small,
-    is_training: bool,
-    dtype: torch.dtype,
-) -> Program:
-    seen, recorded = recorded_of(module, binding, values, small, is_training, dtype)
+def _mode(module: nn.Module, small: Small, is_training: bool, dtype: torch.dtype) -> Program:
+    seen, recorded = recorded_of(module, small, is_training, dtype)
     trained = {name for name, p in seen.named_parameters() if p.requires_grad}
     place = Place(named_in(seen), small.vertices, lambda _, rows, __: rows, dtype)
     program = cut(recorded, place, trained)
@@ -198,7 +186,7 @@ def _mode(
 
 
 def _must_keep_averages(node: Node) -> None:
-    if told_of(node).get("running_mean") is None:
+    if told_of(node)["running_mean"] is None:
         raise Unfit(
             f"{node.place}a batch norm without running averages has no moments in evaluation; use"
             " track_running_stats=True"
@@ -212,19 +200,17 @@ def must_make_the_same_calls(
 ) -> None:
     """Raise Unfit if forward calls something else of a larger graph, as one does that branches on
     the graph's size. parts: as of `record`."""
-    binding = bound(module, ["x", *graph.vertex], list(graph.edge))
     for is_training in (True, False):
-        recordings = []
-        for vertices in (VERTICES[0], MANY_VERTICES):
-            small = Small(vertices, graph, needs_loops(module))
-            values = given_of(binding, small, torch.float64)
-            of = binding, values, small, is_training, torch.float64, parts
-            recordings.append(live_nodes(recorded_of(module, *of)[1].output))
-        few, many = map(_told, recordings)
-        if few != many:
-            pairs = zip(few, many, strict=False)
-            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            node = recordings[1][min(same, len(many) - 1)]
+        few, many = (
+            live_nodes(recorded_of(module, small, is_training, torch.float64, parts)[1].output)
+            for small in (
+                Small(n, graph, needs_loops(module)) for n in (VERTICES[0], MANY_VERTICES)
+            )
+        )
+        pairs = list(zip(_told(few), _told(many), strict=False))
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if not same == len(few) == len(many):
+            node = many[min(same, len(many) - 1)]
             raise Unfit(
                 f"{node.place}{node.what} of a graph of {MANY_VERTICES:,} vertices is another call"
                 f" than of one of {VERTICES[0]}; let nothing depend on the size of the graph"

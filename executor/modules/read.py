@@ -152,7 +152,7 @@ def read(
             torch.random.fork_rng(devices=[]),
             redirect_stdout(sys.stderr),
         ):
-            bound(module, ["x", *graph.vertex], list(graph.edge))  # or Unfit
+            bound(module, graph)  # or Unfit
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
             must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)

@@ -34,7 +34,7 @@ class Small:
         np.fill_diagonal(dense, False)
         _, sources = np.nonzero(dense)
         indptr = np.concatenate([[0], np.cumsum(dense.sum(1))])
-        self.vertices = vertices
+        self.vertices, self.graph = vertices, graph
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
@@ -46,7 +46,7 @@ class Small:
         """What forward may be given, by name."""
         edges = edge_index_of(self.whole)
         on_edges = {name: typed(values, dtype) for name, values in self.whole.fields.items()}
-        values: dict[str, Any] = {"vertex x": self.x.to(dtype), "edge_index": edges}
+        values: dict[str, Any] = {"vertex x": self.x.to(dtype, copy=True), "edge_index": edges}
         values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         return values
