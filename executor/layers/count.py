@@ -342,15 +342,14 @@ def count(
         amounts |= dict(by_kind)
         # the mean grows as the block does; how, where rows and edges grow apart, matters little
         per_item = of[0].tensor_bytes / sum(SIZES[0])
+        sizes = _fit(
+            [[float(n) for g in w.gathers for n in (g.rows, g.among, g.into)] for w in of],
+            "gathers",
+        )
+        each = zip(of[0].gathers, sizes[::3], sizes[1::3], sizes[2::3], strict=True)
         gathers = [
-            CountedGather(rows=rows, width=width, among=among, into=into)
-            for width, rows, among, into in zip(
-                [g.width for g in of[0].gathers],
-                _fit([[float(g.rows) for g in w.gathers] for w in of], "gathers"),
-                _fit([[float(g.among) for g in w.gathers] for w in of], "gathers"),
-                _fit([[float(g.into) for g in w.gathers] for w in of], "gathers"),
-                strict=True,
-            )
+            CountedGather(rows=rows, width=gather.width, among=among, into=into)
+            for gather, rows, among, into in each
         ]
         return CountedWork(
             **amounts,

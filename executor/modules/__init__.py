@@ -14,6 +14,7 @@ Open
     structure.py      for what is computed of edges alone, on a part of the graph
     pieces.py         for these layers, as strategies call them
     small.py          for random graphs on which a module is followed
+    kept.py           for what it keeps between calls, and its copies lack
     prove.py          for the proof that they compute what the module does
     nets.py           for the Net of any workload
     own.py            for a layer that the user wrote against layers.Layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +109,9 @@ def convolutions_of(module: nn.Module) -> int:
     return max(len(found), 1)
 
 
-def bound(module: nn.Module, vertex: Sequence[str], edge: Sequence[str]) -> Bound:
-    """What forward is given of a graph with such fields of vertices and edges. Raises Unfit."""
+def bound(module: nn.Module, graph: GraphFields) -> Bound:
+    """What forward is given of such a graph. Raises Unfit."""
+    vertex, edge = ["x", *graph.vertex], list(graph.edge)
     # DGL keeps edges' feat, x and h apart from vertices', which these names mean everywhere else
     fields = {name: f"edge {name}" for name in edge if name not in FEATURES}
     fields = {f"edge_{n}": f"edge {n}" for n in edge if not n.startswith("edge_")} | fields

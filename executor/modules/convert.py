@@ -6,7 +6,7 @@ its buffers, in training and in evaluation, with the same dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.small import VERTICES, Small, given_of, needs_loops
+from gnnplan.executor.modules.small import VERTICES, Small, needs_loops
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Module, Workload
 
@@ -51,11 +51,10 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Con
     proves: False where it was proved before."""
     try:
         parts = parts_of(module)
-        bound(module, ["x"], [])  # ranks know no other fields of a graph
-        binding = bound(module, ["x", *graph.vertex], list(graph.edge))
+        bound(module, GraphFields(0, 0))  # ranks know no other fields of a graph
+        binding = bound(module, graph)
         small = Small(VERTICES[0], graph, needs_loops(module))
-        values = given_of(binding, small, torch.float64)
-        chain = chain_of(*recorded_of(module, binding, values, small, True, torch.float64, parts))
+        chain = chain_of(*recorded_of(module, small, True, torch.float64, parts))
         found = Converted(*described(chain), places(chain))
         if proves:
             _prove(module, binding, chain, found, graph)
@@ -98,18 +97,13 @@ def _prove(
 
         return output, tensors
 
-    must_compute(module, binding, small, lambda is_training: _Drawn(iter(chain.drawn)), tried)
+    def shared() -> Dropouts:
+        """Has a module's own dropout draw as that of our layers does."""
+        layers = iter(chain.drawn)
+        return Dropouts(lambda rows, p: Drop(p, SEED, 0, next(layers), everyone)(rows))
 
-
-class _Drawn(Dropouts):
-    """Has a module's own dropout draw as that of our layers does."""
-
-    def __init__(self, layers: Iterator[int]) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def draw(self, rows: Tensor, p: float) -> Tensor:
-        return Drop(p, SEED, 0, next(self.layers), torch.arange(len(rows)))(rows)
+    everyone = torch.arange(small.vertices)
+    must_compute(module, binding, small, shared, tried)
 
 
 def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Tensor:

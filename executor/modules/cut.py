@@ -430,7 +430,8 @@ class _Cutter:
         They are the graph's, if the matrix is transposed and the graph undirected as well."""
 
         def made(call: Any, *args: Any) -> Node:
-            node = Node(matrix.index + 0.25 * len(args), call, args, line=matrix.line)
+            node = Node(0.0, call, args, line=matrix.line)
+            node.index = max(read.index for read in node.reads) + 0.25
             given = [arg.node.value if isinstance(arg, Ref) else self.n for arg in args]
             node.value, self.kind[node], self.level[node] = call(*given), STRUCTURE, 0
             return node

@@ -5,15 +5,15 @@ That is the module with its code, or its parameters alone where our layers are t
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 from torch import nn
 
 from gnnplan.executor.modules.parameters import Parameters
-from gnnplan.executor.modules.record import Unfit
+from gnnplan.executor.modules.record import Unfit, is_the_users
 from gnnplan.planner.vocabulary.files import write_atomically
 
 PICKLED = ".pickle"
@@ -25,8 +25,7 @@ def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, s
     Raises Unfit for what cannot be pickled."""
     import cloudpickle
 
-    names = _modules_of(kept) if isinstance(kept, nn.Module) else set()
-    code = [sys.modules[name] for name in names if name in sys.modules]
+    code = _code_of(kept) if isinstance(kept, nn.Module) else set()
     for each in code:
         cloudpickle.register_pickle_by_value(each)
     try:
@@ -57,27 +56,11 @@ def loaded(data: bytes) -> nn.Module | Parameters:
     return kept
 
 
-def _modules_of(module: nn.Module) -> set[str]:
-    """Modules with code of its parts that a rank cannot import: the user's, and what PyG generates
-    for the user's classes."""
-    found = set()
-    for part in module.modules():
-        for kind in type(part).__mro__:
-            for value in [kind, *vars(kind).values()]:
-                name = getattr(value, "__module__", None)
-                if isinstance(name, str) and name != "__main__" and not _is_installed(name):
-                    found.add(name)
-    return found
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
-    origin = getattr(spec, "origin", None)
-    return (
-        origin in ("built-in", "frozen")
-        or "/lib/python" in str(origin)
-        or ("site-packages" in str(origin))
-    )
+def _code_of(module: nn.Module) -> set[ModuleType]:
+    """Code of its parts that a rank cannot import: the user's, and what PyG generates for the
+    user's classes."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    values = [value for kind in kinds for value in (kind, *vars(kind).values())]
+    names = {str(getattr(value, "__module__", "")) for value in values} - {"__main__"}
+    code = {sys.modules[name] for name in names if name in sys.modules}
+    return {each for each in code if is_the_users(getattr(each, "__file__", None) or "<none>")}

@@ -10,8 +10,8 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,29 +127,22 @@ def _execute(file: Path) -> ModuleType:
     return code
 
 
-class _blamed:
+@contextmanager
+def _blamed(file: Path | None, what: str) -> Iterator[None]:
     """Turns what the user's code raises into a SpecError with its line."""
-
-    def __init__(self, file: Path | None, what: str) -> None:
-        self.file, self.what = file, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, (KeyboardInterrupt, SpecError)):
-            return
-        lines = [
-            str(frame.lineno)
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(self.file)
-        ]
+    try:
+        yield
+    except (KeyboardInterrupt, SpecError):
+        raise
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(file)]
         if isinstance(error, SyntaxError):
-            lines = [str(error.lineno)]
+            lines = [error.lineno]
         words = str(error).strip().splitlines() or [""]
-        place = f"{self.file}{f', line {lines[-1]}' if lines else ''}: " if self.file else ""
+        place = f"{file}{f', line {lines[-1]}' if lines else ''}: " if file else ""
         raise SpecError(
-            f"{place}{self.what} ({type(error).__name__}: {words[0]:.200}); {_remedy(error)}"
+            f"{place}{what} ({type(error).__name__}: {words[0]:.200}); {_remedy(error)}"
         ) from error
 
 

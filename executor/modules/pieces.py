@@ -6,6 +6,7 @@ layers. Rows that are handed from one layer to the next lie side by side in one 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
-from gnnplan.executor.modules.cut import Cut, Piece, Program, is_batch_norm, width_of
+from gnnplan.executor.modules.cut import FIXED, Cut, Piece, Program, is_batch_norm, width_of
 from gnnplan.executor.modules.evaluate import AddUp, Place, Values
 from gnnplan.executor.modules.record import Node, Opaque, Sum, named_in, tensors_of
 from gnnplan.executor.modules.structure import Local, Structure
@@ -29,16 +31,7 @@ from gnnplan.planner.graph.graph import Whole
 # every size of layers/count.py
 PERIOD = 64
 DRAWS = 1 << 16  # before the numbers of a module's dropouts, in a hash where layers have theirs
-BATCH_NORM = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-    "momentum",
-    "eps",
-)
+BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 def pair_ids(source: Tensor, reader: Tensor) -> Tensor:
@@ -135,6 +128,13 @@ def _shaped(rows: Tensor, node: Node) -> Tensor:
     return rows if value.is_floating_point() else rows.to(value.dtype)
 
 
+def told_of(norm: Node) -> dict[str, Any]:
+    """What a call of batch norm is told, by name."""
+    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
 def columns_of(piece: Piece) -> list[tuple[slice, dict[str, Any]]]:
     """Of each batch norm that a piece begins with: its columns, and what it is told."""
     found, start = [], 0
@@ -142,9 +142,7 @@ def columns_of(piece: Piece) -> list[tuple[slice, dict[str, Any]]]:
     for node in piece.given:
         stop = start + width_of(node)
         if node in norms:
-            norm = norms[node]
-            told = dict(zip(BATCH_NORM, norm.args, strict=False)) | dict(norm.kwargs)
-            found.append((slice(start, stop), told | {"node": norm}))
+            found.append((slice(start, stop), told_of(norms[node]) | {"node": norms[node]}))
         start = stop
     return found
 
@@ -182,7 +180,7 @@ class PackedNorm(BatchNorm):
         variance = (square - shift * shift).clamp_(min=0.0)
         moments = torch.stack([self.shift + shift, variance])
         for columns, told in self.columns:
-            share = told.get("momentum", 0.1)
+            share = told["momentum"]
             unbiased = variance[columns] * (count / max(count - 1, 1))
             self._tensor(told["running_mean"]).add_(shift[columns], alpha=share)
             self._tensor(told["running_var"]).lerp_(unbiased, share)
@@ -200,13 +198,11 @@ class PackedNorm(BatchNorm):
                 )
             else:
                 mean, variance = moments[:, columns]
-            scale = (variance + told.get("eps", 1e-5)).rsqrt()
-            if told.get("weight") is not None:
+            scale = (variance + told["eps"]).rsqrt()
+            if told["weight"] is not None:
                 scale = self._tensor(told["weight"]) * scale
             out = (rows - mean) * scale
-            found[told["node"]] = (
-                out if told.get("bias") is None else out + self._tensor(told["bias"])
-            )
+            found[told["node"]] = out if told["bias"] is None else out + self._tensor(told["bias"])
         return found
 
 
@@ -327,7 +323,10 @@ class PieceLayer(Layer):
         of edges, for dropout."""
 
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
-            return drawn(value, self.mode.numbers[node], ids[self._set(node)], self.drop, p)
+            of = ids[self._set(node)]
+            if self.mode.kind[node] == FIXED:  # of parameters: no rows of vertices
+                of = torch.arange(len(value), device=value.device)
+            return drawn(value, self.mode.numbers[node], of, self.drop, p)
 
         place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device, add_up)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)

@@ -8,13 +8,13 @@ same numbers in both."""
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,21 +25,31 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import limits
 from gnnplan.executor.modules.bind import Bound, GraphFields, bound
-from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm
+from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm, live_nodes
 from gnnplan.executor.modules.evaluate import Place
-from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
+from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
+from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids, told_of
 from gnnplan.executor.modules.record import (
     DROPOUTS,
+    Named,
     Node,
     Recorded,
+    Ref,
+    Size,
     Unfit,
     dropout_of,
-    is_the_users,
     line_of,
     named_in,
     record,
 )
-from gnnplan.executor.modules.small import VERTICES, Small, block_of, given_of, needs_loops
+from gnnplan.executor.modules.small import (
+    MANY_VERTICES,
+    VERTICES,
+    Small,
+    block_of,
+    given_of,
+    needs_loops,
+)
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
@@ -50,7 +60,7 @@ WITHIN = 1e-9
 def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.float32) -> Tensor:
     """What forward makes of a small graph of such fields. Raises Unfit."""
     small = Small(VERTICES[0], graph, needs_loops(module))
-    binding = bound(module, ["x", *graph.vertex], list(graph.edge))
+    binding = bound(module, graph)
     with torch.no_grad():
         run = partial(_output, module, binding, given_of(binding, small, dtype), nullcontext)
         return _guarded(module, small, run)
@@ -86,6 +96,8 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
             " field of vertices of whole numbers"
         )
     found = {
+        "index out of range": "vertex 0 of that graph has no edges into it, as the first of a part"
+        " may have none",
         f"({small.vertices})": f"that graph has {small.vertices} vertices: a module's own tensors"
         " cannot have a row per vertex of yours, fields can",
         f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
@@ -117,12 +129,11 @@ def _one_product() -> Iterator[None]:
 def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
     """The module in pieces, in both of its modes. Raises Unfit, with the line."""
     small = Small(VERTICES[0], graph, needs_loops(module))
-    binding = bound(module, ["x", *graph.vertex], list(graph.edge))
-    values = given_of(binding, small, dtype)
+    binding = bound(module, graph)
     modes = []
     for is_training in (True, False):
         try:
-            modes.append(_mode(module, binding, values, small, is_training, dtype))
+            modes.append(_mode(module, small, is_training, dtype))
         except Unfit as unfit:
             raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
     training, evaluation = modes
@@ -146,8 +157,6 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
 
 def recorded_of(
     module: nn.Module,
-    binding: Bound,
-    values: Mapping[str, Any],
     small: Small,
     is_training: bool,
     dtype: torch.dtype,
@@ -155,10 +164,8 @@ def recorded_of(
 ) -> tuple[nn.Module, Recorded]:
     """A copy of the module, and what its forward computes. parts: as of `record`. Raises Unfit."""
     seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
-    given = {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    binding = bound(module, small.graph)
+    given = given_of(binding, small, dtype)
     recorded = _guarded(
         module,
         small,
@@ -167,23 +174,8 @@ def recorded_of(
     return seen, recorded
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """A copy of a module. Raises Unfit."""
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:
-        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
-
-
-def _mode(
-    module: nn.Module,
-    binding: Bound,
-    values: Mapping[str, Any],
-    small: Small,
-    is_training: bool,
-    dtype: torch.dtype,
-) -> Program:
-    seen, recorded = recorded_of(module, binding, values, small, is_training, dtype)
+def _mode(module: nn.Module, small: Small, is_training: bool, dtype: torch.dtype) -> Program:
+    seen, recorded = recorded_of(module, small, is_training, dtype)
     trained = {name for name, p in seen.named_parameters() if p.requires_grad}
     place = Place(named_in(seen), small.vertices, lambda _, rows, __: rows, dtype)
     program = cut(recorded, place, trained)
@@ -194,15 +186,47 @@ def _mode(
 
 
 def _must_keep_averages(node: Node) -> None:
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    told = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if told.get("running_mean") is None:
+    if told_of(node)["running_mean"] is None:
         raise Unfit(
             f"{node.place}a batch norm without running averages has no moments in evaluation; use"
             " track_running_stats=True"
         )
     if node.value.ndim != 2:
         raise Unfit(f"{node.place}batch norm of {node.value.ndim} dimensions; flatten its rows")
+
+
+def must_make_the_same_calls(
+    module: nn.Module, graph: GraphFields, parts: Collection[str] = ()
+) -> None:
+    """Raise Unfit if forward calls something else of a larger graph, as one does that branches on
+    the graph's size. parts: as of `record`."""
+    for is_training in (True, False):
+        few, many = (
+            live_nodes(recorded_of(module, small, is_training, torch.float64, parts)[1].output)
+            for small in (
+                Small(n, graph, needs_loops(module)) for n in (VERTICES[0], MANY_VERTICES)
+            )
+        )
+        pairs = list(zip(_told(few), _told(many), strict=False))
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if not same == len(few) == len(many):
+            node = many[min(same, len(many) - 1)]
+            raise Unfit(
+                f"{node.place}{node.what} of a graph of {MANY_VERTICES:,} vertices is another call"
+                f" than of one of {VERTICES[0]}; let nothing depend on the size of the graph"
+            )
+
+
+def _told(nodes: Sequence[Node]) -> list[tuple[Any, ...]]:
+    """What each call is given: plain numbers and words, and the places of values among nodes."""
+    places = {each: place for place, each in enumerate(nodes)}
+
+    def told(leaf: Any) -> Any:
+        if isinstance(leaf, (Ref, Size)):
+            return type(leaf), leaf.node and places[leaf.node]
+        return repr(leaf) if isinstance(leaf, (int, float, str, Named)) else type(leaf)
+
+    return [(node.what, node.learns, *map(told, node.leaves)) for node in nodes]
 
 
 # What is computed instead of a module: the output, and when that has had its gradient, those of the
@@ -213,9 +237,7 @@ Tried = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
 
-    def shared(is_training: bool) -> Shared:
-        mode = pieces.training if is_training else pieces.evaluation
-        return Shared(pieces, mode, small.whole, Drop(0.0, 7))
+    shared = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
 
     def tried(values: Mapping[str, Any], is_training: bool) -> Tried:
         again = copy.copy(pieces)
@@ -230,32 +252,39 @@ def must_compute(
     module: nn.Module,
     binding: Bound,
     small: Small,
-    shared: Callable[[bool], TorchFunctionMode],
+    shared: Callable[[], TorchFunctionMode],
     tried: Callable[[Mapping[str, Any], bool], Tried],
 ) -> None:
     """Raise Unfit if `tried` computes something else than the module. Both are in float64.
 
-    shared: in it the module's own dropout draws what it draws in `tried`. Both are told whether it
+    shared: in it the module's own dropout draws what it draws in `tried`, which is told whether it
     is training."""
     for is_training in (True, False):
-        own = copy.deepcopy(module).to(torch.float64).train(is_training)
+        own, new = (copy.deepcopy(module).to(torch.float64).train(is_training) for _ in range(2))
         values = given_of(binding, small, torch.float64)
-        run = partial(_output, own, binding, values, partial(shared, is_training))
-        expected = _guarded(module, small, run)
-        kept = _numbers_of(own)
+        # in evaluation nothing drops, and nothing stands between the module and torch
+        within = shared if is_training else nullcontext
+        run = partial(_output, binding=binding, values=values, shared=within)
+        expected = _guarded(module, small, partial(run, own))
+        kept = numbers_of(own)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
+        must_learn_its_own(expected, own)
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
         _guarded(module, small, (expected.flatten() * weights).sum().backward)
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         with torch.no_grad():
-            if differing(expected.detach(), _guarded(module, small, run)) is not None:
+            for parameter in (*own.parameters(), *new.parameters()):
+                if parameter.requires_grad:  # a step of training, which what it keeps may not know
+                    parameter.mul_(1.1).add_(0.01)
+            again, first = (_guarded(module, small, partial(run, each)) for each in (own, new))
+            if differing(again, first) is not None:
                 raise Unfit(
                     "its second call on a graph makes other rows than its first: it keeps numbers"
                     " between calls, or changes what it is given; let forward change neither"
                 )
-        again = _numbers_of(own)
-        if changed := [n for n in {**kept, **again} if kept.get(n) != again.get(n)]:
+        left = numbers_of(own)
+        if changed := [n for n in {**kept, **left} if kept.get(n) != left.get(n)]:
             raise Unfit(
                 f"forward changes {changed[0]} from call to call, and it is recorded once; leave"
                 " that out, or train a module per value"
@@ -263,22 +292,26 @@ def must_compute(
         try:
             output, tensors = tried(values, is_training)
             (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
+        except (RuntimeError, LookupError, ValueError) as error:
             words = (str(error).strip().splitlines() or [""])[0]
             raise Unfit(
                 f"its calls of torch fail on parts of a graph ({words:.150}): a number of vertices"
-                " or edges is among them; write sizes, as x.size(0)"
+                " or edges is among them, or the place of an edge; write sizes, as x.size(0), and"
+                " add up rows over edges by index_add"
             ) from error
         _must_equal(expected, output, "output", is_training)
         found, gradients = tensors(), gradients_of(own)
+        # what adds up to nothing, as the gradient of a bias before a batch norm, is noise of these
+        most = max(float(g.abs().max()) for g in gradients.values() if g is not None and g.numel())
         for name, gradient in gradients.items():
             mine = found.get(name)
             if gradient is not None and mine is not None:
-                _must_equal(gradient, mine, f"gradient of {name}", is_training)
+                _must_equal(gradient, mine, f"gradient of {name}", is_training, max(most, 1.0))
             elif gradient is not mine:
                 raise Unfit(
                     f"{name} has a gradient in one of forward and what is trained for it alone:"
-                    " forward does something that is not in its calls of torch"
+                    " forward does something that is not in its calls of torch, as a"
+                    " torch.autograd.Function"
                 )
         for name, buffer in buffers.items():
             mine = found.get(name)
@@ -289,37 +322,6 @@ def must_compute(
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
     """By all names of parameters."""
     return {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
-
-
-def _numbers_of(module: nn.Module) -> dict[str, float]:
-    """Plain numbers that a module, its parts, and the user's files keep, by name."""
-    found: dict[str, float] = {}
-    files = {
-        name: code
-        for name, code in tuple(sys.modules.items())
-        if is_the_users(getattr(code, "__file__", None) or "<none>")
-    }
-
-    def note(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, (int, float)):
-            if value == value:  # what is no number differs from itself
-                found[name] = value
-        elif depth and isinstance(value, (list, tuple)):
-            note(name, dict(enumerate(value)), depth)
-        elif depth and isinstance(value, dict):
-            for key, each in tuple(value.items()):
-                note(f"{name}.{key}", each, depth - 1)
-        elif isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
-            return
-        elif getattr(value, "__module__", None) in files:
-            note(name, dict(vars(value)), depth)
-
-    for path, part in module.named_modules():
-        note(f"self.{path}".rstrip("."), vars(part), 2)
-    for code in files.values():
-        for name, value in tuple(vars(code).items()):
-            note(f"{Path(str(code.__file__)).name}: {name}", value, 3)
-    return found
 
 
 def _output(
@@ -335,11 +337,13 @@ def _output(
     return made
 
 
-def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -> None:
+def _must_equal(
+    expected: Tensor, found: Tensor, what: str, is_training: bool, most: float = 1.0
+) -> None:
+    """most: the size of the numbers that it may be a difference of."""
     expected, found = expected.detach(), found.detach()
-    largest = max(
-        float(expected.detach().abs().nan_to_num().max()) if expected.numel() else 0, 1e-3
-    )
+    largest = float(expected.abs().nan_to_num().max()) if expected.numel() else 0.0
+    largest = max(largest, 1e-3 * most)
     gap = float((expected - found).abs().max()) if expected.numel() else 0.0
     if not gap <= WITHIN * largest:
         mode = "training" if is_training else "evaluation"
@@ -347,7 +351,8 @@ def _must_equal(expected: Tensor, found: Tensor, what: str, is_training: bool) -
             f"its {what} in {mode} is another when its calls of torch run in pieces, on parts"
             f" of a graph (off by {gap:.3g} of {largest:.3g}): something of it is not in these"
             " calls, as code outside torch, or numbers that were kept from an earlier call; or it"
-            " reads how many vertices there are, or their places, as x.size(0) and torch.arange do"
+            " reads how many vertices there are, or their places, as x.size(0) and torch.arange do;"
+            " or edges that leave a vertex, of which a part knows those into its own"
         )
 
 
@@ -395,11 +400,11 @@ def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor
 
 
 class Dropouts(TorchFunctionMode):
-    """Has a module's own dropout drop by `draw`."""
+    """Has a module's own dropout drop by `draw`, which is given rows and p."""
 
-    def draw(self, rows: Tensor, p: float) -> Tensor:
-        """What the next call of dropout makes of rows."""
-        raise NotImplementedError
+    def __init__(self, draw: Callable[[Tensor, float], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -414,20 +419,17 @@ class Dropouts(TorchFunctionMode):
         return rows.copy_(out) if in_place else out
 
 
-class Shared(Dropouts):
+def as_pieces_draw(pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> Dropouts:
     """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
+    nodes = iter([node for node in mode.recorded.nodes if node.drops])
 
-    def __init__(self, pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> None:
-        super().__init__()
-        self.pieces, self.mode, self.whole, self.drop = pieces, mode, whole, drop
-        self.nodes = [node for node in mode.recorded.nodes if node.drops]
-
-    def draw(self, rows: Tensor, p: float) -> Tensor:
-        node = self.nodes.pop(0)
+    def draw(rows: Tensor, p: float) -> Tensor:
+        node = next(nodes)
         ids = torch.arange(len(rows))
-        edges = self.mode.drawn.get(node)
+        edges = mode.drawn.get(node)
         if edges is not None:
-            structure, place = self.pieces.structure, self.pieces.place(0)
-            first = structure.first[edges]
-            ids = pair_ids(*structure.values_on(self.whole, place, [first])[first])
-        return drawn(rows, self.mode.numbers[node], ids, self.drop, p)
+            first = pieces.structure.first[edges]
+            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place(0), [first])[first])
+        return drawn(rows, mode.numbers[node], ids, drop, p)
+
+    return Dropouts(draw)

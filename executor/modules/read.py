@@ -25,13 +25,20 @@ from torch.nn.parameter import is_lazy
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules import live
 from gnnplan.executor.modules.bind import Fields, GraphFields, bound
-from gnnplan.executor.modules.chain import NoChain
+from gnnplan.executor.modules.chain import NoChain, parts_of
 from gnnplan.executor.modules.convert import converted
 from gnnplan.executor.modules.elsewhere import must_be_alike
+from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
 from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import copied, followed, inputs_of, prove, run_once
+from gnnplan.executor.modules.prove import (
+    followed,
+    inputs_of,
+    must_make_the_same_calls,
+    prove,
+    run_once,
+)
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.counted import Counted
@@ -145,7 +152,7 @@ def read(
             torch.random.fork_rng(devices=[]),
             redirect_stdout(sys.stderr),
         ):
-            bound(module, ["x", *graph.vertex], list(graph.edge))  # or Unfit
+            bound(module, graph)  # or Unfit
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
             must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
@@ -177,10 +184,11 @@ def _understood(
     trained: Parameters | Pieces
     try:
         fields, own, places = converted(module, graph)
-        trained = Parameters(cast(module.state_dict(), dtype), places)
+        trained, parts = Parameters(cast(module.state_dict(), dtype), places), parts_of(module)
     except NoChain:
-        trained = proved(module, graph, dtype)
+        trained, parts = proved(module, graph, dtype), []
         fields, own = _described(trained, graph, dtype)
+    must_make_the_same_calls(module, graph, parts)
     if file is None:
         kept = module if isinstance(trained, Pieces) else trained
         file, sha256 = live.keep(kept, folder or cache_dir() / "modules", name)

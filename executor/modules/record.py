@@ -39,12 +39,13 @@ MOST_CALLS = 100_000
 # questions about a tensor whose answer is of its kind, and of no numbers in it
 ASKS = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "grad_fn")
 UNSEEN = (
-    "something that torch does not see makes rows in forward itself; put it into a module of its"
-    " own, which is given the edges"
+    "something that torch does not see makes a tensor in forward itself; put it into a module of"
+    " its own, which is given the edges, and keep constants by self.register_buffer, layers in a"
+    " torch.nn.ModuleList"
 )
 IN_PLACE = (
-    "forward changes a part of a tensor in place, as x[1:].mul_(2) does; make a new tensor, as"
-    " torch.cat and torch.where do"
+    "forward changes a part of a tensor in place, as x[1:].mul_(2) and PyG's coalesce do; make a"
+    " new tensor, as torch.cat and torch.where do, and coalesce edges in the graph's file"
 )
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
 NUMBERS = (

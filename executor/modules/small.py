@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.bind import Bound, GraphFields
-from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
+from gnnplan.executor.modules.structure import dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import Whole
 
 VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
+MANY_VERTICES = 1201  # of a graph on which forward must make the same calls
 PARTS = 4
 EACH = 4  # rows of each whole number, if there are enough
 
@@ -33,7 +34,7 @@ class Small:
         np.fill_diagonal(dense, False)
         _, sources = np.nonzero(dense)
         indptr = np.concatenate([[0], np.cumsum(dense.sum(1))])
-        self.vertices = vertices
+        self.vertices, self.graph = vertices, graph
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
@@ -44,9 +45,9 @@ class Small:
     def values(self, dtype: torch.dtype) -> dict[str, Any]:
         """What forward may be given, by name."""
         edges = edge_index_of(self.whole)
-        on_edges = {name: _typed(values, dtype) for name, values in self.whole.fields.items()}
-        values: dict[str, Any] = {"vertex x": self.x.to(dtype), "edge_index": edges}
-        values |= {f"vertex {name}": _typed(v, dtype) for name, v in self.fields.items()}
+        on_edges = {name: typed(values, dtype) for name, values in self.whole.fields.items()}
+        values: dict[str, Any] = {"vertex x": self.x.to(dtype, copy=True), "edge_index": edges}
+        values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         return values
 
@@ -81,11 +82,6 @@ def _drawn(
     if np.dtype(kind).kind == "b":
         return draw.random((rows, *sizes)) < 0.5
     return draw.random((rows, *sizes)) + 0.25
-
-
-def _typed(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

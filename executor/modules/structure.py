@@ -45,22 +45,30 @@ def edges_in(block: Block) -> Tensor:
 
 
 class Table:
-    """Numbers of edges [E, ..], by pairs of vertices."""
+    """Numbers of edges [E, ..], by pairs of vertices, and of equal edges by their order."""
 
     def __init__(self, edges: Tensor, values: Tensor, vertices: int) -> None:
-        self.keys, order = keys(edges, vertices).sort()
+        self.keys, order = keys(edges, vertices).sort(stable=True)
         self.values, self.vertices = values[order], vertices
-        twice = self.keys[1:] == self.keys[:-1]
-        if twice.any() and (self.values[1:] != self.values[:-1])[twice].any():
-            raise Unfit("two edges between the same vertices have different numbers; merge them")
+        self.has_equal = bool((self.keys[1:] == self.keys[:-1]).any())
 
     def at(self, edges: Tensor) -> Tensor:
         """Those of some edges."""
         found = keys(edges, self.vertices)
-        places = torch.searchsorted(self.keys, found).clamp_(max=max(len(self.keys) - 1, 0))
+        places = torch.searchsorted(self.keys, found)
+        if self.has_equal:
+            places += _equal_before(found)
+        places.clamp_(max=max(len(self.keys) - 1, 0))
         if len(found) and (not len(self.keys) or (self.keys[places] != found).any()):
             raise Unfit("it makes edges that the graph lacks; give convolutions the graph's edges")
         return self.values[places]
+
+
+def _equal_before(keys: Tensor) -> Tensor:
+    """How many equal ones come before each."""
+    ordered, order = keys.sort(stable=True)
+    before = torch.arange(len(keys)) - torch.searchsorted(ordered, ordered)
+    return before[order.argsort()]
 
 
 class Edges(NamedTuple):
@@ -214,7 +222,7 @@ class Structure:
 
     def values_on(self, whole: Whole, place: Place, wanted: Collection[Node]) -> Values:
         """Values on the whole graph."""
-        fields = {n: _typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
+        fields = {n: typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
         values = self.given(whole, edge_index_of(whole), fields)
         somewhere = replace(place, vertices=whole.vertices)
         with torch.no_grad():
@@ -241,7 +249,7 @@ class Structure:
             if names := self.fields_of(whole):
                 edges = edge_index_of(whole)
                 for name in names:
-                    value = _typed(whole.fields[name], place.dtype)
+                    value = typed(whole.fields[name], place.dtype)
                     kept[name] = Table(edges, value, whole.vertices)
             self.tables[whole] = kept
         return self.tables[whole]
@@ -346,7 +354,10 @@ class Structure:
             except Unfit:
                 raise
             except Exception as error:
-                raise Unfit(f"{node.place}{node.what} of edges fails on a part of them") from error
+                raise Unfit(
+                    f"{node.place}{node.what} of edges fails on a part of them: it may read them by"
+                    " their places, as argsort tells; add up rows over edges by index_add"
+                ) from error
             if node in edge_sets:
                 sets.append(node)
                 self._must_be_the_same(node, source, values[node], own, n)
@@ -457,7 +468,7 @@ def _block(of: Edges, values: Values, block: Block) -> Block:
     return Block(indptr.numpy(), source[order].int().numpy(), block.n_src, weight)
 
 
-def _typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
+def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
     """A copy, for the graph's own never changes."""
     value = torch.from_numpy(np.array(field))
     return value.to(dtype) if value.is_floating_point() else value

@@ -18,7 +18,7 @@ from written import quiet
 import gnnplan
 from gnnplan.api.asking import ask
 from gnnplan.executor.minibatch.sampler import Arriving, Sampler
-from gnnplan.executor.modules.bind import bound
+from gnnplan.executor.modules.bind import GraphFields, bound
 from gnnplan.executor.modules.read import with_user_module
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -209,7 +209,8 @@ def test_a_parameter_may_name_a_field_of_dgl() -> None:
     class Module(torch.nn.Module):
         def forward(self, feat: Any, edge_index: Any, edge_weight: Any, edge_feat: Any) -> None: ...
 
-    found = bound(Module(), ["x"], ["weight", "feat"])
+    on_edges = dict.fromkeys(["weight", "feat"], ((), "<f8", 0))
+    found = bound(Module(), GraphFields(1, 1, edge=on_edges))
     assert dict(found.takes) == {
         "feat": "vertex x",
         "edge_index": "edge_index",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import Shared, in_parts
+from gnnplan.executor.modules.prove import as_pieces_draw, in_parts
 from gnnplan.executor.modules.read import GraphFields, read
 from gnnplan.executor.modules.small import Small, given_of
 from gnnplan.planner.gnn.workload import Workload
@@ -27,6 +27,7 @@ SIZES = (60, 97)  # of graphs that nobody has looked at
 VERTEX = {"pos": ((3,), "<f8", 0)}
 EDGE = {"edge_attr": ((5,), "<f8", 0), "edge_weight": ((), "<f8", 0), "other": ((), "<f8", 0)}
 SOURCE = """
+import itertools
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -247,6 +248,45 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
     "a transposed product": ("h = h @ (h.t() @ h)", False),
     "rows as columns": ("h = h.reshape(8, -1).t().contiguous().view(-1, 8)", False),
     "a convolution over vertices": ("h = F.avg_pool1d(h.t().unsqueeze(0), 3, 1, 1)[0].t()", False),
+    "dropout of parameters": ("h = h @ F.dropout(self.lin.weight, 0.5, self.training)", True),
+    "dropout of one row for all": (
+        "h = h * F.dropout(torch.ones(5, dtype=h.dtype), 0.5, self.training).mean()",
+        True,
+    ),
+    "an environment that it changes": (
+        "import os\nos.environ['CALLS'] = os.environ.get('CALLS', '') + '.'\n"
+        "h = h * (1 if len(os.environ['CALLS']) < 99 else 2)",
+        False,
+    ),
+    "its first rows": (
+        "self.kept = h.detach() if self.kept is None else self.kept\nh = h + self.kept",
+        False,
+    ),
+    "a branch on many vertices": ("h = h * 2 if int(h.size(0)) > 999 else h", False),
+    "a branch on digits": ("h = h * len(str(h.size(0)))", False),
+    "rows by blocks": ("h = torch.cat([c * i for i, c in enumerate(h.split(100), 1)])", False),
+    "the first edge of each reader": (
+        "first = torch.full((len(h),), dst.numel()).scatter_reduce(0, dst, torch.arange(dst.numel()), 'amin')\n"
+        "h = h + h[torch.cat([src, src[:1]])[first]]",
+        False,
+    ),
+    "equal edges that weigh another": (
+        "twice = torch.cat([edge_index, edge_index], 1)\n"
+        "w = torch.cat([other, degree(src, h.size(0)).to(h.dtype)[src]])\n"
+        "h = torch.zeros_like(h).index_add(0, twice[1], w[:, None] * h[twice[0]])",
+        True,
+    ),
+    "a sparse matrix with loops": (
+        "loops, _ = add_self_loops(edge_index, num_nodes=len(h))\n"
+        "a = torch.sparse_coo_tensor(loops.flip(0), degree(loops[1], len(h))[loops[1]].to(h.dtype), (len(h), len(h)))\n"
+        "h = a @ h",
+        True,
+    ),
+    "a function that it patches": (
+        "old, F.relu = F.relu, lambda t, inplace=False: old(t) * 2\n"
+        "try:\n    h = F.relu(h)\nfinally:\n    F.relu = old",
+        False,
+    ),
     "a gradient's hook": ("h.register_hook(lambda g: g * 2) if h.requires_grad else None", None),
 }
 # what is done to the module after it was made
@@ -263,9 +303,23 @@ MADE: dict[str, tuple[str, bool | None]] = {
     "tied": ("self.c.lin.weight = self.lin.weight", True),
     "weight norm": ("nn.utils.parametrizations.weight_norm(self.a.lin_rel)", True),
     "spectral norm": ("nn.utils.parametrizations.spectral_norm(self.a.lin_rel)", None),
+    "another forward": ("old = self.a.forward; self.a.forward = lambda *x: old(*x) * 2", False),
+    "a hook of a parameter": ("self.lin.weight.register_hook(lambda g: g.clamp(-1, 1))", False),
     "always in training": ("self.norm.train = lambda mode=True: self.norm", None),
 }
 SHOWN = "h = self.lin(self.c(h, edge_index))"  # so that a change of any part shows
+STEP = "n = [0]\n        def step():\n            n[0] += 1\n            return 1 + n[0] // 99\n        "
+# both: what it keeps, and what forward does with it
+KEPT: dict[str, tuple[str, str]] = {
+    "a cycle": ("self.kept = itertools.cycle([1, 1, 1, 1, 1, 1, 2])", "h = h * next(self.kept)"),
+    "a function around a number": (f"{STEP}self.kept = step", "h = h * self.kept()"),
+    "a generator of numpy's": (
+        "self.kept = np.random.default_rng(1)",
+        "h = h * (1 if self.kept.random() < 0.99 else 2)",
+    ),
+    "a tensor in a list": ("self.kept = [torch.ones(8)]", "h = h * self.kept[0].to(h.dtype)"),
+    "a layer in a list": ("self.kept = [nn.Linear(8, 8).double()]", "h = self.kept[0](h)"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -303,7 +357,7 @@ def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed:
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             values = given_of(pieces.binding, small, torch.float64)
             if kind == "itself":
-                with Shared(pieces, mode, small.whole, Drop(0.0, 7)):
+                with as_pieces_draw(pieces, mode, small.whole, Drop(0.0, 7)):
                     out = pieces.binding.call(module, values)
             else:
                 out = in_parts(pieces, small, values, is_training)
@@ -343,6 +397,14 @@ def test_a_change_of_the_module_is_carried_as_it_is_or_refused(change: str, tmp_
     found = outcome(tmp_path, SHOWN, more, directed=False)
     print(f"{change:40} {found.partition('M: ')[2] or found}")
     assert_is_as_expected(found, carried)
+
+
+@pytest.mark.parametrize("change", KEPT)
+def test_what_is_kept_between_calls_is_refused(change: str, tmp_path: Path) -> None:
+    more, body = KEPT[change]
+    found = outcome(tmp_path, body, more, directed=False)
+    print(f"{change:40} {found.partition('M: ')[2]}")
+    assert_is_as_expected(found, carried=False)
 
 
 @pytest.mark.nightly

@@ -79,6 +79,7 @@ from torch_geometric.utils import (
     add_self_loops,
     degree,
     dropout_edge,
+    get_laplacian,
     remove_self_loops,
     scatter,
     softmax,
@@ -1421,6 +1422,72 @@ class MixtureOfHops(nn.Module):
             x = self.prop(x, edge_index)
             out = out + self.gamma[k] * x
         return out
+
+
+@needs()
+class Bernstein(nn.Module):
+    """BernNet: its loops come twice, for they weigh differently in L and in 2 I - L."""
+
+    def __init__(self, in_channels, out_channels, K=2):
+        super().__init__()
+        self.lin, self.temp = nn.Linear(in_channels, out_channels), nn.Parameter(torch.ones(K + 1))
+        self.conv = GraphConv(out_channels, out_channels, bias=False)
+
+    def forward(self, x, edge_index):
+        x = self.lin(x)
+        low, weight = get_laplacian(edge_index, None, "sym", x.dtype, x.size(0))
+        high, other = add_self_loops(low, -weight, fill_value=2.0, num_nodes=x.size(0))
+        out = self.temp[0] * x
+        for temp in self.temp[1:]:
+            x = self.conv(x, high, other)
+            out = out + temp * self.conv(x, low, weight)
+        return out
+
+
+@needs()
+class AdaptiveChannels(nn.Module):
+    """ACM-GNN: low pass, high pass and identity, by a normed matrix with loops."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lins = nn.ModuleList([nn.Linear(in_channels, 8) for _ in range(3)])
+        self.gates = nn.ParameterList([torch.ones(8, 1) for _ in range(3)])
+        self.out = GCNConv(8, out_channels)
+
+    def forward(self, x, edge_index):
+        loops, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        scale = degree(loops[1], x.size(0), x.dtype).rsqrt()
+        weight, size = scale[loops[0]] * scale[loops[1]], (x.size(0), x.size(0))
+        adj = torch.sparse_coo_tensor(loops.flip(0), weight, size)
+        low, high, own = (lin(x) for lin in self.lins)
+        passed = [torch.spmm(adj, low).relu(), (high - torch.spmm(adj, high)).relu(), own.relu()]
+        gate = torch.cat([h @ g for h, g in zip(passed, self.gates)], 1).sigmoid().softmax(1)
+        h = sum(gate[:, i : i + 1] * h for i, h in enumerate(passed))
+        return self.out(h, edge_index)
+
+
+@needs()
+class BiasBeforeNorm(nn.Module):
+    """A bias whose gradient is nothing but rounding."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1, self.norm = MixHopConv(in_channels, 4, powers=[0, 1, 3]), BatchNorm(12)
+        self.conv2 = TAGConv(12, out_channels, K=2, normalize=False)
+
+    def forward(self, x, edge_index):
+        return self.conv2(F.hardswish(self.norm(self.conv1(x, edge_index))), edge_index)
+
+
+@needs()
+class DropConnect(TwoLayers):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(SAGEConv(in_channels, 8), SAGEConv(8, out_channels))
+        self.mixing = nn.Parameter(torch.eye(8))
+
+    def forward(self, x, edge_index):
+        x = self.conv1(x, edge_index).relu() @ F.dropout(self.mixing, 0.3, self.training)
+        return self.conv2(x, edge_index)
 
 
 @needs()

@@ -25,15 +25,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from zoo_entries import Entry
 
 from gnnplan.executor.layers.kernels import dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.bind import GraphFields
-from gnnplan.executor.modules.prove import Shared, followed
+from gnnplan.executor.modules.prove import Dropouts, as_pieces_draw, followed
 from gnnplan.executor.modules.read import UserModule, read, with_module
-from gnnplan.executor.modules.record import DROPOUTS, dropout_of
 from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
 from gnnplan.planner.gnn.workload import Module, Workload
 from gnnplan.planner.graph.graph import Graph, Whole
@@ -134,24 +132,15 @@ def fields_of(entry: Entry, graph: Graph, folder: Path) -> str:
     return str(file)
 
 
-class LayersDropout(TorchFunctionMode):
+def as_layers_draw(module: Module, seed: int, epoch: int) -> Dropouts:
     """Has a module's dropout draw as that of our layers, which have taken the module's place."""
-
-    def __init__(self, module: Module, seed: int, epoch: int) -> None:
-        super().__init__()
-        self.seed, self.epoch = seed, epoch
-        self.layers = [n for n, layer in enumerate(module.layers, 1) if layer.drops]
-        if module.jump and module.jump.drops:
-            self.layers.append(len(module.layers) + 1)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in DROPOUTS:
-            return func(*args, **(kwargs or {}))
-        p, training, _ = dropout_of(args, kwargs or {})
-        rows = args[0]
-        if not (training and p):
-            return rows
-        return dropout(rows, self.seed, self.epoch, self.layers.pop(0), torch.arange(len(rows)), p)
+    layers = [n for n, layer in enumerate(module.layers, 1) if layer.drops]
+    if module.jump and module.jump.drops:
+        layers.append(len(module.layers) + 1)
+    left = iter(layers)
+    return Dropouts(
+        lambda rows, p: dropout(rows, seed, epoch, next(left), torch.arange(len(rows)), p)
+    )
 
 
 class Itself:
@@ -201,8 +190,10 @@ class Itself:
     def _dropout(self, epoch: int) -> AbstractContextManager[Any]:
         seed = self.workload.seed
         if self.user.pieces:
-            return Shared(self.pieces, self.pieces.training, self.whole, Drop(0.0, seed, epoch))
-        return LayersDropout(self.user.description, seed, epoch)
+            return as_pieces_draw(
+                self.pieces, self.pieces.training, self.whole, Drop(0.0, seed, epoch)
+            )
+        return as_layers_draw(self.user.description, seed, epoch)
 
     def logits(self, state: Mapping[str, Any] | None = None) -> Tensor:
         """What the module evaluates, with another state if one is given."""

@@ -1,0 +1,101 @@
+"""What a module keeps from call to call, and what copies of it do not have.
+
+A module is recorded once, and every rank trains a copy."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from gnnplan.executor.modules.record import Unfit, is_the_users
+
+HOOKED = (
+    "{} has a hook of gradients, and a rank has those of its own rows alone; leave it out (--set"
+    " clip=.. clips the gradient of all parameters)"
+)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module. Raises Unfit."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise Unfit(HOOKED.format(name))
+    for path, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise Unfit(HOOKED.format(path or "it"))
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
+
+
+def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
+    """Raise Unfit if what learns is not all of the module: a copy of it would not have that."""
+    own, seen, todo = {*map(id, module.parameters())}, set(), [output.grad_fn]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in own:
+            raise Unfit(
+                f"forward reads a tensor {list(node.variable.shape)} that learns and is none of its"
+                " parameters, but a file's, or of a part that a function has kept, as in"
+                " conv.forward = lambda *given: old(*given); make it a parameter, and the function"
+                " a method"
+            )
+        todo += [read for read, _ in node.next_functions]
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """What a module, its parts, functions and the user's files keep beside tensors, by name:
+    numbers and words, and where iterators and random generators are."""
+    found: dict[str, Any] = {}
+    files = {
+        name: code
+        for name, code in tuple(sys.modules.items())
+        if is_the_users(getattr(code, "__file__", None) or "<none>")
+    }
+
+    def note(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, (int, float, str)):
+            if value == value:  # what is no number differs from itself
+                found[name] = value
+        elif isinstance(value, (Iterator, random.Random, np.random.Generator)):
+            with suppress(Exception):  # some cannot tell
+                found[name] = pickle.dumps(value)
+        elif depth and isinstance(value, (list, tuple)):
+            note(name, dict(enumerate(value)), depth)
+        elif depth and isinstance(value, dict):
+            for key, each in tuple(value.items()):
+                note(f"{name}.{key}", each, depth - 1)
+        elif isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+            return
+        elif getattr(value, "__module__", None) in files:
+            note(name, dict(vars(value)), depth)
+            if isinstance(value, FunctionType):
+                note(name, [*(value.__defaults__ or ()), *_captured(value)], depth)
+
+    note("os.environ", dict(os.environ), 1)
+    for path, part in module.named_modules():
+        note(f"self.{path}".rstrip("."), vars(part), 3)
+    for code in files.values():
+        for name, value in tuple(vars(code).items()):
+            note(f"{Path(str(code.__file__)).name}: {name}", value, 3)
+    return found
+
+
+def _captured(function: FunctionType) -> list[Any]:
+    """What a function has of the function around it."""
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
