@@ -80,14 +80,11 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
     best = found.best
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
-    number = show_count(used, unit)
-    if used < problem.ranks:
-        number = f"{used} of {show_count(problem.ranks, unit)}"
-    gradient = (
-        "the gradient is exact"
-        if best.strategy.exact
-        else "lossy, not the exact gradient (--exact leaves such strategies out)"
-    )
+    of_all = f"{used} of " if used < problem.ranks else ""
+    number = f"{of_all}{show_count(problem.ranks, unit)}"
+    gradient = "lossy, not the exact gradient (--exact leaves such strategies out)"
+    if best.strategy.exact:
+        gradient = "the gradient is exact"
     asked = ", as --strategy asks" if found.forced else ""
     asked = ", as measured" if found.measured else asked
     return f"{best.strategy} on {number}{asked}; {where_ranks_sit(best)}; {gradient}"
@@ -222,11 +219,8 @@ def costs(best: Candidate) -> str:
     ]
     if best.host_bytes:
         room = best.problem.cluster.graph_room
-        limit = f" of {show_bytes(room)}" if room < np.inf else ""
-        words.insert(
-            2,
-            f"{show_bytes(best.host_bytes)}{limit} of graph data in the fullest server's memory",
-        )
+        held = show_bytes(best.host_bytes) + (f" of {show_bytes(room)}" if room < np.inf else "")
+        words.insert(2, f"{held} of graph data in the fullest server's memory")
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
     if best.epochs != ONE:
