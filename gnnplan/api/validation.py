@@ -139,10 +139,15 @@ class Validation(View):
 def times(result: dict[str, Any], unit: str) -> Table:
     """Seconds of the step and of its operations; those of SHOWN of it or less are added up."""
     step = result["step"]
-    shown = [row for row in result["operations"] if row["measured_s"] > SHOWN * step["measured_s"]]
-    small = [row for row in result["operations"] if row not in shown]
-    rows = [{**step, "operation": unit}, *shown, *([_added_up(small)] if small else [])]
+    rows, small = [{**step, "operation": unit}], list[dict[str, Any]]()
+    for row in result["operations"]:
+        (rows if row["measured_s"] > SHOWN * step["measured_s"] else small).append(row)
+    rows += [_added_up(small)] if small else []
     differs = any(simulated_cell(row) for row in rows)
+
+    def share(row: dict[str, Any]) -> str:
+        return show_percent(row["measured_s"] / step["measured_s"])
+
     return table(
         "",
         rows,
@@ -150,9 +155,7 @@ def times(result: dict[str, Any], unit: str) -> Table:
         column("predicted", "predicted_s", show_time),
         column("measured", "measured_s", show_time),
         column("prediction off", "predicted_error", show_error),
-        None
-        if result["replayed"]
-        else (f"share of {unit}", lambda row: show_percent(row["measured_s"] / step["measured_s"])),
+        None if result["replayed"] else (f"share of {unit}", share),
         ("simulated, where it differs", simulated_cell) if differs else None,
     )
 

@@ -95,12 +95,8 @@ class Scaling:
     @property
     def cheapest(self) -> Size | None:
         """The size that costs the least, of equal ones the fastest; None: no price."""
-        priced = [
-            (dollars, size.time_s, size)
-            for size in self.fitting
-            if (dollars := size.dollars) is not None
-        ]
-        return min(priced, key=lambda one: one[:2])[2] if priced else None
+        priced = [size for size in self.fitting if size.dollars is not None]
+        return min(priced, key=lambda size: (size.dollars, size.time_s), default=None)
 
     @property
     def best(self) -> Size:
