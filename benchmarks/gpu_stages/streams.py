@@ -1,4 +1,4 @@
-"""What a step costs beside its kernels: recording, launches and waits, and what a graph saves.
+"""The costs of a step beside its kernels: recording, launches, waits, and what a graph saves.
 
 Whether exchanges overlap computation says the stage `shared`. That PipeGCN's two communicators
 cannot wait for each other is a matter of order (Rank.submit), which tests/executor/test_lanes.py

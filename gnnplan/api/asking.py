@@ -183,7 +183,7 @@ def settings_of(overrides: Overrides) -> list[str]:
 
 
 def several(names: Iterable[Any] | str | os.PathLike[str]) -> list[Any]:
-    """What is given one by one, of which there may be one alone."""
+    """A list of the names, or of the one name, that are given."""
     return [names] if isinstance(names, str | os.PathLike) else list(names)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Check(View):
-    """What strategies make of a model's gradients, and on what that was tried."""
+    """The gradients of a model under every strategy, and the graph on which they were compared."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         differs = [one["strategy"] for one in document["strategies"] if one["answer"] == "differs"]
@@ -106,7 +106,7 @@ def check(
 
 
 def _answer(out: Path) -> dict[str, Any]:
-    """What the process says that does the work (executor/launch/check.py)."""
+    """Start the process that does the work (executor/launch/check.py), and return its answer."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "gnnplan.executor", "check", str(out)],
         # ranks are forks, so their parent must have no threads, numpy's included

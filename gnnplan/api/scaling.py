@@ -287,7 +287,7 @@ class Offers(View):
 
 
 def _in_short(why: Infeasible) -> str:
-    """What does not fit, and the smallest change that would make it fit."""
+    """Say what does not fit, and the smallest change that would make it fit."""
     lines = str(why).splitlines()
     return "; ".join(dict.fromkeys([lines[0].rstrip(":"), lines[-1]]))
 
@@ -299,7 +299,7 @@ def _short(names: Collection[str]) -> dict[str, str]:
 
 
 def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], list[str]]:
-    """Of what the sizes of clusters are the most, by cluster and number of GPUs."""
+    """Return the marks of each size, by cluster and number of GPUs."""
     places = defaultdict[tuple[str, int], list[str]](list)
     for mark, (name, size) in marked.items():
         places[name, size.gpus].append(mark)
@@ -373,7 +373,7 @@ def _unit(cluster: Cluster) -> str:
 
 
 def _lacks(size: Size, cluster: Cluster) -> str:
-    """What is missing for a strategy to fit, in short."""
+    """Say what is missing for a strategy to fit, in short."""
     room = cluster.device.memory
     if size.needs_bytes is None or size.needs_bytes <= room:
         why = str(size.error).splitlines()[0][:80]
@@ -382,7 +382,7 @@ def _lacks(size: Size, cluster: Cluster) -> str:
 
 
 def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
-    """What the table says: which size to use, where more GPUs are slower, where choices change.
+    """Say which size to use, where more GPUs are slower and where choices change.
 
     `what` fits from some size on: the full graph, or the strategy that is forced.
     """

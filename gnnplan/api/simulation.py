@@ -285,7 +285,7 @@ def _epoch_by_epoch(
 
 
 class Sweep(View):
-    """What was recommended at every combination of values: `rows`, and where that `changes`."""
+    """The recommendations at every combination of values, `rows`, and where they change."""
 
     def __init__(
         self,

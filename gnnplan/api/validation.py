@@ -306,7 +306,7 @@ def _errors(result: dict[str, Any], operations: Sequence[tuple[str, dict[str, An
 
 
 def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
-    """What each question's choice was, and what it cost."""
+    """Show each question's choice, and what it cost."""
     shown = table(
         "choices",
         rankings,

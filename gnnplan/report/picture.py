@@ -1,4 +1,4 @@
-"""What a picture of the report is, and what all pictures share: colours, units, sizes."""
+"""A picture of the report, and the colours, units and sizes that all pictures share."""
 
 from __future__ import annotations
 

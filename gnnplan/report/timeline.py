@@ -1,4 +1,4 @@
-"""What each rank does when, lane by lane: simulated, and measured under it."""
+"""The operations of each rank over time, lane by lane: simulated, and measured under it."""
 
 from __future__ import annotations
 

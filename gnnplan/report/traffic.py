@@ -51,7 +51,7 @@ WORDS = {"gpu": "rank", "nic": "NIC"}
 
 
 class Load(NamedTuple):
-    """What an epoch puts on a port."""
+    """The load of an epoch on a port."""
 
     port: Port
     name: str

@@ -126,7 +126,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @dataclass(frozen=True)
 class Told:
-    """What the planner and the simulator say of a strategy, for all laws: to play takes longest."""
+    """A strategy, predicted and played once for all laws: to play takes longest."""
 
     problem: Problem
     faster: Problem  # the same on better hardware

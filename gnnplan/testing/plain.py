@@ -91,8 +91,8 @@ class Plain:
         )
 
     def prepare(self, layer: int, step: int | None, h: Tensor, *older: Tensor) -> Tensor:
-        """What readers of layer `layer` see of the rows [N, H] and of older ones, which are
-        normalised by the same moments."""
+        """Prepare rows [N, H] for the readers of layer `layer`, and older ones, which are normalised
+        by the same moments."""
         activates = layer > 1 and (
             self.model == "resgcn" or (self.norm != "none" and layer <= self.layers)
         )
@@ -207,7 +207,7 @@ class Plain:
     def enter(
         self, layer: int, step: int | None, h: Tensor, x0: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the layer has of h_{l-1} and of the initial rows."""
+        """Return the layer's h_{l-1} and initial rows."""
         return h, x0
 
     def forward(self, step: int | None, read: Read | None = None) -> tuple[Tensor, list[Tensor]]:

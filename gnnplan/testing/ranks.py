@@ -107,7 +107,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left on disk."""
+    """The files that a run left."""
 
     case: Case
     world: int

@@ -148,7 +148,7 @@ def nearly_full(best: Candidate) -> list[str]:
 
 
 def estimates(problem: Problem) -> list[str]:
-    """What is estimated where only statistics of the graph are known."""
+    """Say what is estimated where only statistics of the graph are known."""
     if problem.stats.known:
         return []
     counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
@@ -162,7 +162,7 @@ def estimates(problem: Problem) -> list[str]:
 
 
 def rounded_rows(problem: Problem) -> list[str]:
-    """What rows in bfloat16 or TF32 are, and how they are priced; nothing of other rows."""
+    """Say what rows in bfloat16 or TF32 are, and how they are priced; nothing of other rows."""
     if problem.workload.dtype == "tf32":
         return [
             "Rows are float32, and GPUs round the factors of products to 10 bits (TF32);"
@@ -177,7 +177,7 @@ def rounded_rows(problem: Problem) -> list[str]:
 
 
 def rounding_runs() -> list[dict[str, Any]]:
-    """What rows in bfloat16 cost in test accuracy where that was measured, JSON-ready.
+    """The measured costs of rows in bfloat16 in test accuracy, JSON-ready.
 
     points: minus float32, ± two_errors (two standard errors of paired differences) [points].
     """
@@ -225,7 +225,7 @@ def before_the_first_epoch(best: Candidate) -> list[str]:
 
 
 def convergence(strategy: Strategy, model: str) -> list[str]:
-    """What an approximation cost in accuracy and epochs, where that was measured.
+    """Say what an approximation cost in accuracy and epochs, where that was measured.
 
     Empty for an exact strategy.
     """
@@ -316,7 +316,7 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
 
 
 def of_families(problem: Problem, found: SearchResult) -> list[str]:
-    """What each family says about the problem itself (`Strategy.explain`)."""
+    """The sentences of each family about the problem itself (`Strategy.explain`)."""
     on_all = [c.strategy for c in found.ranked if c.problem.ranks == problem.ranks]
     told = [
         family.explain(problem, next((one for one in on_all if type(one) is family), None))
@@ -361,7 +361,7 @@ def measured_errors() -> list[float]:
 
 
 def batches_of(problem: Problem, strategy: Strategy) -> str:
-    """What an epoch is."""
+    """Say how many updates an epoch has, and on what batches."""
     workload = problem.workload
     fanouts = ", ".join("all" if f == ALL else str(f) for f in workload.fanouts)
     items = "seeds"

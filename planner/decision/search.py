@@ -69,7 +69,7 @@ class SearchResult:
 
     @property
     def objective(self) -> Objective:
-        """What all candidates are compared by."""
+        """The objective that all candidates are compared by."""
         return self.best.objective
 
     @cached_property
@@ -83,7 +83,7 @@ class SearchResult:
 
     @property
     def rivals(self) -> list[Candidate]:
-        """What the best was chosen from, the best first: if it is exact, exact candidates.
+        """The candidates that the best was chosen from, the best first: if it is exact, exact ones.
 
         With a target accuracy all of them, for then it is known how many epochs each needs.
         """
@@ -117,7 +117,7 @@ class SearchResult:
 
 
 def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
-    """What the objective counts of the candidates in each draw [candidates, DRAWS]."""
+    """The candidates' numbers to minimise in each draw [candidates, DRAWS]."""
     return np.stack([candidate.drawn for candidate in candidates])
 
 

@@ -1,4 +1,4 @@
-"""What would change the choice: other links, other devices, other depths.
+"""The links, devices and depths that would change the choice.
 
 The candidates that were found are predicted again with one number of the cluster multiplied; where
 all reasons are wanted, the search is repeated at other numbers of layers. The plan's objective
@@ -31,7 +31,7 @@ Scaled = Callable[[Cluster, Number], Cluster]
 
 
 def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
-    """What doubling a number of the cluster gives, and where another family wins.
+    """Say what doubling a number of the cluster gives, and where another family wins.
 
     As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins'. Empty
     for statistics on more than MOST_ESTIMATED GPUs, and where runs have decided otherwise than
@@ -66,7 +66,7 @@ def inside_servers(cluster: Cluster) -> list[str]:
 
 
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
-    """What doubling one number of the cluster gives, and where another family takes over."""
+    """Say what doubling one number of the cluster gives, and where another family takes over."""
     above = np.geomspace(1, REACH, STEPS + 1)[1:]
     winners, values = best_at(found, faster, [2.0, 1.0, *1 / above, *above])
     change = values[0] / found.best.value - 1

@@ -158,7 +158,7 @@ def inputs(problem: Problem) -> str:
 
 
 def tested(problem: Problem) -> str:
-    """What predictions have been compared with."""
+    """Say which runs predictions have been compared with."""
     if problem.cluster.device.kind != "cpu":
         return "predictions have been compared with runs on one GPU only"
     if set(problem.cluster.provenance.values()) == {GENERIC}:
@@ -194,7 +194,7 @@ def sources(provenance: dict[str, str]) -> str:
 
 
 def _kind(text: str) -> str:
-    """What a provenance says first.
+    """The kind of source that a provenance names first.
 
     >>> _kind("as inside the server: measured 2026-11-25"), _kind("from a colleague")
     ('measured', 'given')
@@ -231,7 +231,7 @@ def costs(best: Candidate) -> str:
 
 
 def alone(problem: Problem, best: Candidate) -> str:
-    """What one GPU would take on the full graph: whether to distribute at all."""
+    """Say what one GPU would take on the full graph: whether to distribute at all."""
     on_gpus = problem.cluster.device.kind != "cpu" and best.objective.stated is None
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
