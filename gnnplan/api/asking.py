@@ -130,8 +130,7 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
         for file in sorted(made.iterdir()):
             digest.update(file.name.encode())
             with file.open("rb") as stream:
-                while piece := stream.read(1 << 24):
-                    digest.update(piece)
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
         target = kept / digest.hexdigest()[:16]
         if not target.exists():
             try:

@@ -90,12 +90,10 @@ def check(
     """
     given = {name: value for name, value in fields.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="gnnplan-check-") as folder:
-        out = Path(folder)
-        question: dict[str, Any]
-        if isinstance(model, str):
-            name = model
-            question = {"model": model, "fields": given, "features": features, "classes": classes}
-        else:
+        out, name = Path(folder), model
+        question: dict[str, Any] = {"model": model, "fields": given}
+        question |= {"features": features, "classes": classes}
+        if not isinstance(model, str):
             from gnnplan.executor.launch.check import workload_of
 
             name = getattr(model, "__name__", type(model).__name__)
