@@ -1,4 +1,4 @@
-"""What benchmarks share: how they are called, how they call gnnplan, turns, tables and rows."""
+"""The frame of all benchmarks: how they are called, how they call gnnplan, turns, tables, rows."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def words(doc: str | None) -> list[str]:
 
 
 def gnnplan(*words: object, **options: object) -> str:
-    """What a command of gnnplan prints: `eval_every=0` is --eval-every 0, of a list each is given,
-    True is given alone, and None is left out.
+    """Return what a command of gnnplan prints.
+
+    `eval_every=0` is --eval-every 0; of a list each is given, True is given alone, None is not.
 
     Where it fails, its errors are printed, and CalledProcessError is raised.
     """
@@ -67,7 +68,7 @@ def train(plan: str | Path, out: str | Path, **options: object) -> list[dict[str
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each side gives in every round: machines drift, so all of them are in each."""
+    """Return what each side gives in every round: machines drift, so all of them are in each."""
     found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name, once in sides.items():

@@ -281,7 +281,7 @@ def _quoted_gaps(of: Outcomes, reference: Outcomes) -> dict[str, str]:
 
 
 def rounding() -> list[dict[str, str]]:
-    """What rows in bfloat16 cost in accuracy, a row per graph, for plans to quote."""
+    """The costs of rows in bfloat16 in accuracy, a row per graph, for plans to quote."""
     found = {name: outcomes(name) for name in ROUNDING}
     return [
         {"graph": graph, "model": model}

@@ -157,7 +157,7 @@ def _keep(setting: Setting, out: Path) -> None:
 
 
 def _told(setting: Setting, stage: str) -> str:
-    """What a stage has, in a line."""
+    """Count a stage's rows and failures, in a line."""
     document = json.loads((setting.out / f"{stage}.json").read_text("utf-8"))
     counts = {name: len(document[name]) for name in ("rows", "failed", "left_out")}
     return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())

@@ -111,7 +111,7 @@ MINI_FAMILIES = ("data_parallel", "gsplit", "p3", "p3(pipelined=True)")
 
 @dataclass(frozen=True)
 class Study:
-    """What is run, and where its rows are."""
+    """The questions that are run, and where their rows are."""
 
     folder: Path
     jobs: Mapping[str, Job]
@@ -129,7 +129,7 @@ MINI = Study(TRACES / "minibatch", MINI_JOBS, MINI_CLUSTERS, MINI_FAMILIES)
 
 
 def name(servers: int, each: int, rate: str) -> str:
-    """Of a cluster, as a file."""
+    """The name of a cluster's file."""
     return f"{servers}x{each}" + (f"_{rate.split('/')[0]}" if rate else "")
 
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` runs on a GPU, a file per stage.
+"""The stages that `benchmarks/gpu.py` runs on a GPU, a file each.
 
     kernels.py     kernels      aggregation, dropout, products, attention against the card's rates
     peers.py       peers        epochs beside PyG's and DGL's

@@ -189,8 +189,7 @@ def examples_epoch(
 ) -> Epoch:
     """An epoch as the libraries' examples train. forward: from features to logits, by what is
     `held`."""
-    graph = problem.graph
-    assert graph is not None
+    graph = problem.data
     x = torch.tensor(graph.x, device=device)
     y = torch.tensor(graph.y, device=device).long()
     train = torch.tensor(graph.train, device=device).nonzero()[:, 0]
@@ -209,8 +208,7 @@ def examples_epoch(
 def pyg(problem: Problem, device: torch.device) -> Epoch:
     """PyG on a torch.sparse CSR matrix, its quickest way without extensions."""
     imported("torch_geometric")
-    graph = problem.graph
-    assert graph is not None
+    graph = problem.data
     indptr, indices = torch.tensor(graph.indptr), torch.tensor(graph.indices)
     edges = csr(indptr, indices, torch.ones(len(indices)), graph.stats.vertices)
     return _training(problem, device, _pyg_layers(problem), edges.to(device))
@@ -219,10 +217,8 @@ def pyg(problem: Problem, device: torch.device) -> Epoch:
 def pyg_edges(problem: Problem, device: torch.device) -> Epoch:
     """PyG on an edge index: a row per edge."""
     imported("torch_geometric")
-    assert problem.graph is not None
-    return _training(
-        problem, device, _pyg_layers(problem), graphs.edge_index(problem.graph).to(device)
-    )
+    edges = graphs.edge_index(problem.data).to(device)
+    return _training(problem, device, _pyg_layers(problem), edges)
 
 
 def _pyg_layers(problem: Problem) -> list[torch.nn.Module]:
@@ -261,8 +257,7 @@ def dgl_once(problem: Problem, device: torch.device) -> Epoch:
     edges = _dgl_graph(problem)
     edges.create_formats_()
     first, *others = _dgl_layers(problem)
-    assert problem.graph is not None
-    mean = imported("dgl").ops.copy_u_mean(edges, torch.tensor(problem.graph.x))
+    mean = imported("dgl").ops.copy_u_mean(edges, torch.tensor(problem.data.x))
     return _training(problem, device, [_Gathered(first, mean), *others], edges, first=True)
 
 
@@ -280,8 +275,7 @@ class _Gathered(torch.nn.Module):
 
 def _dgl_graph(problem: Problem) -> Any:
     """The problem's graph as DGL has it, on the CPU."""
-    graph = problem.graph
-    assert graph is not None
+    graph = problem.data
     csc = torch.tensor(graph.indptr).long(), torch.tensor(graph.indices).long(), []
     return imported("dgl").graph(("csc", csc), num_nodes=graph.stats.vertices)
 
@@ -293,10 +287,8 @@ def _dgl_layers(problem: Problem) -> list[torch.nn.Module]:
         width, before = layer.weight.shape
         if problem.workload.model == "gcn":
             conv = convolutions.GraphConv(before, width)
-            conv.weight, conv.bias = (
-                torch.nn.Parameter(layer.weight.detach().t().clone()),
-                layer.bias,
-            )
+            conv.weight = torch.nn.Parameter(layer.weight.detach().t().clone())
+            conv.bias = layer.bias
         else:
             conv = convolutions.SAGEConv(before, width, "mean")
             conv.fc_neigh.weight = layer.weight
@@ -370,14 +362,10 @@ def neighbor_loader(problem: Problem, device: torch.device) -> Iterator[Tensor]:
         raise LeftOut("NeighborLoader needs pyg-lib or torch-sparse")
     from torch_geometric.loader import NeighborLoader
 
-    graph, workload = problem.graph, problem.workload
-    assert graph is not None
+    graph, workload = problem.data, problem.workload
+    x, y = torch.tensor(graph.x), torch.tensor(graph.y).long()
     loader = NeighborLoader(
-        library.data.Data(
-            x=torch.tensor(graph.x),
-            y=torch.tensor(graph.y).long(),
-            edge_index=graphs.edge_index(graph),
-        ),
+        library.data.Data(x=x, y=y, edge_index=graphs.edge_index(graph)),
         num_neighbors=list(workload.fanouts),
         input_nodes=torch.tensor(graph.train),
         batch_size=workload.batch,

@@ -1,4 +1,4 @@
-"""What stages train, and the cluster that it is planned for."""
+"""The trainings of stages, and the cluster that they are planned for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage leaves: a JSON document that is written anew after every row."""
+"""The record of a stage: a JSON document that is written anew after every row."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from statistics import median
 
 import numpy as np
@@ -21,24 +22,17 @@ BATCHES = (1024, 8192)
 
 
 def run(setting: Setting, record: Record) -> None:
-    device = setting.torch_device
-    graphs = ((300, 3_000),) if setting.small else GRAPHS
-    for vertices, edges in graphs:
-        for fanout in ((3, 2),) if setting.small else FANOUTS:
-            for batch in (16,) if setting.small else BATCHES:
-                what = f"batches of {batch}, fanout {fanout}, {vertices} vertices"
-                work = partial(_drawn, setting, device, vertices, edges, fanout, batch)
-                record.attempt(what, work)
+    _ = setting.torch_device
+    small = ((300, 3_000),), ((3, 2),), (16,)
+    for size, fanout, batch in product(*(small if setting.small else (GRAPHS, FANOUTS, BATCHES))):
+        what = f"batches of {batch}, fanout {fanout}, {size[0]} vertices"
+        record.attempt(what, partial(_drawn, setting, size, fanout, batch))
 
 
 def _drawn(
-    setting: Setting,
-    device: torch.device,
-    vertices: int,
-    edges: int,
-    fanout: tuple[int, ...],
-    batch: int,
+    setting: Setting, size: tuple[int, int], fanout: tuple[int, ...], batch: int
 ) -> list[Row]:
+    device, (vertices, edges) = setting.torch_device, size
     graph = graphs.graph(device, vertices, edges, features=8, classes=16)
     layers = len(fanout)
     workload = Workload(model="sage", mode="mini", layers=layers, fanout=fanout, batch=batch)

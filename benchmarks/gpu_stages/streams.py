@@ -1,4 +1,4 @@
-"""What a step costs beside its kernels: recording, launches and waits, and what a graph saves.
+"""The costs of a step beside its kernels: recording, launches, waits, and what a graph saves.
 
 Whether exchanges overlap computation says the stage `shared`. That PipeGCN's two communicators
 cannot wait for each other is a matter of order (Rank.submit), which tests/executor/test_lanes.py
@@ -36,14 +36,15 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def run(setting: Setting, record: Record) -> None:
-    device = setting.torch_device
-    for vertices, edges, hidden in ((200, 2_000, 8),) if setting.small else SIZES:
+    _ = setting.torch_device
+    for size in ((200, 2_000, 8),) if setting.small else SIZES:
+        vertices = size[0]
         for strategy in ("graph_parallel", "gnnpipe(chunks=4)"):
-            case = partial(_Steps, setting, device, strategy, vertices, edges, hidden)
+            case = partial(_Steps, setting, strategy, *size)
             what = f"{strategy} on {vertices} vertices"
             record.attempt(f"recording, {what}", partial(_recording, setting, case))
             record.attempt(f"launches, {what}", partial(_launches, setting, case))
-        case = partial(_Steps, setting, device, "graph_parallel", vertices, edges, hidden)
+        case = partial(_Steps, setting, "graph_parallel", *size)
         record.attempt(f"CUDA graph, {vertices} vertices", partial(_graph, setting, case))
     record.attempt("two communicators under way", _two_communicators)
 
@@ -52,20 +53,14 @@ class _Steps:
     """A training of one rank, step by step."""
 
     def __init__(
-        self,
-        setting: Setting,
-        device: torch.device,
-        strategy: str,
-        vertices: int,
-        edges: int,
-        hidden: int,
+        self, setting: Setting, strategy: str, vertices: int, edges: int, hidden: int
     ) -> None:
         graph = load(SYNTHETIC.format(vertices, edges))
         workload = Workload(**question.workload(setting, hidden=hidden))
         problem = Problem(graph.stats, graph, workload, question.cluster(setting, 1))
         settled = parse(strategy).settle(problem)
         self.about = {"strategy": strategy, "vertices": vertices, "edges": edges, "hidden": hidden}
-        self.rank: Rank = open_rank(on_cpu=device.type == "cpu")
+        self.rank: Rank = open_rank(on_cpu=setting.device == "cpu")
         self.worker = open_worker(self.rank, problem, settled)
         self.learner = self.worker.open_learner()
         self.done = 0

@@ -109,7 +109,7 @@ class Case:
 
 
 def cases(setting: Setting) -> dict[str, list[Case]]:
-    """What each stage trains, the most telling first."""
+    """The trainings of each stage, the most telling first."""
     if setting.small:
         further = [Case("offload(chunks=8)", tight=True), Case("graph_parallel(bits=2)", 2)]
         one = [Case("graph_parallel"), Case("data_parallel")]

@@ -27,7 +27,7 @@ def version(name: str) -> str | None:
 
 
 def lines() -> list[str]:
-    """What `--list` prints."""
+    """The lines that `--list` prints."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = {name: version(name) for name in (*NEEDED, *NEEDED_TOO, *TESTS, *PEERS)}
     out = [

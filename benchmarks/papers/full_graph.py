@@ -1,4 +1,4 @@
-"""What the full-graph code of two papers (PipeGCN, GraNNDis) does differently from ours.
+"""The differences of two papers' full-graph code (PipeGCN, GraNNDis) from ours.
 
 Both publish their code: GATECH-EIC/PipeGCN, and AIS-SNU/GraNNDis_Artifact, which is made from it.
 What follows was read there:

@@ -76,7 +76,7 @@ def _testbeds() -> set[str]:
 
 
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
-    """What the row asks of its strategy, or of another (its baseline). Raises Skip."""
+    """The question of the row to its strategy, or to another (its baseline). Raises Skip."""
     name = strategy or row["strategy"]
     params = json.loads(row["strategy_params"] or "{}")
     mode = _mode(name)

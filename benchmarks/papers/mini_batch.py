@@ -1,4 +1,4 @@
-"""What the papers on mini-batches (P3, GSplit) count and time, in our operations.
+"""The counts and times of the papers on mini-batches (P3, GSplit), in our operations.
 
     P3 Table 4
         dag               sampling, and in DGL the features that come over the network

@@ -1,4 +1,4 @@
-"""What a printed figure asks of the model: its row, and the problem and strategy that it is of."""
+"""The question of a printed figure to the model: its row, problem and strategy."""
 
 from __future__ import annotations
 

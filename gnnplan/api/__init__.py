@@ -1,4 +1,4 @@
-"""What `import gnnplan` offers: a file per question, its answer as an object.
+"""The face of `import gnnplan`: a file per question, its answer as an object.
 
 defaults.py    the graph where none is named
 asking.py      a graph, a GNN and a cluster, in any form a user has them -> Problem

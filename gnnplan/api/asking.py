@@ -130,8 +130,7 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
         for file in sorted(made.iterdir()):
             digest.update(file.name.encode())
             with file.open("rb") as stream:
-                while piece := stream.read(1 << 24):
-                    digest.update(piece)
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
         target = kept / digest.hexdigest()[:16]
         if not target.exists():
             try:
@@ -183,7 +182,7 @@ def settings_of(overrides: Overrides) -> list[str]:
 
 
 def several(names: Iterable[Any] | str | os.PathLike[str]) -> list[Any]:
-    """What is given one by one, of which there may be one alone."""
+    """A list of the names, or of the one name, that are given."""
     return [names] if isinstance(names, str | os.PathLike) else list(names)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Check(View):
-    """What strategies make of a model's gradients, and on what that was tried."""
+    """The gradients of a model under every strategy, and the graph on which they were compared."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         differs = [one["strategy"] for one in document["strategies"] if one["answer"] == "differs"]
@@ -90,12 +90,10 @@ def check(
     """
     given = {name: value for name, value in fields.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="gnnplan-check-") as folder:
-        out = Path(folder)
-        question: dict[str, Any]
-        if isinstance(model, str):
-            name = model
-            question = {"model": model, "fields": given, "features": features, "classes": classes}
-        else:
+        out, name = Path(folder), model
+        question: dict[str, Any] = {"model": model, "fields": given}
+        question |= {"features": features, "classes": classes}
+        if not isinstance(model, str):
             from gnnplan.executor.launch.check import workload_of
 
             name = getattr(model, "__name__", type(model).__name__)
@@ -106,7 +104,7 @@ def check(
 
 
 def _answer(out: Path) -> dict[str, Any]:
-    """What the process says that does the work (executor/launch/check.py)."""
+    """Start the process that does the work (executor/launch/check.py), and return its answer."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "gnnplan.executor", "check", str(out)],
         # ranks are forks, so their parent must have no threads, numpy's included

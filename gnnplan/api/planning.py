@@ -145,7 +145,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Wish:
-    """What the best is to have least of, and of what: an epoch, a training, or an accuracy."""
+    """A user's wish: an objective, of an epoch, a training, or the way to an accuracy."""
 
     of: str | None = None
     per: str | None = None
@@ -474,7 +474,7 @@ class Plan(View):
         resume: bool = False,
         **options: Any,
     ) -> Preflight:
-        """What the plan asks for beside what is here; `run` looks at it first.
+        """Compare the plan's needs with this machine, as `run` does first.
 
         resume: of a run that goes on in `out`. options: those of `run`. No process is started and
         nothing is written. Raises SpecError."""
@@ -508,7 +508,7 @@ class Plan(View):
 
 
 def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Cluster) -> str:
-    """What was asked, in a line; `graph` is what plan.json says of it."""
+    """Describe the question in a line; `graph` is as plan.json has it."""
     return (
         f"{describe_training(graph, workload)}; {cluster.name}:"
         f" {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"

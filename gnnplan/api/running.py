@@ -58,7 +58,7 @@ class Run(View):
 
     @property
     def document(self) -> dict[str, Any]:
-        """What `gnnplan run --json` prints."""
+        """The document that `gnnplan run --json` prints."""
         metrics, ranks = self._metrics, self._ranks
         own = metrics[trained_before(ranks) :]  # by the ranks that have left their files
         sent: dict[str, int] = {}
@@ -116,7 +116,7 @@ class Run(View):
 
 
 class Preflight(View):
-    """What a plan asks for beside what is here: a row per check, and its verdict."""
+    """The needs of a plan beside this machine: a row per check, and its verdict."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -128,7 +128,7 @@ class Preflight(View):
 
     @property
     def document(self) -> dict[str, Any]:
-        """What `gnnplan run --dry-run --json` prints."""
+        """The document that `gnnplan run --dry-run --json` prints."""
         return {"stops": self.stops, "rows": [row.document for row in self.rows]}
 
     def blocks(self) -> list[str | Table]:
@@ -171,7 +171,7 @@ def asked_of(
 
 
 def preflight(asked: Asked) -> Preflight:
-    """What `train` looks at before it starts a process."""
+    """Check what `train` checks before it starts a process."""
     from gnnplan.executor.launch import launcher as launch
 
     return Preflight(launch.look(asked))

@@ -4,7 +4,7 @@ clusters side by side, as Offers."""
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -260,18 +260,11 @@ class Offers(View):
         found = {name: scale._found for name, scale in self.scales.items()}
         best = min(found, key=lambda name: found[name].best.best.value)
         fastest = min(found, key=lambda name: found[name].fastest.time_s)
-        marked = {
-            "best": (best, found[best].best),
-            "fastest": (fastest, found[fastest].fastest),
-        }
-        prices = {
-            name: (size, size.dollars)
-            for name, scaling in found.items()
-            if (size := scaling.cheapest) is not None and size.dollars is not None
-        }
-        if len(prices) == len(found):
-            name = min(prices, key=lambda name: prices[name][1])
-            marked["cheapest"] = (name, prices[name][0])
+        marked = {"best": (best, found[best].best), "fastest": (fastest, found[fastest].fastest)}
+        priced = {name: size for name, one in found.items() if (size := one.cheapest)}
+        if len(priced) == len(found):
+            cheapest = min(priced, key=lambda name: priced[name].dollars or 0.0)
+            marked["cheapest"] = cheapest, priced[cheapest]
         return marked
 
     def blocks(self) -> list[str | Table]:
@@ -283,19 +276,18 @@ class Offers(View):
         ]
         sizes = {(name, size.gpus): size for name, size in marked.values()}
         for place, marks in _by_place(marked).items():
-            size = sizes[place]
+            size, span = sizes[place], first._found.objective.span
+            gpus = show_count(size.gpus, _unit(size.best.problem.cluster))
             price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
             lines.append(
-                f"{', '.join(marks)}: {shown[place[0]]},"
-                f" {show_count(size.gpus, _unit(size.best.problem.cluster))} with"
-                f" {size.best.strategy}: {show_time(size.time_s)}{price}"
-                f" {first._found.objective.span}"
+                f"{', '.join(marks)}: {shown[place[0]]}, {gpus} with {size.best.strategy}:"
+                f" {show_time(size.time_s)}{price} {span}"
             )
         return lines + [f"{name}: {_in_short(why)}" for name, why in self._refused.items()]
 
 
 def _in_short(why: Infeasible) -> str:
-    """What does not fit, and the smallest change that would make it fit."""
+    """Say what does not fit, and the smallest change that would make it fit."""
     lines = str(why).splitlines()
     return "; ".join(dict.fromkeys([lines[0].rstrip(":"), lines[-1]]))
 
@@ -307,11 +299,11 @@ def _short(names: Collection[str]) -> dict[str, str]:
 
 
 def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], list[str]]:
-    """Of what the sizes of clusters are the most, by cluster and number of GPUs."""
-    places: dict[tuple[str, int], list[str]] = {}
+    """Return the marks of each size, by cluster and number of GPUs."""
+    places = defaultdict[tuple[str, int], list[str]](list)
     for mark, (name, size) in marked.items():
-        places.setdefault((name, size.gpus), []).append(mark)
-    return places
+        places[name, size.gpus].append(mark)
+    return dict(places)
 
 
 def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) -> Table:
@@ -360,22 +352,15 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
 
 def _row(found: Scaling, size: Size) -> dict[str, Any]:
     """A size's numbers: those of `Plan.table`, and what they are of fewer GPUs."""
+    where = {"gpus": size.gpus, "servers": size.servers, "mode": size.mode}
     if size.found is None:
-        return {
-            "gpus": size.gpus,
-            "servers": size.servers,
-            "mode": size.mode,
-            "strategy": None,
-            "reason": str(size.error),
-            "needs_bytes": size.needs_bytes,
-        }
+        why = {"reason": str(size.error), "needs_bytes": size.needs_bytes}
+        return {**where, "strategy": None, **why}
     answer = Answer.of(documents.answer(size.found, size.best))
     per_epoch, dollars = size.best.dollars, size.dollars
     priced = {} if dollars is None else {"epoch_dollars": per_epoch, "dollars": dollars}
     return {
-        "gpus": size.gpus,
-        "servers": size.servers,
-        "mode": size.mode,
+        **where,
         **answer.row,
         "speedup": found.speedup(size),
         "efficiency": found.efficiency(size),
@@ -388,7 +373,7 @@ def _unit(cluster: Cluster) -> str:
 
 
 def _lacks(size: Size, cluster: Cluster) -> str:
-    """What is missing for a strategy to fit, in short."""
+    """Say what is missing for a strategy to fit, in short."""
     room = cluster.device.memory
     if size.needs_bytes is None or size.needs_bytes <= room:
         why = str(size.error).splitlines()[0][:80]
@@ -397,47 +382,44 @@ def _lacks(size: Size, cluster: Cluster) -> str:
 
 
 def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
-    """What the table says: which size to use, where more GPUs are slower, where choices change.
+    """Say which size to use, where more GPUs are slower and where choices change.
 
     `what` fits from some size on: the full graph, or the strategy that is forced.
     """
     unit, first, fastest = _unit(cluster), found.first, found.fastest
+
+    def count(gpus: int) -> str:
+        return show_count(gpus, unit)
+
+    def more(size: Size) -> str:
+        return f"{count(size.gpus)}{'' if size is found.fitting[-1] else ' and more'} are"
+
     lines = [_use(found, unit)]
     if found.cheapest and found.cheapest is not fastest:
         lines.append(
-            f"cheapest: {show_count(found.cheapest.gpus, unit)} at"
+            f"cheapest: {count(found.cheapest.gpus)} at"
             f" {show_dollars(found.cheapest.dollars or 0.0)} {found.objective.span}; fastest:"
-            f" {show_count(fastest.gpus, unit)} at {show_dollars(fastest.dollars or 0.0)}"
+            f" {count(fastest.gpus)} at {show_dollars(fastest.dollars or 0.0)}"
         )
     if found.enough is not fastest:
-        longer = found.enough.time_s / fastest.time_s - 1
-        lines.append(
-            f"nearly as fast: {show_count(found.enough.gpus, unit)},"
-            f" {show_percent(longer, 1)} slower"
-        )
+        slower = show_percent(found.enough.time_s / fastest.time_s - 1, 1)
+        lines.append(f"nearly as fast: {count(found.enough.gpus)}, {slower} slower")
     lines += [
-        f"{show_count(size.gpus, unit)} are slower than {other.gpus} ({_likely(size, other)})"
+        f"{count(size.gpus)} are slower than {other.gpus} ({_likely(size, other)})"
         for size, other in found.dips
     ]
-    if (size := found.slower_from) is not None:
-        more = "" if size is found.fitting[-1] else " and more"
+    if size := found.slower_from:
         use = f": use {fastest.gpus}" if found.best is fastest else ""
-        lines.append(
-            f"{show_count(size.gpus, unit)}{more} are slower than {fastest.gpus}"
-            f" ({_likely(size, fastest)}){use}"
-        )
-    if found.objective.of != "time" and (size := found.worse_from) is not None:
-        more = "" if size is found.fitting[-1] else " and more"
-        lines.append(
-            f"{show_count(size.gpus, unit)}{more} are {found.objective.more} than {found.best.gpus}"
-        )
+        lines.append(f"{more(size)} slower than {fastest.gpus} ({_likely(size, fastest)}){use}")
+    if found.objective.of != "time" and (size := found.worse_from):
+        lines.append(f"{more(size)} {found.objective.more} than {found.best.gpus}")
     if first is not found.sizes[0]:
-        lines.append(f"{what} first fits on {show_count(first.gpus, unit)}")
+        lines.append(f"{what} first fits on {count(first.gpus)}")
     lines += [
-        f"{after} takes over from {before} at {show_count(gpus, unit)}"
+        f"{after} takes over from {before} at {count(gpus)}"
         for gpus, before, after in found.takes_over
     ]
-    lines += [f"skipped {show_count(gpus, unit)}: {reason}" for gpus, reason in found.skipped]
+    lines += [f"skipped {count(gpus)}: {reason}" for gpus, reason in found.skipped]
     each = cluster.gpus_per_server
     if cluster.price is not None and unit == "GPU" and found.sizes[0].gpus < each:
         lines.append(

@@ -117,14 +117,13 @@ class Playing:
         once: Schedule = strategy.schedule(problem, batches)
         if len(once.tasks) * self.steps * self.times > self.most_tasks:
             return {}
-        schedule = strategy.schedule(problem, self.steps * batches)
-        task_graph = TaskGraph(schedule, problem.cost)
-        played = play(schedule, problem.cost, task_graph=task_graph)
+        schedule, cost = strategy.schedule(problem, self.steps * batches), problem.cost
+        task_graph = TaskGraph(schedule, cost)
+        played = play(schedule, cost, task_graph=task_graph)
         out = {"simulated_s": played.epoch_s(batches, candidate.predicted.period)}
         if noise := self.noise:
-            out |= percentiles(
-                epochs(schedule, problem.cost, batches, noise, self.repetitions, task_graph)
-            )
+            found = epochs(schedule, cost, batches, noise, self.repetitions, task_graph)
+            out |= percentiles(found)
         return out
 
 
@@ -161,8 +160,6 @@ class Simulation(View):
         cost = ByFlows.like(problem.cost) if flows else problem.cost
         task_graph = TaskGraph(schedule, cost)
         played = play(schedule, cost, task_graph=task_graph)
-        critical_path_s = critical_path(schedule, cost, task_graph)
-        serial_s = serial(schedule, cost, task_graph)
         traced = played
         if noise:
             notify(f"playing {len(schedule.tasks):,} tasks {repetitions:,} times")
@@ -182,8 +179,8 @@ class Simulation(View):
             "simulated": {
                 "epoch_s": played.epoch_s(batches, period),
                 "end_s": played.end_s,
-                "critical_path_s": critical_path_s,
-                "serial_s": serial_s,
+                "critical_path_s": critical_path(schedule, cost, task_graph),
+                "serial_s": serial(schedule, cost, task_graph),
                 "bytes": schedule.bytes_by_op(last),
                 "operations": per_operation(by_epoch(played.spans, batches), steady, period),
             },
@@ -252,12 +249,8 @@ class Simulation(View):
             )
         simulated_s, predicted_s = simulated["operations"], predicted["operations"]
         cells = [
-            [
-                describe_operation(name),
-                show_time(seconds),
-                cell(predicted_s.get(name), show_time),
-            ]
-            for name, seconds in sorted(simulated_s.items(), key=lambda item: -item[1])
+            [describe_operation(name), show_time(s), cell(predicted_s.get(name), show_time)]
+            for name, s in sorted(simulated_s.items(), key=lambda item: -item[1])
         ]
         parts_s = sum(simulated_s.values()), sum(predicted_s.values())
         rest = [show_time(all_ - some) for all_, some in zip(totals_s, parts_s, strict=True)]
@@ -292,7 +285,7 @@ def _epoch_by_epoch(
 
 
 class Sweep(View):
-    """What was recommended at every combination of values: `rows`, and where that `changes`."""
+    """The recommendations at every combination of values, `rows`, and where they change."""
 
     def __init__(
         self,
@@ -306,18 +299,14 @@ class Sweep(View):
         objective: Objective,
     ) -> None:
         if isinstance(fields, Mapping):
-            texts = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
-        else:
-            texts = list(fields)
-        swept, model = axes(texts), base.workload.model
-        asked = points(
-            swept, base, settings_of(overrides), lambda name: read_fitted(name, model)[0]
-        )
+            fields = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
+        self.axes, self.strategy, self.exact = axes(fields), strategy.name, exact
+        settings, model = settings_of(overrides), base.workload.model
+        asked = points(self.axes, base, settings, lambda name: read_fitted(name, model)[0])
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
-        self.axes, self.strategy, self.exact = swept, strategy.name, exact
         self.rows = rows(asked, strategy, base.ranks, playing, exact, notify, objective)
-        self.changes = changes(swept, self.rows)
+        self.changes = changes(self.axes, self.rows)
         self.document = {
             "sweep": {axis.field: axis.values for axis in self.axes},
             "strategy": self.strategy,
@@ -341,10 +330,7 @@ class Sweep(View):
             f"{', '.join(fields)} swept" + (", exact strategies only" if self.exact else ""),
             self.rows,
             *((field, lambda row, field=field: row["at"][field]) for field in fields),
-            (
-                "ranks",
-                lambda row: of(row["gpus"], row["ranks"]) if row["best"] else str(row["ranks"]),
-            ),
+            ("ranks", lambda row: of(row.get("gpus", row["ranks"]), row["ranks"])),
             ("recommended", lambda row: row["best"] or "nothing fits"),
             column("predicted", "predicted_s", show_time),
             column("simulated", "simulated_s", show_time),
@@ -385,13 +371,9 @@ def moved(
     """
     problem = base
     if settings:
-        before = base.cluster
-        cluster, workload = apply_overrides(before, base.workload, settings)
-        same_shape = (cluster.servers, cluster.gpus_per_server) == (
-            before.servers,
-            before.gpus_per_server,
-        )
-        placement = base.placement if same_shape else ()
+        cluster, workload = apply_overrides(base.cluster, base.workload, settings)
+        shapes = {(c.servers, c.gpus_per_server) for c in (cluster, base.cluster)}
+        placement = base.placement if len(shapes) == 1 else ()
         problem = Problem(base.stats, base.graph, workload, cluster, base.method, placement)
     if problem.ranks != base.ranks:
         strategy = best_of_family(strategy, problem, exact)
@@ -416,10 +398,8 @@ def best_of_family(strategy: Strategy, problem: Problem, exact: bool) -> Strateg
     for candidate in found.ranked:
         if candidate.strategy.name == strategy.name:
             return candidate.strategy
-    reasons = [reason for name, reason in found.rejected if name.startswith(strategy.name)]
-    raise Infeasible(
-        f"{strategy.name} cannot run there: {reasons[0] if reasons else 'no variant fits'}"
-    )
+    reasons = (reason for name, reason in found.rejected if name.startswith(strategy.name))
+    raise Infeasible(f"{strategy.name} cannot run there: {next(reasons, 'no variant fits')}")
 
 
 def describe_noise(noise: Mapping[str, Any]) -> str:

@@ -109,7 +109,7 @@ def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:
 
 
 def _refitted(refit: dict[str, Any] | None) -> str:
-    """What was refitted, in words."""
+    """Say which constants were refitted."""
     if refit is None:
         return "too few runs"
     errors = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -118,11 +118,9 @@ class Validation(View):
                 f"waiting for the sampler per {unit}: {show_time(result['sampler_wait_s'])}"
             )
         lines.append(f"bytes: {_bytes_line(result['bytes'], epochs)}")
-        memory = result["memory"]
+        memory, of = result["memory"], "the whole process with its libraries"
         if memory["of"] == "data":
             of = "tensors only; `plan` adds the libraries, `run` shows the whole process"
-        else:
-            of = "the whole process with its libraries"
         lines.append(
             f"memory of the fullest rank: predicted {show_bytes(memory['predicted_bytes'])},"
             f" measured peak {show_bytes(memory['measured_bytes'])}"
@@ -139,10 +137,15 @@ class Validation(View):
 def times(result: dict[str, Any], unit: str) -> Table:
     """Seconds of the step and of its operations; those of SHOWN of it or less are added up."""
     step = result["step"]
-    shown = [row for row in result["operations"] if row["measured_s"] > SHOWN * step["measured_s"]]
-    small = [row for row in result["operations"] if row not in shown]
-    rows = [{**step, "operation": unit}, *shown, *([_added_up(small)] if small else [])]
+    rows, small = [{**step, "operation": unit}], list[dict[str, Any]]()
+    for row in result["operations"]:
+        (rows if row["measured_s"] > SHOWN * step["measured_s"] else small).append(row)
+    rows += [_added_up(small)] if small else []
     differs = any(simulated_cell(row) for row in rows)
+
+    def share(row: dict[str, Any]) -> str:
+        return show_percent(row["measured_s"] / step["measured_s"])
+
     return table(
         "",
         rows,
@@ -150,9 +153,7 @@ def times(result: dict[str, Any], unit: str) -> Table:
         column("predicted", "predicted_s", show_time),
         column("measured", "measured_s", show_time),
         column("prediction off", "predicted_error", show_error),
-        None
-        if result["replayed"]
-        else (f"share of {unit}", lambda row: show_percent(row["measured_s"] / step["measured_s"])),
+        None if result["replayed"] else (f"share of {unit}", share),
         ("simulated, where it differs", simulated_cell) if differs else None,
     )
 
@@ -245,9 +246,12 @@ class Validations(View):
                 f"note: {len(other)} of {count} runs were on another kind of device than their"
                 f" plans are for ({other[0]}); compare bytes and order, not seconds and memory"
             )
-        by_share = sorted(result["operations"].items(), key=lambda item: -item[1]["share"])
-        shown = [item for item in by_share if item[1]["share"] > SHOWN]
-        lines.append(_errors(result, shown))
+        step = {**result["step"], "operation": "step", "share": 1.0}
+        by_share = [{**of, "operation": name} for name, of in result["operations"].items()]
+        by_share = sorted(by_share, key=lambda row: -row["share"])
+        shown = [row for row in by_share if row["share"] > SHOWN]
+        title = f"{show_count(count, 'run')}, errors of each operation's seconds"
+        lines.append(_errors(title, [step, *shown]))
         if small := len(by_share) - len(shown):
             lines.append(
                 f"other operations ({small}): {show_percent(SHOWN)} of the step or less each"
@@ -280,30 +284,20 @@ class Validations(View):
         return lines
 
 
-def _errors(result: dict[str, Any], operations: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+def _errors(title: str, rows: list[dict[str, Any]]) -> Table:
     """Errors of the step's and of the operations' seconds."""
 
-    def column(source: str, figure: str) -> tuple[str, Callable[[Any], str]]:
-        def show(row: tuple[str, dict[str, Any]]) -> str:
-            return cell(row[1][source], lambda of: show_percent(of[figure], 1))
+    def error(source: str, figure: str) -> Any:
+        return column(f"{source}: {figure}", source, lambda of: show_percent(of[figure], 1))
 
-        return f"{source}: {figure}", show
-
-    return table(
-        f"{show_count(result['runs'], 'run')}, errors of each operation's seconds",
-        [("step", {**result["step"], "share": 1.0}), *operations],
-        ("operation", lambda row: row[0]),
-        ("of the step", lambda row: show_percent(row[1]["share"])),
-        *(
-            column(source, figure)
-            for source in ("predicted", "simulated")
-            for figure in ("mean", "p95", "max")
-        ),
-    )
+    sources, figures = ("predicted", "simulated"), ("mean", "p95", "max")
+    columns = [error(source, figure) for source in sources for figure in figures]
+    share = column("of the step", "share", show_percent)
+    return table(title, rows, column("operation"), share, *columns)
 
 
 def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
-    """What each question's choice was, and what it cost."""
+    """Show each question's choice, and what it cost."""
     shown = table(
         "choices",
         rankings,

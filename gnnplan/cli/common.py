@@ -1,4 +1,4 @@
-"""What the verbs share: the app, common options, and how answers are printed."""
+"""The verbs' common parts: the app, options, and how answers are printed."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from gnnplan.cli.common import LACKING, print_json, verb
+from gnnplan.cli.common import LACKING, show, verb
 from gnnplan.cli.options import of_function
 from gnnplan.planner.vocabulary.progress import say
 
@@ -38,6 +38,7 @@ def convert(
         trust: Load a pickle, which runs whatever code is in it: only for files of people whom you
             trust.
     """
+    from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.formats import Extras, recognise
     from gnnplan.planner.graph.formats import convert as write
     from gnnplan.planner.vocabulary.errors import SpecError
@@ -59,18 +60,11 @@ def convert(
     with progress() as notify:
         notify(f"reading {source} ({kind})")
         vertices, edges, notes = write(source, folder, extras, trust)
-    if as_json:
-        return print_json(
-            {
-                "source": source,
-                "format": kind,
-                "folder": str(folder),
-                "vertices": vertices,
-                "edges": edges,
-                "notes": notes,
-            }
-        )
-    for note in notes:
+    facts = {"format": kind, "folder": str(folder), "vertices": vertices, "edges": edges}
+    lines = [
+        f"{source} ({kind}): {vertices:,} vertices, {edges:,} edges as they are in the file",
+        f"written to {folder}; next: gnnplan plan --graph {quote(str(folder))}",
+    ]
+    for note in notes if not as_json else ():
         say(f"note: {note}")
-    print(f"{source} ({kind}): {vertices:,} vertices, {edges:,} edges as they are in the file")
-    print(f"written to {folder}; next: gnnplan plan --graph {quote(str(folder))}")
+    show(Blocks(lines, {"source": source, **facts, "notes": notes}), as_json)

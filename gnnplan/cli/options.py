@@ -56,7 +56,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 class Told(NamedTuple):
-    """What is known of an argument."""
+    """An argument: its type, default and help."""
 
     hint: Any
     default: Any
@@ -68,7 +68,7 @@ Source = Callable[[], dict[str, Told]]
 
 
 def helps_of(docstring: str | None) -> dict[str, str]:
-    """What Args say of each argument."""
+    """The help of each argument, from Args."""
     said = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docstring or "", re.MULTILINE)
     return {name: re.sub(r"\n *", " ", text) for name, text in said}
 

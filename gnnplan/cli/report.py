@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gnnplan.cli.common import print_json, verb
+from gnnplan.cli.common import show, verb
 
 
 @verb(runs={"metavar": "[RUN]..."})
@@ -25,12 +25,11 @@ def report(
         runs: Folders of finished runs of this plan.
         output: Write the page here.
     """
+    from gnnplan.api.view import Blocks
     from gnnplan.planner.vocabulary.progress import progress
     from gnnplan.report import report as write
 
     with progress() as notify:
         written = write(plan_file, runs or [], output, notify)
-    if as_json:
-        print_json({"report": str(written), "bytes": written.stat().st_size})
-    else:
-        print(f"written to {written}; open it with a browser")
+    document = {"report": str(written), "bytes": written.stat().st_size}
+    show(Blocks([f"written to {written}; open it with a browser"], document), as_json)

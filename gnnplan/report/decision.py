@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from gnnplan.planner import strategies
 from gnnplan.planner.decision.answer import Answer
+from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import FACTORS, Facts
 from gnnplan.report.picture import (
@@ -99,19 +100,17 @@ def epochs(facts: Facts) -> Picture:
         see.append("A whisker holds 80 % of what an epoch may take, in doubt about the constants.")
     if ran:
         see.append("A diamond is the median measured epoch.")
-    columns = ["strategy", "exact", "ranks", *(name for _, name, _ in PARTS), "epoch", "measured"]
-    rows = [
-        [
-            leader.strategy,
-            "yes" if leader.exact else "no",
-            str(leader.gpus),
-            *(show_time(leader.predicted[part]) for part in ("compute_s", "comm_s", "bubble_s")),
-            show_time(second),
-            show_time(measured[leader.strategy]) if leader.strategy in measured else "-",
-        ]
-        for leader, second in zip(leaders, seconds, strict=True)
-    ]
-    return Picture("epochs", "What an epoch is made of", " ".join(see), drawn, columns, rows)
+    numbers = table(
+        "",
+        [{**leader.row, "measured": measured.get(leader.strategy)} for leader in leaders],
+        column("strategy"),
+        column("exact", show=yes_no),
+        column("ranks", "gpus"),
+        *(column(name, part, show_time) for part, name, _ in PARTS),
+        column("epoch", "epoch_s", show_time),
+        column("measured", show=show_time),
+    )
+    return Picture("epochs", "What an epoch is made of", " ".join(see), drawn, numbers)
 
 
 def _headline(leader: Answer, ranks: int) -> str:
@@ -164,7 +163,8 @@ def memory(facts: Facts) -> Picture:
         [str(rank), *(show_bytes(use[rank]) for use in (*uses.values(), totals))]
         for rank in range(ranks)
     ]
-    return Picture("memory", "What memory holds", see, drawn, ["rank", *uses, "together"], rows)
+    numbers = Table("", ["rank", *uses, "together"], rows)
+    return Picture("memory", "What memory holds", see, drawn, numbers)
 
 
 def flips(facts: Facts) -> Picture:
@@ -219,5 +219,5 @@ def flips(facts: Facts) -> Picture:
     if found.shrunk:
         see += f" There is one row: {found.shrunk}."
     rows = [[width, *cells] for width, cells in zip(widths, told, strict=True)]
-    columns = ["hidden width", *bandwidths]
-    return Picture("flips", "Where the answer flips", see, drawn, columns, rows)
+    numbers = Table("", ["hidden width", *bandwidths], rows)
+    return Picture("flips", "Where the answer flips", see, drawn, numbers)

@@ -1,5 +1,5 @@
-"""What a report draws, gathered once: the plan predicted and played again, its runs, and which
-strategy wins elsewhere."""
+"""The facts that a report draws, gathered once: the plan predicted and played again, its runs, and
+which strategy wins elsewhere."""
 
 from __future__ import annotations
 

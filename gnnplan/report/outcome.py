@@ -9,6 +9,7 @@ from plotly.subplots import make_subplots
 
 from gnnplan.planner.evidence.validate import describe_operation, share_of_step, show_error
 from gnnplan.planner.gnn.workload import scores_of
+from gnnplan.planner.vocabulary.table import Table, column, table
 from gnnplan.planner.vocabulary.units import show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COLOURS, Picture, figure
@@ -34,15 +35,7 @@ def errors(facts: Facts) -> Picture:
             if off is not None:
                 share[row["operation"]] = round(100 * off, 3)
                 most[row["operation"]] = max(most.get(row["operation"], 0.0), abs(off))
-            known = [row[f"{source}_s"] for source in ("predicted", "simulated", "measured")]
-            rows.append(
-                [
-                    name,
-                    describe_operation(row["operation"]),
-                    *("-" if seconds is None else show_time(seconds) for seconds in known),
-                    "-" if off is None else show_error(row["predicted_error"]),
-                ]
-            )
+            rows.append({"run": name, **row})
         hover = f"%{{y}}: %{{x:+.1f}} %<extra>{name}</extra>"
         traces.append((name, share, colour, hover))
     order = sorted(most, key=lambda operation: -most[operation])[: MOST_OPERATIONS + 1]
@@ -75,8 +68,15 @@ def errors(facts: Facts) -> Picture:
     other = [one.run.folder for one in facts.runs if not one.run.comparison["device"]["equal"]]
     if other:
         see += f" On another kind of device than planned: {', '.join(other)}."
-    columns = ["run", "operation", "predicted", "simulated", "measured", "prediction off"]
-    return Picture("errors", "Where the prediction was off", see, drawn, columns, rows)
+    numbers = table(
+        "",
+        rows,
+        column("run"),
+        column("operation", show=describe_operation),
+        *(column(what, f"{what}_s", show_time) for what in ("predicted", "simulated", "measured")),
+        column("prediction off", "predicted_error", show_error),
+    )
+    return Picture("errors", "Where the prediction was off", see, drawn, numbers)
 
 
 def losses(facts: Facts) -> Picture:
@@ -115,7 +115,7 @@ def losses(facts: Facts) -> Picture:
     told = "; ".join(f"{row[0]} ends at loss {row[3]} and {what} {row[4]}" for row in rows)
     see = f"Losses on top, validation {what} below, by epoch: {told}."
     columns = ["run", "epochs", "first loss", "last loss", f"validation {what}"]
-    return Picture("losses", "What training achieved", see, out, columns, rows)
+    return Picture("losses", "What training achieved", see, out, Table("", columns, rows))
 
 
 def run_names(facts: Facts) -> list[str]:

@@ -10,6 +10,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -19,7 +20,6 @@ from gnnplan import __version__
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts, gather
 
@@ -167,8 +167,8 @@ def _section(picture: Picture) -> str:
 
 def _table(picture: Picture) -> str:
     """The numbers of a picture, folded."""
-    shown = Table("", picture.columns, picture.rows[:MOST_ROWS])
-    left_out = len(picture.rows) - len(shown.rows)
+    rows = picture.numbers.rows
+    shown, left_out = replace(picture.numbers, rows=rows[:MOST_ROWS]), len(rows[MOST_ROWS:])
     return (
         f"<details><summary>Numbers: {_text(picture.title)}</summary>"
         f"<div class='wide'>{shown.html()}</div>"

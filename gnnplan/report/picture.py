@@ -1,4 +1,4 @@
-"""What a picture of the report is, and what all pictures share: colours, units, sizes."""
+"""A picture of the report, and the colours, units and sizes that all pictures share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
+
+from gnnplan.planner.vocabulary.table import Table
 
 COMPUTATION, COMMUNICATION, WAITING = "#4c78a8", "#f58518", "#9d9d9d"
 MEASURED = "#e45756"
@@ -22,21 +24,20 @@ MOST_READ = 3  # rows of the table that are read out in place of the picture
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its words; `columns` and `rows` are its numbers as a table."""
+    """A figure with its words, and its numbers as a table."""
 
     key: str  # its id in the page
     title: str
     see: str  # what to see
     figure: go.Figure
-    columns: list[str]
-    rows: list[list[str]]
+    numbers: Table
 
     @property
     def alt(self) -> str:
         """The picture for those who do not see it: its first numbers, and where all of them are."""
         read = "; ".join(
-            ", ".join(f"{name} {cell}" for name, cell in zip(self.columns, row, strict=True))
-            for row in self.rows[:MOST_READ]
+            ", ".join(map(" ".join, zip(self.numbers.columns, row, strict=True)))
+            for row in self.numbers.rows[:MOST_READ]
         )
         return f"{self.title}: {read}. All numbers are in the table below."
 

@@ -1,7 +1,8 @@
-"""What each rank does when, lane by lane: simulated, and measured under it."""
+"""The operations of each rank over time, lane by lane: simulated, and measured under it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,6 +13,7 @@ from plotly.subplots import make_subplots
 
 from gnnplan.planner.evidence.validate import WAITING as WAITS
 from gnnplan.planner.evidence.validate import describe_operation, operation
+from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.trace import LANES, Span
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
@@ -82,8 +84,7 @@ def timeline(facts: Facts) -> Picture:
     shown: set[str] = set()
     for row, (window, panel, places) in enumerate(zip(windows, panels, lanes, strict=True), 1):
         for op in names:
-            own = [mark for mark in panel if mark.op == op]
-            if own:
+            if own := [mark for mark in panel if mark.op == op]:
                 lines = _lines(own, places, scale, unit, colours[op])
                 drawn.add_trace(lines.update(showlegend=op not in shown), row, 1)
                 shown.add(op)
@@ -110,7 +111,7 @@ def timeline(facts: Facts) -> Picture:
         for (rank, lane, op), taken in totals(window).items()
     ]
     see = _see(facts, windows, steps)
-    return Picture("timeline", "Who does what when", see, out, columns, rows)
+    return Picture("timeline", "Who does what when", see, out, Table("", columns, rows))
 
 
 def steady(name: str, spans: Iterable[Span], steps: int) -> Window | None:
@@ -199,11 +200,10 @@ def _waits(name: str) -> bool:
 
 def totals(window: Window) -> dict[tuple[int, str, str], float]:
     """Seconds by rank, lane and operation [s]."""
-    found: dict[tuple[int, str, str], float] = {}
+    found = defaultdict[tuple[int, str, str], float](float)
     for span in window.spans:
-        key = span.rank, span.lane, span.op
-        found[key] = found.get(key, 0.0) + span.seconds
-    return dict(sorted(found.items(), key=lambda item: item[0]))
+        found[span.rank, span.lane, span.op] += span.seconds
+    return dict(sorted(found.items()))
 
 
 def _see(facts: Facts, windows: list[Window], steps: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
+from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import (
@@ -49,7 +51,7 @@ WORDS = {"gpu": "rank", "nic": "NIC"}
 
 
 class Load(NamedTuple):
-    """What an epoch puts on a port."""
+    """The load of an epoch on a port."""
 
     port: Port
     name: str
@@ -60,13 +62,13 @@ class Load(NamedTuple):
 def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
     """Bytes from rank to rank [ranks, ranks] of a schedule; all-reduces go hop by hop [B]."""
     sent = np.zeros((schedule.ranks, schedule.ranks))
-    reduced: dict[tuple[int, ...], int] = {}
+    reduced = Counter[tuple[int, ...]]()
     for task in schedule.tasks:
         work = task.work
         if isinstance(work, Send):
             sent[task.rank, work.peer] += work.nbytes
         elif isinstance(work, Collective) and work.op == "all_reduce":
-            reduced[work.group] = reduced.get(work.group, 0) + work.nbytes
+            reduced[work.group] += work.nbytes
         elif isinstance(work, Collective):
             for peer, nbytes in work.sent:
                 sent[task.rank, peer] += nbytes
@@ -135,7 +137,7 @@ def matrix(facts: Facts) -> Picture:
         see += f"; the most, {show_bytes(most)}, goes from {what} {a} to {what} {b}."
     columns = [f"from {what}", f"to {what}", "bytes per epoch"]
     rows = [[str(i), str(j), show_bytes(shown[i, j])] for i, j in pairs]
-    return Picture("matrix", "Who sends whom", see, drawn, columns, rows)
+    return Picture("matrix", "Who sends whom", see, drawn, Table("", columns, rows))
 
 
 def links(facts: Facts) -> Picture:
@@ -153,16 +155,11 @@ def links(facts: Facts) -> Picture:
     place = _places({node for edge in shares for node in edge}, shares)
     traces = []
     for name, least, most, colour, width in CLASSES:
-        own = [
-            (*place[a], *place[b])
-            for a, b in (sorted(edge) for edge in shares if least <= shares[edge] < most)
-        ]
-        x, y = path(own)
-        line = {"color": colour, "width": width}
-        if own:
-            traces.append(
-                go.Scatter(name=name, mode="lines", x=x, y=y, line=line, hoverinfo="skip")
-            )
+        edges = [sorted(edge) for edge, share in shares.items() if least <= share < most]
+        x, y = path([(*place[a], *place[b]) for a, b in edges])
+        how = {"mode": "lines", "line": {"color": colour, "width": width}, "hoverinfo": "skip"}
+        if edges:
+            traces.append(go.Scatter(name=name, x=x, y=y, **how))
     rank_of = {("gpu", gpu): f"rank {rank}" for rank, gpu in enumerate(placement)}
     rank_of |= {node: "GPU free" for node in place if node[0] == "gpu" and node not in rank_of}
     names = [rank_of.get(node, f"{WORDS.get(node[0], node[0])} {node[1]}") for node in place]
@@ -195,7 +192,7 @@ def links(facts: Facts) -> Picture:
     )
     rows = [[one.name, show_bytes(one.nbytes), show_percent(one.share, 1)] for one in found]
     columns = ["link", "bytes per epoch", "busy"]
-    return Picture("links", "Which links are busy", see, drawn, columns, rows)
+    return Picture("links", "Which links are busy", see, drawn, Table("", columns, rows))
 
 
 def _sent(facts: Facts) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What every strategy is held to, for a package to hold its own to it (docs/how-to/extend.md).
+"""The tests that every strategy passes, for a package to run on its own (docs/how-to/extend.md).
 
     kit.py        the tests that a package imports, and what it says for them
     laws.py       of what the planner and the simulator say: closed form, schedule, bytes, memory

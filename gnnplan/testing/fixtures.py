@@ -63,37 +63,20 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     src, dst = np.concatenate([src, src[:20], loops]), np.concatenate([dst, dst[:20], loops])
     np.savez(folder / "rough.npz", src=src, dst=dst, x=x, y=y, **masks)
     np.savez(folder / "multi.npz", src=src, dst=dst, x=x, y=random.random((n, 5)) < 0.4, **masks)
-    thin = np.random.default_rng(8).standard_normal((n, 40)) * (
-        np.random.default_rng(9).random((n, 40)) < 0.05
-    )
+    kept = np.random.default_rng(9).random((n, 40)) < 0.05
+    thin = np.random.default_rng(8).standard_normal((n, 40)) * kept
     thin[3] = 1.0
     thin[10:15] = 0.0
     indptr, columns = np.concatenate([[0], np.cumsum((thin != 0).sum(1))]), np.nonzero(thin)[1]
-    np.savez(
-        folder / "sparse.npz",
-        src=src,
-        dst=dst,
-        y=y,
-        **masks,
-        x_indptr=indptr,
-        x_indices=columns,
-        x_data=thin[thin != 0],
-        x_shape=[n, 40],
-    )
+    csr = {"indptr": indptr, "indices": columns, "data": thin[thin != 0], "shape": [n, 40]}
+    csr = {f"x_{name}": array for name, array in csr.items()}
+    np.savez(folder / "sparse.npz", src=src, dst=dst, y=y, **masks, **csr)
     a, b = random.integers(0, 30, (2, 120))
     c, d = random.integers(30, 60, (2, 120))
     ring = np.arange(30)
     src = np.concatenate([a, c, ring, 30 + ring])
     dst = np.concatenate([b, d, (ring + 1) % 30, 30 + (ring + 1) % 30])
     first = np.arange(n) < 30
-    np.savez(
-        folder / "islands.npz",
-        src=src,
-        dst=dst,
-        x=x,
-        y=y,
-        train_mask=first & train,
-        val_mask=first & ~train,
-        test_mask=~first,
-    )
+    masks = {"train_mask": first & train, "val_mask": first & ~train, "test_mask": ~first}
+    np.savez(folder / "islands.npz", src=src, dst=dst, x=x, y=y, **masks)
     return {path.stem: str(path) for path in Path(folder).glob("*.npz")}

@@ -32,9 +32,7 @@ from gnnplan.executor.ranks.memory import allocated
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Example, Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.fixtures import fork_server as fork_server
-from gnnplan.testing.fixtures import graphs as graphs
-from gnnplan.testing.fixtures import run_ranks as run_ranks
+from gnnplan.testing.fixtures import *  # noqa: F403
 from gnnplan.testing.laws import (
     LAWS,
     Told,
@@ -46,6 +44,7 @@ from gnnplan.testing.laws import (
 )
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import (
     Played,
     must_fill_as_predicted,
@@ -53,19 +52,6 @@ from gnnplan.testing.runs import (
     must_resume,
     must_train_as_one_process,
     one_process,
-)
-from gnnplan.testing.runs import (
-    test_a_measured_trace_survives_its_file as test_a_measured_trace_survives_its_file,
-)
-from gnnplan.testing.runs import test_bytes_of_every_operation as test_bytes_of_every_operation
-from gnnplan.testing.runs import test_evaluation_is_not_counted as test_evaluation_is_not_counted
-from gnnplan.testing.runs import (
-    test_nothing_starts_before_what_it_waits_for as test_nothing_starts_before_what_it_waits_for,
-)
-from gnnplan.testing.runs import test_order_of_operations as test_order_of_operations
-from gnnplan.testing.runs import test_set_up_bytes as test_set_up_bytes
-from gnnplan.testing.runs import (
-    test_validate_finds_no_fault as test_validate_finds_no_fault,
 )
 
 SMALL = {"layers": 4, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3}

@@ -7,6 +7,7 @@ the right way.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -91,6 +92,7 @@ def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
+    gathers = {"gather": {4: 1e9, 64: {1e4: 2e10, 1e6: 5e9}}, "row_latency": 2e-8}
     where = cluster(
         draw(st.integers(1, 3)),
         draw(st.integers(1, 3)),
@@ -101,18 +103,7 @@ def problems(draw: st.DrawFn) -> Problem:
         memory_bandwidth=draw(log_uniform(1e9, 1e12)),
         launch=draw(log_uniform(1e-7, 1e-4)),
         overlap_tax=draw(st.sampled_from([0.0, 0.4])),
-        **draw(
-            st.sampled_from(
-                [
-                    {},
-                    {
-                        "gather": {4: 1e9, 64: {1e4: 2e10, 1e6: 5e9}},
-                        "row_latency": 2e-8,
-                        "row_bandwidth": 5e9,
-                    },
-                ]
-            )
-        ),
+        **draw(st.sampled_from([{}, {**gathers, "row_bandwidth": 5e9}])),
     )
     model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"]))
     norm = None if model in ("gcnii", "sgc") else draw(st.sampled_from([None, "layer", "batch"]))
@@ -135,7 +126,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @dataclass(frozen=True)
 class Told:
-    """What the planner and the simulator say of a strategy, for all laws: to play takes longest."""
+    """A strategy, predicted and played once for all laws: to play takes longest."""
 
     problem: Problem
     faster: Problem  # the same on better hardware
@@ -340,13 +331,8 @@ def sums(p: Prediction) -> float:
 
 
 def steady_bytes(schedule: Schedule, epoch: int = 1, steps: int = 1) -> dict[str, int]:
-    return {
-        op: n
-        for op, n in schedule.bytes_by_op(
-            t for t in schedule.tasks if t.label.step // steps == epoch
-        ).items()
-        if n
-    }
+    tasks = (t for t in schedule.tasks if t.label.step // steps == epoch)
+    return {op: n for op, n in schedule.bytes_by_op(tasks).items() if n}
 
 
 def crossing(
@@ -354,32 +340,23 @@ def crossing(
 ) -> dict[str, int]:
     """Bytes of an epoch of so many steps by class of link, read off the schedule; a ring over ranks
     in order leaves each server once."""
-    links = {"intra_node": 0, "inter_node": 0}
+    links, rings = Counter[str](), Counter[tuple[Any, tuple[int, ...]]]()
     for task in schedule.tasks:
-        if task.label.step // steps == epoch and isinstance(task.work, (Send, Collective)):
-            sent = (
-                task.work.sent
-                if isinstance(task.work, Collective)
-                else ((task.work.peer, task.work.nbytes),)
-            )
-            for peer, nbytes in sent:
-                if peer < 0:
-                    continue
+        work = task.work
+        if task.label.step // steps != epoch or not isinstance(work, (Send, Collective)):
+            continue
+        sent = work.sent if isinstance(work, Collective) else ((work.peer, work.nbytes),)
+        for peer, nbytes in sent:
+            if peer >= 0:
                 links[problem.cost.link_name(task.rank, peer)] += nbytes
-    rings: dict[tuple[Any, tuple[int, ...]], int] = {}
-    for t in schedule.tasks:
-        if (
-            t.label.step // steps == epoch
-            and isinstance(t.work, Collective)
-            and t.work.op == "all_reduce"
-        ):
-            rings[t.label, t.work.group] = rings.get((t.label, t.work.group), 0) + t.work.nbytes
+        if isinstance(work, Collective) and work.op == "all_reduce":
+            rings[task.label, work.group] += work.nbytes
     for (_, group), wire in rings.items():
         visited = len({problem.servers[rank] for rank in group})
         across = wire * visited // len(group) if visited > 1 else 0
         links["inter_node"] += across
         links["intra_node"] += wire - across
-    return {where: n for where, n in links.items() if n}
+    return dict(+links)
 
 
 # -- words and drawings ----------------------------------------------------------------------------

@@ -30,10 +30,8 @@ class Plain:
 
     def __init__(self, case: Case) -> None:
         problem = case.problem(1)
-        self.graph, self.workload = (
-            problem.graph,
-            Workload(**(case.workload | {"dtype": "float64"})),
-        )
+        self.graph = problem.graph
+        self.workload = Workload(**(case.workload | {"dtype": "float64"}))
         self.layers, self.model = self.workload.layers, self.workload.model
         net = net_of(problem.model, self.workload)
         self.w = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
@@ -49,12 +47,10 @@ class Plain:
         elif self.model == "resgcn":
             self.operator = self.adjacency
         else:
-            looped = self.adjacency + torch.eye(n, dtype=torch.float64)
-            self.operator = (
-                looped
-                if self.model == "gin"
-                else looped / (looped.sum(1)[:, None] * looped.sum(0)[None, :]).sqrt()
-            )
+            self.operator = self.adjacency + torch.eye(n, dtype=torch.float64)
+            if self.model != "gin":
+                sources, readers = self.operator.sum(0), self.operator.sum(1)
+                self.operator = self.operator / (readers[:, None] * sources[None, :]).sqrt()
         module = self.workload.module
         self.jump = module.jump if module else None
         self.x = torch.from_numpy(self.graph.features().astype(np.float64))
@@ -76,23 +72,15 @@ class Plain:
     def drop(self, h: Tensor, step: int | None, layer: int) -> Tensor:
         """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None
         (evaluation), and in ResGCN+ none before the first activation; SGC drops features alone."""
-        p = self.workload.dropout
-        if (
-            step is None
-            or not p
-            or (self.model == "resgcn" and layer < 2)
-            or (self.model == "sgc" and layer > 1)
-        ):
+        p, seed = self.workload.dropout, self.workload.seed
+        never = {"resgcn": layer < 2, "sgc": layer > 1}.get(self.model, False)
+        if step is None or not p or never:
             return h
-        return (
-            h
-            * dropout_mask(self.workload.seed, step, layer, torch.arange(len(h)), h.shape[1], p)
-            / (1 - p)
-        )
+        return h * dropout_mask(seed, step, layer, torch.arange(len(h)), h.shape[1], p) / (1 - p)
 
     def prepare(self, layer: int, step: int | None, h: Tensor, *older: Tensor) -> Tensor:
-        """What readers of layer `layer` see of the rows [N, H] and of older ones, which are
-        normalised by the same moments."""
+        """Prepare rows [N, H] for the readers of layer `layer`; older ones, too, are normalised by
+        their moments."""
         activates = layer > 1 and (
             self.model == "resgcn" or (self.norm != "none" and layer <= self.layers)
         )
@@ -104,17 +92,12 @@ class Plain:
                 if self.norm == "layer":
                     rows = F.layer_norm(rows, rows.shape[1:], weight, bias)
                 elif step is None or rows is h:
-                    mean, variance = (
-                        self.running[f"{at}.running_mean"],
-                        self.running[f"{at}.running_var"],
-                    )
-                    rows = F.batch_norm(
-                        rows, mean, variance, weight, bias, training=step is not None
-                    )
+                    mean, var = (self.running[f"{at}.running_{of}"] for of in ("mean", "var"))
+                    training = step is not None
+                    rows = F.batch_norm(rows, mean, var, weight, bias, training=training)
                 else:
-                    rows = (rows - h.mean(0)) / (
-                        h.var(0, unbiased=False) + 1e-5
-                    ).sqrt() * weight + bias
+                    deviation = (h.var(0, unbiased=False) + 1e-5).sqrt()
+                    rows = (rows - h.mean(0)) / deviation * weight + bias
             out.append(self.drop(rows.relu() if activates else rows, step, layer))
         return torch.cat(out)
 
@@ -132,17 +115,12 @@ class Plain:
             if self.workload.aggregation == "sum":
                 return operator @ messages
             weight = messages.exp() * (operator > 0)[:, :, None]  # [N, S, H]
-            return (weight * messages).sum(1) / weight.sum(1).where(
-                (operator > 0).any(1, keepdim=True), 1.0
-            )
+            reads = (operator > 0).any(1, keepdim=True)
+            return (weight * messages).sum(1) / weight.sum(1).where(reads, 1.0)
         if self.model == "gat":
             vectors = self.w[f"layers.{layer}.attention"]
-            # [heads, S, width]
-            z = (
-                (rows @ self.w[f"layers.{layer}.weight"].T)
-                .view(len(rows), len(vectors), -1)
-                .transpose(0, 1)
-            )
+            z = rows @ self.w[f"layers.{layer}.weight"].T
+            z = z.view(len(rows), len(vectors), -1).transpose(0, 1)  # [heads, S, width]
             of_source, of_reader = (z @ half[:, :, None] for half in vectors.chunk(2, 1))
             # [heads, N, S]
             logits = F.leaky_relu(of_reader[:, : len(operator)] + of_source.transpose(1, 2), 0.2)
@@ -150,10 +128,9 @@ class Plain:
             return (weight @ z).transpose(0, 1).flatten(1)
         if self.model == "gatv2":
             vectors = self.w[f"layers.{layer}.attention"]
-            both = (
-                rows @ self.w[f"layers.{layer}.weight"].T + self.w[f"layers.{layer}.bias_in"]
-            ).chunk(2, 1)
-            z, r = (half.view(len(rows), len(vectors), -1).transpose(0, 1) for half in both)
+            both = rows @ self.w[f"layers.{layer}.weight"].T + self.w[f"layers.{layer}.bias_in"]
+            halves = both.chunk(2, 1)
+            z, r = (half.view(len(rows), len(vectors), -1).transpose(0, 1) for half in halves)
             sums = r[:, : len(operator), None] + z[:, None]  # [heads, N, S, width]
             logits = (F.leaky_relu(sums, 0.2) * vectors[:, None, None]).sum(3)
             weight = logits.masked_fill(operator == 0, -torch.inf).softmax(2)
@@ -199,15 +176,13 @@ class Plain:
     def decode(self, h: Tensor, step: int | None) -> Tensor:
         if self.model not in ("gcnii", "resgcn"):
             return h
-        return (
-            self.prepare(self.layers + 1, step, h) @ self.w["decoder.weight"].T
-            + self.w["decoder.bias"]
-        )
+        prepared = self.prepare(self.layers + 1, step, h)
+        return prepared @ self.w["decoder.weight"].T + self.w["decoder.bias"]
 
     def enter(
         self, layer: int, step: int | None, h: Tensor, x0: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the layer has of h_{l-1} and of the initial rows."""
+        """Return the layer's h_{l-1} and initial rows."""
         return h, x0
 
     def forward(self, step: int | None, read: Read | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -218,7 +193,7 @@ class Plain:
             h, x0 = self.enter(layer, step, h, x0)
             rows.append(h)
             operator, sources = (
-                (self.operator, self.prepare(layer, step, h)) if read is None else read(layer, h)
+                read(layer, h) if read else (self.operator, self.prepare(layer, step, h))
             )
             h = self.update(layer, self.gather(layer, operator, sources), sources[: len(h)], h, x0)
         rows.append(h)
@@ -247,9 +222,8 @@ class Plain:
         if weight == "balanced":
             counts = self.y.bincount(minlength=self.graph.stats.classes).double()
             weight = (len(self.y) / int((counts > 0).sum()) / counts).tolist()
-        return F.cross_entropy(
-            logits, y, None if weight is None else torch.tensor(weight, dtype=torch.float64)
-        )
+        weights = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+        return F.cross_entropy(logits, y, weights)
 
     def begin(self, epoch: int) -> None:
         for group in self.optimizer.param_groups:
@@ -286,10 +260,8 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any], idle: tuple[str, ..
     assert ours.keys() == theirs.keys()
     worst = 0.0
     for name, reference in theirs.items():
-        gap, scale = (
-            (ours[name].double() - reference.double()).abs().max().item(),
-            reference.abs().max().item(),
-        )
+        gap = (ours[name].double() - reference.double()).abs().max().item()
+        scale = reference.abs().max().item()
         assert math.isfinite(gap), name
         if name in idle:
             assert max(scale, gap) < 1e-6, name

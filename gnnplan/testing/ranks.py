@@ -64,22 +64,14 @@ class Case:
         from gnnplan.planner.problem.problem import Problem
 
         graph = with_fields(load(self.graph, self.directed), self.fields)
-        device: dict[str, Any] = {
-            "kind": self.device,
-            "memory": "24GB",
-            "gemm": "14TFLOP/s",
-            "memory_bandwidth": "600GB/s",
-        }
+        device: dict[str, Any] = {"kind": self.device, "memory": "24GB"}
+        device |= {"gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
         if self.device == "cpu":
-            device |= {
-                "product_code": code_of(torch.float32),
-                "product_code_bfloat16": code_of(torch.bfloat16),
-            }
-        islands: dict[str, Any] = (
-            {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}
-            if self.islands and world > 1
-            else {}
-        )
+            device["product_code"] = code_of(torch.float32)
+            device["product_code_bfloat16"] = code_of(torch.bfloat16)
+        islands: dict[str, Any] = {}
+        if self.islands and world > 1:
+            islands = {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}
         cluster = Cluster(
             servers=self.servers,
             gpus_per_server=world // self.servers,
@@ -107,7 +99,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left on disk."""
+    """The files that a run left."""
 
     case: Case
     world: int
@@ -282,7 +274,6 @@ class World:
 
     def run(self, case: Case, out: Path) -> Result:
         """Raises AssertionError with the words of the rank that failed first."""
-        out.mkdir(parents=True, exist_ok=bool(case.resume))
         for process in self.processes:
             with contextlib.suppress(BrokenPipeError):  # it has died: its answer says so
                 process.stdin.write(json.dumps({"case": asdict(case), "out": str(out)}) + "\n")
@@ -295,11 +286,8 @@ class World:
                 ready = waiting.select(max(0.0, until - time.monotonic()))
                 if not ready:
                     missing = [key.data for key in waiting.get_map().values()]
-                    self._fail(
-                        case,
-                        f"ranks {missing} of {self.world} gave no answer in {SECONDS} s",
-                        missing[0],
-                    )
+                    what = f"ranks {missing} of {self.world} gave no answer in {SECONDS} s"
+                    self._fail(case, what, missing[0])
                 for key, _ in ready:
                     stream: IO[str] = key.fileobj  # type: ignore[assignment]
                     if stream.readline() != "done\n":
@@ -354,13 +342,15 @@ class Ranks:
                     self.worlds[key].close()
                 folder = self.folder / f"world{world}-{self.runs}"
                 self.worlds[key] = World(self.server, world, folder, cuda, self.memory)
-            self.runs += 1
-            results.append(
-                self.worlds[key].run(
-                    case, Path(case.resume) if case.resume else self.folder / f"run{self.runs}"
-                )
-            )
+            results.append(self.worlds[key].run(case, self._folder(case)))
         return results
+
+    def _folder(self, case: Case) -> Path:
+        """The folder of a run, which is there if it goes on."""
+        self.runs += 1
+        out = Path(case.resume) if case.resume else self.folder / f"run{self.runs}"
+        out.mkdir(parents=True, exist_ok=bool(case.resume))
+        return out
 
     def alone(self, case: Case) -> Result:
         """The case in one process, this one: graph parallel with one rank is plain training. Always
@@ -369,9 +359,7 @@ class Ranks:
 
         from gnnplan.executor.ranks.rank import Rank
 
-        self.runs += 1
-        out = Path(case.resume) if case.resume else self.folder / f"run{self.runs}"
-        out.mkdir(parents=True, exist_ok=bool(case.resume))
+        out = self._folder(case)
         gc.freeze()  # as ranks do
         _train(Rank(0, 1, torch.device("cpu"), "gloo"), replace(case, servers=1), out)
         return Result(case, 1, out)
@@ -427,18 +415,15 @@ def be_rank() -> None:
         case = Case(**request["case"])
         if closely:
             train.WATCHED_EPOCHS = case.epochs
-        _train(
-            replace(
-                base,
-                spans=[],
-                sent={},
-                staleness_errors=case.staleness_errors or case.gradient_errors,
-                gradient_errors=case.gradient_errors,
-                streams=base.streams or case.streams,
-            ),
-            case,
-            Path(request["out"]),
+        rank = replace(
+            base,
+            spans=[],
+            sent={},
+            staleness_errors=case.staleness_errors or case.gradient_errors,
+            gradient_errors=case.gradient_errors,
+            streams=base.streams or case.streams,
         )
+        _train(rank, case, Path(request["out"]))
         answers.write("done\n")
         answers.flush()
     base.close()

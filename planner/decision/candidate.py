@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def value(self) -> float:
-        """What the best candidate has least of: by default its epoch [s]."""
+        """The number that the best candidate has least of: by default its epoch [s]."""
         epoch_s = float(self.predicted.epoch_s)
         return float(self.objective.value(self.problem, self.strategy, epoch_s))
 

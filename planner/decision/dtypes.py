@@ -129,7 +129,7 @@ def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
 
 
 def taken(dtype: str, best: Candidate) -> str:
-    """What the best strategy takes with rows of a type."""
+    """Say what the best strategy takes with rows of a type."""
     return (
         f"{dtype}: {best.strategy}, {show_time(float(best.predicted.epoch_s))} per epoch,"
         f" {show_bytes(best.memory_bytes)} on the fullest rank"

@@ -40,7 +40,7 @@ class Epochs:
 
     @property
     def range(self) -> str:
-        """What 80 % of the draws are in."""
+        """The range that holds 80 % of the draws."""
         return "{:.0f}-{:.0f}".format(*np.quantile(self.drawn, (0.1, 0.9)))
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ ONE = Epochs(1.0, 0.0, "an epoch")
 
 
 def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Epochs]:
-    """Of each mode, of a graph by its name.
+    """Return the epochs of each mode, of a graph by its name.
 
     asked: for `mode`; or of the full graph, where mini-batches have as many fewer as in print.
     """

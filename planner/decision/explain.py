@@ -6,6 +6,7 @@ choice.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,16 +90,11 @@ def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
         least, too_little = found.objective.least, ""
         if found.objective.is_plain:
             too_little = ": the graph gives more of them too little to do"
-        if used < problem.ranks:
-            out.append(
-                f"{used} of {problem.ranks} GPUs are {found.objective.less} than all{too_little};"
-                f" on all of them the {least} is {other.strategy}, {show_percent(slower)} {more}"
-            )
-        else:
-            out.append(
-                f"All {used} GPUs are worth using: on {other.problem.ranks} of them the {least} is"
-                f" {other.strategy}, {show_percent(slower)} {more}"
-            )
+        less = found.objective.less
+        told = f"{used} of {problem.ranks} GPUs are {less} than all{too_little}; on all"
+        if used == problem.ranks:
+            told = f"All {used} GPUs are worth using: on {other.problem.ranks}"
+        out.append(f"{told} of them the {least} is {other.strategy}, {show_percent(slower)} {more}")
     in_order = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
     if in_order.placement != best.problem.placement:
         in_order_s = float(best.strategy.predict(in_order).epoch_s)
@@ -114,10 +110,10 @@ def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
 def tightest(best: Candidate) -> list[str]:
     """The port that is busy longest, and the busiest port of every other kind."""
     cost, cluster = best.problem.cost, best.problem.cluster
-    busy_s: dict[Port, float] = {}
+    busy_s = defaultdict[Port, float](float)
     for sent, times in best.strategy.traffic(best.problem):
         for port, seconds in cost.exchange(sent).busy.items():
-            busy_s[port] = busy_s.get(port, 0.0) + times * float(seconds)
+            busy_s[port] += times * float(seconds)
     busiest_of_kind: dict[str, Port] = {}
     for port in sorted(busy_s, key=lambda port: (-busy_s[port], port)):
         busiest_of_kind.setdefault(port[0].split("_")[0], port)
@@ -152,7 +148,7 @@ def nearly_full(best: Candidate) -> list[str]:
 
 
 def estimates(problem: Problem) -> list[str]:
-    """What is estimated where only statistics of the graph are known."""
+    """Say what is estimated where only statistics of the graph are known."""
     if problem.stats.known:
         return []
     counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
@@ -166,7 +162,7 @@ def estimates(problem: Problem) -> list[str]:
 
 
 def rounded_rows(problem: Problem) -> list[str]:
-    """What rows in bfloat16 or TF32 are, and how they are priced; nothing of other rows."""
+    """Say what rows in bfloat16 or TF32 are, and how they are priced; nothing of other rows."""
     if problem.workload.dtype == "tf32":
         return [
             "Rows are float32, and GPUs round the factors of products to 10 bits (TF32);"
@@ -181,19 +177,13 @@ def rounded_rows(problem: Problem) -> list[str]:
 
 
 def rounding_runs() -> list[dict[str, Any]]:
-    """What rows in bfloat16 cost in test accuracy where that was measured, JSON-ready.
+    """The measured costs of rows in bfloat16 in test accuracy, JSON-ready.
 
     points: minus float32, ± two_errors (two standard errors of paired differences) [points].
     """
+    kinds = {"graph": str, "model": str, "seeds": int, "points": float, "two_errors": float}
     return [
-        {
-            "graph": row["graph"],
-            "model": row["model"],
-            "seeds": int(row["seeds"]),
-            "points": float(row["points"]),
-            "two_errors": float(row["two_errors"]),
-        }
-        for row in quoted("rounding.csv")
+        {name: kind(row[name]) for name, kind in kinds.items()} for row in quoted("rounding.csv")
     ]
 
 
@@ -218,9 +208,9 @@ def rounded_products(problem: Problem) -> str:
             f" (`{measure}` measures it)"
         )
     ratio = own.gemm / device.gemm
-    if ratio < 1:
-        return f"{dtype} products run at {ratio:.2g} of float32's rate here"
-    return f"{dtype} products run at {ratio:.2g} times float32's rate here"
+    return (
+        f"{dtype} products run at {ratio:.2g} {'of' if ratio < 1 else 'times'} float32's rate here"
+    )
 
 
 def before_the_first_epoch(best: Candidate) -> list[str]:
@@ -235,7 +225,7 @@ def before_the_first_epoch(best: Candidate) -> list[str]:
 
 
 def convergence(strategy: Strategy, model: str) -> list[str]:
-    """What an approximation cost in accuracy and epochs, where that was measured.
+    """Say what an approximation cost in accuracy and epochs, where that was measured.
 
     Empty for an exact strategy.
     """
@@ -326,7 +316,7 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
 
 
 def of_families(problem: Problem, found: SearchResult) -> list[str]:
-    """What each family says about the problem itself (`Strategy.explain`)."""
+    """The sentences of each family about the problem itself (`Strategy.explain`)."""
     on_all = [c.strategy for c in found.ranked if c.problem.ranks == problem.ranks]
     told = [
         family.explain(problem, next((one for one in on_all if type(one) is family), None))
@@ -371,7 +361,7 @@ def measured_errors() -> list[float]:
 
 
 def batches_of(problem: Problem, strategy: Strategy) -> str:
-    """What an epoch is."""
+    """Say how many updates an epoch has, and on what batches."""
     workload = problem.workload
     fanouts = ", ".join("all" if f == ALL else str(f) for f in workload.fanouts)
     items = "seeds"

@@ -1,4 +1,4 @@
-"""What the best candidate has least of: the only place that turns an epoch into that number.
+"""The objective, of which the best candidate has least: only here an epoch becomes that number.
 
     time     seconds of an epoch                                      [s]
     cost     the same x price x GPUs of the servers that are rented   [$]
@@ -53,7 +53,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Training:
-    """What a run showed: the validation accuracy at the epochs that were evaluated."""
+    """A run, and its validation accuracy at the epochs that were evaluated."""
 
     folder: str
     graph: str  # hash
@@ -233,7 +233,7 @@ class Target:
 
 
 def _options(workload: Workload) -> str:
-    """What decides how accuracy grows with epochs, but for the seed."""
+    """The fields that decide how accuracy grows with epochs, but for the seed."""
     other = {"seed", "batch", "fanout", "patience"}
     other |= set() if workload.ends_on_time else {"epochs"}
     always = workload.model_dump_json(exclude=other)
@@ -247,7 +247,7 @@ def _length(training: Training) -> int:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the best candidate has least of: per epoch, until the target accuracy, or of a whole
+    """The number that the best has least of: per epoch, until the target accuracy, or of a whole
     training, whose epochs are `stated` for each mode."""
 
     of: str = "time"
@@ -324,7 +324,7 @@ class Objective:
         return seconds * self.per_second(problem)
 
     def per_second(self, problem: Problem) -> float:
-        """What a second of training on the problem's GPUs counts: 1 [s], dollars or joules."""
+        """The worth of a second of training on the problem's GPUs: 1 [s], dollars or joules."""
         if self.of in ("time", "value"):
             return 1.0
         counted = {"cost": dollars_per_second, "energy": watts}[self.of](problem)
@@ -338,7 +338,7 @@ class Objective:
 
     @property
     def span(self) -> str:
-        """Of what the number is."""
+        """The part of a training that the number is of."""
         if self.stated is not None:
             return "to the end"
         return f"to an accuracy of {self.target.accuracy:g}" if self.target else "per epoch"

@@ -106,7 +106,7 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
 
 
 def objective_fields(found: SearchResult) -> dict[str, Any]:
-    """What a plan says of its objective, JSON-ready."""
+    """The objective as a plan has it, JSON-ready."""
     objective, target = found.objective, found.objective.target
     if objective.stated is not None:
         epochs = {mode: asdict(of_mode) for mode, of_mode in objective.stated.items()}
@@ -121,14 +121,14 @@ def objective_fields(found: SearchResult) -> dict[str, Any]:
 
 
 def graph_of(problem: Problem) -> dict[str, Any]:
-    """What a plan says of its graph, JSON-ready."""
+    """The graph as a plan has it, JSON-ready."""
     stats = problem.stats
     told = {name: getattr(stats, name) for name in _Graph.__annotations__ if name != "notes"}
     return {**told, "notes": list(stats.notes)}
 
 
 def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
-    """What a plan says of a candidate, JSON-ready."""
+    """A candidate as a plan has it, JSON-ready."""
     p = candidate.predicted
     seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
     period = [{"epoch_s": float(each.epoch_s), "bytes": each.bytes} for each in p.of_period]
@@ -155,7 +155,7 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
 
 
 def counted(candidate: Candidate) -> dict[str, float]:
-    """What the objective counts of a candidate, by the names of COUNTED; empty for an epoch's time.
+    """The numbers of a candidate's objective, by the names of COUNTED; none for an epoch's time.
 
     Cost and energy are of an epoch, or of all epochs that it counts.
     """
@@ -177,7 +177,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
 
 
 class _Predicted(TypedDict, total=False):
-    """What `answer` writes of a prediction, as far as it is read again."""
+    """A prediction as `answer` writes it, as far as it is read again."""
 
     epoch_s: Finite
     compute_s: Finite
@@ -229,7 +229,7 @@ class _Graph(TypedDict, total=False):
 
 
 class _Document(TypedDict, total=False):
-    """What `make` writes, as far as it is read again."""
+    """A plan as `make` writes it, as far as it is read again."""
 
     graph: Required[_Graph]
     workload: Required[dict[str, Any]]

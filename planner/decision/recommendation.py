@@ -47,7 +47,7 @@ LEAST_CHANCE = 0.01
 
 
 class Outlook(NamedTuple):
-    """What draws say of a candidate.
+    """A candidate's range, chance and regret over the draws.
 
     Fastest is what has least of the objective (objective.py), which is the epoch's time by default.
     """
@@ -89,7 +89,7 @@ def range_of(drawn: Array) -> tuple[float, float]:
 
 
 def outlooks(drawn_s: Array, drawn: Array | None = None) -> list[Outlook]:
-    """Of each candidate, from its epochs and its numbers to minimise, both [candidates, draws].
+    """Return the candidates' outlooks, from epochs and numbers to minimise [candidates, draws].
 
     Without `drawn` the epochs are minimised.
     """

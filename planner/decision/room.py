@@ -53,7 +53,7 @@ class Need(NamedTuple):
 
 
 def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
-    """What each option needs that suits the problem."""
+    """The needs of each option that suits the problem."""
     limited = problem.cluster.graph_room < np.inf
     for option in options:
         with suppress(SpecError):

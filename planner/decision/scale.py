@@ -45,13 +45,13 @@ class Size:
 
     @property
     def result(self) -> SearchResult:
-        """What was found; only of a size where something fits."""
+        """The candidates that were found; only of a size where something fits."""
         assert self.found is not None
         return self.found
 
     @property
     def best(self) -> Candidate:
-        """What is recommended there."""
+        """The recommended candidate."""
         return self.result.best
 
     @property
@@ -68,7 +68,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What is recommended at every size, from fewest GPUs to most; at one of them something fits.
+    """The recommendations at all sizes, from fewest GPUs to most; at one of them something fits.
 
     `skipped`: numbers of GPUs that the cluster cannot have, and why.
     """
@@ -95,12 +95,8 @@ class Scaling:
     @property
     def cheapest(self) -> Size | None:
         """The size that costs the least, of equal ones the fastest; None: no price."""
-        priced = [
-            (dollars, size.time_s, size)
-            for size in self.fitting
-            if (dollars := size.dollars) is not None
-        ]
-        return min(priced, key=lambda one: one[:2])[2] if priced else None
+        priced = [size for size in self.fitting if size.dollars is not None]
+        return min(priced, key=lambda size: (size.dollars, size.time_s), default=None)
 
     @property
     def best(self) -> Size:
@@ -197,7 +193,7 @@ def sizes_of(asked: str | Iterable[int]) -> list[int]:
 
 
 def wrong(asked: Iterable[object]) -> list[object]:
-    """What is no number of GPUs."""
+    """Those that are no numbers of GPUs."""
     return [gpus for gpus in asked if type(gpus) is not int or not 1 <= gpus <= MOST_RANKS]
 
 
@@ -234,7 +230,7 @@ def scale(
     notify: Notify = silent,
     modes: Sequence[str] = (),
 ) -> Scaling:
-    """What is recommended on each number of GPUs, all of which are used; and which is best.
+    """Plan on each number of GPUs, all of which are used, and say which is best.
 
     Of whole trainings in `modes`, or with a target accuracy that runs reached both on the full
     graph and on mini-batches, a size has the better of the two.
@@ -290,7 +286,7 @@ def in_modes(
 
 
 def better(one: Size, other: Size) -> Size:
-    """Of two sizes that on which something fits, or that with less of the objective."""
+    """Return the size on which something fits, or the one with less of the objective."""
     if one.found is None or other.found is None:
         return one if other.found is None else other
     return min(one, other, key=lambda size: size.best.value)

@@ -69,7 +69,7 @@ class SearchResult:
 
     @property
     def objective(self) -> Objective:
-        """What all candidates are compared by."""
+        """The objective that all candidates are compared by."""
         return self.best.objective
 
     @cached_property
@@ -83,7 +83,7 @@ class SearchResult:
 
     @property
     def rivals(self) -> list[Candidate]:
-        """What the best was chosen from, the best first: if it is exact, exact candidates.
+        """The candidates that the best was chosen from, the best first: if it is exact, exact ones.
 
         With a target accuracy all of them, for then it is known how many epochs each needs.
         """
@@ -117,7 +117,7 @@ class SearchResult:
 
 
 def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
-    """What the objective counts of the candidates in each draw [candidates, DRAWS]."""
+    """The candidates' numbers to minimise in each draw [candidates, DRAWS]."""
     return np.stack([candidate.drawn for candidate in candidates])
 
 
@@ -190,9 +190,8 @@ def search(
         ranked += on_fewer(problem, exact, ranked, notify, objective)
     if not ranked:
         reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
-        raise Infeasible(
-            f"nothing fits:\n  {reasons}\n{smallest_change(problem, partial(options, exact=exact))}"
-        )
+        change = smallest_change(problem, partial(options, exact=exact))
+        raise Infeasible(f"nothing fits:\n  {reasons}\n{change}")
     ranked.sort(key=_value)
     return SearchResult(ranked, rejected)
 
@@ -206,20 +205,15 @@ def evaluate_all(
     """
     if objective.target:
         objective.target.must_cover(problem, candidates(problem, exact))
-    ranked: list[Candidate] = []
-    rejected: list[tuple[str, str]] = []
+    ranked, rejected = list[Candidate](), list[tuple[str, str]]()
     for family in families(problem):
         tried = 0
         for strategy in family.candidates(problem):
             tried += 1
             notify("evaluating candidates", f"{strategy} on {show_count(problem.ranks, 'rank')}")
             if exact and not strategy.settle(problem).exact:
-                rejected.append(
-                    (
-                        str(strategy.settle(problem)),
-                        "it is lossy, and --exact asks for exact strategies",
-                    )
-                )
+                why = "it is lossy, and --exact asks for exact strategies"
+                rejected.append((str(strategy.settle(problem)), why))
                 continue
             try:
                 there = placed(problem, strategy)
@@ -256,10 +250,8 @@ def on_fewer(
         if not is_told and objective.at_least(smaller, least(problem, len(gpus))) >= limit:
             continue
         for strategy in candidates(smaller, exact):
-            notify(
-                "evaluating candidates",
-                f"{strategy} on {len(gpus)} of {show_count(problem.ranks, 'GPU')}",
-            )
+            where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
+            notify("evaluating candidates", f"{strategy} {where}")
             with suppress(SpecError, Infeasible):
                 settled = strategy.settle(smaller)
                 limit_s = objective.longest(smaller, settled, limits[settled.exact])
@@ -317,15 +309,15 @@ def parts(cluster: Cluster, sizes_alone: bool = False) -> list[tuple[int, ...]]:
     server_counts = set(_halvings(cluster.servers))
     if cluster.fabric and 1 < cluster.fabric.below < cluster.servers:
         server_counts.add(cluster.fabric.below)
-    out = [
+    both = not sizes_alone and cluster.ranks <= MOST_HALVED
+    either = cluster.servers if not sizes_alone else 1
+    out = {
         tuple(server * each + gpu for server in range(servers) for gpu in sorted(path[:gpus]))
         for servers in server_counts
         for gpus in _halvings(each)
-        if gpus == each
-        or servers == 1
-        or (not sizes_alone and (cluster.ranks <= MOST_HALVED or servers == cluster.servers))
-    ]
-    return sorted({gpus for gpus in out if len(gpus) < cluster.ranks}, key=lambda g: (-len(g), g))
+        if both or gpus == each or servers in (1, either)
+    }
+    return sorted((gpus for gpus in out if len(gpus) < cluster.ranks), key=lambda g: (-len(g), g))
 
 
 def _halvings(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What would change the choice: other links, other devices, other depths.
+"""The links, devices and depths that would change the choice.
 
 The candidates that were found are predicted again with one number of the cluster multiplied; where
 all reasons are wanted, the search is repeated at other numbers of layers. The plan's objective
@@ -31,7 +31,7 @@ Scaled = Callable[[Cluster, Number], Cluster]
 
 
 def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
-    """What doubling a number of the cluster gives, and where another family wins.
+    """Say what doubling a number of the cluster gives, and where another family wins.
 
     As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins'. Empty
     for statistics on more than MOST_ESTIMATED GPUs, and where runs have decided otherwise than
@@ -39,31 +39,25 @@ def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
     """
     best = found.best.problem
     cluster = best.cluster
-    out: list[str] = []
-    if _runs_disagree(found):
-        return out
-    if not best.stats.known and cluster.ranks > MOST_ESTIMATED:
-        return out
+    if _runs_disagree(found) or (not best.stats.known and cluster.ranks > MOST_ESTIMATED):
+        return []
     notify("asking what would change the choice", "links and devices")
+    out: list[str] = []
     if cluster.servers > 1 and cluster.inter_node:
-        out += _of(
-            found,
-            "the bandwidth between servers",
-            lambda c, f: scaled.links(c, f, ["inter_node"]),
-            cluster.inter_node.bandwidth,
-        )
+        bandwidth = cluster.inter_node.bandwidth
+        out += _of_links(found, "the bandwidth between servers", ["inter_node"], bandwidth)
     if cluster.gpus_per_server > 1:
         inside = inside_servers(cluster)
         # of several links there is no one bandwidth to name
-        bandwidth = None if len(inside) > 1 else cluster.intra_node.bandwidth
-        out += _of(
-            found,
-            "the bandwidth inside servers",
-            lambda c, f: scaled.links(c, f, inside),
-            bandwidth,
-        )
-    out += _of(found, "the device's speed", scaled.device, None)
-    return out
+        only = None if len(inside) > 1 else cluster.intra_node.bandwidth
+        out += _of_links(found, "the bandwidth inside servers", inside, only)
+    return [*out, *_of(found, "the device's speed", scaled.device, None)]
+
+
+def _of_links(
+    found: SearchResult, name: str, links: list[str], bandwidth: float | None
+) -> Iterator[str]:
+    return _of(found, name, lambda cluster, by: scaled.links(cluster, by, links), bandwidth)
 
 
 def inside_servers(cluster: Cluster) -> list[str]:
@@ -72,7 +66,7 @@ def inside_servers(cluster: Cluster) -> list[str]:
 
 
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
-    """What doubling one number of the cluster gives, and where another family takes over."""
+    """Say what doubling one number of the cluster gives, and where another family takes over."""
     above = np.geomspace(1, REACH, STEPS + 1)[1:]
     winners, values = best_at(found, faster, [2.0, 1.0, *1 / above, *above])
     change = values[0] / found.best.value - 1
@@ -126,17 +120,15 @@ def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iter
     """
     best = found.best
     problem, layers = best.problem, best.problem.workload.layers
-    if _runs_disagree(found):
-        return
-    if problem.workload.mode == "mini":
-        return  # another depth needs other fanouts, which nobody has given
-    if problem.workload.module:
-        return  # its depth is its own
     nothing_compared = len(found.ranked) + len(found.rejected) == 1
-    if nothing_compared or not problem.stats.known or problem.stats.edges > MOST_EDGES:
+    if (
+        _runs_disagree(found)
+        or problem.workload.mode == "mini"  # another depth needs other fanouts, which nobody gave
+        or problem.workload.module  # its depth is its own
+        or found.objective.target  # no run says how many epochs another depth needs
+        or (nothing_compared or not problem.stats.known or problem.stats.edges > MOST_EDGES)
+    ):
         return
-    if found.objective.target:
-        return  # no run says how many epochs another depth needs
 
     on_fewer = any(candidate.problem.ranks < problem.cluster.ranks for candidate in found.ranked)
 

@@ -80,14 +80,11 @@ def recommendation(problem: Problem, found: SearchResult) -> str:
     best = found.best
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
-    number = show_count(used, unit)
-    if used < problem.ranks:
-        number = f"{used} of {show_count(problem.ranks, unit)}"
-    gradient = (
-        "the gradient is exact"
-        if best.strategy.exact
-        else "lossy, not the exact gradient (--exact leaves such strategies out)"
-    )
+    of_all = f"{used} of " if used < problem.ranks else ""
+    number = f"{of_all}{show_count(problem.ranks, unit)}"
+    gradient = "lossy, not the exact gradient (--exact leaves such strategies out)"
+    if best.strategy.exact:
+        gradient = "the gradient is exact"
     asked = ", as --strategy asks" if found.forced else ""
     asked = ", as measured" if found.measured else asked
     return f"{best.strategy} on {number}{asked}; {where_ranks_sit(best)}; {gradient}"
@@ -161,7 +158,7 @@ def inputs(problem: Problem) -> str:
 
 
 def tested(problem: Problem) -> str:
-    """What predictions have been compared with."""
+    """Say which runs predictions have been compared with."""
     if problem.cluster.device.kind != "cpu":
         return "predictions have been compared with runs on one GPU only"
     if set(problem.cluster.provenance.values()) == {GENERIC}:
@@ -197,7 +194,7 @@ def sources(provenance: dict[str, str]) -> str:
 
 
 def _kind(text: str) -> str:
-    """What a provenance says first.
+    """The kind of source that a provenance names first.
 
     >>> _kind("as inside the server: measured 2026-11-25"), _kind("from a colleague")
     ('measured', 'given')
@@ -222,11 +219,8 @@ def costs(best: Candidate) -> str:
     ]
     if best.host_bytes:
         room = best.problem.cluster.graph_room
-        limit = f" of {show_bytes(room)}" if room < np.inf else ""
-        words.insert(
-            2,
-            f"{show_bytes(best.host_bytes)}{limit} of graph data in the fullest server's memory",
-        )
+        held = show_bytes(best.host_bytes) + (f" of {show_bytes(room)}" if room < np.inf else "")
+        words.insert(2, f"{held} of graph data in the fullest server's memory")
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
     if best.epochs != ONE:
@@ -237,7 +231,7 @@ def costs(best: Candidate) -> str:
 
 
 def alone(problem: Problem, best: Candidate) -> str:
-    """What one GPU would take on the full graph: whether to distribute at all."""
+    """Say what one GPU would take on the full graph: whether to distribute at all."""
     on_gpus = problem.cluster.device.kind != "cpu" and best.objective.stated is None
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""

@@ -85,11 +85,10 @@ def points(
 
     Raises SpecError if any of them is not valid, so that nothing is planned in vain.
     """
-    out = []
-    for values in product(*(axis.values for axis in swept)):
-        at = {axis.field: value for axis, value in zip(swept, values, strict=True)}
-        out.append((at, point(base, at, settings, read)))
-    return out
+    fields = [axis.field for axis in swept]
+    every = product(*(axis.values for axis in swept))
+    ats = [dict(zip(fields, values, strict=True)) for values in every]
+    return [(at, point(base, at, settings, read)) for at in ats]
 
 
 def point(
@@ -180,13 +179,9 @@ def rows(
             out.append(row | {"best": None, "reason": str(error)})
             continue
         best = found.best
-        of_family = (
-            c
-            for c in found.ranked
-            if c.strategy.name == strategy.name
-            and c.strategy.exact >= strategy.exact
-            and c.problem.ranks == problem.ranks
-        )
+        on_all = (c for c in found.ranked if c.problem.ranks == problem.ranks)
+        alike = (c for c in on_all if c.strategy.name == strategy.name)
+        of_family = (c for c in alike if c.strategy.exact >= strategy.exact)
         same = None
         with suppress(Infeasible, SpecError):
             if problem.ranks == ranks:
@@ -226,11 +221,9 @@ def changes(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> list[dict
     for axis in swept:
         last: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
         for row in table:
-            others = tuple(
-                (field, value) for field, value in row["at"].items() if field != axis.field
-            )
             if row["best"] is None:
                 continue
+            others = tuple(item for item in row["at"].items() if item[0] != axis.field)
             before = last.get(others, row)
             if before["best"] != row["best"]:
                 told = "best" if before["family"] == row["family"] else "family"
@@ -250,11 +243,9 @@ def changes(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> list[dict
 def to_csv(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> str:
     """A line per point: the swept fields, then every column that some row has."""
     flat = [row["at"] | {key: value for key, value in row.items() if key != "at"} for row in table]
-    header = list(
-        dict.fromkeys([*(axis.field for axis in swept), *(key for row in flat for key in row)])
-    )
+    header = dict.fromkeys([*(axis.field for axis in swept), *(key for row in flat for key in row)])
     out = io.StringIO()
-    writer = csv.DictWriter(out, header, restval="", lineterminator="\n")
+    writer = csv.DictWriter(out, list(header), restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return out.getvalue()

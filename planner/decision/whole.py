@@ -51,7 +51,7 @@ class Whole:
 
     @cached_property
     def sizes(self) -> list[Candidate]:
-        """What is recommended in each mode on each number of GPUs that was asked about."""
+        """The recommended candidate in each mode on each number of GPUs that was asked about."""
         out = []
         for found in self.answers.values():
             by_gpus: dict[int, list[Candidate]] = {}

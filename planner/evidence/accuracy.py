@@ -1,4 +1,4 @@
-"""What runs showed of validation accuracy over epochs, as a target accuracy needs it
+"""The validation accuracy of runs over epochs, as a target accuracy needs it
 (decision/objective.py)."""
 
 from __future__ import annotations

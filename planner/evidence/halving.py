@@ -40,7 +40,7 @@ CONFIDENCE = 0.98
 
 
 class Reading(NamedTuple):
-    """What a turn has measured."""
+    """The measurements of a turn."""
 
     epochs_s: tuple[float, ...]  # without those that warm up
     wall_s: float  # of the turn, and of the run's start if it is the first

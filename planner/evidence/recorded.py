@@ -1,4 +1,4 @@
-"""What a finished run left in its folder: the lines of metrics.jsonl and the rank*.json."""
+"""The files of a finished run: the lines of metrics.jsonl and the rank*.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Part(TypedDict):
 
 
 class _Rank(TypedDict, total=False):
-    """What is read of a rank*.json; runs of older versions have less."""
+    """A rank*.json, as far as it is read; runs of older versions have less."""
 
     bytes: Required[dict[str, Count]]
     setup_bytes: Required[dict[str, Count]]
@@ -50,7 +50,7 @@ class _Rank(TypedDict, total=False):
 
 
 class _Epoch(TypedDict):
-    """What is read of a line of metrics.jsonl."""
+    """A line of metrics.jsonl, as far as it is read."""
 
     epoch: Number
     loss: Number

@@ -18,20 +18,8 @@ from gnnplan.planner.vocabulary.trace import (
     recorded_order,
 )
 from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import Played
-from gnnplan.testing.runs import (
-    test_a_measured_trace_survives_its_file as test_a_measured_trace_survives_its_file,
-)
-from gnnplan.testing.runs import test_bytes_of_every_operation as test_bytes_of_every_operation
-from gnnplan.testing.runs import test_evaluation_is_not_counted as test_evaluation_is_not_counted
-from gnnplan.testing.runs import (
-    test_nothing_starts_before_what_it_waits_for as test_nothing_starts_before_what_it_waits_for,
-)
-from gnnplan.testing.runs import test_order_of_operations as test_order_of_operations
-from gnnplan.testing.runs import test_set_up_bytes as test_set_up_bytes
-from gnnplan.testing.runs import (
-    test_validate_finds_no_fault as test_validate_finds_no_fault,
-)
 
 pytestmark = pytest.mark.timeout(110)
 
