@@ -8,6 +8,8 @@ training, and what one GPU would take where it is more than one.
 
 from __future__ import annotations
 
+from commands import words
+
 import gnnplan
 from gnnplan.planner.vocabulary.units import show_long
 
@@ -42,6 +44,7 @@ def cell(graph: str, cluster: str) -> str:
 
 
 def main() -> None:
+    words(__doc__)
     print("| graph |", " | ".join(CLUSTERS), "|")
     print("|---|" + "---|" * len(CLUSTERS))
     for graph in GRAPHS:

@@ -196,7 +196,7 @@ def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(
         "--cluster",
         cluster,
         "--layers",
-        4,
+        6,
         "--ranks",
         4,
         "--per",

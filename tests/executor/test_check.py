@@ -114,7 +114,7 @@ def test_a_strategy_that_cannot_carry_a_model_says_what_is_missing(prove: Prove)
         *("graph_parallel", "graph_parallel(narrow=True)", "graph_parallel(checkpoint=True)"),
         *("graph_parallel(trim=True)", "graph_parallel(buckets=2)", "gnnpipe(stages=2,chunks=1)"),
         *("granndis", "feature_parallel", "offload(chunks=3)", "offload(chunks=2)"),
-        *("data_parallel", "gsplit", "dnp"),
+        *("offload(chunks=2,trim=True)", "data_parallel", "gsplit", "dnp"),
     ]
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (7, 4)
 

@@ -101,7 +101,7 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
     if program.order is not None:
         before = -(-program.in_flight // len(known)) * len(known)
         return list(known), [1] * (before + len(known)), before
-    before = program.late + program.prefetch
+    before = program.late + min(program.prefetch, len(known))  # a long lead is never used up
     names = [known[step % len(known)] for step in range(-before, 0)]
     weights = [1] * before
     for name, run in groupby(known):
