@@ -205,7 +205,8 @@ class ForkServer:
         return self.fork({**os.environ, **env, "ARGV": json.dumps(argv)}, stderr)
 
     def close(self) -> None:
-        self.socket.close()  # the end of its input ends it
+        self.socket.shutdown(socket.SHUT_RDWR)  # its input ends, and with it the server, whoever
+        self.socket.close()  # else holds a copy, as a fork of this process does
         self.process.wait(10)
 
 

@@ -57,11 +57,11 @@ def chosen(
 
 
 def test_a_plan_takes_bfloat16_where_it_is_surely_faster(tmp_path: Path):
-    """Sums over Reddit's edges are bound by memory. The plan is that of --dtype bfloat16, and it says
-    what both types take and what rounding cost elsewhere."""
-    plan = gnnplan.plan("reddit", "l4_box", dtype="auto", layers=2)
+    """Sums over all of Reddit's edges are bound by memory. The plan is that of --dtype bfloat16, and
+    it says what both types take and what rounding cost elsewhere."""
+    plan = gnnplan.plan("reddit", "l4_box", dtype="auto", layers=2, per="epoch")
     asked = {
-        dtype: gnnplan.plan("reddit", "l4_box", dtype=dtype, layers=2)
+        dtype: gnnplan.plan("reddit", "l4_box", dtype=dtype, layers=2, per="epoch")
         for dtype in ("float32", "bfloat16")
     }
     told = plan.document["dtypes"]
