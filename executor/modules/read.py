@@ -44,11 +44,12 @@ from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, read_bytes
+from gnnplan.planner.vocabulary.units import show_percent
 
 MAX_SOURCE = 1 << 22  # [B] of a file that is executed
 MAX_PARAMETERS = 1 << 40  # [B] of a live module's file
@@ -94,17 +95,23 @@ def with_user_module(
     """
     user = read(model, problem.workload, GraphFields.of(problem), folder)
     given = list(given)
-    if user.pieces and problem.stats.nonzeros:
-        raise SpecError(
-            f"{model}: the features of {problem.stats.name} are sparse, and a module that is run as"
-            " it is written reads dense ones; convert the graph with gnnplan convert, whose folder"
-            " has dense features"
-        )
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), [
+        *made_dense(user, problem.stats),
         *assumed(user, given),
         *optional(user),
         *unread(user, problem.graph),
+    ]
+
+
+def made_dense(user: UserModule, stats: GraphStats) -> list[str]:
+    """Say that sparse features are made dense for the module."""
+    if user.pieces is None or not stats.nonzeros:
+        return []
+    share = stats.nonzeros / (stats.vertices * stats.features)
+    return [
+        f"the features of {stats.name} are made dense, of which {show_percent(share, 1)} are not 0:"
+        " a module that is run as it is written may do anything with them"
     ]
 
 

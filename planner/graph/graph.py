@@ -138,6 +138,16 @@ class Graph:
             array.flags.writeable = False
         return dataclasses.replace(self, x=x)
 
+    def dense(self) -> Graph:
+        """The graph with all numbers of its features, zeros too. Raises SpecError for too many."""
+        if isinstance(self.x, np.ndarray):
+            return self
+        rows, columns = self.x.shape
+        must_fit(self.stats.name, "features", rows * columns * self.x.dtype.itemsize)
+        x = self.x.toarray()
+        x.flags.writeable = False
+        return dataclasses.replace(self, x=x, stats=dataclasses.replace(self.stats, nonzeros=0))
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Numbers in each row of sparse features [N]."""

@@ -106,6 +106,9 @@ class Problem:
         if self.graph and self.workload.dtype != "float64":
             object.__setattr__(self, "graph", self.graph.in_float32())
         module = self.workload.module
+        if self.graph and self.workload.is_cut:  # the user's code may do anything with them
+            object.__setattr__(self, "graph", self.graph.dense())
+            object.__setattr__(self, "stats", replace(self.stats, nonzeros=0))
         if module is not None and module.inputs:
             dtype = self.workload.dtype
             graph, stats = with_inputs(self.graph, self.stats, module.inputs, dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,36 @@ def test_a_parameter_may_name_a_field_of_dgl() -> None:
         "edge_weight": "edge weight",
         "edge_feat": "edge feat",
     }
+
+
+WIDE = """
+import torch.nn.functional as F
+from torch import nn
+from torch_geometric.nn import GATConv
+
+class GAT(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b = GATConv(in_channels, 8, 8, dropout=0.6), GATConv(64, out_channels, 1)
+    def forward(self, x, edge_index):
+        h = F.elu(self.a(F.dropout(x, 0.6, self.training), edge_index))
+        return self.b(F.dropout(h, 0.6, self.training), edge_index)
+"""
+
+
+def test_coras_gat_trains_on_coras_words(tmp_path: Path, run_ranks: Ranks) -> None:
+    """1,433 columns, nearly all of them 0: a layer could not be counted, as its dropout was drawn in
+    one piece or two, and sparse features were refused with a remedy that gave sparse ones."""
+    rng = np.random.default_rng(0)
+    src, dst = rng.integers(0, 80, (2, 400))
+    x = (rng.random((80, 1433)) < 0.01).astype(np.float32)
+    np.savez(tmp_path / "words.npz", src=src, dst=dst, x=x, y=np.arange(80) % 3)
+    (tmp_path / "gat.py").write_text(WIDE)
+    case = Case("graph_parallel", str(tmp_path / "words.npz"), {"layers": 2, "dtype": "float64"})
+    plain = case.problem(2)
+    assert plain.stats.nonzeros
+    problem, notes = with_user_module(plain, f"{tmp_path / 'gat.py'}:GAT")
+    assert problem.stats.nonzeros == 0 and "are made dense" in " ".join(notes)
+    case = replace(case, workload=problem.workload.model_dump())
+    (two,) = run_ranks(2, [case])
+    assert two.losses == pytest.approx(run_ranks.alone(case).losses, rel=1e-9)

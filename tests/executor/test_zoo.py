@@ -161,3 +161,13 @@ def test_shared_parameters_are_kept_and_gone_on_with(
     resumed = run_ranks.alone(replace(case, resume=str(half.out)))
     assert resumed.losses == unbroken.losses
     assert all(torch.equal(w, unbroken.weights[name]) for name, w in resumed.weights.items())
+
+
+def test_a_stage_of_several_ranks_may_compute_nothing_before_its_first_layer(
+    graphs: dict[str, str],
+) -> None:
+    """SSGC's module was a traceback under gnnpipe: work that is nothing had no number per chunk."""
+    workload = Workload(dtype="float64")
+    workload = with_module(workload, module_of("zoo SSGC", workload), ())
+    problem = Case("", graphs["rough"], workload.model_dump()).problem(2)
+    assert parse("gnnpipe(stages=1,chunks=3)").settle(problem).predict(problem).epoch_s > 0

@@ -19,6 +19,7 @@ from gnnplan.executor.layers.kernels.sparse_rows import Pattern, Rows, SparseRow
 GOLDEN, _MIX1, _MIX2 = (
     n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+LEAST = 256
 
 
 def mix(z: Tensor) -> Tensor:
@@ -75,9 +76,10 @@ def dropout_mask(
     word, offset = divmod(first, 4)  # a word decides over four columns
     steps = torch.arange(word + 1, (first + width + 3) // 4 + 1, device=device) * GOLDEN
     mask = torch.empty(len(vertices), width, dtype=torch.bool, device=device)
-    # on CPUs 512 KiB of words together, which stay in cache
-    rows = max(1, 2**16 // max(len(steps), 1)) if device.type == "cpu" else max(len(vertices), 1)
-    for start in range(0, len(vertices), rows):
+    # on CPUs 512 KiB of words together, which stay in cache; but of LEAST rows, in which a layer is
+    # counted (executor/layers/count.py)
+    rows = max(LEAST, 2**16 // max(len(steps), 1)) if device.type == "cpu" else len(vertices)
+    for start in range(0, len(vertices), max(rows, 1)):
         words = mix(keys[start : start + rows, None] + steps)
         torch.ge(
             words.view(torch.int16)[:, offset : offset + width],

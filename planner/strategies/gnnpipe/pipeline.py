@@ -258,7 +258,8 @@ class Pipeline(Strategy):
         if len(model.layers) in piece:
             loss_forward, loss_backward = model.finish(rows)
             forward, backward = forward + loss_forward, backward + loss_backward
-        return forward, backward
+        nothing = Compute(flops=0.0 * rows)  # of each sub-chunk, where a piece computes nothing
+        return forward + nothing, backward + nothing
 
     def _packing(
         self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
