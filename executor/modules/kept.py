@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,9 @@ from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gnnplan.executor.modules.record import Unfit, is_the_users
 
@@ -59,8 +62,9 @@ def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """What a module, its parts, functions and the user's files keep beside tensors, by name:
-    numbers and words, and where iterators and random generators are."""
+    """What a module, its parts, functions and the user's files keep from call to call, by name:
+    numbers and words, tensors of one number or of whole ones, how much is in lists and sets, and
+    where iterators and random generators are. Batch norm's count of batches is none of it."""
     found: dict[str, Any] = {}
     files = {
         name: code
@@ -69,9 +73,16 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     }
 
     def note(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, (int, float, str)):
+        if isinstance(value, (list, tuple, dict, set, deque)):
+            found[f"the size of {name}"] = len(value)
+        if isinstance(value, (int, float, str, np.generic)):
             if value == value:  # what is no number differs from itself
                 found[name] = value
+        elif isinstance(value, Tensor):
+            counts = value.numel() == 1 or not value.is_floating_point()
+            learns = isinstance(value, nn.Parameter) or value.grad_fn is not None
+            if counts and not learns and value.layout == torch.strided:
+                found[name] = value.tolist()
         elif isinstance(value, (Iterator, random.Random, np.random.Generator)):
             with suppress(Exception):  # some cannot tell
                 found[name] = pickle.dumps(value)
@@ -89,7 +100,8 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
 
     note("os.environ", dict(os.environ), 1)
     for path, part in module.named_modules():
-        note(f"self.{path}".rstrip("."), vars(part), 3)
+        if not isinstance(part, _NormBase):
+            note(f"self.{path}".rstrip("."), vars(part), 3)
     for code in files.values():
         for name, value in tuple(vars(code).items()):
             note(f"{Path(str(code.__file__)).name}: {name}", value, 3)

@@ -132,15 +132,17 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
     only makes candidates better never makes the best comparable one worse. With an objective's
     slack the smallest of those that are nearly as good is chosen.
     """
-    best = min([c for c in candidates if c.is_comparable] or candidates, key=_value)
-    surely_less = (
-        c for c in candidates if c.value < best.value and c.chance_faster(best) >= SURE_SHARE
-    )
-    best = min(surely_less, key=_value, default=best)
+    first = min([c for c in candidates if c.is_comparable] or candidates, key=_value)
+
+    def is_surely_less(c: Candidate) -> bool:
+        return c.value < first.value and c.chance_faster(first) >= SURE_SHARE
+
+    best = min(filter(is_surely_less, candidates), key=_value, default=first)
     if best.objective.slack == 1.0:
         return best
     most = best.value * best.objective.slack
-    as_good = [c for c in candidates if c.value <= most and c.strategy.exact >= best.strategy.exact]
+    near = [c for c in candidates if c.value <= most]
+    as_good = [c for c in near if c.is_comparable or is_surely_less(c) or c is best]
     smallest = min(map(_size, as_good))
     if smallest == _size(best):
         return best

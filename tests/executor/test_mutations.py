@@ -317,6 +317,26 @@ KEPT: dict[str, tuple[str, str]] = {
         "self.kept = np.random.default_rng(1)",
         "h = h * (1 if self.kept.random() < 0.99 else 2)",
     ),
+    "a buffer of whole numbers": (
+        "del self.kept; self.register_buffer('kept', torch.zeros((), dtype=torch.long))",
+        "self.kept += 1\nh = h * (1 + 2 * (self.kept > 99).to(h.dtype))",
+    ),
+    "a tensor that counts": (
+        "self.kept = torch.zeros(())",
+        "self.kept = self.kept + 1\nh = h * (1 + 2 * (self.kept > 99).to(h.dtype))",
+    ),
+    "numpy's number": (
+        "self.kept = np.int64(0)",
+        "self.kept = self.kept + 1\nh = h * (3 if self.kept > 99 else 1)",
+    ),
+    "a set that grows": (
+        "self.kept = set()",
+        "self.kept.add(len(self.kept))\nh = h * (3 if len(self.kept) > 99 else 1)",
+    ),
+    "a list of tensors that grows": (
+        "self.kept = []",
+        "self.kept.append(h.detach())\nh = h * (3 if len(self.kept) > 99 else 1)",
+    ),
     "a tensor in a list": ("self.kept = [torch.ones(8)]", "h = h * self.kept[0].to(h.dtype)"),
     "a layer in a list": ("self.kept = [nn.Linear(8, 8).double()]", "h = self.kept[0](h)"),
 }
