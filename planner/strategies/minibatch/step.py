@@ -321,7 +321,7 @@ def program(
         batches.at,
         step_on,
         lambda: fill(problem, store),
-        prefetch=prefetch and prefetch + 1,  # one batch is loaded, so many wait
+        lead=prefetch and prefetch + 1,  # one batch is loaded, so many wait
     )
 
 

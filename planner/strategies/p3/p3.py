@@ -261,7 +261,7 @@ class P3(Slices):
             batches.steps,
             batches.at,
             step,
-            prefetch=self.prefetch,
+            lead=self.prefetch,
         )
         if self.pipelined:
             program = replace(program, order=pipelined(self.prefetch), in_flight=DELAY)

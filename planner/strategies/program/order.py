@@ -45,7 +45,7 @@ def _step_after_step(program: Program, steps: int) -> Iterator[Queued]:
     for step in range(steps):
         chunks = program.chunks(step)
         for ops in by_ranks(program.step(step)).values():
-            waits = _StepWaits(step, program.late, program.prefetch)
+            waits = _StepWaits(step, program.late, program.lead)
             for op, chunk in _chunk_by_chunk(ops, chunks):
                 yield Queued(op, step, waits.of(op, chunk), chunk)
 
@@ -76,8 +76,8 @@ def _empty(op: Op, chunk: int) -> bool:
 class _StepWaits:
     """What the operations of a step wait for, one after the other."""
 
-    def __init__(self, step: int, late: int, prefetch: int) -> None:
-        self.step, self.late, self.prefetch = step, late, prefetch
+    def __init__(self, step: int, late: int, lead: int) -> None:
+        self.step, self.late, self.lead = step, late, lead
         self.computed: tuple[Label, ...] = ()  # the last computation
         self.awaited: tuple[Label, ...] = ()  # what the next computation waits for
         self.beside: tuple[Label, ...] = ()  # what the update waits for besides
@@ -93,7 +93,7 @@ class _StepWaits:
             if op.op == "update":
                 after, self.beside = after + self.beside, ()
         elif op.lane == "host":
-            lead = self.prefetch if op.ahead else 0
+            lead = self.lead if op.ahead else 0
             after = () if self.hosted else (updated._replace(step=updated.step - lead),)
             self.hosted, self.awaited = True, (label,)
         elif op.lane == "copy":

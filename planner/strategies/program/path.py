@@ -101,7 +101,7 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
     if program.order is not None:
         before = -(-program.in_flight // len(known)) * len(known)
         return list(known), [1] * (before + len(known)), before
-    before = program.late + min(program.prefetch, len(known))  # a long lead is never used up
+    before = program.late + min(program.lead, len(known))  # a long lead is never used up
     names = [known[step % len(known)] for step in range(-before, 0)]
     weights = [1] * before
     for name, run in groupby(known):
@@ -125,7 +125,7 @@ def _begins(
 ) -> tuple[list[_Begin], list[list[int]]]:
     """When each operation begins, and the places of those with which each step ends.
 
-    An operation waits for what others that it waits for have not waited for: mostly for one.
+    What another that it waits for has waited for is left out: mostly one is left.
     """
     begins, over = list[_Begin](), list[int]()  # over: a bit for each place over when one begins
     last: dict[Label | str, int] = {}  # place of an operation, and of the last one of a lane

@@ -23,7 +23,7 @@ class Prediction:
     epoch_s: Number
     compute_s: Number  # of the busiest rank
     comm_s: Number  # exposed: not hidden behind computation
-    bubble_s: Number  # waiting: the rest of the epoch; 0 where steps overlap (it is in comm_s)
+    bubble_s: Number  # waiting for slower ranks, or for chunks (account.py)
     bytes: dict[str, int]  # by operation
     bytes_by_link: dict[str, int]  # by intra_node, inter_node, island
     setup_bytes: int

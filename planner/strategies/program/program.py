@@ -109,7 +109,7 @@ class Op:
     Readers know three names: 'halo' is an exchange of rows between their owners, 'loss' ends a
     forward pass, 'update' ends a step. Any other is free; `validate` has words for some (MOVED in
     evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and `layer`. What is
-    `ahead` is done on that lane, on the host up to `prefetch` steps before its own begins, a copy
+    `ahead` is done on that lane, on the host up to `lead` steps before its own begins, a copy
     one step before. An all-reduce is `beside` the backward pass if only later all-reduces and the
     update wait for it. An `idle` operation has empty work: it is how long a rank waits. `phase` is
     the part of its step that it belongs to, for a pipeline that has phases of several steps under
@@ -193,7 +193,7 @@ class Program:
     # exchanges before step 0, not counted in an epoch
     setup: Callable[[], Iterable[Op]] = lambda: ()
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
-    prefetch: int = 0  # steps by which what is `ahead` may be ahead
+    lead: int = 0  # steps by which what is `ahead` may be ahead
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
     order: Order | None = None  # None: step after step (order.py)
     in_flight: int = 1  # steps after which all that overlaps is under way
@@ -215,7 +215,7 @@ class Program:
     @property
     def overlaps(self) -> bool:
         """Whether several steps are under way at once."""
-        return bool(self.late or self.prefetch or self.order)
+        return bool(self.late or self.lead or self.order)
 
     @property
     def setup_bytes(self) -> int:
