@@ -134,7 +134,7 @@ def certainty(found: SearchResult) -> str:
         return "nothing else was compared" if found.forced else "nothing else may be chosen"
     among, size = "", ""
     if found.is_smaller:
-        size = f"the fewest GPUs within {show_percent(NEAR)} of the best value; by itself "
+        size = f"the fewest GPUs within {show_percent(NEAR)} of the best value; it is "
     if len(found.rivals) < len(found.ranked):
         of_all = show_percent(found.outlook(found.best).chance_fastest)
         among = " of exact strategies"

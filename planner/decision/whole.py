@@ -114,7 +114,10 @@ class Whole:
         if saved <= 0:
             return [f"{most} are slower"]
         times = gpu_hours(whole[0]) / gpu_hours(best)
-        return [f"{most} would save {show_long(saved)} and take {times:.2g} times the GPU hours"]
+        hours = f"take {times:.1f} times the GPU hours"
+        if times < 1.05:
+            hours = f"take {'as many' if times > 0.95 else 'fewer'} GPU hours"
+        return [f"{most} would save {show_long(saved)} and {hours}"]
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         """A size's numbers, JSON-ready."""

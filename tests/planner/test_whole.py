@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -259,3 +260,13 @@ def test_ogbn_papers100m_has_citations_both_ways():
     assert not both.directed and len(both.notes) == len(once.notes) == 1
     rows = [expected_frontier(stats, 1024, (15, 10, 5)).rows[0] for stats in (both, once)]
     assert rows[0] == pytest.approx(671e3, rel=0.05) and rows[1] < rows[0] / 8
+
+
+def test_gpu_hours_that_hardly_differ_are_not_given_as_one_times():
+    """It said "8 would save 1.9 min and take 1 times the GPU hours"."""
+    document = planned("ogbn-papers100M", "l4_box").document
+    four, eight = (r for r in document["sizes"] if r["mode"] == "mini" and r["gpus"] in (4, 8))
+    assert four["recommended"] and 0.95 < eight["gpu_hours"] / four["gpu_hours"] < 1.05
+    assert re.search(
+        r"; 8 would save [\d.]+ s and take as many GPU hours;", document["summary"]["answer"]
+    )
