@@ -86,3 +86,15 @@ def norm_of(name: str, width: int) -> nn.Module | None:
         return None
     kinds: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm}
     return kinds[name](width)
+
+
+def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tensor:
+    """ReLU of the norm of x."""
+    if norm is None:
+        return x.relu()
+    if isinstance(norm, BatchNorm):
+        normed: Tensor = norm(x, moments)
+        return normed.relu_()
+    assert isinstance(norm, nn.LayerNorm)
+    weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
+    return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).relu_()
