@@ -9,7 +9,7 @@ Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast, overload
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gnnplan.executor.layers.kernels import (
     Block,
     FeatureRows,
-    SparseRows,
+    Rows,
     aggregate,
     aggregate_beside,
     attend,
@@ -48,14 +48,10 @@ class KnownLayer(Layer):
             empty = torch.zeros(shape) if len(shape) == 1 else torch.empty(shape)
             self.register_parameter(name, nn.Parameter(empty))
 
-    @overload
-    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor: ...
-    @overload
-    def prepare(self, x: SparseRows, drop: Drop, moments: Tensor | None = None) -> SparseRows: ...
-    def prepare(self, x: FeatureRows, drop: Drop, moments: Tensor | None = None) -> FeatureRows:
+    def prepare(self, x: Rows, drop: Drop, moments: Tensor | None = None) -> Rows:
         if self.spec.activates:
             assert isinstance(x, Tensor)
-            x = activated(self.norm, x, moments)
+            x = cast(Rows, activated(self.norm, x, moments))
         return drop(x) if self.spec.drops else x
 
     def project(self, rows: FeatureRows) -> Tensor:
@@ -119,13 +115,16 @@ class _Tensors:
         assert self.on is not None
         return self.on
 
+    def _matrix(self, name: str) -> Tensor:
+        return cast(Tensor, self.layer._parameters[name])
+
     def _bias(self, name: str) -> Tensor | None:
         return None if self.is_partial else self.layer._parameters.get(name)
 
     def linear(
         self, terms: Sequence[tuple[Tensor, str]], bias: str = "", relu: bool = False
     ) -> Tensor:
-        both = [(rows, self.layer.get_parameter(weight)) for rows, weight in terms]
+        both = [(rows, self._matrix(weight)) for rows, weight in terms]
         if len(both) == 1:
             return linear(*both[0], self._bias(bias), relu)
         return linear_sum(both, self._bias(bias), relu)
@@ -164,7 +163,7 @@ class _Tensors:
 
         Under P3 [z of some columns | a_l z | a_r z], with logits of all columns. Destinations alone
         have an a_r z then; in the other rows it is zero."""
-        to_sources, to_readers = self.layer.get_parameter("attention").chunk(2, 1)
+        to_sources, to_readers = self._matrix("attention").chunk(2, 1)
         if self.sync is None:
             return torch.cat([z, _logits(z, to_sources)], 1)
         own, away = self.block.n_dst, self.block.n_src - self.block.n_dst
@@ -177,12 +176,12 @@ class _Tensors:
         h_out, block = self.layer.spec.h_out, self.block
         z, of_source, of_reader = torch.split(x, [h_out, heads, x.shape[1] - h_out - heads], 1)
         if not of_reader.shape[1]:
-            to_readers = self.layer.get_parameter("attention").chunk(2, 1)[1]
+            to_readers = self._matrix("attention").chunk(2, 1)[1]
             of_reader = _logits(block.own_rows(z), to_readers)
         return attend(block, z, of_source, block.own_rows(of_reader))
 
     def attend_pairs(self, x: Tensor, heads: int) -> Tensor:
-        return attend_pairs(self.block, x, self.layer.get_parameter("attention"))
+        return attend_pairs(self.block, x, self._matrix("attention"))
 
 
 def _read(rows: FeatureRows) -> Tensor:

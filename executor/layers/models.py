@@ -72,7 +72,7 @@ class Net(nn.Module):
                 self.products[str(number)] = nn.Linear(
                     shapes.layers[number - 1].h_out, self.jumped, bias=number == self.total
                 )
-        self.relu = [shapes.relu_after(n) for n in range(self.total + 1)]
+        self.relu_after = shapes.relu_after  # whether a layer (0: the encoder) ends in ReLU
         self.to(weight_dtype_of(workload))
         if shapes.nonzeros and 1 in self.which:
             self._store_by_columns()
@@ -130,10 +130,6 @@ class Net(nn.Module):
             ends = {"encoder": 1, "decoder": self.total, "norm": self.total}
             if (ends[part] if part in ends else int(number)) in layers:
                 yield parameter
-
-    def relu_after(self, number: int) -> bool:
-        """Whether layer `number` (0: the encoder) ends in ReLU."""
-        return self.relu[number]
 
     def batch_norm(self, number: int) -> BatchNorm | None:
         """The norm of layer `number` (L + 1: the decoder) if it needs moments."""

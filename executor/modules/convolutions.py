@@ -30,18 +30,11 @@ class Convolution:
 
     kind: str  # as Workload.model
     weights: Mapping[str, Where]  # by the name in the convolution
-    heads: int
-    middle: int  # GIN: width between its two products
+    layer: Mapping[str, int]  # fields of a ModuleLayer
+    fields: Mapping[str, float]  # of a Workload, if it is the first layer
     hops: int  # SGC: layers that it is
-    alpha: float  # GCNII
-    theta: float  # GCNII, if it is the first layer
     drops: float  # DGL: p of the dropout of its inputs
     residual: Residual | None  # that it adds itself
-
-    @property
-    def bias(self) -> bool:
-        """Whether it has one, as a GCNII that has none is said to."""
-        return self.kind == "gcnii" or any(at.name == "bias" for at in self.weights.values())
 
 
 def is_known(part: nn.Module) -> bool:
@@ -68,14 +61,20 @@ def known(conv: Any) -> Convolution:
         residual = Residual(linear=True, bias="bias_residual" in shapes)
     elif type(getattr(conv, "res_fc", None)).__name__ == "Identity":
         residual = Residual()
+    fields: dict[str, float] = {}
+    layer = {"bias": kind == "gcnii" or "bias" in shapes}  # which is said to have one
+    if "attention" in shapes:
+        fields["heads"] = layer["heads"] = shapes["attention"][1]
+    if kind == "gin":
+        layer["middle"] = shapes["weight"][0]
+    if kind == "gcnii":
+        fields = {"alpha": conv.alpha, "theta": float(f"{math.expm1(conv.beta):.12g}")}
     return Convolution(
         kind,
         weights,
-        heads=shapes["attention"][1] if "attention" in shapes else 0,
-        middle=shapes["weight"][0] if kind == "gin" else 0,
+        layer,
+        fields,
         hops=getattr(conv, "K", getattr(conv, "_k", 1)) if kind == "sgc" else 1,
-        alpha=conv.alpha if kind == "gcnii" else 0.0,
-        theta=float(f"{math.expm1(conv.beta):.12g}") if kind == "gcnii" else 0.0,
         drops=conv.feat_drop.p if hasattr(conv, "feat_drop") else 0.0,
         residual=residual,
     )

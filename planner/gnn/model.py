@@ -537,13 +537,10 @@ def _layer(workload: Workload, place: int, h_in: int, h_out: int, projects_first
 
 def _widths(workload: Workload, features: int, classes: int) -> Iterator[tuple[int, int]]:
     """(H_in, H_out) of each layer."""
-    kind = _kind_of(workload)
-    inside = [kind.width(workload, classes)] * (workload.layers - 1)
-    if kind.encodes:
-        return pairwise([workload.hidden, *inside, workload.hidden])
-    if workload.module and kind.has_relu:
-        return pairwise([features, *(layer.h_out for layer in workload.module.layers)])
-    return pairwise([features, *inside, classes])
+    kind, module = _kind_of(workload), workload.module
+    first, last = (workload.hidden,) * 2 if kind.encodes else (features, classes)
+    outs = [kind.width(workload, classes)] * (workload.layers - 1) + [last]
+    return pairwise([first, *([layer.h_out for layer in module.layers] if module else outs)])
 
 
 def _caches_aggregate(workload: Workload) -> bool:
