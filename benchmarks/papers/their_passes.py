@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, ROWS, SOURCES, Amount
-from gnnplan.planner.gnn.layer import Layer, Played
+from gnnplan.planner.gnn.kinds import Layer
+from gnnplan.planner.gnn.layer import Played
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.trace import Work
 from gnnplan.planner.problem.problem import Problem

@@ -2,7 +2,8 @@
 
 Open
     layer.py    for what a strategy needs of a layer, and the base class of all
-    models.py   for the layers (GCN, GraphSAGE, GCNII, GAT, GEN), and the whole `Net`
+    known.py    for layers of the kinds in planner/gnn/kinds.py
+    models.py   for the whole `Net`
     norms.py    for batch norm over all ranks' rows
     count.py    for what a layer that is not in the planner's formulas does
     blocks.py   for features, and `weighted_block`: a layer's edges with weights

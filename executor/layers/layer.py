@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from gnnplan.executor.layers.kernels import (
     Block,
     FeatureRows,
-    SparseRows,
+    Rows,
     aggregate,
     dropout,
 )
@@ -50,18 +50,8 @@ class Drop:
     first: int = 0  # column of the model's row that they begin with
     training: bool = True
 
-    @overload
-    def __call__(self, rows: Tensor) -> Tensor: ...
-    @overload
-    def __call__(self, rows: SparseRows) -> SparseRows: ...
-    @overload
-    def __call__(self, rows: FeatureRows) -> FeatureRows: ...
-    def __call__(self, rows: FeatureRows) -> FeatureRows:
-        if self.p == 0.0:
-            return rows
+    def __call__(self, rows: Rows) -> Rows:
         numbers = self.seed, self.epoch, self.layer, self.vertices, self.p, self.first
-        if isinstance(rows, Tensor):
-            return dropout(rows, *numbers)
         return dropout(rows, *numbers)
 
 
@@ -85,17 +75,12 @@ class Layer(nn.Module):
     reads_whole: bool = False
     by_columns: tuple[str, ...] = ()
 
-    @overload
-    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor: ...
-    @overload
-    def prepare(self, x: SparseRows, drop: Drop, moments: Tensor | None = None) -> SparseRows: ...
-    def prepare(self, x: FeatureRows, drop: Drop, moments: Tensor | None = None) -> FeatureRows:
+    def prepare(self, x: Rows, drop: Drop, moments: Tensor | None = None) -> Rows:
         """Row-wise [S, H_in] -> [S, H_in], before anything is read from neighbours.
 
         moments [2, H_in]: of batch norm (models.BatchNorm), which layers of ours may have.
         """
-        dropped: FeatureRows = drop(x)
-        return dropped
+        return drop(x)
 
     def possible(self, x: Tensor) -> Tensor:
         """Of any numbers [S, H_in] such that the layer may be given."""

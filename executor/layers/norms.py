@@ -29,21 +29,31 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(width))
         self.register_buffer("running_var", torch.ones(width))
 
+    @property
+    def shift(self) -> Tensor:
+        """What is taken off rows before they are summed, so that small numbers keep their digits:
+        the running mean [H]."""
+        return self.running_mean
+
     @torch.no_grad()
     def sums(self, x: Tensor) -> Tensor:
-        """Sum and sum of squares of rows x [., H] minus the running mean -> [2, H]."""
-        shifted = x - self.running_mean  # small numbers keep their digits
+        """Sum and sum of squares of rows x [., H] minus `shift` -> [2, H]."""
+        shifted = x - self.shift
         return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
 
     @torch.no_grad()
     def moments(self, sums: Tensor, count: int) -> Tensor:
         """Mean and variance [2, H] of `count` rows from their sums; updates the running ones."""
-        shift, square = sums / count
-        variance = (square - shift * shift).clamp_(min=0.0)
-        moments = torch.stack([self.running_mean + shift, variance])
-        self.running_mean += self.momentum * shift
-        self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
+        mean, square = sums / count
+        variance = (square - mean * mean).clamp_(min=0.0)
+        moments = torch.stack([self.shift + mean, variance])
+        self.keep(mean, variance * (count / max(count - 1, 1)))
         return moments
+
+    def keep(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running moments; mean: beyond `shift`."""
+        self.running_mean += self.momentum * mean
+        self.running_var.lerp_(variance, self.momentum)
 
     def forward(self, x: Tensor, moments: Tensor | None) -> Tensor:
         """x [S, H] normalised by the moments; None (evaluation): by the running ones."""
@@ -86,3 +96,15 @@ def norm_of(name: str, width: int) -> nn.Module | None:
         return None
     kinds: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm}
     return kinds[name](width)
+
+
+def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tensor:
+    """ReLU of the norm of x."""
+    if norm is None:
+        return x.relu()
+    if isinstance(norm, BatchNorm):
+        normed: Tensor = norm(x, moments)
+        return normed.relu_()
+    assert isinstance(norm, nn.LayerNorm)
+    weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
+    return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).relu_()

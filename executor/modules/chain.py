@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from gnnplan.executor.modules.convolutions import Convolution, is_known, known
 from gnnplan.executor.modules.cut import live_nodes
 from gnnplan.executor.modules.record import Node, Opaque, Recorded
-from gnnplan.planner.gnn.workload import Jump, Residual
+from gnnplan.planner.gnn.kinds import Residual
+from gnnplan.planner.gnn.workload import Jump
 
 CLOSE = 1e-9  # of the largest number
 NORMS: dict[type[nn.Module], Literal["batch", "layer"]] = {

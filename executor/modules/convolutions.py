@@ -13,54 +13,14 @@ from typing import Any
 from torch import nn
 
 from gnnplan.executor.modules.parameters import Where
-from gnnplan.planner.gnn.workload import Residual
+from gnnplan.planner.gnn.kinds import KINDS, Residual
 
-# By library and class: its kind as Workload.model, and where ours has its parameters, as
-# "theirs=ours:view"; the view of ours (parameters.VIEWS) has their shape. It may lack some of them.
+# by library and class: its kind as Workload.model, and where ours has its parameters
 CONVOLUTIONS = {
-    "torch_geometric": {
-        "GCNConv": ("gcn", "lin.weight=weight bias=bias"),
-        "SAGEConv": ("sage", "lin_l.weight=weight lin_l.bias=bias lin_r.weight=weight_self"),
-        "GATConv": (
-            "gat",
-            "lin.weight=weight att_src=attention:left att_dst=attention:right bias=bias"
-            " res.weight=weight_residual",
-        ),
-        "GATv2Conv": (
-            "gatv2",
-            "lin_l.weight=weight:upper lin_l.bias=bias_in:upper lin_r.weight=weight:lower"
-            " lin_r.bias=bias_in:lower att=attention:heads bias=bias res.weight=weight_residual",
-        ),
-        "GINConv": (
-            "gin",
-            "nn.0.weight=weight nn.0.bias=bias nn.2.weight=weight_out nn.2.bias=bias_out",
-        ),
-        "GCN2Conv": ("gcnii", "weight1=weight:transposed"),
-        "SGConv": ("sgc", "lin.weight=weight lin.bias=bias"),
-    },
-    "dgl": {
-        "GraphConv": ("gcn", "weight=weight:transposed bias=bias"),
-        "SAGEConv": ("sage", "fc_neigh.weight=weight fc_self.weight=weight_self fc_self.bias=bias"),
-        # where it multiplies its residual, it has no other bias
-        "GATConv": (
-            "gat",
-            "fc.weight=weight attn_l=attention:left attn_r=attention:right bias=bias"
-            " res_fc.weight=weight_residual res_fc.bias=bias",
-        ),
-        "GATv2Conv": (
-            "gatv2",
-            "fc_src.weight=weight:upper fc_src.bias=bias_in:upper fc_dst.weight=weight:lower"
-            " fc_dst.bias=bias_in:lower attn=attention:heads"
-            " res_fc.weight=weight_residual res_fc.bias=bias_residual",
-        ),
-        "GINConv": (
-            "gin",
-            "apply_func.0.weight=weight apply_func.0.bias=bias"
-            " apply_func.2.weight=weight_out apply_func.2.bias=bias_out",
-        ),
-        "GCN2Conv": ("gcnii", "weight1=weight:transposed"),
-        "SGConv": ("sgc", "fc.weight=weight fc.bias=bias"),
-    },
+    (library, words[0]): (kind, words[1:])
+    for kind, ours in KINDS.items()
+    for library, theirs in (("torch_geometric", ours.pyg), ("dgl", ours.dgl))
+    if (words := theirs.split())
 }
 
 
@@ -70,31 +30,28 @@ class Convolution:
 
     kind: str  # as Workload.model
     weights: Mapping[str, Where]  # by the name in the convolution
-    heads: int
-    middle: int  # GIN: width between its two products
+    layer: Mapping[str, int]  # fields of a ModuleLayer
+    fields: Mapping[str, float]  # of a Workload, if it is the first layer
     hops: int  # SGC: layers that it is
-    alpha: float  # GCNII
-    theta: float  # GCNII, if it is the first layer
     drops: float  # DGL: p of the dropout of its inputs
     residual: Residual | None  # that it adds itself
-
-    @property
-    def bias(self) -> bool:
-        """Whether it has one, as a GCNII that has none is said to."""
-        return self.kind == "gcnii" or any(at.name == "bias" for at in self.weights.values())
 
 
 def is_known(part: nn.Module) -> bool:
     """Whether it is one of these convolutions, and no class that is derived from one."""
-    library = type(part).__module__.partition(".")[0]
-    return type(part).__name__ in CONVOLUTIONS.get(library, {})
+    return _class_of(part) in CONVOLUTIONS
+
+
+def _class_of(part: nn.Module) -> tuple[str, str]:
+    """Its library and its name."""
+    return type(part).__module__.partition(".")[0], type(part).__name__
 
 
 def known(conv: Any) -> Convolution:
     """A convolution in our terms."""
-    kind, names = CONVOLUTIONS[type(conv).__module__.partition(".")[0]][type(conv).__name__]
+    kind, names = CONVOLUTIONS[_class_of(conv)]
     state, weights = conv.state_dict(), {}
-    for theirs, ours in (pair.split("=") for pair in names.split()):
+    for theirs, ours in (pair.split("=") for pair in names):
         name, _, view = ours.partition(":")
         if theirs in state:
             weights[theirs] = Where(name, view or "whole")
@@ -104,14 +61,20 @@ def known(conv: Any) -> Convolution:
         residual = Residual(linear=True, bias="bias_residual" in shapes)
     elif type(getattr(conv, "res_fc", None)).__name__ == "Identity":
         residual = Residual()
+    fields: dict[str, float] = {}
+    layer = {"bias": kind == "gcnii" or "bias" in shapes}  # which is said to have one
+    if "attention" in shapes:
+        fields["heads"] = layer["heads"] = shapes["attention"][1]
+    if kind == "gin":
+        layer["middle"] = shapes["weight"][0]
+    if kind == "gcnii":
+        fields = {"alpha": conv.alpha, "theta": float(f"{math.expm1(conv.beta):.12g}")}
     return Convolution(
         kind,
         weights,
-        heads=shapes["attention"][1] if "attention" in shapes else 0,
-        middle=shapes["weight"][0] if kind == "gin" else 0,
+        layer,
+        fields,
         hops=getattr(conv, "K", getattr(conv, "_k", 1)) if kind == "sgc" else 1,
-        alpha=conv.alpha if kind == "gcnii" else 0.0,
-        theta=float(f"{math.expm1(conv.beta):.12g}") if kind == "gcnii" else 0.0,
         drops=conv.feat_drop.p if hasattr(conv, "feat_drop") else 0.0,
         residual=residual,
     )

@@ -27,11 +27,8 @@ def described(chain: Chain) -> tuple[dict[str, Any], dict[str, Any]]:
         "hidden": layers[0].h_out,
         "dropout": chain.dropout,
         "norm": norms.pop() if norms else "none",
+        **first.convolution.fields,
     }
-    if layers[0].heads:
-        fields["heads"] = layers[0].heads
-    if kind == "gcnii":
-        fields |= {"alpha": first.convolution.alpha, "theta": first.convolution.theta}
     return fields, {"layers": tuple(layers), "relu": chain.relu, "jump": chain.jump}
 
 
@@ -39,12 +36,10 @@ def _layer(step: Step) -> ModuleLayer:
     return ModuleLayer(
         h_in=step.call.reads.shape[1],
         h_out=step.call.makes.shape[1],
-        heads=step.convolution.heads,
-        middle=step.convolution.middle,
         norm=NORMS[type(step.norm.part)] if step.norm else "none",
         drops=bool(step.p),
-        bias=step.convolution.bias,
         residual=step.residual,
+        **step.convolution.layer,
     )
 
 

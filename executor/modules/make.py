@@ -5,6 +5,7 @@ they run."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -21,7 +22,7 @@ from torch import nn
 from gnnplan.executor.modules import limits
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.files import read_bytes, suggest
 
 # Names of parameters that a module is made with, as PyG, DGL and their examples call them.
 ARGUMENTS = {
@@ -48,6 +49,30 @@ ARGUMENTS = {
     "heads": ("heads", "num_heads"),
     "dropout": ("dropout",),
 }
+
+
+MAX_SOURCE = 1 << 22  # [B] of a file that is executed
+
+
+def source_of(model: str) -> tuple[Path, str, str] | None:
+    """The file of FILE.py:NAME, the name, and the file's SHA-256; None: it names no such thing.
+
+    Raises SpecError if the file cannot be read."""
+    path, colon, name = model.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        return None
+    file = Path(path).resolve()
+    return file, name, hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest()
+
+
+def as_planned(file: Path, sha256: str, most: int = MAX_SOURCE) -> bytes:
+    """The content of a file. Raises SpecError if it is no longer what was planned."""
+    content = read_bytes(file, most, "plan again")
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise SpecError(
+            f"{file} has changed since the plan was made; plan again, or put the file back"
+        )
+    return content
 
 
 def in_file(file: Path, name: str) -> object:

@@ -5,7 +5,6 @@ the workload. Ranks make the layers anew, from the same file."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -17,14 +16,13 @@ import torch
 
 from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
 from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
-from gnnplan.executor.modules.make import in_file, make
-from gnnplan.executor.modules.read import MAX_SOURCE, Source, with_user_module
+from gnnplan.executor.modules.make import as_planned, in_file, make, source_of
+from gnnplan.executor.modules.read import Source, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import read_bytes
 
 
 def with_user_model(
@@ -66,11 +64,9 @@ def names_layer(model: Source, seed: int) -> bool:
                 f" 'layer.py:{kind.__name__}'"
             )
         return False
-    path, colon, name = model.rpartition(":")
-    if not colon or not path.endswith(".py"):
+    if (source := source_of(model)) is None:
         return False
-    file = Path(path).resolve()
-    read_bytes(file, MAX_SOURCE)  # refuses what cannot be read
+    file, name, _ = source
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         found = in_file(file, name)
@@ -84,12 +80,13 @@ def own_layers(workload: Workload, model: str, features: int, classes: int) -> W
             f"norm: {model} is a layer of your own, which norms in its prepare or update (norm:"
             f" {workload.norm}); leave norm out"
         )
-    path, _, name = model.rpartition(":")
-    file = Path(path).resolve()
+    source = source_of(model)
+    assert source is not None  # names_layer
+    file, name, sha256 = source
     module = Module(
         file=str(file),
         name=name,
-        sha256=hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest(),
+        sha256=sha256,
         features=features,
         classes=max(classes, 1),
         layers=tuple(
@@ -181,8 +178,5 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
 @lru_cache(maxsize=2)
 def class_in(file: Path, name: str, sha256: str) -> object:
     """The class in a file with this content. Raises SpecError."""
-    if hashlib.sha256(read_bytes(file, MAX_SOURCE, "plan again")).hexdigest() != sha256:
-        raise SpecError(
-            f"{file} has changed since the plan was made; plan again, or put the file back"
-        )
+    as_planned(file, sha256)
     return in_file(file, name)

@@ -169,22 +169,11 @@ class PackedNorm(BatchNorm):
             shift[columns] = self._tensor(told["running_mean"])
         return shift
 
-    @torch.no_grad()
-    def sums(self, x: Tensor) -> Tensor:
-        shifted = x - self.shift
-        return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
-
-    @torch.no_grad()
-    def moments(self, sums: Tensor, count: int) -> Tensor:
-        shift, square = sums / count
-        variance = (square - shift * shift).clamp_(min=0.0)
-        moments = torch.stack([self.shift + shift, variance])
+    def keep(self, mean: Tensor, variance: Tensor) -> None:
         for columns, told in self.columns:
             share = told["momentum"]
-            unbiased = variance[columns] * (count / max(count - 1, 1))
-            self._tensor(told["running_mean"]).add_(shift[columns], alpha=share)
-            self._tensor(told["running_var"]).lerp_(unbiased, share)
-        return moments
+            self._tensor(told["running_mean"]).add_(mean[columns], alpha=share)
+            self._tensor(told["running_var"]).lerp_(variance[columns], share)
 
     def normed(self, piece: Piece, values: Values, moments: Tensor | None) -> Values:
         """The values of a piece's batch norms; moments [2, W]; None: the running ones."""

@@ -8,7 +8,6 @@ they are faster, and every strategy can split them."""
 from __future__ import annotations
 
 import copy
-import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -29,7 +28,14 @@ from gnnplan.executor.modules.chain import NoChain, parts_of
 from gnnplan.executor.modules.convert import converted
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
-from gnnplan.executor.modules.make import ARGUMENTS, in_file, make
+from gnnplan.executor.modules.make import (
+    ARGUMENTS,
+    MAX_SOURCE,
+    as_planned,
+    in_file,
+    make,
+    source_of,
+)
 from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import (
@@ -48,10 +54,9 @@ from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir, read_bytes
+from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.units import show_percent
 
-MAX_SOURCE = 1 << 22  # [B] of a file that is executed
 MAX_PARAMETERS = 1 << 40  # [B] of a live module's file
 # FILE.py:NAME, or a live object
 Source = str | nn.Module | Callable[..., nn.Module]
@@ -61,13 +66,11 @@ Source = str | nn.Module | Callable[..., nn.Module]
 class UserModule:
     """A user's module, and what it is.
 
-    fields: of the Workload. arguments: that the class or function was called with, by its own
-    names. trained: its pieces, or the parameters that our layers start with."""
+    fields: of the Workload. trained: its pieces, or the parameters that our layers start with."""
 
     module: nn.Module
     fields: Mapping[str, Any]
     description: Module
-    arguments: Mapping[str, Any]
     trained: Parameters | Pieces
 
     @property
@@ -136,15 +139,14 @@ def read(
     module may read and write rows of other widths.
 
     Raises SpecError, of a file with its line."""
-    file, sha256 = None, ""
+    source: tuple[Path | None, str, str] | None
     if isinstance(model, str):
-        path, colon, name = model.rpartition(":")
-        if not colon or not path.endswith(".py"):
-            raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
-        file = Path(path).resolve()
-        sha256 = hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest()
+        source = source_of(model)
     else:
-        name = getattr(model, "__name__", type(model).__name__)
+        source = None, getattr(model, "__name__", type(model).__name__), ""
+    if source is None:
+        raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
+    file, name, _ = source
 
     def made() -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(workload.seed)
@@ -163,9 +165,7 @@ def read(
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
             must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
-            return _understood(
-                module, arguments, workload, graph, folder, own_widths, (file, name, sha256)
-            )
+            return _understood(module, arguments, workload, graph, folder, own_widths, source)
     except Unfit as unfit:
         raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
 
@@ -208,7 +208,7 @@ def _understood(
         arguments=tuple(arguments.items()),
         **own,
     )
-    return UserModule(module, fields, description, arguments, trained)
+    return UserModule(module, fields, description, trained)
 
 
 def _described(
@@ -331,14 +331,10 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     Raises SpecError if the file is no longer what was planned."""
     module = workload.own
     path = Path(module.file)
-    most = MAX_PARAMETERS if path.suffix == live.PICKLED else MAX_SOURCE
-    source = read_bytes(path, most, "plan again")
-    if hashlib.sha256(source).hexdigest() != module.sha256:
-        raise SpecError(
-            f"{path} has changed since the plan was made; plan again, or put the file back"
-        )
+    is_pickled = path.suffix == live.PICKLED
+    source = as_planned(path, module.sha256, MAX_PARAMETERS if is_pickled else MAX_SOURCE)
     with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-        if path.suffix == live.PICKLED:
+        if is_pickled:
             kept = live.loaded(source)
             if isinstance(kept, Parameters):
                 return kept
@@ -404,7 +400,7 @@ def with_module(
     if it breaks a rule of the workload."""
     given = list(given)
     field_of = {alias: field for field, aliases in ARGUMENTS.items() for alias in aliases}
-    used = {field_of.get(argument) for argument in user.arguments}
+    used = {field_of.get(argument) for argument, _ in user.description.arguments}
     for field in given:
         if field in used or field not in user.fields:
             continue
@@ -429,7 +425,7 @@ def assumed(user: UserModule, given: Collection[str]) -> list[str]:
     return [
         f"{user.description.name} is made with {argument}={value}, the default, since it requires"
         f" one and none was given; --set {field}=.. gives another"
-        for argument, value in user.arguments.items()
+        for argument, value in user.description.arguments
         if (field := field_of[argument]) not in ("features", "classes", *given)
     ]
 

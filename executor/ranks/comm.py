@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -62,8 +62,8 @@ class Exchange:
         `into`: the buffer for the copy of dense rows.
         """
         if into is None or isinstance(rows, SparseRows):
-            return rows.index_select(0, self.positions)
-        return torch.index_select(rows, 0, self.positions, out=into)
+            return cast(Rows, rows.index_select(0, self.positions))
+        return cast(Rows, torch.index_select(rows, 0, self.positions, out=into))
 
     def forward(self, packed: Tensor, into: Tensor | None = None) -> Tensor:
         """Send packed rows and receive the halo [sum take, H], in `into` if given.

@@ -24,7 +24,7 @@ from gnnplan.executor.layers.kernels import (
     backward,
     gradient_of,
 )
-from gnnplan.executor.layers.models import GCNLayer
+from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Turn
@@ -131,7 +131,7 @@ class Worker(layerwise.Worker):
             if course.joins:
                 entered.out = net.update(sums, own, x, self.x0, relu)
             else:
-                entered.out = self._end_by_columns(cast(GCNLayer, net), sums, turn, relu)
+                entered.out = self._end_by_columns(cast(KnownLayer, net), sums, turn, relu)
             return self._enter(entered.out, step, layer + 1)
 
     def _sum_columns(
@@ -156,10 +156,10 @@ class Worker(layerwise.Worker):
             columns = aggregate(columns)
         return turn.to_rows(label._replace(op="to_rows"), columns) if joins else [columns]
 
-    def _end_by_columns(self, net: GCNLayer, sums: Tensor, turn: Turn, relu: bool) -> Tensor:
+    def _end_by_columns(self, net: KnownLayer, sums: Tensor, turn: Turn, relu: bool) -> Tensor:
         """What a layer of GCN or SGC does to sums [N, C], of own columns."""
-        if net.bias is not None:
-            sums = sums + net.bias[turn.columns[self.rank.rank]]
+        if net.spec.bias:
+            sums = sums + net.get_parameter("bias")[turn.columns[self.rank.rank]]
         return sums.relu() if relu else sums
 
     def _backward(

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
@@ -105,8 +106,8 @@ def problems(draw: st.DrawFn) -> Problem:
         overlap_tax=draw(st.sampled_from([0.0, 0.4])),
         **draw(st.sampled_from([{}, {**gathers, "row_bandwidth": 5e9}])),
     )
-    model = draw(st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"]))
-    norm = None if model in ("gcnii", "sgc") else draw(st.sampled_from([None, "layer", "batch"]))
+    model = draw(st.sampled_from([*KINDS]))
+    norm = None if KINDS[model].instead else draw(st.sampled_from([None, "layer", "batch"]))
     return problem_of(
         draw(st.sampled_from(GRAPHS)),
         where,

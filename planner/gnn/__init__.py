@@ -3,7 +3,8 @@
     fields.py       what a user may say of it, with rule, default and meaning
     workload.py     the specification that a user gives, and which fields go together
     model.py        a model's layers, and the work of each
-    layer.py        what a kind of layer does, operation by operation
+    kinds.py        what a kind of layer has and does, for the executor too
+    layer.py        work and memory of a layer on any block, from its operations
     operations.py   what torch does for each operation, in both passes: work, and what is kept
     trace.py        how operations follow each other, and gradients go back through them
     products.py     products of rows with a matrix, and the shapes that oneDNN makes code for

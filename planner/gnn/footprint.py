@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from gnnplan.planner.gnn.amounts import Block, Tape, block_of
 from gnnplan.planner.gnn.counted import amount
-from gnnplan.planner.gnn.layer import Layer, Played
+from gnnplan.planner.gnn.kinds import Layer
+from gnnplan.planner.gnn.layer import Played
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.gnn.products import Product

@@ -1,20 +1,9 @@
-"""What a layer does, operation by operation. Its work and its memory follow (operations.py).
-
-A layer first prepares its input rows (norm, activation, dropout). Then it does two things, in the
-order that costs less: it multiplies rows by its matrix, and it aggregates rows over the edges.
-
-    h_{l-1} [S, H_{l-1}]   prepare | project | gather | update    h_l [R, H_l]     projects_first
-                           prepare | gather  | update                              otherwise
-
-R rows are written (destinations) and S rows are read (sources, which include the destinations).
-The executor's layers do the same (executor/layers/models.py)."""
+"""What a layer of a kind does on any block: its work and its memory, from its operations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from gnnplan.planner.gnn.amounts import (
     EDGES,
@@ -29,165 +18,10 @@ from gnnplan.planner.gnn.amounts import (
     peaks,
 )
 from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
+from gnnplan.planner.gnn.kinds import KINDS, Given, Layer, update
 from gnnplan.planner.gnn.operations import Operations
 from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Value, Work
-from gnnplan.planner.gnn.workload import Residual
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The shape of one layer, and what it does to its inputs."""
-
-    h_in: int
-    h_out: int
-    kind: str = "gcn"  # what it does (KINDS); 'own': a layer of the user's, which was counted
-    # multiplies, then aggregates: its output is narrower, or it is attention, or it reads sparse
-    # features
-    projects_first: bool = False
-    matrices: int = 1  # products with a matrix [h_in, h_out]; 0: the layer only aggregates
-    sums: int = 1  # aggregations over the edges; a softmax of messages is a ratio of two
-    heads: int = 0  # of attention; each adds a logit to a projected row
-    # Norm and ReLU are the first thing that the layer does to its inputs. Otherwise they are the
-    # last thing that the layer before does.
-    activates: bool = False
-    norm: str = "none"  # of its inputs, if it activates them: 'layer' or 'batch'
-    drops: bool = True  # dropout of its inputs
-    bias: bool = True
-    middle: int = 0  # GIN: numbers per row between its two products; 0: there is one
-    residual: Residual | None = None
-    counted: Counted | None = None
-
-    @property
-    def weights(self) -> int:
-        """Numbers in its parameters."""
-        return self.counted.weights if self.counted else played(self, PLAIN).weights
-
-    @property
-    def edges(self) -> str:
-        """Those that it asks for (executor/layers/layer.py)."""
-        return self.counted.edges if self.counted else KINDS[self.kind].edges
-
-    @property
-    def self_edges(self) -> bool:
-        """Whether it aggregates over its own row too."""
-        return self.edges in ("gcn", "loop")
-
-    @property
-    def weighs_edges(self) -> bool:
-        """Whether its edges have weights: those of a mean, or GCN's norm."""
-        return self.edges in ("gcn", "mean")
-
-    @property
-    def gathers_linearly(self) -> bool:
-        """Whether its gathering is a weighted sum of rows."""
-        return self.counted.linear if self.counted else KINDS[self.kind].linear
-
-    @property
-    def reads_own(self) -> bool:
-        """Whether it reads the rows of its destinations besides what it aggregates."""
-        return self.matrices > 1 or self.residual is not None or self.counted is not None
-
-    @property
-    def multiplied(self) -> int:
-        """Numbers per row after the first matrix."""
-        # GATv2: a logit is of a sum of two rows, so a row has parts for readers and for sources
-        return 2 * self.h_out if self.kind == "gatv2" else self.middle or self.h_out
-
-    @property
-    def projected(self) -> int:
-        """Numbers per projected row."""
-        if self.counted:
-            return self.counted.gathered
-        return self.multiplied + self.heads * (self.kind == "gat")
-
-    @property
-    def gathered(self) -> int:
-        """Numbers per row that is summed over the edges."""
-        if self.counted:
-            return self.counted.gathered
-        return (self.middle or self.h_out) if self.projects_first else self.h_in
-
-
-# -- what the kinds do -----------------------------------------------------------------------------
-
-
-class Given(NamedTuple):
-    """What a kind of layer is given for its `update`."""
-
-    gathered: Value
-    own: Value  # the destinations' own prepared rows
-    inputs: Value  # their inputs
-    relu: bool
-
-
-def _gcn(ops: Operations, spec: Layer, given: Given) -> Value:
-    """GCN; a layer of SGC may have no matrix."""
-    if spec.matrices and not spec.projects_first:
-        return ops.linear([given.gathered], spec.h_in, spec.h_out, spec.bias, given.relu)
-    out = ops.bias(given.gathered) if spec.bias else given.gathered
-    return ops.relu(out, in_place=False) if given.relu else out
-
-
-def _sage(ops: Operations, spec: Layer, given: Given) -> Value:
-    shape = spec.h_in, spec.h_out
-    if not spec.projects_first:
-        return ops.linear([given.own, given.gathered], *shape, spec.bias, given.relu)
-    out = ops.add(given.gathered, ops.linear([given.own], *shape, spec.bias))
-    return ops.relu(out) if given.relu else out
-
-
-def _gin(ops: Operations, spec: Layer, given: Given) -> Value:
-    if spec.projects_first:
-        hidden = ops.relu(ops.bias(given.gathered))
-    else:
-        hidden = ops.linear([given.gathered], spec.h_in, spec.middle, True, True)
-    return ops.linear([hidden], spec.middle, spec.h_out, spec.bias, given.relu)
-
-
-def _gcnii(ops: Operations, spec: Layer, given: Given) -> Value:
-    """The aggregate is mixed with initial rows, and with its own product."""
-    mixed = ops.lerp(given.gathered, ops.initial_rows(spec.h_in))
-    mixed.lives_on = True
-    out = ops.lerp(mixed, ops.linear([mixed], spec.h_in, spec.h_out))
-    ops.done(mixed)
-    return ops.relu(out) if given.relu else out
-
-
-def _attention(ops: Operations, spec: Layer, given: Given) -> Value:
-    out = ops.bias(given.gathered) if spec.bias else given.gathered
-    return ops.relu(out, in_place=spec.bias) if given.relu else out
-
-
-def _gen(ops: Operations, spec: Layer, given: Given) -> Value:
-    """ResGCN+: the aggregate plus own rows, a product, plus inputs."""
-    rows = ops.add(given.gathered, given.own)
-    out = ops.linear([rows], spec.h_in, spec.h_out, spec.bias)
-    return ops.add(out, given.inputs) if spec.activates else out
-
-
-class Kind(NamedTuple):
-    """A kind of layer."""
-
-    update: Callable[[Operations, Layer, Given], Value]  # what it does after it gathered
-    edges: str
-    # Kernels on a GPU, without those of dropout and norm (tests/executor/test_launches.py).
-    launches: tuple[int, int]
-    linear: bool = True  # its gathering is a weighted sum
-
-
-KINDS = {
-    "gcn": Kind(_gcn, "gcn", (6, 6)),
-    "sage": Kind(_sage, "mean", (8, 8)),
-    "gin": Kind(_gin, "loop", (10, 11)),
-    "gcnii": Kind(_gcnii, "gcn", (10, 12)),
-    "gat": Kind(_attention, "loop", (15, 21), linear=False),
-    "gatv2": Kind(_attention, "loop", (8, 15), linear=False),
-    "gen": Kind(_gen, "one", (9, 8), linear=False),
-}
-
-
-# -- from the operations to what is told of them ---------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,16 +35,12 @@ class Played:
     held: Amounts
     moments: int
     products: tuple[Product, ...]
-    weights: int  # numbers in its parameters
-
-
-PLAIN = Setting(4, 4, False, 0.0, False, False, False, False)  # as parameters depend on none
 
 
 @cache
 def played(spec: Layer, setting: Setting) -> Played:
     """A layer's operations, forward and backward."""
-    ops = Operations(setting)
+    ops = Operations(setting, {} if spec.counted else spec.parameters)
     return _told(ops, _all_of(ops, spec))
 
 
@@ -223,7 +53,7 @@ def played_rowwise(
     twice: it has two readers, whose gradients are added."""
     ops = Operations(setting)
     out = _prepare(ops, spec, _inputs(ROWS, spec, setting))
-    out = ops.linear([out], spec.h_in, h_out, spec.bias, relu) if h_out else out
+    out = ops.product([out], spec.h_in, h_out, spec.bias, relu) if h_out else out
     ops.passes(0, SUM * twice, out)
     return _told(ops, out)
 
@@ -235,7 +65,7 @@ def _told(ops: Operations, out: Value) -> Played:
     ops.go_back(out)
     held = Amounts((kept, *forward, *peaks(tape.held)))
     ways = ops.forward, ops.back
-    return Played(ways, ops.project, held, len(forward), tuple(ops.products), ops.weights)
+    return Played(ways, ops.project, held, len(forward), tuple(ops.products))
 
 
 def _inputs(rows: Amount, spec: Layer, setting: Setting) -> Value:
@@ -249,7 +79,7 @@ def _prepare(ops: Operations, spec: Layer, x: Value) -> Value:
 
 
 def _all_of(ops: Operations, spec: Layer) -> Value:
-    setting, residual = ops.setting, spec.residual
+    setting = ops.setting
     x = _inputs(LOCAL if setting.narrow else SOURCES, spec, setting)
     prepared = x if setting.apart else _prepare(ops, spec, x)
     prepared.lives_on = True
@@ -262,14 +92,7 @@ def _all_of(ops: Operations, spec: Layer) -> Value:
     gathered, own = _gather(ops, spec, prepared)
     gathered.lives_on = True
     inputs = Value(ROWS, x.width, x.varies) if setting.apart else ops.first_rows(x)
-    after = residual is None or residual.after_relu
-    out = KINDS[spec.kind].update(ops, spec, Given(gathered, own, inputs, setting.relu and after))
-    if residual:
-        mine = own if residual.of == "prepared" else inputs
-        if residual.linear:
-            mine = ops.linear([mine], spec.h_in, spec.h_out, residual.bias)
-        out = ops.add(out, mine)
-        out = ops.relu(out) if setting.relu and not after else out
+    out = update(ops, spec, Given(gathered, own, inputs, setting.relu))
     # who calls the backward pass of what was before the exchange holds own rows
     held = {out, x, prepared} if setting.narrow and spec.reads_own else {out, x}
     for value in {gathered, prepared} - held:
@@ -279,39 +102,22 @@ def _all_of(ops: Operations, spec: Layer) -> Value:
 
 def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value]:
     """What is gathered, and the destinations' own prepared rows."""
-    setting = ops.setting
+    setting, kind = ops.setting, KINDS[spec.kind]
     own = Value(OWN, spec.h_in, setting.varies)
     adds = spec.gathers_linearly and not spec.projects_first
     if adds and (setting.cached or setting.apart):
         return Value(ROWS, spec.h_in, setting.varies), own
-    if spec.kind == "sage" and adds:
+    if kind.beside and adds:
         return ops.aggregate_beside(prepared, spec.sums)
     rows = prepared
     if spec.projects_first:
-        rows = ops.linear([rows], spec.h_in, spec.multiplied, bias=spec.kind == "gatv2")
-        rows = ops.beside_logits(rows, spec.heads) if spec.kind == "gat" else rows
+        rows = kind.project(ops, spec, rows)
     if setting.narrow:
         rows.lives_on = True
         own = ops.segment(ops.first_rows(prepared), OWN)
         rows = ops.segment(rows, SOURCES)
-    gathered = _sum(ops, spec, rows)
+    gathered = kind.gather(ops, spec, rows)
     return gathered, own if setting.apart or setting.narrow else ops.first_rows(prepared)
-
-
-def _sum(ops: Operations, spec: Layer, rows: Value) -> Value:
-    if spec.kind == "gat":
-        return ops.attend(rows, spec.heads)
-    if spec.kind == "gatv2":
-        return ops.attend_pairs(rows, spec.heads)
-    if spec.kind == "gen":
-        return _messages(ops, spec, rows)
-    return ops.aggregate(rows, spec.sums)
-
-
-def _messages(ops: Operations, spec: Layer, rows: Value) -> Value:
-    """ResGCN+: messages ReLU(x) summed, or weighted by a softmax."""
-    messages = ops.shift(rows if spec.activates else ops.relu(rows, in_place=False))
-    return ops.softmax_aggregate(messages) if spec.sums > 1 else ops.aggregate(messages, spec.sums)
 
 
 # -- layers of the user's own ----------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from gnnplan.planner.gnn.amounts import block_of
 from gnnplan.planner.gnn.counted import between
-from gnnplan.planner.gnn.layer import KINDS, Layer, Played, played, played_rowwise
+from gnnplan.planner.gnn.kinds import KINDS, Kind, Layer
+from gnnplan.planner.gnn.layer import Played, played, played_rowwise
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, MASKED_IN_PASSING, RELU, VECTOR
 from gnnplan.planner.gnn.trace import SUM, Setting, Work
 from gnnplan.planner.gnn.workload import Jump, Module, Workload
@@ -28,7 +29,6 @@ MASK = 5
 # taken one by one. In longer rows it costs one.
 SHORT = 5
 COLUMN = 4  # [B] of the column of a number of a sparse row, at least
-ENCODING = ("gcnii", "resgcn")  # an encoder before the first layer, a decoder after the last
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,12 @@ class Model:
         """Numbers in the parameters of a run of layers, with the encoder or decoder at its ends."""
         total = sum(self.layers[layer - 1].weights for layer in layers)
         if self.encoder and 1 in layers:
-            total += self.encodes.weights
+            total += _linear(*self.encoder)
         if self.decoder and len(self.layers) in layers and not self.ends:
-            total += self.decodes.weights
-        if self.jump:
-            total += sum(self.adds(layer).weights for layer in layers)
+            total += _linear(*self.decoder) + self.decoder_inputs.norm_weights
+        if self.jump and self.jump.of == "cat":
+            widths = [self.layers[layer - 1].h_out for layer in layers]
+            total += sum(widths) * self.jumped + self.jumped * (len(self.layers) in layers)
         return total
 
     @cached_property
@@ -466,36 +467,42 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     [(40, 16), (16, 16), (16, 5)]
     """
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
-    module, encodes = workload.module, workload.model in ENCODING
+    module, kind = workload.module, _kind_of(workload)
     layers = _as_in_module(_layers(workload, features, classes, nonzeros > 0), module)
     jump = module.jump if module else None
-    decoder = (workload.hidden, classes) if encodes else None
+    decoder = (workload.hidden, classes) if kind.encodes else None
     ends = module is not None and module.ends
     if (jump and jump.of == "sum" and jump.linear) or ends:
         decoder = (layers[-1].h_out, classes)
     return Model(
         layers=layers,
-        encoder=(features, workload.hidden) if encodes else None,
+        encoder=(features, workload.hidden) if kind.encodes else None,
         decoder=decoder,
         dropout=workload.dropout,
         itemsize=workload.itemsize,
         weight_itemsize=workload.weight_itemsize,
         features=features,
         classes=classes,
-        hands_on_initial=workload.model == "gcnii",
-        norm=_norm_of(workload),
-        activates_last=workload.model == "resgcn" or ends,
+        hands_on_initial=kind.reads_initial,
+        norm=workload.norm or kind.norm,
+        activates_last=kind.activates or ends,
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
-        relu=workload.model != "sgc" and (module is None or module.relu),
+        relu=kind.has_relu and (module is None or module.relu),
         jump=jump,
         ends=ends,
         is_cut=workload.is_cut,
     )
 
 
-def _norm_of(workload: Workload) -> str:
-    return workload.norm or ("layer" if workload.model == "resgcn" else "none")
+def _linear(h_in: int, h_out: int) -> int:
+    """Numbers in the parameters of a Linear."""
+    return h_in * h_out + h_out
+
+
+def _kind_of(workload: Workload) -> Kind:
+    """The kind of a workload's layers; layers of the user's own are put together as GCN's are."""
+    return KINDS.get(workload.model, Kind())
 
 
 def _layers(workload: Workload, features: int, classes: int, sparse: bool) -> Iterator[Layer]:
@@ -503,60 +510,37 @@ def _layers(workload: Workload, features: int, classes: int, sparse: bool) -> It
 
     They project first where that narrows the rows. The first one does not where its aggregate is
     cached, and always does on sparse features."""
-    attends, encodes = workload.model in ("gat", "gatv2"), workload.model in ENCODING
-    norm = _norm_of(workload)
+    kind = _kind_of(workload)
+    norm = workload.norm or kind.norm
     for place, (h_in, h_out) in enumerate(_widths(workload, features, classes)):
-        reads_features = place == 0 and not encodes
+        reads_features = place == 0 and not kind.encodes
         narrows = h_out < h_in and not (reads_features and _caches_aggregate(workload))
-        projects_first = attends or narrows or (reads_features and sparse)
+        projects_first = kind.attends or narrows or (reads_features and sparse)
         layer = _layer(workload, place, h_in, h_out, projects_first)
         # a module has norms of its own
         normed = norm != "none" and not workload.module
-        yield (
-            _activating(layer, norm) if place and (normed or workload.model == "resgcn") else layer
-        )
+        yield _activating(layer, norm) if place and (normed or kind.activates) else layer
 
 
 def _layer(workload: Workload, place: int, h_in: int, h_out: int, projects_first: bool) -> Layer:
-    """A layer, counted from 0. A matrix and a bias make it GCN's (Kipf and Welling 2017)."""
-    layer, ends = Layer(h_in, h_out, "gcn", projects_first), place == workload.layers - 1
-    match workload.model:
-        case "sage":  # Hamilton et al. 2017: a matrix for neighbours, a matrix for the own row
-            return replace(layer, kind="sage", matrices=2)
-        case "gat" | "gatv2":  # Velickovic et al. 2018; Brody et al. 2022
-            return replace(layer, kind=workload.model, heads=1 if ends else workload.heads)
-        case "gin":  # Xu et al. 2019: a perceptron of two matrices, hidden rows between them
-            module = workload.module
-            middle = module.layers[place].middle if module else workload.hidden
-            return replace(layer, kind="gin", middle=middle)
-        case "sgc":  # Wu et al. 2019: the first layer has the matrix, the last one the bias
-            begins = place == 0
-            return replace(layer, matrices=int(begins), drops=begins, bias=ends)
-        case "gcnii":  # Chen et al. 2020: a matrix per layer, and no bias
-            return replace(layer, kind="gcnii", bias=False)
-        case "resgcn":  # Li et al. 2020 (DeeperGCN, Res+)
-            sums = 2 if workload.aggregation == "softmax" else 1
-            return replace(layer, kind="gen", sums=sums, drops=False)
-        case "own":
-            own = workload.own.layers[place]
-            counted = own.counted
-            if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
-                counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
-            assert counted is not None
-            return Layer(h_in, h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
-    return layer
+    """A layer, counted from 0."""
+    if workload.model != "own":
+        layer = Layer(h_in, h_out, workload.model, projects_first)
+        return KINDS[workload.model].shaped(layer, workload, place)
+    own = workload.own.layers[place]
+    counted = own.counted
+    if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
+        counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
+    assert counted is not None
+    return Layer(h_in, h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
 
 
 def _widths(workload: Workload, features: int, classes: int) -> Iterator[tuple[int, int]]:
     """(H_in, H_out) of each layer."""
-    inside = [workload.hidden] * (workload.layers - 1)
-    if workload.model in ENCODING:
-        return pairwise([workload.hidden, *inside, workload.hidden])
-    if workload.model == "sgc":
-        return pairwise([features, *[classes] * workload.layers])
-    if workload.module:
-        return pairwise([features, *(layer.h_out for layer in workload.module.layers)])
-    return pairwise([features, *inside, classes])
+    kind, module = _kind_of(workload), workload.module
+    first, last = (workload.hidden,) * 2 if kind.encodes else (features, classes)
+    outs = [kind.width(workload, classes)] * (workload.layers - 1) + [last]
+    return pairwise([first, *([layer.h_out for layer in module.layers] if module else outs)])
 
 
 def _caches_aggregate(workload: Workload) -> bool:
@@ -574,6 +558,7 @@ def _as_in_module(layers: Iterable[Layer], module: Module | None) -> tuple[Layer
             layer if own.norm == "none" else _activating(layer, own.norm),
             drops=own.drops,
             heads=own.heads,
+            middle=own.middle,
             bias=layer.bias and own.bias,
             residual=own.residual,
         )

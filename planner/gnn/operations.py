@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gnnplan.planner.gnn.amounts import EDGES, LOCAL, NOTHING, OWN, READ, ROWS, Amount
+from gnnplan.planner.gnn.kinds import Shapes
 from gnnplan.planner.gnn.products import Product, block_rows
-from gnnplan.planner.gnn.trace import SUM, GatherOf, Trace, Value
+from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Trace, Value
 from gnnplan.planner.vocabulary.schedule import HASH_BYTES
 
 # Numbers that a processor multiplies at once. A product of fewer columns costs as much as one of
@@ -41,7 +42,12 @@ COPY = 2  # of rows into place: a product's gradients are made block by block
 
 
 class Operations(Trace):
-    """The operations, each with its work and its memory."""
+    """The operations, each with its work and its memory (kinds.Arithmetic, and more)."""
+
+    def __init__(self, setting: Setting, parameters: Shapes | None = None) -> None:
+        """parameters: shapes of a layer's, by name."""
+        super().__init__(setting)
+        self.parameters = parameters or {}
 
     # -- on rows ---------------------------------------------------------------------------------
 
@@ -52,7 +58,6 @@ class Operations(Trace):
         if norm == "none":
             out = self.like(x)
             return self.note(out, (x,), (out,))
-        self.weights += 2 * int(x.width)
         if norm == "batch":
             self.passes(*MOMENTS, Value(ROWS, x.width, True))
         size = self.size(x.rows, x.width)
@@ -84,6 +89,12 @@ class Operations(Trace):
         return replace(self.made(x.rows, x.width, x.varies), sparse=x.sparse)
 
     def linear(
+        self, terms: Sequence[tuple[Value, str]], bias: str = "", relu: bool = False
+    ) -> Value:
+        h_out, h_in = self.parameters[terms[0][1]]
+        return self.product([x for x, _ in terms], h_in, h_out, bias in self.parameters, relu)
+
+    def product(
         self, terms: Sequence[Value], h_in: int, h_out: int, bias: bool = False, relu: bool = False
     ) -> Value:
         """Rows of h_in numbers times a matrix [h_in, h_out]; of several, the sum of products."""
@@ -93,7 +104,6 @@ class Operations(Trace):
         out = self.made(terms[-1].rows, h_out, True)
         summed = len(terms) - 1 if not setting.in_place else 0  # products that are added apart
         self.tape.touch(summed * self.size(out.rows, h_out))
-        self.weights += len(terms) * h_in * h_out + bias * h_out
         for x in terms:
             self._multiply(x, h_in, h_out)
         tensor = sum((x.rows for x in terms), NOTHING)
@@ -167,8 +177,9 @@ class Operations(Trace):
         return x.rows.room_of_sum(int(x.width), self.setting.weight_itemsize)
 
     def bias(self, x: Value) -> Value:
-        """x plus a vector."""
-        self.weights += int(x.width)
+        """x plus a vector, if the layer has one."""
+        if "bias" not in self.parameters:
+            return x
         self.passes(*BIAS, x)
         out = self.made(x.rows, x.width, True)
         return self.note(out, (x,), passes_on=True, temporaries=(self.of_vector(x),))
@@ -191,11 +202,17 @@ class Operations(Trace):
         self.passes(SCALED, 0, x)
         return self.note(self.like(x), (x,), passes_on=True)
 
-    def lerp(self, x: Value, y: Value) -> Value:
+    def lerp(self, x: Value, y: Value, by: str) -> Value:
         """A weighted mean of both."""
         self.passes(SUM, SCALED * (x.varies + y.varies), x)
         out = self.made(x.rows, x.width, x.varies or y.varies)
         return self.note(out, (x, y))
+
+    def towards_product(self, x: Value, weight: str, by: str) -> Value:
+        x.lives_on = True
+        out = self.lerp(x, self.linear([(x, weight)]), by)
+        self.done(x)
+        return out
 
     def initial_rows(self, width: int) -> Value:
         """GCNII: the encoder's rows. Their gradient is put among those of others, and added."""
@@ -245,11 +262,11 @@ class Operations(Trace):
         """Weights of edges in the type of rows."""
         return EDGES * self.setting.unrounded
 
-    def softmax_aggregate(self, x: Value, times: int = 1) -> Value:
+    def softmax_aggregate(self, x: Value) -> Value:
         """Means of messages, weighted by their softmax: a ratio of two sums."""
         of_x = self.size(x.rows, x.width)
         of_rows = self.size(ROWS, x.width)
-        self.sums(int(x.width), 2 * times, 2 * times)
+        self.sums(int(x.width), 2, 2)
         self.forward.add(hash_ops=x.rows * x.width)
         self.passes(12, 11, x)
         self.passes(6.5, 6, Value(ROWS, x.width, True))
@@ -262,7 +279,6 @@ class Operations(Trace):
     def beside_logits(self, z: Value, heads: int) -> Value:
         """GAT: projected rows with a logit per head."""
         size = self.size(z.rows, z.width)
-        self.weights += 2 * int(z.width)
         self.tape.touch(size)  # z times the attention vector
         out = self.made(z.rows, z.width + heads, True)
         self.passes(5, 7, out)
@@ -297,7 +313,6 @@ class Operations(Trace):
         """GATv2: sums of z by a softmax of logits of sums of two rows; x has z for readers' sums,
         and what the reader's own logits are made of, side by side."""
         setting, h_out = self.setting, int(x.width) // 2
-        self.weights += h_out
         self.sums(h_out, 3, 6)
         self._weigh(heads)
         z, sums, pairs = (Value(rows, h_out, True) for rows in (x.rows, ROWS, EDGES))

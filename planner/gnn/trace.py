@@ -141,7 +141,6 @@ class Trace:
         self.forward, self.back = Work(), Work()
         self.project = Work(), Work()  # before the exchange of projected rows
         self.products: list[Product] = []
-        self.weights = 0  # numbers in its parameters
         self.nodes: list[Node] = []
 
     # -- tensors -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.fields import FANOUT, Fields
+from gnnplan.planner.gnn.kinds import KINDS, Kind, Residual
 from gnnplan.planner.vocabulary.spec import Spec
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: what papers trained with
@@ -27,7 +28,7 @@ METRICS = {
 FALLING = ("mae",)  # those of which less is better
 PARTS = ("train", "val", "test")
 BALANCED = "balanced"  # what class_weights may say besides numbers
-ROUNDED_MODELS = ("gcn", "sage", "gcnii", "sgc", "gin")  # whose rows may be bfloat16
+ROUNDED_MODELS = [name for name, kind in KINDS.items() if kind.rounds]  # rows may be bfloat16
 AUTO = "auto"  # what --dtype may say besides types: the plan chooses one (decision/dtypes.py)
 MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by every layer
 
@@ -77,16 +78,6 @@ class Conflict(ValueError):
     def __init__(self, fields: tuple[str, ...], message: str) -> None:
         super().__init__(message)
         self.fields = fields
-
-
-class Residual(Spec):
-    """What a layer adds to what it computes: rows of its own input, or their product."""
-
-    # as the layer before left them, or as the convolution reads them: after norm, ReLU, dropout
-    of: Literal["inputs", "prepared"] = "prepared"
-    linear: bool = False  # times a matrix
-    bias: bool = False  # of that product
-    after_relu: bool = False  # added after the layer's ReLU, not before
 
 
 class Jump(Spec):
@@ -188,19 +179,19 @@ class Workload(Fields):
 
     @model_validator(mode="after")
     def _is_a_model(self) -> Workload:
-        if self.model in ("gat", "gatv2") and self.layers > 1 and self.hidden % self.heads:
+        kind = KINDS.get(self.model, Kind())
+        if kind.attends and self.layers > 1 and self.hidden % self.heads:
             fitting = max(n for n in range(1, self.heads + 1) if self.hidden % n == 0)
             raise Conflict(
                 ("hidden", "heads", "model", "layers"),
                 f"hidden must be a multiple of {self.model}'s heads (hidden: {self.hidden}, heads:"
                 f" {self.heads}); use heads={fitting}",
             )
-        if self.model in ("gcnii", "sgc") and self.norm in ("layer", "batch"):
-            other = "resgcn for a deep model" if self.model == "gcnii" else "gcn for a model"
+        if kind.instead and self.norm in ("layer", "batch"):
             raise Conflict(
                 ("norm", "model"),
                 f"{self.model} is defined without a norm (norm: {self.norm}); use norm=none, or"
-                f" {other} with one",
+                f" {kind.instead} with one",
             )
         if (
             self.mode == "mini"

@@ -14,7 +14,7 @@ from started import Start
 
 from gnnplan.cli import app
 from gnnplan.executor.launch.rank_process import _progress_line
-from gnnplan.executor.layers.models import GCNLayer
+from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import gnnpipe
 from gnnplan.planner.strategies import GNNPipe, parse
@@ -127,14 +127,14 @@ def test_a_layer_that_gnnpipe_cannot_run_is_named(
 ) -> None:
     """A user's own layer had `forward` alone. GNNPipe ended in "NotImplementedError: ." on all
     ranks."""
-    monkeypatch.delattr(GCNLayer, "combine")  # what it inherits raises that error
+    monkeypatch.delattr(KnownLayer, "update")  # what it inherits raises that error
     problem = Case("gnnpipe", graphs["rough"], {"model": "gcn", "layers": 2, "hidden": 8}).problem(
         1
     )
     strategy = parse("gnnpipe(stages=1,chunks=2)").settle(problem)
     assert isinstance(strategy, GNNPipe)
     words = (
-        r"gnnpipe: layer 1 of 2 \(GCNLayer\) has no combine: GNNPipe runs a layer in parts, .*"
+        r"gnnpipe: layer 1 of 2 \(KnownLayer\) has no update: GNNPipe runs a layer in parts, .*"
         r" use data_parallel or gsplit, which run any layer"
     )
     with pytest.raises(SpecError, match=words):

@@ -29,8 +29,9 @@ from gnnplan.executor.ranks.opening import wait_in_turn
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
+from gnnplan.planner.gnn.kinds import Residual
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.gnn.workload import Jump, Residual, Workload
+from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.testing.fixtures import fresh_ranks as fresh_ranks

@@ -21,19 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.models import (
-    BatchNorm,
-    GATLayer,
-    GCNIILayer,
-    GCNLayer,
-    GENLayer,
-    Net,
-    SAGELayer,
-    keep,
-)
+from gnnplan.executor.layers.known import KnownLayer
+from gnnplan.executor.layers.layer import keep
+from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.ranks.learner import Gradients
 from gnnplan.executor.ranks.optimizer import Optimizer
-from gnnplan.planner.gnn import layer as gnn
+from gnnplan.planner.gnn.kinds import KINDS, Layer
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
@@ -64,9 +57,14 @@ def graph(request: pytest.FixtureRequest, graphs: dict[str, str]) -> Graph:
     return found
 
 
-def shape(h_in: int, h_out: int, projects_first: bool = False, **more: object) -> gnn.Layer:
-    """What a layer is made from."""
-    return gnn.Layer(h_in, h_out, projects_first=projects_first, **more)
+def layer_of(
+    kind: str, h_in: int, h_out: int, projects_first: bool = False, number: int = 2, **fields: Any
+) -> KnownLayer:
+    """Layer `number` of a model of three; fields: of its shape, or of the workload."""
+    own = {name: fields.pop(name) for name in ("activates", "norm") if name in fields}
+    workload = Workload(model=kind, layers=max(3, number + 1), **fields)
+    shape = KINDS[kind].shaped(Layer(h_in, h_out, kind, projects_first), workload, number - 1)
+    return KnownLayer(replace(shape, **own), KINDS[kind].constants(workload, number))
 
 
 def block_of(graph: Graph, edges: str, dtype: torch.dtype) -> Block:
@@ -121,7 +119,7 @@ def test_gcn_layer_is_dgls(
     dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool
 ) -> None:
     """GraphConv norm='both' on A + I; its weight is ours transposed."""
-    layer = GCNLayer(shape(12, 5, projects_first))
+    layer = layer_of("gcn", 12, 5, projects_first)
     layer.weight.data, layer.bias.data = (
         random(5, 12, dtype=dtype, seed=1),
         random(5, dtype=dtype, seed=2),
@@ -143,7 +141,7 @@ def test_gcn_layer_is_dgls(
 def test_sage_layer_is_dgls(
     dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool
 ) -> None:
-    layer = SAGELayer(shape(12, 5, projects_first))
+    layer = layer_of("sage", 12, 5, projects_first)
     layer.weight.data, layer.weight_self.data = (
         random(5, 12, dtype=dtype, seed=1),
         random(5, 12, dtype=dtype, seed=2),
@@ -272,7 +270,7 @@ def test_gcnii_layer_is_dgls(
     transposed."""
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
-    layer = GCNIILayer(shape(8, 8), number, alpha=0.2, theta=0.7)
+    layer = layer_of("gcnii", 8, 8, number=number, alpha=0.2, theta=0.7)
     layer.weight.data = random(8, 8, dtype=dtype, seed=1)
     x, x0 = (
         random(graph.stats.vertices, 8, dtype=dtype),
@@ -295,7 +293,7 @@ def test_gcnii_layer_is_dgls(
 @pytest.mark.parametrize("heads", [1, 3])
 def test_gat_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, heads: int) -> None:
     """GATConv on A + I, without attention dropout; its heads are an axis, ours lie side by side."""
-    layer = GATLayer(shape(12, 6, True, heads=heads))
+    layer = layer_of("gat", 12, 6, True, heads=heads, hidden=6)
     for i, parameter in enumerate(layer.parameters()):
         parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
     x = random(graph.stats.vertices, 12, dtype=dtype)
@@ -326,7 +324,8 @@ def test_gen_layer_is_the_dense_formula(
 ) -> None:
     """DeeperGCN's block; without a norm as its first layer, which neither activates nor adds its
     inputs."""
-    layer = GENLayer(shape(7, 7, activates=norm is not None, norm=norm or "none"), aggregation)
+    more = {"activates": norm is not None, "norm": norm or "none", "aggregation": aggregation}
+    layer = layer_of("resgcn", 7, 7, **more)
     for i, parameter in enumerate(layer.parameters()):
         parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
     n = graph.stats.vertices
@@ -403,15 +402,15 @@ def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "edges"), [(GCNLayer, "gcn"), (SAGELayer, "mean")])
+@pytest.mark.parametrize(("kind", "edges"), [("gcn", "gcn"), ("sage", "mean")])
 @pytest.mark.parametrize("relu", [False, True])
 def test_projecting_first_changes_nothing(
-    graph: Graph, kind: type, edges: str, relu: bool, dtype: torch.dtype
+    graph: Graph, kind: str, edges: str, relu: bool, dtype: torch.dtype
 ) -> None:
     """(A x) W = A (x W), with the ReLU inside or not, output and all gradients."""
     results = []
     for projects_first in (False, True):
-        layer = kind(shape(12, 5, projects_first))
+        layer = layer_of(kind, 12, 5, projects_first)
         for i, parameter in enumerate(layer.parameters()):
             parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
         x = random(graph.stats.vertices, 12, dtype=dtype, seed=8)
@@ -437,8 +436,8 @@ def test_isolated_vertices_keep_their_own_row_only(graph: Graph) -> None:
     assert len(alone) >= 6
     x = random(graph.stats.vertices, 12, dtype=torch.float64)
     for layer, edges, own in (
-        (GCNLayer(shape(12, 5)), "gcn", "weight"),
-        (SAGELayer(shape(12, 5)), "mean", "weight_self"),
+        (layer_of("gcn", 12, 5), "gcn", "weight"),
+        (layer_of("sage", 12, 5), "mean", "weight_self"),
     ):
         for i, parameter in enumerate(layer.parameters()):
             parameter.data = random(*parameter.shape, dtype=torch.float64, seed=i)

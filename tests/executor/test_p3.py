@@ -12,7 +12,7 @@ from pairwise import covered
 from test_minibatch_exactness import assert_as_one_process, batches_of, workload
 from torch import Tensor
 
-from gnnplan.executor.layers.models import GCNLayer, GENLayer
+from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import p3
 from gnnplan.planner.strategies import parse
@@ -133,16 +133,15 @@ def test_a_layer_without_the_calls_is_named(
 ) -> None:
     """A user's own layer; under other strategies it runs."""
     for call in ("transform", "apply"):
-        monkeypatch.delattr(GCNLayer, call)
+        monkeypatch.delattr(KnownLayer, call)
     problem = Case("p3", graphs["rough"], workload("gcn")).problem(2)
     with pytest.raises(
         SpecError,
-        match=r"layer 1 \(GCNLayer\) has no transform, apply: .* use data_parallel or gsplit",
+        match=r"layer 1 \(KnownLayer\) has no transform, apply: .* use data_parallel or gsplit",
     ):
         p3.open_worker(
             Rank(0, 2, torch.device("cpu"), "gloo"), problem, parse("p3").settle(problem)
         )
-    assert not hasattr(GENLayer, "scatter")
     with pytest.raises(
         SpecError,
         match="that of resgcn reads an encoder's output: it has no scatter, transform and apply",

@@ -161,7 +161,7 @@ class M(nn.Module):
     def __init__(self, in_size, hid_size, out_size):
         super().__init__()
         self.layers = nn.ModuleList([SAGEConv(in_size, 16, "mean", feat_drop={{p}}, activation=F.relu)])
-        self.layers.append(SAGEConv(16, out_size, "mean", feat_drop={{p}}))
+        self.layers.append(SAGEConv(16, out_size, "mean", feat_drop={{p}}, bias=False))
     def forward(self, g, x):
         for layer in self.layers:
             x = layer(g, x)

@@ -28,8 +28,9 @@ from gnnplan.executor.layers.kernels import Shapes, backward, dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.planner.gnn.counted import amount
+from gnnplan.planner.gnn.kinds import Residual
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.gnn.workload import Residual, Workload
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.schedule import Compute
 
 ROWS, SOURCES, EDGES = 1e5, 1.5e5, 2e6

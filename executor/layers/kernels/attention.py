@@ -91,12 +91,7 @@ class _Attend(torch.autograd.Function):
         z = z.contiguous()
         logit = of_source.index_select(0, block.indices).add_(block.per_edge(of_reader))
         derivative = torch.full_like(logit, slope).masked_fill_(logit > 0, 1.0)
-        logit.mul_(derivative)  # LeakyReLU
-        largest = _reduce_rows("max", logit, block.indptr)
-        weight = logit.sub_(block.per_edge(largest)).exp_()
-        # a sum is at least 1, its largest term; 0 without edges
-        total = _reduce_rows("sum", weight, block.indptr).clamp_(min=1.0)
-        weight.div_(block.per_edge(total))
+        weight = _softmax_(block, logit.mul_(derivative))  # LeakyReLU
         out = spmm(block.indptr, block.indices, weight, z)
         ctx.block = block
         ctx.save_for_backward(z, derivative, weight, out)
@@ -110,12 +105,7 @@ class _Attend(torch.autograd.Function):
         grad = grad.contiguous()
         order = block.order.long()
         to_z = spmm(block.t_indptr, block.t_indices, weight[order], grad)
-        to_logit = (
-            _edge_products(block, grad, z)
-            .sub_(block.per_edge((grad * out).sum(1)))
-            .mul_(weight)
-            .mul_(derivative)
-        )
+        to_logit = _to_logits(block, grad, z, out, weight).mul_(derivative)
         to_source = _reduce_rows("sum", to_logit[order], block.t_indptr)
         to_reader = _reduce_rows("sum", to_logit, block.indptr)
         return to_z, to_source, to_reader, None, None
@@ -152,10 +142,7 @@ class _AttendPairs(torch.autograd.Function):
                 sums = z.index_select(0, block.indices[some])
                 sums += r.index_select(0, readers[some])
                 torch.mv(F.leaky_relu_(sums, slope), vector, out=weight[some])
-            weight -= block.per_edge(_reduce_rows("max", weight, block.indptr))
-            weight.exp_()
-            total = _reduce_rows("sum", weight, block.indptr).clamp_(min=1.0)
-            weight /= block.per_edge(total)
+            _softmax_(block, weight)
             out[:, part] = spmm(block.indptr, block.indices, weight, z)
         ctx.block, ctx.slope = block, slope
         ctx.save_for_backward(rows, vectors, weights, out)
@@ -173,9 +160,7 @@ class _AttendPairs(torch.autograd.Function):
         def one_head(part: slice, vector: Tensor, weight: Tensor, to_vector: Tensor) -> None:
             z, r = rows[:, part].contiguous(), rows[: block.n_dst, h_out:][:, part]
             g = grad[:, part].contiguous()
-            to_logit = _edge_products(block, g, z)
-            to_logit -= block.per_edge((g * out[:, part]).sum(1))
-            to_logit *= weight
+            to_logit = _to_logits(block, g, z, out[:, part], weight)
             to_z = spmm(block.t_indptr, block.t_indices, weight[order], g)
             to_r = torch.zeros_like(g)
             for some in _some_edges(block, len(vector)):
@@ -210,6 +195,21 @@ def _some_edges(block: Block, width: int) -> Iterator[slice]:
     each = max(1, EDGE_NUMBERS[block.indptr.device.type] // width)
     for start in range(0, block.edges, each):
         yield slice(start, min(start + each, block.edges))
+
+
+def _softmax_(block: Block, logit: Tensor) -> Tensor:
+    """Logits [E], made their softmax over each row's edges in place."""
+    logit -= block.per_edge(_reduce_rows("max", logit, block.indptr))
+    # a sum is at least 1, its largest term; 0 without edges
+    total = _reduce_rows("sum", logit.exp_(), block.indptr).clamp_(min=1.0)
+    logit /= block.per_edge(total)
+    return logit
+
+
+def _to_logits(block: Block, grad: Tensor, z: Tensor, out: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of logits [E] of one head: w_e (g_v . z_u - g_v . out_v)."""
+    products = _edge_products(block, grad, z)
+    return products.sub_(block.per_edge((grad * out).sum(1))).mul_(weight)
 
 
 def _reduce_rows(reduction: str, values: Tensor, indptr: Tensor) -> Tensor:

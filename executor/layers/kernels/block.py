@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,10 +12,8 @@ from scipy import sparse
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
-from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows
+from gnnplan.executor.layers.kernels.sparse_rows import Rows
 from gnnplan.planner.graph.graph import Whole
-
-R = TypeVar("R", bound=FeatureRows)
 
 
 class Block:
@@ -80,12 +78,12 @@ class Block:
         self.weight = weight.contiguous().to(self.indptr.device)
         self.t_weight = self.weight[self.order.long()]
 
-    def own_rows(self, rows: R) -> R:
+    def own_rows(self, rows: Rows) -> Rows:
         """Those of the destinations, the first of the sources' rows [S, H].
 
         Where these are all, a slice would cost a backward pass that puts its gradient among zeros.
         """
-        return rows if rows.shape[0] == self.n_dst else cast(R, rows[: self.n_dst])
+        return rows if rows.shape[0] == self.n_dst else cast(Rows, rows[: self.n_dst])
 
     def per_edge(self, values: Tensor) -> Tensor:
         """A value per destination [R], repeated for each of its edges [E]."""

@@ -50,16 +50,16 @@ def dropout(
     if isinstance(x, SparseRows):
         assert isinstance(epoch, int)
         mask = _sparse_mask(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
-        return SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p)))
+        return cast(Rows, SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p))))
     if not x.numel():
         return x
     if x.is_cuda and (ours := triton_kernels()):
         numbers = seed, epoch, layer, first, _threshold(p), 1.0 / (1.0 - p)
-        return cast(Tensor, ours.dropout(x, vertices, *numbers))
+        return cast(Rows, ours.dropout(x, vertices, *numbers))
     assert isinstance(epoch, int)
     with kernel:
         mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
-        return apply(_Mask, x, mask, 1.0 / (1.0 - p))
+        return cast(Rows, apply(_Mask, x, mask, 1.0 / (1.0 - p)))
 
 
 def dropout_mask(

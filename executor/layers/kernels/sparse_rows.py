@@ -152,4 +152,4 @@ class SparseRows:
 
 
 FeatureRows: TypeAlias = Tensor | SparseRows  # either kind
-Rows = TypeVar("Rows", Tensor, SparseRows)  # the kind that a function is given, and gives back
+Rows = TypeVar("Rows", bound=FeatureRows)  # the kind that a function is given, and gives back

@@ -97,14 +97,12 @@ def must_run_in_parts(net: Net, layers: Iterable[int]) -> None:
         missing = [name for name in PARTS if not _has(layer, name)]
         if getattr(layer, "projects_first", False) and not _has(layer, "project"):
             missing.append("project")
-        if hasattr(layer, "combine") and not _has(layer, "combine"):  # the base class's update
-            missing.append("combine")
         if missing:
             raise SpecError(
                 f"gnnpipe: layer {number} of {net.total} ({kind.__name__}) has no"
                 f" {', '.join(missing)}: GNNPipe runs a layer in parts, because a chunk reads fresh"
                 f" and historical rows ({', '.join(PARTS)}, and project where it projects first;"
-                " executor/layers/models.py); add them, or use data_parallel or gsplit, which run"
+                " executor/layers/layer.py); add them, or use data_parallel or gsplit, which run"
                 " any layer"
             )
 

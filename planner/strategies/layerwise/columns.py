@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import Prepared
-from gnnplan.planner.gnn.layer import Layer
+from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import COPY
 from gnnplan.planner.ownership.layout import LayerFacts
@@ -188,7 +188,7 @@ def _stays(model: Model, layer: int) -> bool:
 
 def _by_column(spec: Layer) -> bool:
     """Whether all that a layer does besides its product and its sum is done number by number."""
-    return spec.kind == "gcn" and not (spec.activates or spec.residual or spec.heads)
+    return spec.kind in ("gcn", "sgc") and not (spec.activates or spec.residual or spec.heads)
 
 
 # -- operations ------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import loss
-from gnnplan.planner.gnn.layer import Layer
+from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.model import MASK, Model
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
 from gnnplan.planner.gnn.products import Product

@@ -78,6 +78,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.graph.splitting import EPOCHS, FINEST, IMBALANCE, LOOSEST, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
@@ -94,7 +95,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 GROUPS = ("server", "all")
 SPLITS = ("all", "first", "source")
 # models whose layer 1 is a sum over sources, but for its bias and ReLU
-SUMS = ("gcn", "sage", "sgc")
+SUMS = [name for name, kind in KINDS.items() if kind.by_columns and kind.linear]
 
 MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
 

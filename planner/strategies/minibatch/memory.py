@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import block
-from gnnplan.planner.gnn.layer import Layer
+from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem

@@ -111,7 +111,7 @@ class Batch:
     """
 
     def __init__(self, p3: Slices, problem: Problem, batch: MiniBatch) -> None:
-        model, kind, b = problem.model, problem.workload.model, problem.model.itemsize
+        model, b = problem.model, problem.model.itemsize
         self.problem, rails = problem, [list(rail) for rail in p3.rails(problem)]
         facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
         merged = replace(
@@ -121,13 +121,10 @@ class Batch:
             edges=_over_peers(facts[0].edges, rails),
         )
         sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
-        # partial sums
-        first = replace(
-            sliced, relu=False, layers=(replace(sliced.layers[0], bias=False), *sliced.layers[1:])
-        )
-        need = footprint(first, 1, merged.rows, merged.sources, merged.edges)
+        partial = sliced.without_ends(1)
+        need = footprint(partial, 1, merged.rows, merged.sources, merged.edges)
         # z, next to logits of all columns, is not saved
-        given = merged.sources * sliced.layers[0].projected * b * (kind == "gat")
+        given = merged.sources * sliced.layers[0].projected * b * (model.layers[0].heads > 0)
         self.first = replace(
             need,
             kept=need.kept - given,
@@ -156,10 +153,12 @@ class Batch:
         if numbers is not None:
             self.sorted, self.sorting = 8 * numbers + 4 * sliced.features, 12 * numbers
             self.loaded = self.loaded - self.sorted
-            if kind == "sage":  # own rows, a cut of those read, have a product of their own
+            if (
+                model.layers[0].matrices > 1
+            ):  # own rows, a cut of those read, have a product of their own
                 self.sorted = self.sorted + sliced.features_sorted(merged.rows)
         spec = sliced.layers[0]
-        saved = spec.projects_first or kind == "sage"
+        saved = spec.projects_first or spec.matrices > 1
         if spec.counted:
             saved = spec.counted.keeps_inputs
         # what was loaded stays for the tail, not a copy of it

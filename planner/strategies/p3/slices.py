@@ -19,6 +19,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
 from gnnplan.planner.ownership.minibatch import MiniBatch
@@ -39,7 +40,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 OVER = ("server", "rank")
 # models whose first layer is a sum over feature columns (but for attention's softmax)
-MODELS = ("gcn", "sage", "gat", "sgc")
+MODELS = [name for name, kind in KINDS.items() if kind.by_columns]
 # by which a closed form may exceed its simulation: groups with all-reduces of their own (logits,
 # twins' slices) do not wait for other groups
 UNEVEN = 0.03
@@ -319,14 +320,10 @@ def _why_whole(problem: Problem) -> str:
             " (docs/how-to/bring-your-model.md), or use data_parallel or gsplit, which run any"
             " layer"
         )
-    why = {
-        "gin": "has a second product after the sum",
-        "gatv2": "has logits of whole rows",
-    }.get(model, "reads an encoder's output")
     return (
-        f"layer 1 must be a sum over feature columns, and that of {model} {why}: it has"
-        " no scatter, transform and apply of its own; use one of"
-        f" {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer"
+        f"layer 1 must be a sum over feature columns, and that of {model}"
+        f" {KINDS[model].needs_columns}: it has no scatter, transform and apply of its own; use one"
+        f" of {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer"
     )
 
 

@@ -1,0 +1,194 @@
+"""Layers of the kinds that everyone can name: what planner/gnn/kinds.py says, done to tensors.
+
+In a model with norms a layer hands on raw rows, and its reader applies norm, ReLU and dropout; so
+the reader can do it to halo rows and historical rows too. Batch norm's moments are over the rows of
+all ranks, so they are an input of the layer, as rows are.
+
+Shapes: R destination rows, S source rows, H_in and H_out values per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from gnnplan.executor.layers.kernels import (
+    Block,
+    FeatureRows,
+    Rows,
+    aggregate,
+    aggregate_beside,
+    attend,
+    attend_pairs,
+    linear,
+    linear_sum,
+    softmax_aggregate,
+)
+from gnnplan.executor.layers.layer import Drop, Layer
+from gnnplan.executor.layers.norms import activated, norm_of
+from gnnplan.planner.gnn import kinds
+from gnnplan.planner.gnn.kinds import KINDS, Given
+
+Sync = Callable[[Tensor], Tensor]
+
+
+class KnownLayer(Layer):
+    """A layer of such a kind, and its parameters."""
+
+    def __init__(self, spec: kinds.Layer, constants: Mapping[str, float] | None = None) -> None:
+        """constants: of the kind (Kind.constants)."""
+        super().__init__()
+        self.spec, self.kind, self.constants = spec, KINDS[spec.kind], constants or {}
+        self.edges, self.linear = self.kind.edges, self.kind.linear
+        self.by_columns, self.projects_first = self.kind.by_columns, spec.projects_first
+        self.norm = norm_of(spec.norm, spec.h_in)
+        for name, shape in spec.parameters.items():
+            empty = torch.zeros(shape) if len(shape) == 1 else torch.empty(shape)
+            self.register_parameter(name, nn.Parameter(empty))
+
+    def prepare(self, x: Rows, drop: Drop, moments: Tensor | None = None) -> Rows:
+        if self.spec.activates:
+            assert isinstance(x, Tensor)
+            x = cast(Rows, activated(self.norm, x, moments))
+        return drop(x) if self.spec.drops else x
+
+    def project(self, rows: FeatureRows) -> Tensor:
+        return self.kind.project(_Tensors(self), self.spec, _read(rows))
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        return self.kind.gather(_Tensors(self, block), self.spec, rows)
+
+    def gather_beside(self, block: Block, rows: FeatureRows) -> tuple[Tensor, FeatureRows]:
+        if self.kind.beside and not self.projects_first and isinstance(rows, Tensor):
+            return aggregate_beside(block, rows)
+        return super().gather_beside(block, rows)
+
+    def update(
+        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        given = Given(gathered, _read(rows), _read(x), relu)
+        return kinds.update(_Tensors(self, initial=x0), self.spec, given)
+
+    # -- P3's calls (layer.ColumnLayer) ----------------------------------------------------------
+
+    def scatter(self, block: Block, x: FeatureRows, sync: Sync) -> Tensor:
+        if not self.projects_first:
+            return self.gathers(x)
+        return self.kind.project(_Tensors(self, block, sync=sync), self.spec, _read(x))
+
+    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+        ops, away = _Tensors(self, is_partial=True), gathered.shape[0] - own.shape[0]
+        if not (away and self.kind.beside):
+            given = Given(gathered, _read(own), _read(own), False)
+            return self.kind.update(ops, self.spec, given)
+        of_own, others = torch.split(gathered, [own.shape[0], away])
+        if not self.projects_first:
+            others = self.project(others)
+        return torch.cat([self.transform(of_own, own), others])
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:  # type: ignore[override]
+        out = _Tensors(self).bias(summed)
+        return out.relu_() if relu else out
+
+
+class _Tensors:
+    """kinds.Arithmetic on tensors, with a layer's parameters.
+
+    sync: what sums numbers over the columns of a row that P3's ranks have. is_partial: sums are
+    made, to which biases are added later."""
+
+    def __init__(
+        self,
+        layer: KnownLayer,
+        block: Block | None = None,
+        initial: Tensor | None = None,
+        sync: Sync | None = None,
+        is_partial: bool = False,
+    ) -> None:
+        self.layer, self.on, self.initial, self.sync = layer, block, initial, sync
+        self.is_partial = is_partial
+
+    @property
+    def block(self) -> Block:
+        assert self.on is not None
+        return self.on
+
+    def _matrix(self, name: str) -> Tensor:
+        return cast(Tensor, self.layer._parameters[name])
+
+    def _bias(self, name: str) -> Tensor | None:
+        return None if self.is_partial else self.layer._parameters.get(name)
+
+    def linear(
+        self, terms: Sequence[tuple[Tensor, str]], bias: str = "", relu: bool = False
+    ) -> Tensor:
+        both = [(rows, self._matrix(weight)) for rows, weight in terms]
+        if len(both) == 1:
+            return linear(*both[0], self._bias(bias), relu)
+        return linear_sum(both, self._bias(bias), relu)
+
+    def bias(self, x: Tensor) -> Tensor:
+        bias = self._bias("bias")
+        return x if bias is None else x + bias.to(x.dtype)
+
+    def relu(self, x: Tensor, in_place: bool = True) -> Tensor:
+        return x.relu_() if in_place else x.relu()
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def shift(self, x: Tensor) -> Tensor:
+        return x + 1e-7
+
+    def lerp(self, x: Tensor, y: Tensor, by: str) -> Tensor:
+        return torch.lerp(x, y, self.layer.constants[by])
+
+    def towards_product(self, x: Tensor, weight: str, by: str) -> Tensor:
+        return self.lerp(x, self.linear([(x, weight)]), by)
+
+    def initial_rows(self, width: int) -> Tensor:
+        assert self.initial is not None
+        return self.initial
+
+    def aggregate(self, x: Tensor, times: int = 1) -> Tensor:
+        return aggregate(self.block, x)
+
+    def softmax_aggregate(self, x: Tensor) -> Tensor:
+        return softmax_aggregate(self.block, x)
+
+    def beside_logits(self, z: Tensor, heads: int) -> Tensor:
+        """[S, H_out] -> [S, H_out + heads]: z and each head's logit a_l z, side by side.
+
+        Under P3 [z of some columns | a_l z | a_r z], with logits of all columns. Destinations alone
+        have an a_r z then; in the other rows it is zero."""
+        to_sources, to_readers = self._matrix("attention").chunk(2, 1)
+        if self.sync is None:
+            return torch.cat([z, _logits(z, to_sources)], 1)
+        own, away = self.block.n_dst, self.block.n_src - self.block.n_dst
+        logits = self.sync(torch.cat([_logits(z, to_sources), _logits(z[:own], to_readers)]))
+        of_source, of_reader = torch.split(logits, [self.block.n_src, own])
+        return torch.cat([z, of_source, nn.functional.pad(of_reader, (0, 0, 0, away))], 1)
+
+    def attend(self, x: Tensor, heads: int) -> Tensor:
+        """Rows are as `beside_logits` makes them."""
+        h_out, block = self.layer.spec.h_out, self.block
+        z, of_source, of_reader = torch.split(x, [h_out, heads, x.shape[1] - h_out - heads], 1)
+        if not of_reader.shape[1]:
+            to_readers = self._matrix("attention").chunk(2, 1)[1]
+            of_reader = _logits(block.own_rows(z), to_readers)
+        return attend(block, z, of_source, block.own_rows(of_reader))
+
+    def attend_pairs(self, x: Tensor, heads: int) -> Tensor:
+        return attend_pairs(self.block, x, self._matrix("attention"))
+
+
+def _read(rows: FeatureRows) -> Tensor:
+    """Rows that a kind reads: where products alone read them they may be sparse."""
+    return cast(Tensor, rows)
+
+
+def _logits(z: Tensor, vectors: Tensor) -> Tensor:
+    """Of each row and head: z [., H_out] times the head's vector [heads, H_out / heads]."""
+    return (z.view(-1, *vectors.shape) * vectors).sum(2)

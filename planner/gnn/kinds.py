@@ -1,0 +1,487 @@
+"""The kinds of layers that everyone can name, each described once: what it has, and what it does.
+
+A layer first prepares its input rows (norm, activation, dropout). Then it does two things, in the
+order that costs less: it multiplies rows by its matrix, and it aggregates rows over the edges.
+
+    h_{l-1} [S, H_{l-1}]   prepare | project | gather | update    h_l [R, H_l]     projects_first
+                           prepare | gather  | update                              otherwise
+
+R rows are written (destinations) and S rows are read (sources, which include the destinations).
+
+What a kind does is written in the words of `Arithmetic`. Amounts of rows go through it in the
+planner (operations.py), which so finds work and memory; tensors do in the executor
+(executor/layers/known.py), which so computes. Adding a kind is adding a class, and its name in
+`Fields.model`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from gnnplan.planner.gnn.counted import Counted
+from gnnplan.planner.gnn.fields import Fields
+from gnnplan.planner.vocabulary.spec import Spec
+
+V = TypeVar("V")  # rows: amounts of them, or tensors
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Residual(Spec):
+    """What a layer adds to what it computes: rows of its own input, or their product."""
+
+    # as the layer before left them, or as the convolution reads them: after norm, ReLU, dropout
+    of: Literal["inputs", "prepared"] = "prepared"
+    linear: bool = False  # times a matrix
+    bias: bool = False  # of that product
+    after_relu: bool = False  # added after the layer's ReLU, not before
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The shape of one layer, and what it does to its inputs."""
+
+    h_in: int
+    h_out: int
+    kind: str = "gcn"  # what it does (KINDS); 'own': a layer of the user's, which was counted
+    # multiplies, then aggregates: its output is narrower, or it is attention, or it reads sparse
+    # features
+    projects_first: bool = False
+    matrices: int = 1  # products with a matrix [h_in, h_out]; 0: the layer only aggregates
+    sums: int = 1  # aggregations over the edges; a softmax of messages is a ratio of two
+    heads: int = 0  # of attention; each adds a logit to a projected row
+    # Norm and ReLU are the first thing that the layer does to its inputs. Otherwise they are the
+    # last thing that the layer before does.
+    activates: bool = False
+    norm: str = "none"  # of its inputs, if it activates them: 'layer' or 'batch'
+    drops: bool = True  # dropout of its inputs
+    bias: bool = True
+    middle: int = 0  # GIN: numbers per row between its two products; 0: there is one
+    residual: Residual | None = None
+    counted: Counted | None = None
+
+    @property
+    def parameters(self) -> Shapes:
+        """Shapes of its parameters by name, but for those of its norm."""
+        residual = self.residual
+        found: Shapes = {}
+        if residual and residual.linear:
+            found["weight_residual"] = self.h_out, self.h_in
+            if residual.bias:
+                found["bias_residual"] = (self.h_out,)
+        return found | KINDS[self.kind].parameters(self)
+
+    @property
+    def weights(self) -> int:
+        """Numbers in its parameters."""
+        if self.counted:
+            return self.counted.weights
+        return sum(map(math.prod, self.parameters.values())) + self.norm_weights
+
+    @property
+    def norm_weights(self) -> int:
+        """Numbers in the parameters of its norm."""
+        return 2 * self.h_in * (self.activates and self.norm != "none")
+
+    @property
+    def edges(self) -> str:
+        """Those that it asks for (executor/layers/layer.py)."""
+        return self.counted.edges if self.counted else KINDS[self.kind].edges
+
+    @property
+    def self_edges(self) -> bool:
+        """Whether it aggregates over its own row too."""
+        return self.edges in ("gcn", "loop")
+
+    @property
+    def weighs_edges(self) -> bool:
+        """Whether its edges have weights: those of a mean, or GCN's norm."""
+        return self.edges in ("gcn", "mean")
+
+    @property
+    def gathers_linearly(self) -> bool:
+        """Whether its gathering is a weighted sum of rows."""
+        return self.counted.linear if self.counted else KINDS[self.kind].linear
+
+    @property
+    def reads_own(self) -> bool:
+        """Whether it reads the rows of its destinations besides what it aggregates."""
+        return self.matrices > 1 or self.residual is not None or self.counted is not None
+
+    @property
+    def multiplied(self) -> int:
+        """Numbers per row after the first matrix."""
+        return KINDS[self.kind].parameters(self).get("weight", (self.h_out,))[0]
+
+    @property
+    def projected(self) -> int:
+        """Numbers per projected row."""
+        if self.counted:
+            return self.counted.gathered
+        return self.multiplied + self.heads * KINDS[self.kind].sends_logits
+
+    @property
+    def gathered(self) -> int:
+        """Numbers per row that is summed over the edges."""
+        if self.counted:
+            return self.counted.gathered
+        return (self.middle or self.h_out) if self.projects_first else self.h_in
+
+
+class Arithmetic(Protocol[V]):
+    """What a layer may do with rows. A name is that of a parameter; a bias may be absent."""
+
+    def linear(self, terms: Sequence[tuple[V, str]], bias: str = "", relu: bool = False) -> V:
+        """The sum of rows, each times its matrix, plus a bias; and ReLU of that."""
+
+    def bias(self, x: V) -> V:
+        """x plus the layer's bias."""
+
+    def relu(self, x: V, in_place: bool = True) -> V: ...
+
+    def add(self, x: V, y: V) -> V: ...
+
+    def shift(self, x: V) -> V:
+        """x plus a small number."""
+
+    def lerp(self, x: V, y: V, by: str) -> V:
+        """x, moved towards y by one of the kind's constants."""
+
+    def towards_product(self, x: V, weight: str, by: str) -> V:
+        """x, moved towards its product with a matrix."""
+
+    def initial_rows(self, width: int) -> V:
+        """What the encoder made of the destinations."""
+
+    def aggregate(self, x: V, times: int = 1) -> V:
+        """Weighted sums of rows over edges."""
+
+    def softmax_aggregate(self, x: V) -> V:
+        """Means of rows over edges, weighted by their softmax."""
+
+    def beside_logits(self, z: V, heads: int) -> V:
+        """GAT: projected rows with a logit per head beside them."""
+
+    def attend(self, x: V, heads: int) -> V:
+        """GAT: sums of projected rows over edges, by a softmax of logits."""
+
+    def attend_pairs(self, x: V, heads: int) -> V:
+        """GATv2: the same, where a logit is made of a sum of two rows."""
+
+
+class Given(NamedTuple, Generic[V]):
+    """What a layer is given for its `update`."""
+
+    gathered: V
+    own: V  # the destinations' own prepared rows
+    inputs: V  # their inputs
+    relu: bool
+
+
+class Kind:
+    """A kind of layer; what is said here is GCN's."""
+
+    # what the executor's block has: 'gcn' (symmetric norm, self edges), 'mean', 'one' or 'loop'
+    edges: ClassVar[str] = "gcn"
+    # kernels on a GPU, without those of dropout and norm (tests/executor/test_launches.py)
+    launches: ClassVar[tuple[int, int]] = (6, 6)
+    # The convolution of PyTorch Geometric that it is, and of DGL: its class, and where ours has its
+    # parameters, as "theirs=ours:view" (executor/modules/parameters.py). It may lack some of them.
+    pyg: ClassVar[str] = ""
+    dgl: ClassVar[str] = ""
+
+    linear: ClassVar[bool] = True  # its gathering is a weighted sum
+    attends: ClassVar[bool] = False
+    sends_logits: ClassVar[bool] = False  # a projected row has a logit per head beside it
+    beside: ClassVar[bool] = False  # a product reads the destinations' own rows, too
+    # names of parameters [., h_in] of which P3 gives every rank some columns
+    by_columns: ClassVar[tuple[str, ...]] = ()
+    needs_columns: ClassVar[str] = "reads an encoder's output"  # why there are none
+    rounds: ClassVar[bool] = True  # its rows may be bfloat16
+    # of the model that its layers make
+    encodes: ClassVar[bool] = False  # an encoder before the first layer, a decoder after the last
+    reads_initial: ClassVar[bool] = False  # every layer reads what the encoder made
+    activates: ClassVar[bool] = False  # a layer activates its inputs, whether normed or not
+    norm: ClassVar[str] = "none"  # where none is named
+    instead: ClassVar[str] = ""  # what to use with a norm, where it is defined without
+    has_relu: ClassVar[bool] = True  # between layers
+
+    def width(self, fields: Fields, classes: int) -> int:
+        """Numbers per row between layers."""
+        return fields.hidden
+
+    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+        """The layer at a place of the model, counted from 0."""
+        return layer
+
+    def constants(self, fields: Fields, number: int) -> dict[str, float]:
+        """Constants of layer `number`, counted from 1, by name."""
+        return {}
+
+    def parameters(self, spec: Layer) -> Shapes:
+        """Shapes of its parameters by name, in their order."""
+        return {"weight": (spec.h_out, spec.h_in)} | _biased(spec)
+
+    def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        """A product, before what it makes is gathered."""
+        return ops.linear([(rows, "weight")])
+
+    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        return ops.aggregate(rows, spec.sums)
+
+    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+        """What it makes of what was gathered."""
+        raise NotImplementedError
+
+
+def _biased(spec: Layer) -> Shapes:
+    return {"bias": (spec.h_out,)} if spec.bias else {}
+
+
+def update(ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    """What a layer makes of what was gathered, with what it adds (Residual)."""
+    residual, relu = spec.residual, given.relu
+    after = residual is None or residual.after_relu
+    out = KINDS[spec.kind].update(ops, spec, given._replace(relu=relu and after))
+    if residual is None:
+        return out
+    own = given.own if residual.of == "prepared" else given.inputs
+    if residual.linear:
+        own = ops.linear([(own, "weight_residual")], "bias_residual")
+    out = ops.add(out, own)
+    return ops.relu(out) if relu and not after else out
+
+
+class GCN(Kind):
+    """A~ x W + b with A~ = (D+1)^-1/2 (A+I) (D+1)^-1/2.
+
+    Kipf and Welling 2017; DGL's GraphConv with norm='both' on A+I."""
+
+    pyg = "GCNConv lin.weight=weight bias=bias"
+    dgl = "GraphConv weight=weight:transposed bias=bias"
+    by_columns = ("weight",)
+
+    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+        if spec.matrices and not spec.projects_first:
+            return ops.linear([(given.gathered, "weight")], "bias", given.relu)
+        out = ops.bias(given.gathered)
+        return ops.relu(out, in_place=False) if given.relu else out
+
+
+class SGC(GCN):
+    """K layers are A~^K x W + b (Wu et al. 2019; DGL's SGConv on A+I).
+
+    The first layer alone has W, so the rows of the others are as wide as there are classes. The
+    last alone has b, and there is no ReLU between them. The paper has no dropout; here features are
+    dropped."""
+
+    pyg = "SGConv lin.weight=weight lin.bias=bias"
+    dgl = "SGConv fc.weight=weight fc.bias=bias"
+    instead = "gcn for a model"
+    has_relu = False
+
+    def width(self, fields: Fields, classes: int) -> int:
+        return classes
+
+    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+        begins, ends = place == 0, place == fields.layers - 1
+        return replace(layer, matrices=int(begins), drops=begins, bias=ends)
+
+    def parameters(self, spec: Layer) -> Shapes:
+        return super().parameters(spec) if spec.matrices else _biased(spec)
+
+
+class SAGE(Kind):
+    """x W_self + mean(x_neighbours) W_neigh + b (Hamilton et al. 2017; DGL's SAGEConv 'mean')."""
+
+    edges = "mean"
+    launches = (8, 8)
+    pyg = "SAGEConv lin_l.weight=weight lin_l.bias=bias lin_r.weight=weight_self"
+    dgl = "SAGEConv fc_neigh.weight=weight fc_self.weight=weight_self fc_self.bias=bias"
+    beside = True
+    by_columns = ("weight", "weight_self")
+
+    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+        return replace(layer, matrices=2)
+
+    def parameters(self, spec: Layer) -> Shapes:
+        matrix = spec.h_out, spec.h_in
+        return {"weight": matrix, "weight_self": matrix} | _biased(spec)
+
+    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+        own = given.own, "weight_self"
+        if not spec.projects_first:
+            return ops.linear([own, (given.gathered, "weight")], "bias", given.relu)
+        out = ops.add(given.gathered, ops.linear([own], "bias"))
+        return ops.relu(out) if given.relu else out
+
+
+class GCNII(Kind):
+    """((1-a) A~ x + a x0) ((1-b) I + b W) with b = log(theta / l + 1).
+
+    Chen et al. 2020, Eq. 5; DGL's GCN2Conv. l is the layer's place in the model from 1."""
+
+    launches = (10, 12)
+    pyg = dgl = "GCN2Conv weight1=weight:transposed"
+    encodes = reads_initial = True
+    instead = "resgcn for a deep model"
+
+    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+        return replace(layer, bias=False)
+
+    def constants(self, fields: Fields, number: int) -> dict[str, float]:
+        return {"alpha": fields.alpha, "beta": math.log(fields.theta / number + 1)}
+
+    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+        mixed = ops.lerp(given.gathered, ops.initial_rows(spec.h_in), "alpha")
+        out = ops.towards_product(mixed, "weight", "beta")
+        return ops.relu(out) if given.relu else out
+
+
+class GAT(Kind):
+    """Per head the sum of softmax_u(LeakyReLU(a_l z_u + a_r z_v)) z_u, with z = x W; plus b.
+
+    The sum is over neighbours u and the vertex v itself; heads lie side by side. Velickovic et al.
+    2018; DGL's GATConv on A+I, without attention dropout."""
+
+    edges = "loop"
+    launches = (15, 21)
+    pyg = (
+        "GATConv lin.weight=weight att_src=attention:left att_dst=attention:right bias=bias"
+        " res.weight=weight_residual"
+    )
+    # where it multiplies its residual, it has no other bias
+    dgl = (
+        "GATConv fc.weight=weight attn_l=attention:left attn_r=attention:right bias=bias"
+        " res_fc.weight=weight_residual res_fc.bias=bias"
+    )
+    linear, attends, sends_logits, rounds = False, True, True, False
+    by_columns: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+        return replace(layer, heads=1 if place == fields.layers - 1 else fields.heads)
+
+    def parameters(self, spec: Layer) -> Shapes:
+        """attention: [a_l | a_r] of each head."""
+        attention = spec.heads, 2 * (spec.h_out // spec.heads)
+        return super().parameters(spec) | {"attention": attention}
+
+    def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        return ops.beside_logits(super().project(ops, spec, rows), spec.heads)
+
+    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        return ops.attend(rows, spec.heads)
+
+    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+        out = ops.bias(given.gathered)
+        return ops.relu(out, in_place=spec.bias) if given.relu else out
+
+
+class GATv2(GAT):
+    """Per head the sum of softmax_u(a LeakyReLU(z_u + r_v)) z_u; plus b.
+
+    z = x W + c of sources, r = x W' + c' of readers. The sum is over neighbours u and the vertex v
+    itself; heads lie side by side. Brody et al. 2022; DGL's GATv2Conv on A+I (which has no b) and
+    PyG's, without attention dropout."""
+
+    launches = (8, 15)
+    pyg = (
+        "GATv2Conv lin_l.weight=weight:upper lin_l.bias=bias_in:upper lin_r.weight=weight:lower"
+        " lin_r.bias=bias_in:lower att=attention:heads bias=bias res.weight=weight_residual"
+    )
+    dgl = (
+        "GATv2Conv fc_src.weight=weight:upper fc_src.bias=bias_in:upper fc_dst.weight=weight:lower"
+        " fc_dst.bias=bias_in:lower attn=attention:heads res_fc.weight=weight_residual"
+        " res_fc.bias=bias_residual"
+    )
+    sends_logits = False
+    by_columns = ()
+    needs_columns = "has logits of whole rows"
+
+    def parameters(self, spec: Layer) -> Shapes:
+        """weight: [W | W']. bias_in: [c | c']."""
+        both = 2 * spec.h_out
+        attention = spec.heads, spec.h_out // spec.heads
+        found: Shapes = {"weight": (both, spec.h_in), "bias_in": (both,), "attention": attention}
+        return found | _biased(spec)
+
+    def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        """[z | r]"""
+        return ops.linear([(rows, "weight")], "bias_in")
+
+    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        return ops.attend_pairs(rows, spec.heads)
+
+
+class GIN(Kind):
+    """A perceptron of (x + the sum of neighbours' x): W_out ReLU(W . + b) + b_out.
+
+    Xu et al. 2019 with epsilon 0; GINConv of DGL and PyG with Linear, ReLU, Linear."""
+
+    edges = "loop"
+    launches = (10, 11)
+    pyg = "GINConv nn.0.weight=weight nn.0.bias=bias nn.2.weight=weight_out nn.2.bias=bias_out"
+    dgl = (
+        "GINConv apply_func.0.weight=weight apply_func.0.bias=bias"
+        " apply_func.2.weight=weight_out apply_func.2.bias=bias_out"
+    )
+    needs_columns = "has a second product after the sum"
+
+    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+        return replace(layer, middle=fields.hidden)
+
+    def parameters(self, spec: Layer) -> Shapes:
+        return {
+            "weight": (spec.middle, spec.h_in),
+            "bias": (spec.middle,),
+            "weight_out": (spec.h_out, spec.middle),
+            "bias_out": (spec.h_out,),
+        }
+
+    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+        if spec.projects_first:
+            hidden = ops.relu(ops.bias(given.gathered))
+        else:
+            hidden = ops.linear([(given.gathered, "weight")], "bias", relu=True)
+        return ops.linear([(hidden, "weight_out")], "bias_out", given.relu)
+
+
+class ResGCN(Kind):
+    """(x + aggregated messages of neighbours) W + b, with messages relu(x_u) + 1e-7.
+
+    GENConv of DeeperGCN (Li et al. 2020, Eq. 3-6), aggregated by a softmax of temperature 1 or a
+    sum. From layer 2 on, x is norm, ReLU and dropout of the layer's inputs, and the inputs are
+    added to the result (Res+)."""
+
+    edges = "one"
+    launches = (9, 8)
+    linear, rounds = False, False
+    encodes = activates = True
+    norm = "layer"
+
+    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+        return replace(layer, sums=2 if fields.aggregation == "softmax" else 1, drops=False)
+
+    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        messages = ops.shift(rows if spec.activates else ops.relu(rows, in_place=False))
+        if spec.sums > 1:
+            return ops.softmax_aggregate(messages)
+        return ops.aggregate(messages, spec.sums)
+
+    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+        out = ops.linear([(ops.add(given.gathered, given.own), "weight")], "bias")
+        return ops.add(out, given.inputs) if spec.activates else out
+
+
+# by Workload.model, in the order in which they are named
+KINDS: dict[str, Kind] = {
+    "gcn": GCN(),
+    "sage": SAGE(),
+    "gcnii": GCNII(),
+    "gat": GAT(),
+    "resgcn": ResGCN(),
+    "sgc": SGC(),
+    "gin": GIN(),
+    "gatv2": GATv2(),
+}
