@@ -388,7 +388,7 @@ def _seconds(cost: Cost, work: Compute | Load | Host) -> float:
         return float(cost.compute_s(work))
     if isinstance(work, Load):
         return float(cost.load_s(work.nbytes))
-    return float(cost.host_s(work.what, work.edges, work.layers))
+    return float(cost.host_s(work.what, work.edges, work.layers, work.samplers))
 
 
 def _add_transfers(collectives: Iterable[_Activity], cost: Cost) -> None:

@@ -35,7 +35,7 @@ LEAST_MEMORY = 200e6  # [B] that a process with torch fills
 # Predictions of memory are off by less than this factor, so what is refused cannot fit.
 SLACK = 1.1
 # that a rank may have open: its own, connections to a peer, and a layer of what a sampler sends it
-FILES, FILES_OF_A_PEER, FILES_OF_A_LAYER = 64, 8, 10
+FILES, FILES_OF_A_PEER, FILES_OF_A_LAYER, FILES_OF_A_SAMPLER = 64, 8, 10, 4
 # of a rank, and of its sampler, at least: their own, their lanes', Gloo's and torch's; a rank of a
 # pipelined P3 has 14
 THREADS, SAMPLER_THREADS = 8, 6
@@ -291,7 +291,7 @@ def _files(asked: Asked) -> Row:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     ahead, ranks = getattr(asked.strategy, "prefetch", 0), len(asked.servers)
     sent = asked.workload.layers * (1 + ahead)
-    needed = FILES + FILES_OF_A_PEER * ranks + FILES_OF_A_LAYER * sent
+    needed = FILES + FILES_OF_A_PEER * ranks + FILES_OF_A_LAYER * sent + FILES_OF_A_SAMPLER * ahead
     is_bounded = most != resource.RLIM_INFINITY
     here = f"{most:,}" if is_bounded else "any number"
     says = f"allow more (ulimit -n {max(needed, 4096)})"
@@ -300,8 +300,8 @@ def _files(asked: Asked) -> Row:
 
 
 def _processes(asked: Asked) -> Row:
-    sampler = SAMPLER_THREADS if getattr(asked.strategy, "prefetch", 0) else 0
-    needed = asked.ranks_here * (THREADS + sampler)
+    samplers = getattr(asked.strategy, "prefetch", 0)
+    needed = asked.ranks_here * (THREADS + SAMPLER_THREADS * samplers)
     planned, room = f"at least {needed:,} with their threads", process_room()
     if room is None:
         return Row("processes", planned, "any number")

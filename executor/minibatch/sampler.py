@@ -20,9 +20,10 @@ sampler has a share of them. Then
     draw l        neighbours of my rows whose lists I have, and of those that I was asked for
     edges l       neighbours there and back
 
-The sampler runs in the rank itself, or in a process of its own that is some batches ahead (torch's
-DataLoader). Then a thread of the rank may load a batch while the rank trains on the one before.
-Samplers in processes of their own talk to each other over Gloo, beside the ranks. Spans and sent
+The sampler runs in the rank itself, or in k processes of its own that take turns (torch's
+DataLoader): process t mod k makes batch t, and k batches are made at once. Then a thread of the
+rank may load a batch while the rank trains on the one before. Samplers in processes of their own
+talk over Gloo to those of other ranks that make the same batches, beside the ranks. Spans and sent
 bytes come along with the share."""
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ import os
 import re
 import signal
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -53,7 +55,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import pinned, together
@@ -75,7 +77,7 @@ from gnnplan.planner.strategies.minibatch.step import ID, Features, Lists, lists
 from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.schedule import Label
-from gnnplan.planner.vocabulary.trace import Span
+from gnnplan.planner.vocabulary.trace import Span, sampler_lane
 
 LOOK_S = 0.25  # [s] between two looks at a sampler
 _opened = itertools.count()  # samplers of this process: all ranks open them in the same order
@@ -376,8 +378,9 @@ class Sampler(Dataset[Sampled]):
         ranks = tuple(among)
         if ranks not in self._process_groups:
             limit = timedelta(seconds=self.timeout_s)
-            store = join(launcher_env(), limit)
-            named = PrefixStore(f"sampler {self.number} {ranks}", store)
+            store, info = join(launcher_env(), limit), get_worker_info()
+            turn = info.id if info else 0
+            named = PrefixStore(f"sampler {self.number} {turn} {ranks}", store)
             self._process_groups[ranks] = dist.ProcessGroupGloo(
                 named, ranks.index(self.me), len(ranks), limit
             )
@@ -385,8 +388,10 @@ class Sampler(Dataset[Sampled]):
 
     def _note(self, made: Sampled, label: Label, began: float, nbytes: int = 0) -> None:
         """Record a span that ends now."""
+        info = get_worker_info()
+        lane = sampler_lane(label.step, info.num_workers if info else 1)
         made.spans.append(
-            Span(str(label), label.op, self.me, "host", began, now(), nbytes, label.step)
+            Span(str(label), label.op, self.me, lane, began, now(), nbytes, label.step)
         )
 
     @contextmanager
@@ -428,8 +433,8 @@ def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
 class Arriving:
     """Shares in the order of steps, from step `first` on.
 
-    They are made when `next` is called, or with `prefetch` by a process that is so many ahead. Then
-    a thread calls `load` with each, and its step, while the step before is under way.
+    They are made when `next` is called, or so many ahead by `prefetch` processes in turn. Then a
+    thread calls `load` with each, and its step, while the step before is under way.
     """
 
     def __init__(
@@ -441,41 +446,49 @@ class Arriving:
         load: Callable[[int, Sampled], Sampled] | None = None,
     ) -> None:
         self.rank, self.sampler, self.prefetch, self.load = rank, sampler, prefetch, load
+        self.first = first
         self.ahead: Iterator[Sampled] | None = None
         self.loading: Future[Sampled] | None = None  # the next one, if there is a `load`
-        self.waits_since, self.is_silent = math.inf, False
+        # the rank waits for a batch of this step, and a sampler has been asked for the next one
+        self.awaited, self.waits_since, self.asked_since = first, math.inf, math.inf
+        self.is_silent = False
+        self.processes: Sequence[int] = ()  # of samplers
         if prefetch:
-            self.ahead = self._fork(first)
-            watched = weakref.ref(self)  # it must not keep the sampler
-            Thread(target=_watch, args=(watched,), name="sampler's watch", daemon=True).start()
+            watched = weakref.ref(self)  # it must not keep the samplers
+            self.ahead = self._fork(watched)
+            Thread(target=_watch, args=(watched,), name="samplers' watch", daemon=True).start()
 
-    def _fork(self, first: int) -> Iterator[Sampled]:
-        """Start the sampler's process; its items from `first` on."""
+    def _fork(self, watched: weakref.ref[Arriving]) -> Iterator[Sampled]:
+        """Start the samplers' processes; their items."""
         gc.collect()
         # A fork has none of our threads. If it collected a process group of ours it would wait for
         # them for ever: it collects nothing until it has frozen what it inherits (_begin).
         is_collecting = gc.isenabled()
         gc.disable()
-        all_forked = multiprocessing.get_context("fork").Event()
+        context = multiprocessing.get_context("fork")
+        all_forked, processes = context.Event(), context.RawArray("i", self.prefetch)
+        self.processes = processes
         try:
-            items = iter(
-                DataLoader(
-                    self.sampler,
-                    batch_size=None,
-                    sampler=itertools.count(first),
-                    num_workers=1,
-                    prefetch_factor=self.prefetch,
-                    multiprocessing_context="fork",
-                    worker_init_fn=partial(_begin, all_forked),
-                    pin_memory=self.rank.device.type == "cuda",
+            with warnings.catch_warnings():  # of samplers that share cores; a plan knows of it
+                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+                items = iter(
+                    DataLoader(
+                        self.sampler,
+                        batch_size=None,
+                        sampler=itertools.count(self.first),
+                        num_workers=self.prefetch,
+                        prefetch_factor=1,
+                        multiprocessing_context="fork",
+                        worker_init_fn=partial(_begin, all_forked, processes),
+                        pin_memory=self.rank.device.type == "cuda",
+                    )
                 )
-            )
         finally:
             if is_collecting:
                 gc.enable()
         torch_hears = signal.getsignal(signal.SIGCHLD)
         if callable(torch_hears):  # in a main thread
-            signal.signal(signal.SIGCHLD, partial(_hear, torch_hears))
+            signal.signal(signal.SIGCHLD, partial(_hear, watched, torch_hears))
         # A rank that forks while another's sampler connects to the store in this process would
         # copy the name resolver's lock as taken, for ever. So samplers begin when all have forked.
         self.rank.await_all(self.rank.exchange_group)
@@ -509,14 +522,22 @@ class Arriving:
         self, ahead: Iterator[Sampled], step: int, load: Callable[[int, Sampled], Sampled]
     ) -> Future[Sampled]:
         """A step's share, loaded by a thread."""
-        return self.rank.in_thread("load", lambda: load(step, self._whole(next(ahead))))
+        return self.rank.in_thread("load", lambda: load(step, self._taken(ahead)))
+
+    def _taken(self, ahead: Iterator[Sampled]) -> Sampled:
+        """The samplers' next."""
+        self.asked_since = time.monotonic()
+        try:
+            return self._whole(next(ahead))
+        finally:
+            self.asked_since = math.inf
 
     def _await(self, ahead: Iterator[Sampled], step: int) -> Sampled:
-        """The sampler's next. Raises LostRank if it is lost, or silent for too long."""
-        self.waits_since = time.monotonic()
+        """The step's share. Raises LostRank if its sampler is lost, or silent for too long."""
+        self.awaited, self.waits_since = step, time.monotonic()
         try:
             if self.load is None:
-                return self._whole(next(ahead))
+                return self._taken(ahead)
             made = (self.loading or self._loading(ahead, step, self.load)).result()
             self.loading = self._loading(ahead, step + 1, self.load)
             return made
@@ -524,18 +545,31 @@ class Arriving:
             if not self.is_silent:
                 if isinstance(error, ConnectionError | EOFError):
                     time.sleep(LOOK_S)  # the signal of a killed sampler (_hear) says more
-                raise _lost(error) from None
-            with suppress(ValueError):  # torch would tell of the killed sampler once more
+                raise self.lost(error) from None
+            with suppress(ValueError):  # torch would tell of the killed samplers once more
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            raise LostRank(
-                f"its sampler, a process of its own, has said nothing for {self.rank.timeout_s:g}"
-                " s; was it stopped? Batches that take longer need a longer --timeout"
-            ) from error
+            raise self.lost(error) from error
         finally:
             self.waits_since = math.inf
 
+    def lost(self, error: Exception) -> Exception:
+        """LostRank with the sampler's name, if one is silent or has ended; else its own error."""
+        turn, said = (self.awaited - self.first) % self.prefetch, ""
+        if self.is_silent:
+            said = (
+                f"has said nothing for {self.rank.timeout_s:g} s; was it stopped? Batches that take"
+                " longer need a longer --timeout"
+            )
+        elif isinstance(error, ConnectionError | EOFError):
+            said = f"was lost: {error or 'no answer'}"
+        elif found := re.search(r"DataLoader worker \(pid\D*(\d+).*?\) (.*)", str(error)):
+            said = found[2].strip().rstrip(".").replace("is killed", "was killed")
+            turn = {process: i for i, process in enumerate(self.processes)}.get(int(found[1]), turn)
+        name = "sampler" if self.prefetch == 1 else f"sampler {turn + 1} of {self.prefetch}"
+        return LostRank(f"its {name}, a process of its own, {said}") if said else error
+
     def close(self) -> None:
-        """End the sampler's process, when the batch that is being loaded has come."""
+        """End the samplers' processes, when the batch that is being loaded has come."""
         if self.loading is not None:
             self.waits_since = time.monotonic()
             wait([self.loading])
@@ -543,15 +577,16 @@ class Arriving:
 
 
 def _watch(watched: weakref.ref[Arriving]) -> None:
-    """Kill a sampler that says nothing: DataLoader's own time-out does not bound all waits.
+    """Kill samplers one of which says nothing: DataLoader's own time-out does not bound all waits.
 
-    It asks a sampler for the memory of every tensor, and a stopped one does not answer.
+    It asks a sampler for the memory of every tensor, and a stopped one does not answer. What counts
+    is how long the rank has waited for a sampler: not for a load, nor while it still trained.
     """
     looked, since, waited = time.monotonic(), math.inf, 0.0
     while (arriving := watched()) is not None and arriving.ahead is not None:
         limit, now_s = arriving.rank.timeout_s, time.monotonic()
-        if arriving.waits_since != since:
-            since, waited = arriving.waits_since, 0.0
+        if (latest := max(arriving.waits_since, arriving.asked_since)) != since:
+            since, waited = latest, 0.0
         elif since < math.inf:  # a process that was stopped itself has not looked
             waited += min(now_s - looked, 2 * LOOK_S)
         looked = now_s
@@ -565,28 +600,22 @@ def _watch(watched: weakref.ref[Arriving]) -> None:
 
 
 def _hear(
-    torch_hears: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None
+    watched: weakref.ref[Arriving],
+    torch_hears: Callable[[int, FrameType | None], object],
+    number: int,
+    frame: FrameType | None,
 ) -> None:
     """A child has ended. Called anywhere in the main thread. Raises LostRank if it was lost."""
     try:
         torch_hears(number, frame)
     except RuntimeError as error:
-        raise _lost(error) from None
+        arriving = watched()
+        raise (arriving.lost(error) if arriving else error) from None
 
 
-def _lost(error: Exception) -> Exception:
-    """LostRank, where the sampler has ended; else the sampler's own error."""
-    if isinstance(error, ConnectionError | EOFError):
-        return LostRank(f"its sampler, a process of its own, was lost: {error or 'no answer'}")
-    found = re.search(r"DataLoader worker \(pid.*?[\d, ]+\) (.*)", str(error))
-    if found is None:
-        return error
-    said = found[1].strip().rstrip(".").replace("is killed", "was killed")
-    return LostRank(f"its sampler, a process of its own, {said}")
-
-
-def _begin(all_forked: Event, worker: int) -> None:
+def _begin(all_forked: Event, processes: MutableSequence[int], turn: int) -> None:
     """The first thing that a sampler's process does."""
+    processes[turn] = os.getpid()
     gc.freeze()
     gc.enable()
     die_with_parent()

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from gnnplan.planner.evidence.validate import WAITING as WAITS
 from gnnplan.planner.evidence.validate import describe_operation, operation
 from gnnplan.planner.vocabulary.table import Table
-from gnnplan.planner.vocabulary.trace import LANES, Span
+from gnnplan.planner.vocabulary.trace import BELOW, Span, place_of
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, path, unit_of
@@ -73,7 +73,10 @@ def timeline(facts: Facts) -> Picture:
     colours = {op: WAITING if _waits(op) else c for op, c in zip(names, COLOURS * 9, strict=False)}
     longest = max(window.seconds for window in windows)
     unit, scale = unit_of(longest, TIMES)
-    lanes = [sorted({(m.rank, LANES.index(m.lane)) for m in panel}) for panel in panels]
+    lanes = [
+        sorted({(m.rank, m.lane) for m in panel}, key=lambda own: (own[0], place_of(own[1])))
+        for panel in panels
+    ]
     heights = [18 * len(places) + 30 for places in lanes]
     drawn = make_subplots(
         rows=len(panels),
@@ -91,7 +94,7 @@ def timeline(facts: Facts) -> Picture:
         drawn.update_yaxes(
             row=row,
             tickvals=list(range(len(places))),
-            ticktext=[f"rank {rank} {LANES[lane]}" for rank, lane in places],
+            ticktext=[f"rank {rank} {lane}" for rank, lane in places],
             range=[len(places) - 0.5, -1.5],
             tickfont_size=10,
             showgrid=False,
@@ -138,7 +141,9 @@ def steady(name: str, spans: Iterable[Span], steps: int) -> Window | None:
 
 def marks(window: Window) -> list[Span]:
     """The window's spans of the first ranks, thinned until they are few enough."""
-    spans = [span for span in window.spans if span.rank < MOST_RANKS and span.lane in LANES]
+    spans = [
+        span for span in window.spans if span.rank < MOST_RANKS and place_of(span.lane) < BELOW
+    ]
     spans.sort(key=lambda span: (span.rank, span.lane, span.start, span.end))
     found: list[Span] = []
     for fineness in FINENESS:
@@ -165,11 +170,11 @@ def thinned(lane: Iterable[Span], shortest: float) -> Iterator[Span]:
 
 
 def _lines(
-    own: list[Span], places: list[tuple[int, int]], scale: float, unit: str, colour: str
+    own: list[Span], places: list[tuple[int, str]], scale: float, unit: str, colour: str
 ) -> Any:
     """An operation's marks as thick lines with gaps between them: one path, quick to draw."""
     height = {place: i for i, place in enumerate(places)}
-    at = [height[mark.rank, LANES.index(mark.lane)] for mark in own]
+    at = [height[mark.rank, mark.lane] for mark in own]
     times = [[float(f"{t * scale:.5g}") for t in (mark.start, mark.end)] for mark in own]
     x, y = path([(start, i, end, i) for (start, end), i in zip(times, at, strict=True)])
     name = own[0].op
@@ -187,9 +192,9 @@ def _lines(
 
 def _by_lane(marks: Iterable[Span]) -> list[str]:
     """Operations as a legend has them: by lane, then by time; waiting last."""
-    first: dict[str, tuple[bool, int, float]] = {}
+    first: dict[str, tuple[bool, tuple[int, int], float]] = {}
     for mark in marks:
-        key = _waits(mark.op), LANES.index(mark.lane), mark.start
+        key = _waits(mark.op), place_of(mark.lane), mark.start
         first[mark.op] = min(first.get(mark.op, key), key)
     return sorted(first, key=lambda op: first[op])
 

@@ -88,13 +88,15 @@ class Cost:
         link = self.cluster.host or self.cluster.intra_node
         return link.latency + link.stretched(nbytes) / link.bandwidth
 
-    def host_s(self, work: HostWork, edges: Number, layers: int = 0) -> Number:
+    def host_s(self, work: HostWork, edges: Number, layers: int = 0, samplers: int = 1) -> Number:
         """Duration of a sampler's work for one rank, on edges of so many layers [s].
 
-        Ranks on GPUs share their server's cores in it; what ranks on a CPU share is told apart.
+        Each rank on a GPU has so many samplers at work. They share its server's cores, less one for
+        each rank where there are more. What ranks on a CPU share is told apart.
         """
         per_layer = self.cluster.host_latency.get(work, 0.0)
-        shared = 1.0 if self.cores.count else max(1.0, 1.0 / self.cores_each)
+        cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
+        shared = 1.0 if self.cores.count else max(1.0, samplers / cores)
         return shared * (layers * per_layer + edges / self.cluster.host_rates[work])
 
     # -- transfers

@@ -20,7 +20,7 @@ from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import Schedule
-from gnnplan.planner.vocabulary.trace import LANES, Span, overlap, recorded_order, transfer_times
+from gnnplan.planner.vocabulary.trace import Span, overlap, place_of, recorded_order, transfer_times
 from gnnplan.planner.vocabulary.units import show_percent
 
 TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
@@ -305,8 +305,9 @@ def _sampler_wait_s(spans: Iterable[Span], steps: range) -> float:
 def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> str | None:
     """The first place where a lane's recorded order is not that of the schedule, in words."""
     measured = [span for span in measured if 0 <= span.step < schedule.steps]
+    lanes = {*(span.lane for span in measured), *(task.lane for task in schedule.tasks)}
     for rank in range(schedule.ranks):
-        for lane in LANES:
+        for lane in sorted(lanes, key=place_of):
             planned = [
                 str(task.label) for task in schedule.lane(rank, lane) if task.label.step < steps
             ]

@@ -60,7 +60,7 @@ def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
     streams = {lane: number for number, lane in enumerate(LANES, 1)}
     for number, span in enumerate(spans, 1):
         name = _STEP.sub("", span.label)
-        if span.lane == "host":
+        if span.lane.startswith("host"):
             event = _event(span.rank, HOST_THREAD, "cpu_op", name)
             yield event | _time(span.start, span.end, start)
             continue

@@ -148,6 +148,7 @@ class Host:
     what: HostWork
     edges: int
     layers: int = 0
+    samplers: int = 1  # of the rank at work
 
 
 @dataclass(frozen=True, slots=True)

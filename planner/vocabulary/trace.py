@@ -18,6 +18,7 @@ from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomi
 
 # What a rank does at the same time, from top to bottom in a viewer.
 LANES = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
+BELOW = len(LANES), 0  # where other lanes stand (place_of)
 LONGEST = 1e12  # [s]
 MOST_SPANS = 250_000  # of a rank's file: more would fill more memory than reading may
 MAX_TRACE = 2**27  # [B]; MOST_SPANS take less
@@ -40,6 +41,23 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """Duration, with waiting [s]."""
         return self.end - self.start
+
+
+def sampler_lane(step: int, samplers: int) -> str:
+    """The lane on which a step is sampled, where so many samplers of a rank take turns.
+
+    >>> [sampler_lane(step, samplers=2) for step in range(3)]
+    ['host', 'host 2', 'host']
+    """
+    turn = step % samplers
+    return f"host {turn + 1}" if turn else "host"
+
+
+def place_of(lane: str) -> tuple[int, int]:
+    """Where a lane stands, from top to bottom: among LANES or below them, and among samplers."""
+    name, _, number = lane.partition(" ")
+    known = name in LANES and (number.isdecimal() or not number)
+    return (LANES.index(name), int(number or 0)) if known else BELOW
 
 
 # -- files
@@ -183,7 +201,7 @@ def _first_steps(spans: list[Span]) -> list[Span]:
 def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
     """Metadata events that name the process and its threads, then a complete event per span."""
     used = {span.lane for span in spans}
-    lanes = [*LANES, *sorted(used - set(LANES))]
+    lanes = sorted(used.union(LANES), key=lambda lane: (place_of(lane), lane))
     thread = {lane: i for i, lane in enumerate(lanes)}
     events = [
         _metadata(rank, 0, "process_name", name=f"rank {rank} ({source})"),

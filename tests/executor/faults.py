@@ -220,7 +220,7 @@ class Fault(NamedTuple):
                 rf"{who}, in .*{inside}.*, stopped answering: rank {1 - rank} \(server \d\) waited"
                 rf" {TIMEOUT} s in "
             ),
-            "no sampler": rf"{who} was lost in .*: its sampler, a process of its own, (was|exit)",
+            "no sampler": rf"{who} was lost in .*: its sampler( \d of \d)?, a process of its own, (was|exit)",
             "no link": (
                 rf"ranks do not reach each other: .*{who} in .* of epoch.* waited {TIMEOUT} s\. None"
                 r" of them died"  # stale rows are waited for later than they are sent

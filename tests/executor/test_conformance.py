@@ -142,7 +142,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (
         4,
         2,
-        "gsplit(splitter='node',prefetch=1,imbalance=0.5)",
+        "gsplit(splitter='node',prefetch=2,imbalance=0.5)",
         "gat mode=mini batch=6 fanout=3,2,2,1",
         "rough",
         0.0,
@@ -158,7 +158,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (2, 1, "p3", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (4, 2, "p3", "gcn mode=mini batch=6 fanout=3,2,2,1", "sparse", 0.0),
     (2, 2, "p3", "gat mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
-    (3, 1, "p3(prefetch=1)", "sage mode=mini batch=7 fanout=full", "multi", 0.0),
+    (3, 1, "p3(prefetch=2)", "sage mode=mini batch=7 fanout=full", "multi", 0.0),
     (2, 1, "p3(pipelined=True)", "sage mode=mini batch=6 fanout=3,2,2,1", "rough", 0.5),
     (4, 2, "p3(pipelined=True,prefetch=2)", "gcn mode=mini batch=9 fanout=3,2,2,1", "sparse", 0.0),
     (2, 1, "p3(pipelined=True)", "gat mode=mini batch=6 fanout=3,2,2,1", "multi", 0.0),
@@ -234,7 +234,7 @@ SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), grap
     (
         3,
         1,
-        "data_parallel(structure='spread',structure_cache=300,prefetch=1)",
+        "data_parallel(structure='spread',structure_cache=300,prefetch=3)",
         "gcn mode=mini batch=6 fanout=3,2,2,1",
         "rough",
         0.5,

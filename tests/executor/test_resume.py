@@ -79,7 +79,7 @@ CASES = [  # those at night are part of others
     at_night(Case("data_parallel(prefetch=2)", "rough", MINI)),
     at_night(Case("data_parallel(cache=480)", "rough", MINI)),
     Case(
-        "gsplit(buckets=2,prefetch=1)",
+        "gsplit(buckets=2,prefetch=3)",
         "rough",
         {**MINI, "optimizer": "sgd", "momentum": 0.9, "schedule": "step", "step_size": 2},
     ),

@@ -1,4 +1,4 @@
-"""The sampler in a process of its own: what happens when it dies, and that being ahead changes
+"""Samplers in processes of their own: what happens when one dies, and that being ahead changes
 nothing."""
 
 from __future__ import annotations
@@ -55,33 +55,63 @@ def arriving(
     graphs: dict[str, str],
     prefetch: int,
     load: Callable[[int, Sampled], Sampled] | None = None,
+    timeout_s: float = 30.0,
 ) -> Arriving:
     problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
     return Arriving(
-        Rank(0, 1, torch.device("cpu"), "gloo"),
+        Rank(0, 1, torch.device("cpu"), "gloo", timeout_s=timeout_s),
         kind(DataParallel().batches(problem), 0, ["mean", "mean"]),
         prefetch,
         load=load,
     )
 
 
+KILLED = r"a process of its own, (was killed by .*Killed|exited unexpectedly)"
+
+
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "samplers", "words"),
     [
-        (Broken, "(?s)Traceback.*no such neighbour"),
-        (
-            Killed,
-            r"^its sampler, a process of its own, (was killed by .*Killed|exited unexpectedly)",
-        ),
+        (Broken, 1, "(?s)Traceback.*no such neighbour"),
+        (Broken, 2, "(?s)Traceback.*no such neighbour"),
+        (Killed, 1, f"^its sampler, {KILLED}"),
+        (Killed, 2, f"^its sampler 1 of 2, {KILLED}"),
+        (Killed, 3, f"^its sampler 3 of 3, {KILLED}"),
     ],
 )
 def test_a_sampler_that_dies_ends_the_run_with_its_words(
-    kind: type[Sampler], words: str, graphs: dict[str, str]
+    kind: type[Sampler], samplers: int, words: str, graphs: dict[str, str]
 ) -> None:
-    shares = arriving(kind, graphs, 1)
+    shares = arriving(kind, graphs, samplers)
     with pytest.raises((ValueError, LostRank), match=words):
         for step in range(4):
             shares.next(step)
+
+
+def test_a_sampler_that_stops_is_named(graphs: dict[str, str]) -> None:
+    """Of several, those that are alive wait for their turn."""
+    shares = arriving(Sampler, graphs, 3, timeout_s=1)
+    shares.next(0)
+    os.kill(shares.processes[1], signal.SIGSTOP)
+    words = r"^its sampler 2 of 3, a process of its own, has said nothing for 1 s; was it stopped"
+    with pytest.raises(LostRank, match=words):
+        for step in range(1, 20):
+            shares.next(step)
+    shares.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_slow_load_is_not_the_samplers_fault(graphs: dict[str, str]) -> None:
+    """Its time counted as the sampler's, which was killed and named."""
+
+    def load(step: int, made: Sampled) -> Sampled:
+        time.sleep(2 * (step == 1))
+        return made
+
+    ahead = arriving(Sampler, graphs, 1, load, timeout_s=0.5)
+    for step in range(3):
+        ahead.next(step)
+    ahead.close()
 
 
 def test_a_connection_that_ends_is_a_lost_sampler(graphs: dict[str, str]) -> None:
@@ -157,8 +187,29 @@ def test_samplers_begin_when_all_have_forked(
     assert told.read_text().splitlines()[:2] == ["all are here", "item 0"]
 
 
-def test_a_run_ends_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was left to the collector: of P3's pipeline, which is part of a circle, idle samplers
+def test_samplers_take_turns(graphs: dict[str, str], tmp_path: Path) -> None:
+    """k of them, k batches ahead and no more; who is slow is waited for."""
+    told = tmp_path / "told"
+
+    class Telling(Sampler):
+        def __getitem__(self, step: int) -> Sampled:
+            time.sleep(0.1 * (step % 3 == 1))
+            with told.open("a") as file:
+                file.write(f"{step} {os.getpid()}\n")
+            return super().__getitem__(step)
+
+    ahead, line = arriving(Telling, graphs, 3), arriving(Sampler, graphs, 0)
+    for step in range(7):
+        assert np.array_equal(ahead.next(step).share.own, line.next(step).share.own)
+        made = [int(row.split()[0]) for row in told.read_text().splitlines()]
+        assert max(made) <= step + 3
+    ahead.close()
+    by_step = dict(map(int, row.split()) for row in told.read_text().splitlines())
+    assert [by_step[step] for step in range(7)] == [ahead.processes[step % 3] for step in range(7)]
+
+
+def test_a_run_ends_its_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That was left to the collector: of P3's pipeline, which is part of a circle, idle samplers
     stayed for runs."""
     graph = "synthetic:community?vertices=300&edges=1500&features=8&classes=3"
     case = Case("data_parallel(prefetch=2)", graph, {**WORK, "batch": 40}, epochs=1)
@@ -215,7 +266,7 @@ def test_an_error_of_a_load_is_the_steps(graphs: dict[str, str]) -> None:
     [
         (1, "data_parallel", "prefetch=2"),
         (2, "data_parallel(cache=480,shared_cache=True)", "cache=480,shared_cache=True,prefetch=1"),
-        (2, "gsplit(splitter='random')", "splitter='random',prefetch=1"),
+        (2, "gsplit(splitter='random')", "splitter='random',prefetch=3"),
     ],
 )
 def test_batches_loaded_ahead_train_as_ever(

@@ -559,8 +559,8 @@ def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch: pytest.MonkeyP
             "an owner may have beyond it, 0.001 to 10, not 0; use METIS's 0.03",
         ),
         ("gsplit(imbalance=11)", {}, "may have beyond it, 0.001 to 10, not 11"),
-        ("gsplit(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
-        ("data_parallel(prefetch=-1)", {}, "prefetch is a number of batches, 0 or more, not -1"),
+        ("gsplit(prefetch=-1)", {}, "prefetch is a number of batches, .*, 0 to 1024, not -1"),
+        ("data_parallel(prefetch=1025)", {}, "prefetch is a number .*, 0 to 1024, not 1,025; use"),
         (
             "data_parallel",
             {"batch": 100_000},

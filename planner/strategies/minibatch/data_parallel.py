@@ -70,8 +70,8 @@ from gnnplan.planner.strategies.minibatch.on_batches import OnRows
 class DataParallel(OnRows):
     """Data parallelism on mini-batches.
 
-    prefetch: batches that wait between a separate sampler and a thread that loads the next one; 0:
-        each rank samples and loads in line.
+    prefetch: batches that are made ahead, each by a sampler process of its own, besides the one
+        that a thread loads; 0: each rank samples and loads in line.
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
     cache: bytes of rows that each GPU caches.
     shared_cache: a server's GPUs cache different rows, and read each other's.

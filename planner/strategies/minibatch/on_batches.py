@@ -17,9 +17,11 @@ from gnnplan.planner.strategies.minibatch.host_memory import of_lists, of_rows
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
+MOST_AHEAD = 1024
+
 
 class OnBatches(Strategy):
-    """A rank samples batches, or its share of them, `prefetch` batches ahead or in line."""
+    """A rank samples batches, or its share of them, in line, or with `prefetch` samplers ahead."""
 
     mode: ClassVar[str] = "mini"
     prefetch: int
@@ -39,10 +41,10 @@ class OnBatches(Strategy):
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
         batchwise.check(problem)
-        if self.prefetch < 0:
+        if not 0 <= self.prefetch <= MOST_AHEAD:
             raise SpecError(
-                f"{self.family}: prefetch is a number of batches, 0 or more, not {self.prefetch};"
-                " use 0 or 2"
+                f"{self.family}: prefetch is a number of batches, each made by a process of its"
+                f" own, 0 to {MOST_AHEAD}, not {self.prefetch:,}; use 0 or 2"
             )
 
     def steps(self, problem: Problem) -> int:

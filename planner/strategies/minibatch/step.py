@@ -18,8 +18,8 @@
              number)
     lay      edges are laid out as blocks
     load     rows of features are copied to the device, and to a GPU also the blocks
-    wait     with `prefetch` p, a batch is loaded while the one before trains, and sampling may be
-             p batches ahead of that; a rank records its wait
+    wait     with `prefetch` k, a batch is loaded while the one before trains, and k samplers of the
+             rank make the k batches that follow, one each; a rank records its wait
 
 With a feature store (feature_store.py) `load` brings the rows that are in the server's memory and
 in no cache. More operations follow:
@@ -92,17 +92,17 @@ def step(
     edges = {layer: batch.facts(layer).edges for layer in layers}
     in_all = np.sum(list(edges.values()), axis=0)
     if not splits:
-        yield from drawing(problem, batch, in_all, lists, store)
-    peers = pairs(batch.servers, True)
+        yield from drawing(problem, batch, in_all, lists, store, prefetch)
+    peers, at_work = pairs(batch.servers, True), samplers(problem, prefetch)
     for layer in reversed(layers) if splits else ():
         drawn = batch.sampled(layer)
-        yield Op("draw", layer=layer, work=Sampling("draw", drawn, 1), ahead="host")
+        yield Op("draw", layer=layer, work=Sampling("draw", drawn, 1, at_work), ahead="host")
         yield from reading(problem, drawn, store, lists, layer)
         if batch.asks(layer):
             yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead="host")
     if batch.pushed is not None:
         yield from told("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
-    yield Op("lay", work=Sampling("lay", in_all, len(layers)), ahead="host")
+    yield Op("lay", work=Sampling("lay", in_all, len(layers), at_work), ahead="host")
     laid = laid_bytes(problem, map(batch.facts, layers))
     loaded = store.loads_of(problem, batch).host if store else loaded_bytes(problem, batch)
     yield Op("load", work=Copy(loaded + laid), ahead="copy" if prefetch else "")
@@ -172,13 +172,16 @@ def drawing(
     edges: np.ndarray,
     lists: Lists | None,
     store: Features | None = None,
+    prefetch: int = 0,
 ) -> Iterator[Op]:
     """Sampling of ranks that split no batch: so many `edges` [ranks] of all layers.
 
     With spread lists, ranks draw layer by layer, for whoever asks.
     """
+    at_work = samplers(problem, prefetch)
     if lists is None:
-        yield Op("draw", work=Sampling("draw", edges, problem.workload.layers), ahead="host")
+        draws = Sampling("draw", edges, problem.workload.layers, at_work)
+        yield Op("draw", work=draws, ahead="host")
         yield from reading(problem, edges, store, None)
         return
     others = ~np.eye(batch.ranks, dtype=bool)
@@ -187,7 +190,8 @@ def drawing(
     ):
         asked, drawn = lists.of(batch, layer, fanout)
         yield from told("ask_edges", asked, others, layer=layer, ahead="host")
-        yield Op("draw", layer=layer, work=Sampling("draw", drawn.sum(0), 1), ahead="host")
+        draws = Sampling("draw", drawn.sum(0), 1, at_work)
+        yield Op("draw", layer=layer, work=draws, ahead="host")
         neighbours = Exchange(drawn.T * others, NEIGHBOUR)
         yield Op("edges", layer=layer, work=neighbours, ahead="host")
 
@@ -206,6 +210,11 @@ def gathered(problem: Problem, batch: MiniBatch, store: Features | None) -> Iter
     if store.asks.any():
         yield from told("ask", loads.asked, store.asks)
         yield Op("fetch", work=Exchange(loads.fetched))
+
+
+def samplers(problem: Problem, prefetch: int) -> int:
+    """Samplers of a rank that are at work at once; a GPU that samples is one."""
+    return max(prefetch, 1) if problem.cluster.sampler == "host" else 1
 
 
 def lead(problem: Problem) -> int:
@@ -321,7 +330,8 @@ def program(
         batches.at,
         step_on,
         lambda: fill(problem, store),
-        lead=prefetch and prefetch + 1,  # one batch is loaded, so many wait
+        lead=prefetch and prefetch + 1,  # one batch is loaded, so many are made
+        samplers=samplers(problem, prefetch),
     )
 
 

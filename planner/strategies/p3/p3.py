@@ -134,15 +134,15 @@ class P3(Slices):
         has_peers = len(self.rail(problem, 0)) > 1
 
         lists, store = self.lists(problem), self.store(problem)
-        host = list(batchwise.drawing(problem, batch, e1 + edges_above, lists, store))
+        drawn = e1 + edges_above
+        host = list(batchwise.drawing(problem, batch, drawn, lists, store, self.prefetch))
         if has_peers:
             host += batchwise.told("push", pushed, peers, ahead="host", itemsize=INT)
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
         # a sampler of its own has its own memory
         sampling = None if self.prefetch else holds(Batch.lay)
-        host.append(
-            Op("lay", work=Sampling("lay", laid, len(layers)), ahead="host", holds=sampling)
-        )
+        lays = Sampling("lay", laid, len(layers), batchwise.samplers(problem, self.prefetch))
+        host.append(Op("lay", work=lays, ahead="host", holds=sampling))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 
@@ -262,6 +262,7 @@ class P3(Slices):
             batches.at,
             step,
             lead=self.prefetch,
+            samplers=batchwise.samplers(problem, self.prefetch),
         )
         if self.pipelined:
             program = replace(program, order=pipelined(self.prefetch), in_flight=DELAY)

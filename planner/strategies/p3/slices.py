@@ -65,7 +65,7 @@ class Slices(OnBatches):
     over: what has columns of its own, each 'server' or each 'rank'; None: servers if there are
         several.
     pipelined: three batches in flight, on weights three updates old.
-    prefetch: batches that a separate sampler may be ahead; loads stay in their step.
+    prefetch: as in data parallelism, but loads stay in their step.
     structure, structure_cache: as in data parallelism; a list is at a server, or at a rank.
     copies: how many times all columns are there.
     cache: bytes that each GPU caches of its columns, those of the rows that are read most often.

@@ -77,7 +77,8 @@ class _Steps:
     begins when all that overlaps is under way.
 
     A step has ended when all of its operations have; where a program has an order of its own, when
-    its loss is known, for the last update of a run waits for no later step.
+    its loss is known, for the last update of a run waits for no later step. One sampler that
+    is k times as fast stands for k that take turns: both make k batches in the time of one.
     """
 
     def __init__(
@@ -89,8 +90,14 @@ class _Steps:
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
         played = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
         self.begins, self.ends = _begins(queue(played, steps), numbers, program.order is not None)
+        ops = (op for name in dict.fromkeys(known) for op in program.ops(name))
+        self.sampled = {numbers[op.kind] for op in ops if op.lane == "host"}
+        self.samplers = program.samplers
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        if self.samplers > 1:
+            each = 1 / self.samplers
+            prices = [p.times(each if i in self.sampled else 1.0) for i, p in enumerate(prices)]
         at = [0.0, *_ends_s(cores, self.begins, self.ends, prices)]
         counted = range(self.before, len(self.weights))
         return total((at[step + 1] - at[step]) * self.weights[step] for step in counted)

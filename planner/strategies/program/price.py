@@ -53,8 +53,8 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     match op.work:
         case Compute() as work:
             return Price(cost.compute_s(work if ranks is None else work.among(ranks)))
-        case Sampling(what, edges, layers):
-            return Price(cost.host_s(what, edges[among], layers))
+        case Sampling(what, edges, layers, samplers):
+            return Price(cost.host_s(what, edges[among], layers, samplers))
         case Copy(nbytes):
             return Price(cost.load_s(nbytes[among]))
         case Exchange(items, itemsize):

@@ -45,6 +45,7 @@ class Sampling(Value):
     what: HostWork
     edges: np.ndarray  # [ranks]
     layers: int
+    samplers: int = 1  # of each rank at work
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +195,7 @@ class Program:
     setup: Callable[[], Iterable[Op]] = lambda: ()
     late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
     lead: int = 0  # steps by which what is `ahead` may be ahead
+    samplers: int = 1  # of a rank, which take turns: each samples another step
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
     order: Order | None = None  # None: step after step (order.py)
     in_flight: int = 1  # steps after which all that overlaps is under way

@@ -30,6 +30,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Work,
     ring,
 )
+from gnnplan.planner.vocabulary.trace import sampler_lane
 
 
 def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
@@ -58,8 +59,9 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
         key = op.kind, op.ranks, chunk
         if key not in shares:
             shares[key] = [_share(op, i, group, chunk) for i in range(len(group))]
+        lane = sampler_lane(step, program.samplers) if op.lane == "host" else op.lane
         out.tasks += [
-            Task(label, rank, op.lane, work, _waits(after, rank, arriving))
+            Task(label, rank, lane, work, _waits(after, rank, arriving))
             for rank, work in zip(group, shares[key], strict=True)
         ]
     return out
@@ -104,8 +106,8 @@ def _share(op: Op, i: int, group: Group, chunk: int | None) -> Work:
             return work.at(i if chunk is None else chunk * len(group) + i)
         case Copy(nbytes):
             return Load(int(nbytes[i]))
-        case Sampling(what, edges, layers):
-            return Host(what, int(edges[i]), layers)
+        case Sampling(what, edges, layers, samplers):
+            return Host(what, int(edges[i]), layers, samplers)
         case Exchange(items, itemsize):
             sent = ((items if chunk is None else items[chunk])[i] * itemsize).tolist()
             peers = tuple(
