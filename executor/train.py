@@ -132,6 +132,7 @@ class _Training:
         if rank.gradient_errors:
             self.gradient_errors = _measuring(worker, self.learner)
         self.setup_bytes = {op: sent for op, sent in rank.sent.items() if sent}
+        self.setup_rss_bytes = peak(torch.device("cpu"))
         rank.sent.clear()
         earlier = self._resume() if self.first and out else {}
         # epochs that other plans have trained
@@ -350,6 +351,7 @@ class _Training:
             "device": str(rank.device),
             "epochs": len(record.resident_bytes),
             "setup_bytes": self.setup_bytes,
+            "setup_rss_bytes": self.setup_rss_bytes,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "peak_bytes": peak_bytes,
             **record.counts(),

@@ -192,12 +192,12 @@ def _per_server(problem: Problem) -> int:
 
 def _edges(graph: Graph) -> tuple[Tensor, Tensor]:
     """Sources and destinations, int64 [E] each."""
-    dst = np.repeat(np.arange(graph.stats.vertices), np.diff(graph.indptr))
+    dst = np.repeat(np.arange(graph.stats.vertices), graph.degree)
     return _tensor(graph.indices.astype(np.int64)), _tensor(dst)
 
 
 def _features(graph: Graph) -> Tensor:
-    return _tensor(graph.x if isinstance(graph.x, np.ndarray) else graph.x.toarray())
+    return _tensor(graph.features())
 
 
 def _masks(graph: Graph) -> dict[str, Tensor]:

@@ -122,7 +122,6 @@ def weighted_block(
     """
     if edges not in ("gcn", "mean", "one", "loop"):
         raise ValueError(f"a layer's edges are 'gcn', 'mean', 'one' or 'loop', not {edges!r}")
-    degree = np.diff(graph.indptr) if degrees is None else degrees[0]
     own, taken = part or (dst.size, np.diff(indptr))
     if edges in ("gcn", "loop"):  # self edges come last in every row
         indices = np.insert(indices, indptr[1 : own + 1], np.arange(own, dtype=indices.dtype))
@@ -135,18 +134,19 @@ def weighted_block(
         return block
     row_lengths = np.diff(indptr)
     dtype = dtype_of(workload)
+    of_dst = graph.degree_of(dst) if degrees is None else degrees[0][dst]
     if edges == "mean":
-        count = np.maximum(taken if drawn else degree[dst], 1)
+        count = np.maximum(taken if drawn else of_dst, 1)
         of_rows = torch.from_numpy(1.0 / count).to(dtype)
         weights = of_rows.repeat_interleave(torch.from_numpy(row_lengths))
         return Block(indptr, indices, src.size, weights, own)
-    out_degree = _out_degree(graph, degree) if degrees is None else degrees[1]
+    of_src = _out_degree_of(graph, src) if degrees is None else degrees[1][src]
     reader = np.repeat(np.arange(dst.size, dtype=np.int32), row_lengths)
-    weight = _gcn_weights(degree[dst], out_degree[src], reader, indices)
+    weight = _gcn_weights(of_dst, of_src, reader, indices)
     if drawn:
         # a vertex has no other edge to itself
         is_self = (indices == reader) & (reader < own)
-        weight *= np.where(is_self, 1.0, (degree[dst] / np.maximum(taken, 1))[reader])
+        weight *= np.where(is_self, 1.0, (of_dst / np.maximum(taken, 1))[reader])
     return Block(indptr, indices, src.size, torch.from_numpy(weight).to(dtype), own)
 
 
@@ -183,23 +183,18 @@ def tile(
 ) -> Tile:
     """Edges of a layer's kind ('gcn' or 'mean') from `src` to `dst`, global ids in any order."""
     assert edges in ("gcn", "mean"), edges
-    degree, count = np.diff(graph.indptr), graph.stats.vertices
-    place = np.full(count, -1, dtype=np.int32)
+    place = np.full(graph.stats.vertices, -1, dtype=np.int32)
     place[src] = np.arange(src.size, dtype=np.int32)
-    whole = sp.csr_matrix(
-        (np.ones(graph.indices.size, dtype=bool), graph.indices, graph.indptr), (count, count)
-    )
-    rows = whole[dst]
+    rows = graph.adjacency[dst]
     reader, columns = np.repeat(np.arange(dst.size), np.diff(rows.indptr)), place[rows.indices]
     reader, columns = reader[columns >= 0], columns[columns >= 0]
     if edges == "gcn":
         to_self = np.flatnonzero(place[dst] >= 0)
         reader = np.append(reader, to_self)
         columns = np.append(columns, place[dst[to_self]])
-        out_degree = _out_degree(graph, degree)
-        weight = _gcn_weights(degree[dst], out_degree[src], reader, columns)
+        weight = _gcn_weights(graph.degree_of(dst), _out_degree_of(graph, src), reader, columns)
     else:
-        weight = (1.0 / np.maximum(degree[dst], 1))[reader]
+        weight = (1.0 / np.maximum(graph.degree_of(dst), 1))[reader]
     dtype = np.float64 if workload.dtype == "float64" else np.float32
     there = sp.csr_array((weight.astype(dtype), (reader, columns)), (dst.size, src.size))
     return Tile(_csr(there, device), _csr(sp.csr_array(there.T), device))
@@ -214,8 +209,8 @@ def _csr(matrix: sp.csr_array, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 
 def _gcn_weights(
-    in_degree: NDArray[np.int64],
-    out_degree: NDArray[np.int64],
+    in_degree: np.ndarray,
+    out_degree: np.ndarray,
     reader: np.ndarray,
     read: np.ndarray,
 ) -> NDArray[np.float64]:
@@ -223,7 +218,5 @@ def _gcn_weights(
     return np.asarray(1.0 / np.sqrt((in_degree + 1.0)[reader] * (out_degree + 1.0)[read]))
 
 
-def _out_degree(graph: Graph, in_degree: NDArray[np.int64]) -> NDArray[np.int64]:
-    if not graph.stats.directed:
-        return in_degree
-    return np.bincount(graph.indices, minlength=in_degree.size)
+def _out_degree_of(graph: Graph, rows: Ids) -> np.ndarray:
+    return graph.out_degree[rows] if graph.stats.directed else graph.degree_of(rows)

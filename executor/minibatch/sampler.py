@@ -426,8 +426,7 @@ def drawing_device(
 
 def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     """In-degrees and out-degrees [N]."""
-    ins = graph.degree
-    return ins, np.bincount(graph.indices, minlength=ins.size) if graph.stats.directed else ins
+    return graph.degree, graph.out_degree
 
 
 class Arriving:

@@ -127,9 +127,12 @@ def share_of(
                 block_of(layout, me, layer, layer_edges, workload, degrees),
             )
         parts.append(part_by_kind[kind])
-    everyone = [layout.own(rank) for rank in range(layout.ranks)]
-    total = sum(weight_of(layout.graph, workload, rows) for rows in everyone)
-    return Share(layout.own(me), sum(rows.size for rows in everyone), total, parts)
+    everyone = int(layout.row_counts(layout.layers).sum())
+    total = float(everyone)
+    if workload.class_weights is not None:
+        ranks = range(layout.ranks)
+        total = sum(weight_of(layout.graph, workload, layout.own(rank)) for rank in ranks)
+    return Share(layout.own(me), everyone, total, parts)
 
 
 def source_of(layout: Layout, rank: int, layer: int) -> np.ndarray:

@@ -72,7 +72,7 @@ def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
         "ranks": problem.ranks,
         "servers": list(problem.servers),
         "strategy": str(strategy),
-        "partitioner": problem.method,
+        "partitioner": problem.partitioner,
         **workload,
     }
 

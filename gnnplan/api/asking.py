@@ -15,7 +15,7 @@ from typing import Any
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
 from gnnplan.planner.graph.fields import unread_by
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.graph import Cut, Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.fitted import read_fitted
@@ -228,4 +228,32 @@ def problem_of(
             f"use --ranks {stats.vertices} or less"
         )
     known = replace(loaded, stats=stats) if isinstance(loaded, Graph) else None
+    if known is not None and known.cut is not None:
+        cluster, method = (
+            with_parts(known.cut, stats.source, cluster, ranks, method),
+            known.cut.method,
+        )
     return Problem(stats, known, workload, cluster, method)
+
+
+def with_parts(cut: Cut, source: str, cluster: Cluster, ranks: int | None, method: str) -> Cluster:
+    """The cluster with a rank for each part of a graph that is cut already.
+
+    ranks, method: that a user asks for. Raises SpecError."""
+    if ranks not in (None, cut.parts):
+        raise SpecError(
+            f"{source} has a part for each of {cut.parts:,} ranks, and --ranks asks for {ranks:,};"
+            f" leave it out, or cut the graph anew (gnnplan partition -k {ranks})"
+        )
+    if method not in (METHODS[0], cut.method):
+        raise SpecError(
+            f"{source} is cut by {cut.method}, and --partitioner names {method}; leave it out, or"
+            f" cut the graph anew (gnnplan partition --partitioner {method})"
+        )
+    try:
+        return with_ranks(cluster, cut.parts)
+    except SpecError as error:
+        raise SpecError(
+            f"{source} has a part for each of {cut.parts:,} ranks: {error}; or cut the graph anew"
+            f" (gnnplan partition -k {cluster.ranks})"
+        ) from error

@@ -235,7 +235,9 @@ def answer(
     wholes = dict[str, Whole]()  # by the type of rows
 
     def searched(problem: Problem) -> SearchResult:
-        return search(problem, exact, forced, may_use_fewer, notify, objective)
+        is_cut = problem.graph is not None and problem.graph.cut is not None
+        may = may_use_fewer and not is_cut  # there is a part per rank
+        return search(problem, exact, forced, may, notify, objective)
 
     def find(problem: Problem) -> SearchResult:
         if objective.stated is None:

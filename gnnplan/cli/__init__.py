@@ -25,6 +25,7 @@ from gnnplan.planner.vocabulary.progress import say
 # in the order of --help
 for _verb in (
     "convert",
+    "partition",
     "profile",
     "check",
     "plan",

@@ -98,7 +98,7 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
         "graph": graph_of(problem),
         "workload": problem.workload.model_dump(mode="json"),
         "cluster": problem.cluster.model_dump(mode="json"),
-        "partitioner": problem.method,
+        "partitioner": problem.partitioner,
         "exact": exact,
         **objective_fields(found),
         "best": {**answer(found, best), "placement": best.strategy.placement(best.problem)},
@@ -288,7 +288,7 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
         _READABLE.validate_python(document, strict=True)
     except ValidationError as error:
         raise SpecError(f"{path}: {_rule(error.errors()[0])}; {AGAIN}") from error
-    if document["partitioner"] not in METHODS:
+    if document["partitioner"].partition(" ")[0] not in METHODS:
         raise SpecError(
             f"{path}: partitioner {document['partitioner']!r} is"
             f" unknown{suggest(document['partitioner'], METHODS)}"
@@ -353,7 +353,7 @@ def question(
         graph if isinstance(graph, Graph) else None,
         workload,
         cluster or Cluster.model_validate(document["cluster"]),
-        document["partitioner"],
+        document["partitioner"].partition(" ")[0],
     )
     found = problem.stats.hash  # of link prediction, without the edges that are held out
     if found != about["hash"]:
@@ -361,6 +361,12 @@ def question(
             f"the plan was made for other data: {about['source']} hashes to {found}, the plan says"
             f" {about['hash']}; plan again",
             here=f"hash {found[:12]}",
+        )
+    if problem.partitioner != document["partitioner"]:
+        raise OtherData(
+            f"the plan was made for other parts: those of {about['source']} are by"
+            f" {problem.partitioner}, the plan's by {document['partitioner']}; plan again",
+            here=f"parts by {problem.partitioner}",
         )
     return problem if cluster else problem.placed(placement(document))
 

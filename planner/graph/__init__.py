@@ -4,6 +4,7 @@
     load.py         a graph by name, from one of the next three
     parts.py        what every source is read into, a piece at a time
     arrays.py       our own .npz files and folders of .npy files
+    part_folder.py  a graph cut in parts, of which rows are read as they are asked for
     build.py        a graph of parts, checked and completed
     npy.py          an array's header, checked before anything is allocated
     ids.py          ids of vertices, and counts that files claim

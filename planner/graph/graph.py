@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
-from gnnplan.planner.vocabulary.numbers import SPREAD
+from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
 from gnnplan.planner.vocabulary.units import show_bytes
 
 Array = NDArray[Any]
@@ -97,6 +97,35 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
+class Cut:
+    """Parts in which somebody has cut a graph."""
+
+    parts: int
+    method: str  # as --partitioner has it; else the name of the library that cut it
+    owner: NDArray[np.int32]  # the part of each vertex [N]
+    name: str  # that no other cut has
+
+
+class Folder(Protocol):
+    """Where a graph's rows are read that are asked for by their ids (part_folder.py)."""
+
+    @property
+    def degree(self) -> Array:
+        """In-degrees [N]."""
+
+    @property
+    def out_degree(self) -> Array:
+        """Out-degrees [N]."""
+
+    @property
+    def reached(self) -> Sequence[int]:
+        """Vertices within 0, 1, .. hops of training vertices, against the edges."""
+
+    def neighbours(self, ids: NDArray[Any]) -> NDArray[np.int32]:
+        """In-neighbours of these vertices, row after row."""
+
+
+@dataclass(frozen=True, eq=False)
 class Graph:
     """A graph as CSR of in-neighbours: row v has the vertices that v aggregates from.
 
@@ -118,11 +147,27 @@ class Graph:
     vertex_fields: Mapping[str, Array] = field(default_factory=dict)
     edge_fields: Mapping[str, Array] = field(default_factory=dict)
     loops: bool = False  # a module of DGL is given a self-loop per vertex beside these edges
+    cut: Cut | None = None
+    folder: Folder | None = None  # has its edges; arrays read it, too. None: they are in memory
 
     @cached_property
     def whole(self) -> Whole:
         """Its edges and their fields."""
-        return Whole(self.indptr, self.indices, self.edge_fields, self.loops)
+        return Whole(
+            np.asarray(self.indptr), np.asarray(self.indices), self.edge_fields, self.loops
+        )
+
+    def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+        """In-neighbours of vertices, row after row [edges]."""
+        if self.folder is not None:
+            return self.folder.neighbours(rows)
+        return np.asarray(self.indices[ranges(self.indptr[rows], self.degree_of(rows))])
+
+    def degree_of(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """In-degrees of vertices [rows]."""
+        if self.folder is not None:
+            return np.asarray(self.folder.degree[rows], np.int64)
+        return np.asarray(self.indptr[rows + 1] - self.indptr[rows])
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.floating[Any]]:
         """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
@@ -131,7 +176,7 @@ class Graph:
 
     def in_float32(self) -> Graph:
         """The graph with features in float32, unless they stay in their file."""
-        if self.x.dtype == np.float32 or isinstance(self.x, np.memmap):
+        if self.x.dtype == np.float32 or not _is_in_memory(self.x):
             return self
         x = self.x.astype(np.float32)
         for array in _feature_arrays(x):
@@ -140,7 +185,7 @@ class Graph:
 
     def dense(self) -> Graph:
         """The graph with all numbers of its features, zeros too. Raises SpecError for too many."""
-        if isinstance(self.x, np.ndarray):
+        if isinstance(self.x, np.ndarray) or not self.stats.nonzeros:
             return self
         rows, columns = self.x.shape
         must_fit(self.stats.name, "features", rows * columns * self.x.dtype.itemsize)
@@ -155,16 +200,25 @@ class Graph:
         return np.asarray(np.diff(self.x.indptr), dtype=np.int64)
 
     @property
-    def degree(self) -> NDArray[np.int64]:
+    def degree(self) -> Array:
         """In-degree [N]."""
-        return np.diff(self.indptr)
+        return np.diff(self.indptr) if self.folder is None else self.folder.degree
+
+    @property
+    def out_degree(self) -> Array:
+        """Out-degree [N]."""
+        if self.folder is not None:
+            return self.folder.out_degree
+        if not self.stats.directed:
+            return self.degree
+        return np.bincount(self.indices, minlength=self.stats.vertices)
 
     @property
     def adjacency(self) -> sp.csr_matrix:
         """The edges as a boolean matrix [N, N] that shares memory with the graph."""
-        n = self.stats.vertices
+        n, whole = self.stats.vertices, self.whole
         return sp.csr_matrix(
-            (np.ones(len(self.indices), bool), self.indices, self.indptr), shape=(n, n)
+            (np.ones(len(whole.indices), bool), whole.indices, whole.indptr), shape=(n, n)
         )
 
 
@@ -281,11 +335,15 @@ def finish(graph: Graph) -> Graph:
     return dataclasses.replace(graph, stats=stats, x=x)
 
 
+def _is_in_memory(x: Features) -> bool:
+    return type(x) is np.ndarray or sp.issparse(x)
+
+
 def _feature_arrays(x: Features) -> tuple[Array, ...]:
     return (x,) if isinstance(x, np.ndarray) else (x.indptr, x.indices, x.data)
 
 
-def spread_of(degrees: NDArray[np.int64]) -> float:
+def spread_of(degrees: Array) -> float:
     """Standard deviation of the logarithms of all degrees above 0."""
     positive = degrees[degrees > 0]
     return float(np.log(positive).std()) if positive.size else 0.0

@@ -133,6 +133,7 @@ def hold_out(graph: Graph) -> Graph:
         indices=indices,
         held_out=tuple(held_out),
         edge_fields=edge_fields,
+        folder=None,
     )
 
 

@@ -14,6 +14,7 @@ from gnnplan.planner.graph.arrays import read_own
 from gnnplan.planner.graph.build import STAND_IN_FEATURES, MadeUp, build
 from gnnplan.planner.graph.generator import COMMUNITY, Ranges, community
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
+from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
@@ -29,6 +30,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     'file.npz[?features=500&seed=0]'           arrays; parameters of stand-in features
     'folder[?...]'                             one .npy per array; features stay on disk
     'file or folder[?...]'                     a format of another library (formats/)
+    'folder'                                   parts, as gnnplan partition writes them
     'synthetic:community?vertices=20000&...'   generated
     'file.yaml'                                statistics only
     'reddit'                                   statistics of a well-known graph
@@ -128,6 +130,13 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
     """The graph of a file or a folder, and of the files that its parameters name."""
     if os.path.exists(head) and not os.path.isdir(head) and not os.path.isfile(head):
         raise SpecError(f"{source}: is a pipe, a socket or a device; give a graph's file or folder")
+    if is_part_folder(head):
+        if query:
+            raise SpecError(
+                f"{source}: a folder of parts holds all that it was written with and takes no"
+                " parameters; give them to gnnplan partition"
+            )
+        return read_parts(head, source, directed)
     given = _parameters(source, query)
     words = {
         name: given.pop(name)

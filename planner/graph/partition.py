@@ -43,8 +43,8 @@ def partition(
     """Part [N] of each vertex, in [0, parts), no part empty.
 
     method: 'metis' minimises the edge cut, 'metis-volume' the rows sent; 'hash' and 'random' ignore
-    edges. Edge directions do not matter. Raises SpecError for more parts than vertices, an unknown
-    method, or statistics only."""
+    edges. Edge directions do not matter. A graph that is cut so already keeps its parts. Raises
+    SpecError for more parts than vertices, an unknown method, or statistics only."""
     if not isinstance(graph, Graph):
         raise SpecError(
             f"{graph.source}: statistics only, so there is nothing to partition; give the graph"
@@ -56,6 +56,8 @@ def partition(
     check_parts(parts, vertices, graph.stats.source)
     if parts == 1:
         return np.zeros(vertices, np.int32)
+    if graph.cut is not None and (graph.cut.parts, graph.cut.method) == (parts, method):
+        return graph.cut.owner
     if method == "hash":
         return repair(_hashed(vertices, parts), parts)
     if method == "random":
@@ -102,7 +104,7 @@ def locality_order(graph: Graph, clusters: int = 64) -> NDArray[np.int32]:
 def undirected(graph: Graph) -> tuple[Array, Array]:
     """CSR (indptr, indices) of the graph with every edge in both directions."""
     if not graph.stats.directed:
-        return graph.indptr, graph.indices
+        return graph.whole.indptr, graph.whole.indices
     both = sp.csr_matrix(graph.adjacency + graph.adjacency.T)
     return both.indptr, both.indices
 

@@ -15,7 +15,6 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.partition import partition_weighted, undirected
 from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
-from gnnplan.planner.ownership.layout import neighbours
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Chunks:
             for j in range(self.members)
         ]
         edges = np.bincount(
-            self.sub, weights=np.diff(self.graph.indptr), minlength=self.chunks * self.members
+            self.sub, weights=self.graph.degree, minlength=self.chunks * self.members
         ).astype(np.int64)
         return ChunkFacts(
             np.diff(self.bounds).reshape(shape),
@@ -95,7 +94,7 @@ class Chunks:
             read_by_member = np.zeros(self.sub.size, dtype=bool)
             for chunk in range(self.chunks):
                 rows, read = self.rows(chunk, member), np.zeros(self.sub.size, dtype=bool)
-                read[neighbours(self.graph, rows)] = True
+                read[self.graph.neighbours(rows)] = True
                 read_by_member |= read
                 read[rows] = True
                 sources[chunk, member] = np.count_nonzero(read)

@@ -30,7 +30,6 @@ import numpy as np
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import locality_order, partition_weighted
 from gnnplan.planner.graph.streams import BATCHES, EXPANSION
-from gnnplan.planner.vocabulary.numbers import ranges
 
 FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges handled at a time, so that temporaries are small compared to the graph
@@ -337,7 +336,7 @@ class Layout:
 
     def _allowed_edges(self, rank: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """In-neighbours of `rows` that the rank's server may have, and the degree of each row."""
-        columns, degree = neighbours(self.graph, rows), np.diff(self.graph.indptr)[rows]
+        columns, degree = self.graph.neighbours(rows), self.graph.degree_of(rows)
         allowed = self._allowed.get(self.servers[rank])
         if allowed is None:
             return columns, degree
@@ -421,22 +420,17 @@ class Layout:
 
         After that j has the features of all rows that it computes."""
         sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-        for rank in range(self.ranks):
+        for rank in range(self.ranks if self.inside else 0):
             np.add.at(sends[:, rank], self.owner[self.rows(rank, 0)[self.own(rank).size :]], 1)
         return sends
 
 
-def neighbours(graph: Graph, rows: np.ndarray) -> np.ndarray:
-    """In-neighbours of `rows`, row after row, int32 [edges]."""
-    return np.asarray(graph.indices[ranges(graph.indptr[rows], np.diff(graph.indptr)[rows])])
-
-
 def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Blocks of `rows` with about AT_ONCE edges each: (rows, their in-neighbours)."""
-    ends = np.cumsum(np.diff(graph.indptr)[rows])
+    ends = np.cumsum(graph.degree_of(rows))
     cuts = np.searchsorted(ends, np.arange(AT_ONCE, ends[-1] if ends.size else 0, AT_ONCE)) + 1
     for some in np.split(rows, np.unique(cuts)):
-        yield some, neighbours(graph, some)
+        yield some, graph.neighbours(some)
 
 
 def distances(
@@ -462,6 +456,15 @@ def distances(
     return hop
 
 
+def reached(graph: Graph, reach: int) -> list[int]:
+    """How many vertices lie within 0, 1, .. `reach` hops of training vertices, as `distances`."""
+    known = [] if graph.folder is None else graph.folder.reached
+    if len(known) > reach:
+        return list(known[: reach + 1])
+    hops = distances(graph, np.asarray(graph.train), reach)
+    return [int(np.count_nonzero(hops <= most)) for most in range(reach + 1)]
+
+
 def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> np.ndarray:
     """The rows that a server may have: its own (bool [N]), and those drawn around them.
 
@@ -471,7 +474,7 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
     for _ in range(expansion.max_hop):
         found = np.zeros(own.size, dtype=bool)
         for rows, columns in _blocks(graph, frontier):
-            reader = np.repeat(np.arange(rows.size), np.diff(graph.indptr)[rows])
+            reader = np.repeat(np.arange(rows.size), graph.degree_of(rows))
             external = ~own[columns]
             reader, columns = reader[external], columns[external]
             degree = np.bincount(reader, minlength=rows.size)

@@ -22,8 +22,9 @@ from gnnplan.planner.graph.splitting import IMBALANCE, owners
 from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, cut_parts, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
-from gnnplan.planner.ownership.layout import Expansion, Layout, distances
+from gnnplan.planner.ownership.layout import Expansion, Layout, reached
 from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.ownership.parts import PartLayout, is_stored
 from gnnplan.planner.problem.known import Known
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -184,6 +185,12 @@ class Problem:
     def ranks(self) -> int:
         return len(self.placement) or self.cluster.ranks
 
+    @property
+    def partitioner(self) -> str:
+        """Who cuts the graph; with the name of its parts, if it is cut already."""
+        cut = None if self.graph is None else self.graph.cut
+        return self.method if cut is None else f"{self.method} {cut.name[:12]}"
+
     @cached_property
     def model(self) -> Model:
         model = describe(
@@ -270,7 +277,9 @@ class Problem:
         cut = groups if depth or expansion else ()
         args = (groups, self.workload.layers, self.model.first_varying, depth, expansion)
         question = ("layout", *args[1:], cut or self.ranks)
-        return self._laid_out(question, args, lambda graph: self._owner(graph, cut))
+        graph = self.graph
+        kind = PartLayout if graph and not cut and is_stored(graph, self.ranks) else Layout
+        return self._laid_out(question, args, lambda graph: self._owner(graph, cut), kind)
 
     def chunked(self, chunks: int) -> Layout | EstimatedLayout:
         """The rows of every chunk at every layer, as if each chunk were a rank.
@@ -287,6 +296,7 @@ class Problem:
         question: tuple[object, ...],
         args: tuple[tuple[int, ...], int, int, int, Expansion | None],
         owner: Callable[[Graph], np.ndarray],
+        kind: type[Layout] = Layout,
     ) -> Layout | EstimatedLayout:
         """The layout of `args`, of vertices that `owner` shares out if the graph is known."""
 
@@ -294,7 +304,7 @@ class Problem:
             if self.graph is None:
                 mixing = mixing_of(self.stats, self.method)
                 return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
-            return Layout(self.graph, owner(self.graph), *args)
+            return kind(self.graph, owner(self.graph), *args)
 
         return self.known.answer((*question, self.graph, self.stats, self.method), make)
 
@@ -345,8 +355,7 @@ class Problem:
             )
             rows = [alone.region(h) for h in range(1, layers + 1)]
         else:
-            hops = distances(self.graph, self.graph.train, layers - 1)
-            rows = [float(np.count_nonzero(hops <= layers - h)) for h in range(1, layers + 1)]
+            rows = [float(count) for count in reached(self.graph, layers - 1)]
         return float(np.mean(rows)) / stats.vertices
 
     @property

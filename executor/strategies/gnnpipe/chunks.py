@@ -25,7 +25,6 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.ownership.chunks import Chunks
-from gnnplan.planner.ownership.layout import neighbours
 
 
 @dataclass
@@ -81,8 +80,8 @@ def make_chunks(
         ids = cut.rows(c, member)
         rows = slice(start, start + ids.size)
         start = rows.stop
-        indptr = np.concatenate([[0], np.cumsum(np.diff(graph.indptr)[ids])])
-        columns = place[neighbours(graph, ids)]
+        indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
+        columns = place[graph.neighbours(ids)]
         inside = (columns >= rows.start) & (columns < rows.stop)
         others = np.unique(columns[~inside])
         sources = np.concatenate([np.arange(rows.start, rows.stop), others])

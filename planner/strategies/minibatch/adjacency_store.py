@@ -89,7 +89,7 @@ class Structure:
             asked[rank] = np.bincount(provider, minlength=m)
             drawn[rank] = np.bincount(
                 provider,
-                weights=taken(graph.indptr[ids + 1] - graph.indptr[ids], fanout),
+                weights=taken(graph.degree_of(ids), fanout),
                 minlength=m,
             )
         np.fill_diagonal(asked, 0)
@@ -157,7 +157,7 @@ class EstimatedStructure:
 
 def list_bytes(graph: Graph, ids: Ids) -> NDArray[np.int64]:
     """Bytes of each of these vertices' lists in a cache [R]."""
-    return np.asarray(NEIGHBOUR * (graph.indptr[ids + 1] - graph.indptr[ids]) + ENTRY)
+    return np.asarray(NEIGHBOUR * graph.degree_of(ids) + ENTRY)
 
 
 def worth_keeping(graph: Graph, workload: Workload, hot: str, groups: int) -> Ids:
@@ -173,12 +173,16 @@ def worth_keeping(graph: Graph, workload: Workload, hot: str, groups: int) -> Id
 
 def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
     """The graph with the lists of these vertices [N] only; all other lists are empty."""
-    degree, kept = np.where(keep, graph.degree, 0), np.repeat(keep, graph.degree)
+    degree, fields = np.where(keep, graph.degree, 0), {}
+    if graph.edge_fields:
+        kept = np.repeat(keep, graph.degree)
+        fields = {name: field[kept] for name, field in graph.edge_fields.items()}
     return replace(
         graph,
         indptr=np.concatenate([[0], np.cumsum(degree)]),
-        indices=graph.indices[kept],
-        edge_fields={name: field[kept] for name, field in graph.edge_fields.items()},
+        indices=graph.neighbours(np.flatnonzero(keep)),
+        edge_fields=fields,
+        folder=None,
     )
 
 

@@ -1,0 +1,287 @@
+"""A graph cut in a part per rank, on disk: written once, and read by the ranks that own the parts.
+
+What is written of a part is what a layout without preloading has of it, so that a layout of the
+folder reads its rank's own rows, edges and halo where another counts them. part_folder.py has the
+files."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from pydantic import TypeAdapter
+
+from gnnplan import __version__
+from gnnplan.planner.graph.fields import EDGE, VERTEX
+from gnnplan.planner.graph.formats.mapped import must_be_new
+from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph
+from gnnplan.planner.graph.part_folder import (
+    DESCRIPTION,
+    MOST_DESCRIBED,
+    OF_PART,
+    VERSION,
+    Description,
+    Part,
+    PartFolder,
+    Stored,
+    described,
+)
+from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import read_bytes, remedy_of
+from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.progress import Notify, silent
+
+HOPS = 16  # of which it is written how many vertices they reach
+
+
+class _Members(Sequence[tuple[np.ndarray, np.ndarray]]):
+    """(global ids, last) of each rank's rows, which are read when they are asked for."""
+
+    def __init__(self, folder: PartFolder, layers: int) -> None:
+        self.folder, self.last = folder, np.int16(layers)
+
+    def __len__(self) -> int:
+        return len(self.folder.parts)
+
+    def __getitem__(self, rank: Any) -> Any:
+        ids = self.folder.array(rank, "ids")
+        return ids, np.broadcast_to(self.last, ids.size)
+
+
+class PartLayout(Layout):
+    """The layout without preloading of a folder with a part per rank.
+
+    Of other ranks it reads the ids that they send, and counts."""
+
+    @property
+    def folder(self) -> PartFolder:
+        found = self.graph.folder
+        assert isinstance(found, PartFolder)
+        return found
+
+    @property
+    def _order(self) -> np.ndarray:
+        return self.folder.array(None, "order")
+
+    @property
+    def _position(self) -> np.ndarray:
+        return self.folder.place
+
+    @property
+    def _sends(self) -> np.ndarray:
+        return self.folder.array(None, "sends")
+
+    def _parts(self) -> Any:
+        return _Members(self.folder, self.layers)
+
+    def _sizes(self, h: int) -> tuple[int, ...]:
+        return tuple(part.vertices for part in self.folder.parts)
+
+    def _piece(self, rank: int, layer: int, rows: int, local: int) -> Piece:
+        halo, edges = self.folder.array(rank, "halo"), self.folder.parts[rank].edges
+        return Piece(rows, local, halo, self._sends[:, rank], edges)
+
+    def sent(self, rank: int, layer: int) -> list[np.ndarray]:
+        ends = np.cumsum(self._sends[rank])
+        return np.split(self.folder.array(rank, "give"), ends[:-1])
+
+    def _counted(self, layer: int) -> LayerFacts:
+        parts, sends = self.folder.parts, self._sends
+        rows = np.array(self._sizes(layer))
+        return LayerFacts(rows, rows + sends.sum(0), np.array([p.edges for p in parts]), sends)
+
+
+def is_stored(graph: Graph, ranks: int) -> bool:
+    """Whether the graph lies in a part per rank."""
+    return isinstance(graph.folder, PartFolder) and len(graph.folder.parts) == ranks
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def write_parts(
+    graph: Graph,
+    owner: np.ndarray,
+    method: str,
+    seed: int,
+    folder: Path,
+    notify: Notify = silent,
+) -> Description:
+    """Write a graph as a folder of parts that is complete or absent.
+
+    owner: the part of each vertex [N]. Parts that were written before a failure are kept beside the
+    folder, and are not written again. Raises SpecError."""
+    must_be_new(folder)
+    parts = int(owner.max()) + 1
+    layout = Layout(graph, owner, tuple(range(parts)), layers=1, first_varying=0)
+    name = _name_of(graph, owner, method, seed)
+    begun = folder.with_name(f".{folder.name}.begun")
+    known = {number: part for number in range(parts) if (part := _written(begun, number, name))}
+    if not known:
+        shutil.rmtree(begun, ignore_errors=True)
+    try:
+        begun.mkdir(exist_ok=True)
+        for number in range(parts):
+            if number not in known:
+                notify(f"writing part {number + 1} of {parts}")
+                known[number] = _write_part(layout, number, name, begun)
+        notify("writing what all parts share")
+        about = _describe(layout, known, name, method, seed, begun)
+        must_be_new(folder)
+        os.rename(begun, folder)
+    except OSError as error:
+        kept = len(known) and f"; {len(known)} of {parts} parts are kept in {begun}, and the same"
+        kept = f"{kept} command goes on from there" if kept else ""
+        if not known:
+            shutil.rmtree(begun, ignore_errors=True)
+        raise SpecError(
+            f"{folder}: cannot be written ({error.strerror or error}); {remedy_of(error)}{kept}"
+        ) from error
+    return about
+
+
+def _name_of(graph: Graph, owner: np.ndarray, method: str, seed: int) -> str:
+    """A name that no cut of another graph, or into other parts, has."""
+    digest = blake2b(f"{VERSION} {graph.stats.hash} {method} {seed}".encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(owner, np.int32).data)
+    return digest.hexdigest()
+
+
+def _written(begun: Path, number: int, name: str) -> Part | None:
+    """A part of this cut that was written before; None if there is none."""
+    folder = begun / f"part{number}"
+    try:
+        raw = read_bytes(folder / OF_PART, MOST_DESCRIBED)
+        part: Part = described(Part, folder / OF_PART, raw)
+    except SpecError:
+        return None
+    return part if part.cut == name else None
+
+
+def _write_part(layout: Layout, number: int, name: str, begun: Path) -> Part:
+    temporary = begun / f".part{number}.{token_hex(4)}"
+    temporary.mkdir()
+    try:
+        files = {
+            array: _save(temporary / f"{array}.npy", shape, dtype, pieces)
+            for array, (shape, dtype, pieces) in _arrays_of(layout, number).items()
+        }
+        vertices, edges = files["ids"].shape[0], files["indices"].shape[0]
+        part = Part(name, number, vertices, edges, files)
+        _save_text(temporary / OF_PART, part)
+        shutil.rmtree(begun / f"part{number}", ignore_errors=True)  # of another cut
+        os.rename(temporary, begun / f"part{number}")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return part
+
+
+_Pieces = tuple[tuple[int, ...], Any, Iterable[Array]]  # shape, type, rows some at a time
+
+
+def _whole(array: Array) -> _Pieces:
+    return array.shape, array.dtype, [array]
+
+
+def _rows_of(array: Any, ids: np.ndarray) -> _Pieces:
+    """Rows of an array, some at a time."""
+    step = max(1, AT_ONCE // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
+    pieces = (array[ids[start : start + step]] for start in range(0, ids.size, step))
+    return (ids.size, *array.shape[1:]), array.dtype, pieces
+
+
+def _arrays_of(layout: Layout, number: int) -> dict[str, _Pieces]:
+    """A part's arrays by name."""
+    graph, ids, piece = layout.graph, layout.rows(number, 0), layout.piece(number, 1)
+    indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
+    out = {
+        "ids": _whole(ids.astype(np.int64, copy=False)),
+        "indptr": _whole(indptr),
+        "indices": _whole(graph.neighbours(ids)),
+        "halo": _whole(piece.halo.astype(np.int64, copy=False)),
+        "give": _whole(np.concatenate(layout.sent(number, 1))),
+    }
+    if graph.stats.nonzeros:
+        x = graph.x[ids]
+        assert sp.issparse(x)
+        out |= {f"x_{of}": _whole(getattr(x, of)) for of in ("indptr", "indices", "data")}
+    else:
+        out["x"] = _rows_of(graph.x, ids)
+    rows = {name: getattr(graph, name) for name in ("y", "train", "val", "test")}
+    rows |= {VERTEX + name: field for name, field in graph.vertex_fields.items()}
+    out |= {name: _rows_of(array, ids) for name, array in rows.items()}
+    for name, field in graph.edge_fields.items():
+        out[EDGE + name] = _rows_of(field, ranges(graph.indptr[ids], graph.degree_of(ids)))
+    return out
+
+
+def _describe(
+    layout: Layout, known: dict[int, Part], name: str, method: str, seed: int, begun: Path
+) -> Description:
+    """Write what parts share, and then what describes them all."""
+    graph = layout.graph
+    degree = {"degree": graph.degree}
+    if graph.stats.directed:
+        degree["out_degree"] = graph.out_degree
+    arrays = {"owner": layout.owner, "place": layout._position, "order": layout._order, **degree}
+    files = {}
+    for of, array in arrays.items():
+        files[of] = _save(begun / f"{of}.npy", *_whole(array.astype(np.int32, copy=False)))
+    files["sends"] = _save(begun / "sends.npy", *_whole(layout.facts(1).sends))
+    texts = [(begun / f"part{number}" / OF_PART).read_bytes() for number in range(len(known))]
+    about = Description(
+        VERSION,
+        __version__,
+        graph.stats,
+        len(known),
+        method,
+        seed,
+        name,
+        [known[number].vertices for number in range(len(known))],
+        [known[number].edges for number in range(len(known))],
+        [known[number].files["halo"].shape[0] for number in range(len(known))],
+        reached(graph, HOPS),
+        files,
+        [blake2b(text, digest_size=16).hexdigest() for text in texts],
+    )
+    _save_text(begun / DESCRIPTION, about)
+    return about
+
+
+def _save_text(path: Path, about: Part | Description) -> None:
+    _write(path, [TypeAdapter(type(about)).dump_json(about, indent=1)])
+
+
+def _save(path: Path, shape: tuple[int, ...], dtype: Any, pieces: Iterable[Array]) -> Stored:
+    """Write an array: what is stored of it."""
+    header, dtype = io.BytesIO(), np.dtype(dtype)
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, about)
+    rows = (
+        np.ascontiguousarray(piece, dtype).view(np.uint8).data for piece in pieces if piece.size
+    )
+    nbytes, digest = _write(path, chain([header.getvalue()], rows))
+    return Stored(shape, dtype.str, nbytes, digest)
+
+
+def _write(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
+    """Write a new file, and wait for the disk: its size and the digest of its bytes."""
+    digest = blake2b(digest_size=16)
+    path.unlink(missing_ok=True)  # of an attempt that was broken off
+    with open(path, "xb") as stream:
+        for piece in pieces:
+            stream.write(piece)
+            digest.update(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+        return stream.tell(), digest.hexdigest()

@@ -1,0 +1,112 @@
+"""Ranks on a folder of parts: they learn what they learn on the graph, to the same bit, and a rank
+of graph parallelism opens no file with rows or edges of another part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gnnplan.executor.layers.blocks import features
+from gnnplan.executor.minibatch.share import share_of, targets_of
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.parts import write_parts
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.testing.ranks import Case, Ranks
+
+pytestmark = pytest.mark.timeout(170)
+
+FULL = {"model": "gcn", "layers": 3, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3}
+MINI = FULL | {"model": "sage", "layers": 2, "mode": "mini", "batch": 6, "fanout": (3, 2)}
+STRATEGIES = (
+    ("graph_parallel", FULL),
+    ("graph_parallel(narrow=True,trim=True)", FULL),
+    ("graph_parallel(bits='adaptive')", FULL),
+    ("pipegcn", FULL),
+    ("bns(p=0.5)", FULL),
+    ("granndis(batches=2)", FULL),
+    ("gnnpipe(chunks=4)", FULL | {"dropout": 0.0}),
+    ("feature_parallel", FULL),
+    ("data_parallel", MINI),
+    ("data_parallel(cache=960)", MINI),
+    ("gsplit", MINI),
+    ("p3", MINI),
+)
+
+
+def parts_of(source: str, folder: Path, parts: int = 2) -> str:
+    graph = load(source)
+    assert isinstance(graph, Graph)
+    write_parts(graph, partition(graph, parts), "metis", 0, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["full graph", "others"])
+def test_ranks_learn_the_same_from_their_parts(
+    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path, which: int
+) -> None:
+    folder = parts_of(graphs["rough"], tmp_path / "parts")
+    cases = [
+        Case(strategy, graph, workload, eval_every=2)
+        for strategy, workload in STRATEGIES[which::2]
+        for graph in (graphs["rough"], folder)
+    ]
+    results = run_ranks(2, cases)
+    for whole, parts in zip(results[::2], results[1::2], strict=True):
+        assert parts.losses == whole.losses, str(parts.case)
+        assert all(torch.equal(p, whole.weights[name]) for name, p in parts.weights.items())
+        assert parts.metrics[-1]["test_accuracy"] == whole.metrics[-1]["test_accuracy"]
+
+
+def test_sparse_features_are_read_by_part(run_ranks: Ranks, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    src, dst = rng.integers(0, 90, (2, 500))
+    x = (rng.random((90, 40)) * (rng.random((90, 40)) < 0.06)).astype(np.float32)
+    third, y = np.arange(90) % 3, rng.integers(0, 3, 90)
+    masks = {f"{name}_mask": third == i for i, name in enumerate(("train", "val", "test"))}
+    np.savez(tmp_path / "g.npz", src=src, dst=dst, x=x, y=y, **masks)
+    folder = parts_of(str(tmp_path / "g.npz"), tmp_path / "parts")
+    cases = [
+        Case(strategy, graph, workload)
+        for strategy, workload in (("graph_parallel", FULL), ("data_parallel", MINI), ("p3", MINI))
+        for graph in (str(tmp_path / "g.npz"), folder)
+    ]
+    results = run_ranks(2, cases)
+    assert results[0].losses == results[1].losses and results[2].losses == results[3].losses
+    assert results[4].losses == results[5].losses
+
+
+def test_a_rank_reads_its_own_part_only(graphs: dict[str, str], tmp_path: Path) -> None:
+    """The others' files are gone when it looks."""
+    folder = parts_of(graphs["rough"], tmp_path / "parts", 3)
+    graph = load(folder)
+    assert isinstance(graph, Graph)
+    cluster = Cluster.model_validate(
+        {
+            "servers": 1,
+            "gpus_per_server": 3,
+            "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
+            "intra_node": {"bandwidth": "2GB/s"},
+            "inter_node": {"bandwidth": "1GB/s"},
+        }
+    )
+    workload = Workload(**FULL)  # type: ignore[arg-type]
+    problem, me, device = Problem(graph.stats, graph, workload, cluster), 1, torch.device("cpu")
+    for path in Path(folder).glob("part[02]/*.npy"):
+        path.unlink()
+    layout = problem.layout()
+    assert isinstance(layout, Layout)
+    share = share_of(layout, me, ["gcn"] * 3, workload)
+    targets_of(problem, share, device)
+    rows = features(problem.data, share.own, workload, device)
+    whole = load(graphs["rough"])
+    assert isinstance(whole, Graph)
+    assert np.array_equal(rows.numpy(), whole.features(share.own))
+    assert set(share.own.tolist()) == set(np.flatnonzero(partition(whole, 3) == me).tolist())

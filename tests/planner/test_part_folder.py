@@ -1,0 +1,322 @@
+"""Folders of parts: what is read back is the graph, a part reads nothing of others, and what is
+damaged, of another graph or half-written is told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gnnplan.api.asking import ask
+from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.part_folder import PartFolder
+from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.ownership.layout import Layout, reached
+from gnnplan.planner.ownership.parts import PartLayout, write_parts
+from gnnplan.planner.vocabulary.errors import OtherData, SpecError
+
+GRAPH = "synthetic:community?vertices=2500&edges=9000&features=7&classes=3&seed=1"
+N = 60
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def arrays(kind: str) -> dict[str, np.ndarray]:
+    """A graph of N vertices, directed, with fields, of a kind of features or labels."""
+    rng = np.random.default_rng(5)
+    src, dst = rng.integers(0, N, (2, 400))
+    x, y = rng.standard_normal((N, 6)), rng.integers(0, 4, N)
+    if kind == "sparse":
+        x *= rng.random((N, 6)) < 0.08
+    if kind == "float64":
+        x += 1e6
+    if kind == "labels":
+        y = (rng.random((N, 4)) < 0.4).astype(np.uint8)
+    train = np.arange(N) % 3
+    masks = {f"{name}_mask": train == i for i, name in enumerate(("train", "val", "test"))}
+    fields = {"vertex.time": rng.random(N).astype(np.float32), "edge.w": rng.random((400, 2))}
+    narrow = x if kind == "float64" else x.astype(np.float32)
+    return {"src": src, "dst": dst, "x": narrow, "y": y, **masks, **fields}
+
+
+def a_graph(tmp_path: Path, kind: str, directed: bool = False) -> Graph:
+    if kind == "generated":
+        return read(GRAPH)
+    np.savez(tmp_path / "graph.npz", **arrays(kind))
+    return read(str(tmp_path / "graph.npz"), directed)
+
+
+def read(source: str, directed: bool = False) -> Graph:
+    graph = load(source, directed)
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def written(graph: Graph, folder: Path, parts: int = 3, method: str = "metis") -> Path:
+    write_parts(graph, partition(graph, parts, method), method, 0, folder)
+    return folder
+
+
+def dense(x: object) -> np.ndarray:
+    return np.asarray(x.toarray() if hasattr(x, "toarray") else x)
+
+
+KINDS = [("generated", False), ("sparse", True), ("float64", False), ("labels", True)]
+
+
+@pytest.mark.parametrize(("kind", "directed"), KINDS)
+def test_a_folder_of_parts_is_the_graph(tmp_path: Path, kind: str, directed: bool) -> None:
+    graph = a_graph(tmp_path, kind, directed)
+    folder = str(written(graph, tmp_path / "parts"))
+    some = np.random.default_rng(0).permutation(graph.stats.vertices)[:41]
+    found = read(folder)
+    assert np.array_equal(found.neighbours(some), graph.neighbours(some))
+    for name in ("x", "y", "train", "val", "test"):
+        ours, theirs = getattr(found, name), getattr(graph, name)
+        assert np.array_equal(dense(ours[some]), dense(theirs[some])), name
+        assert ours.dtype == theirs.dtype, name
+        assert np.array_equal(dense(ours), dense(theirs)), name
+    for name in ("indptr", "indices", "degree", "out_degree"):
+        assert np.array_equal(getattr(found, name), getattr(graph, name)), name
+    for ours, theirs in (
+        (found.vertex_fields, graph.vertex_fields),
+        (found.edge_fields, graph.edge_fields),
+    ):
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    assert found.stats.hash == graph.stats.hash and found.stats.nonzeros == graph.stats.nonzeros
+    assert found.stats.notes[:-1] == graph.stats.notes
+    assert "3 parts by metis (seed 0), cut of " in found.stats.notes[-1]
+    assert all(reached(found, hops) == reached(graph, hops) for hops in (0, 2, 20))
+
+
+@pytest.mark.parametrize(("kind", "directed"), KINDS)
+def test_a_layout_of_parts_is_that_of_the_graph(tmp_path: Path, kind: str, directed: bool) -> None:
+    graph = a_graph(tmp_path, kind, directed)
+    found = read(str(written(graph, tmp_path / "parts")))
+    assert found.cut is not None
+    args = (0, 1, 1), 2, 1  # servers, layers, first_varying
+    ours = PartLayout(found, found.cut.owner, *args)
+    theirs = Layout(graph, partition(graph, 3), *args)
+    targets = np.asarray(graph.train)
+    for mine, other in ((ours, theirs), (ours.needed(targets), theirs.needed(targets))):
+        for layer in (1, 2):
+            facts, expected = mine.facts(layer), other.facts(layer)
+            for name in ("rows", "sources", "edges", "halo"):
+                assert np.array_equal(getattr(facts, name), getattr(expected, name)), name
+            for rank in range(3):
+                assert np.array_equal(mine.rows(rank, layer), other.rows(rank, layer))
+                piece, same = mine.piece(rank, layer), other.piece(rank, layer)
+                assert np.array_equal(piece.halo, same.halo)
+                assert np.array_equal(piece.received, same.received)
+                assert (piece.rows, piece.local, piece.edges) == (same.rows, same.local, same.edges)
+                pairs = zip(mine.sent(rank, layer), other.sent(rank, layer), strict=True)
+                assert all(np.array_equal(*pair) for pair in pairs)
+                pairs = zip(mine.block(rank, layer), other.block(rank, layer), strict=True)
+                assert all(np.array_equal(*pair) for pair in pairs)
+        assert np.array_equal(mine.preloaded(), other.preloaded())
+
+
+def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path: Path) -> None:
+    graph = read(GRAPH)
+    owner = partition(graph, 3, "random", seed=8)
+    write_parts(graph, owner, "random", 8, tmp_path / "parts")
+    found = read(str(tmp_path / "parts"))
+    assert np.array_equal(partition(found, 3, "random"), owner)
+    assert np.array_equal(partition(found, 4, "random"), partition(graph, 4, "random"))
+    assert np.array_equal(partition(found, 3, "metis"), partition(graph, 3, "metis"))
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_has_a_rank_per_part(tmp_path: Path) -> None:
+    folder = written(read(GRAPH), tmp_path / "parts", method="hash")
+    problem = ask(str(folder), "local", None, model="gcn", layers=2).problem
+    assert problem.ranks == 3 and problem.method == "hash"
+    assert isinstance(problem.layout(), PartLayout)
+    with pytest.raises(SpecError, match=r"a part for each of 3 ranks.*--ranks asks for 2.*-k 2"):
+        ask(str(folder), "local", None, ranks=2)
+    with pytest.raises(SpecError, match=r"cut by hash, and --partitioner names random"):
+        ask(str(folder), "local", None, partitioner="random")
+    cluster = {
+        "servers": 1,
+        "gpus_per_server": 2,
+        "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
+        "intra_node": {"bandwidth": "2GB/s"},
+        "inter_node": {"bandwidth": "1GB/s"},
+    }
+    with pytest.raises(SpecError, match=r"a part for each of 3 ranks: --ranks 3 asks.*-k 2"):
+        ask(str(folder), cluster, None)
+    with pytest.raises(SpecError, match="its edges lost their direction"):
+        ask(str(folder), "local", None, directed=True)
+    with pytest.raises(SpecError, match="takes no parameters; give them to gnnplan partition"):
+        ask(str(folder), "local", None, task="none")
+
+
+def test_a_plan_is_of_its_parts(tmp_path: Path) -> None:
+    """The same graph, cut anew under the same name, would leave ranks with others' halos."""
+    import gnnplan
+
+    graph, folder = read(GRAPH), tmp_path / "parts"
+    written(graph, folder, 2)
+    document = gnnplan.plan(folder, model="gcn", layers=2, strategy="graph_parallel").document
+    assert documents.question(document).ranks == 2
+    shutil.rmtree(folder)
+    written(graph, folder, 4)
+    with pytest.raises(OtherData, match="made for other parts"):
+        documents.question(document)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def garbled(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def changed(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_parts_of_another_graph_are_refused(tmp_path: Path) -> None:
+    mine = written(read(GRAPH), tmp_path / "mine")
+    other = written(read(GRAPH.replace("seed=1", "seed=2")), tmp_path / "other")
+    shutil.rmtree(mine / "part1")
+    shutil.copytree(other / "part1", mine / "part1")
+    with pytest.raises(SpecError, match=r"part1: holds part 1 of another graph.*copy that one"):
+        load(str(mine))
+    shutil.rmtree(other / "part1")
+    shutil.copytree(other / "part2", other / "part1")
+    with pytest.raises(SpecError, match=r"part1: holds part 2 of this graph"):
+        load(str(other))
+
+
+BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no part": (lambda f: shutil.rmtree(f / "part2"), r"part2: part 2 of 3 is missing; copy it"),
+    "no file": (lambda f: (f / "part1/y.npy").unlink(), r"part1/y.npy: cannot be read \(No such"),
+    "no owner": (lambda f: (f / "owner.npy").unlink(), r"owner.npy: cannot be read \(No such"),
+    "torn": (lambda f: os.truncate(f / "part0/x.npy", 999), r"x.npy: has 999 B, and [\d,]+ were"),
+    "no JSON": (lambda f: (f / "parts.json").write_text("{"), r"parts.json: .*describes no parts"),
+    "no part's": (lambda f: changed(f / "part0/part.json", edges=1), "is not what was written"),
+    "later": (lambda f: changed(f / "parts.json", version=2), "is version 2 of such folders"),
+    "more": (lambda f: changed(f / "parts.json", parts=4), "describes 3 parts and says 4"),
+    "bits": (lambda f: garbled(f / "part1/indices.npy"), r"indices.npy: is damaged \(its digest"),
+    "x bits": (lambda f: garbled(f / "part1/x.npy"), r"x.npy: is damaged \(its digest"),
+}
+
+
+@pytest.mark.parametrize("what", BREAK)
+def test_damaged_parts_are_refused(tmp_path: Path, what: str) -> None:
+    folder = written(read(GRAPH), tmp_path / "parts")
+    spoil, said = BREAK[what]
+    spoil(folder)
+    with pytest.raises(SpecError, match=said):
+        graph = read(str(folder))
+        everyone = np.arange(graph.stats.vertices)
+        graph.neighbours(everyone)
+        graph.features(everyone)
+
+
+def test_more_vertices_than_ids_of_32_bits_are_refused(tmp_path: Path) -> None:
+    folder = written(read(GRAPH), tmp_path / "parts")
+    about = json.loads((folder / "parts.json").read_text())
+    changed(folder / "parts.json", graph=about["graph"] | {"vertices": 2**31})
+    with pytest.raises(SpecError, match=r"2,147,483,648 vertices; ids of 32 bits reach"):
+        load(str(folder))
+
+
+PARTITION = "import sys; sys.argv[0] = 'gnnplan'; from gnnplan.cli import main; main()"
+
+
+def partitioned(*words: str, most: int | None = None) -> subprocess.CompletedProcess[str]:
+    """`gnnplan partition` in a process, whose files may have so many bytes."""
+
+    def limit() -> None:
+        if most is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    command = [sys.executable, "-c", PARTITION, "partition", *words]
+    return subprocess.run(command, preexec_fn=limit, text=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.processes
+def test_ids_beyond_32_bits_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    np.savez(tmp_path / "g.npz", src=np.array([0, 2**31]), dst=np.array([1, 1]))
+    done = partitioned(str(tmp_path / "g.npz"), "-k", "2", "-o", str(tmp_path / "parts"))
+    assert done.returncode == 2 and "2,147,483,64" in done.stderr
+    assert not list(tmp_path.glob("*parts*")) and not list(tmp_path.glob(".parts*"))
+
+
+@pytest.mark.processes
+def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(
+    tmp_path: Path,
+) -> None:
+    """The third part's features are the largest file, for it has most vertices."""
+    graph, folder = read(GRAPH), tmp_path / "parts"
+    words = GRAPH, "-k", "3", "-o", str(folder), "--partitioner", "hash"
+    sizes = np.bincount(partition(graph, 3, "hash"))
+    owner = np.zeros(graph.stats.vertices, np.int32)  # parts of 500, 500 and 1,500
+    owner[:500], owner[500:1000], owner[1000:] = 0, 1, 2
+    assert sizes.min() > 500
+    done = partitioned(*words, most=5_000)
+    assert done.returncode == 2 and "cannot be written (File too large)" in done.stderr
+    assert not list(tmp_path.glob("*parts*")) and not list(tmp_path.glob(".parts*"))
+
+    code = f"""
+import numpy as np
+from pathlib import Path
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.parts import write_parts
+from gnnplan.planner.vocabulary.errors import SpecError
+owner = np.repeat(np.int32([0, 1, 2]), [500, 500, 1500])
+try:
+    write_parts(load({GRAPH!r}), owner, "hash", 0, Path({str(folder)!r}))
+except SpecError as error:
+    print(error)
+"""
+    most = 20_000  # features of 500 vertices take 14 kB, those of 1,500 42
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], preexec_fn=limit, text=True, capture_output=True, timeout=60
+    )
+    assert "2 of 3 parts are kept in" in done.stdout and "goes on from there" in done.stdout
+    assert not folder.exists()
+    begun = tmp_path / ".parts.begun"
+    assert sorted(os.listdir(begun)) == ["part0", "part1"]
+    times = [(begun / f"part{k}" / "x.npy").stat().st_mtime_ns for k in (0, 1)]
+    write_parts(graph, owner, "hash", 0, folder)
+    assert not begun.exists() and np.array_equal(read(str(folder)).indices, graph.indices)
+    kept = [(folder / f"part{k}" / "x.npy").stat().st_mtime_ns for k in (0, 1)]
+    assert kept == times
+
+
+def test_parts_of_another_cut_are_not_gone_on_with(tmp_path: Path) -> None:
+    graph, folder = read(GRAPH), tmp_path / "parts"
+    written(graph, tmp_path / "earlier", 2)
+    shutil.copytree(tmp_path / "earlier", tmp_path / ".parts.begun")
+    written(graph, folder)
+    assert PartFolder(str(folder)).about.parts == 3
+    assert np.array_equal(read(str(folder)).indices, graph.indices)
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    folder = written(read(GRAPH), tmp_path / "parts")
+    before = (folder / "parts.json").read_bytes()
+    with pytest.raises(SpecError, match="is already there"):
+        written(read(GRAPH), folder, 2)
+    assert (folder / "parts.json").read_bytes() == before
