@@ -163,7 +163,9 @@ class _Tensors:
 
         Under P3 [z of some columns | a_l z | a_r z], with logits of all columns. Destinations alone
         have an a_r z then; in the other rows it is zero."""
-        to_sources, to_readers = self._matrix("attention").chunk(2, 1)
+        attention = self._matrix("attention")
+        each = attention.shape[1] // 2
+        to_sources, to_readers = attention[:, :each], attention[:, each:]
         if self.sync is None:
             return torch.cat([z, _logits(z, to_sources)], 1)
         own, away = self.block.n_dst, self.block.n_src - self.block.n_dst
@@ -174,11 +176,14 @@ class _Tensors:
     def attend(self, x: Tensor, heads: int) -> Tensor:
         """Rows are as `beside_logits` makes them."""
         h_out, block = self.layer.spec.h_out, self.block
-        z, of_source, of_reader = torch.split(x, [h_out, heads, x.shape[1] - h_out - heads], 1)
-        if not of_reader.shape[1]:
-            to_readers = self._matrix("attention").chunk(2, 1)[1]
-            of_reader = _logits(block.own_rows(z), to_readers)
-        return attend(block, z, of_source, block.own_rows(of_reader))
+        if x.shape[1] > h_out + heads:
+            z, of_source, of_reader = torch.split(x, [h_out, heads, heads], 1)
+            of_reader = block.own_rows(of_reader)
+        else:
+            z, of_source = torch.split(x, [h_out, heads], 1)
+            attention = self._matrix("attention")
+            of_reader = _logits(block.own_rows(z), attention[:, attention.shape[1] // 2 :])
+        return attend(block, z, of_source, of_reader)
 
     def attend_pairs(self, x: Tensor, heads: int) -> Tensor:
         return attend_pairs(self.block, x, self._matrix("attention"))
