@@ -92,7 +92,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
         """Seconds of the fastest round; all ranks work at the same time."""
         seconds = []
         for _ in range(ROUNDS):
-            rank.await_all(None)
+            rank.groups.await_all(None)
             begin = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - begin)

@@ -131,14 +131,14 @@ class _Training:
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
             self.gradient_errors = _measuring(worker, self.learner)
-        self.setup_bytes = {op: sent for op, sent in rank.sent.items() if sent}
+        self.setup_bytes = {op: sent for op, sent in rank.recorder.sent.items() if sent}
         self.setup_rss_bytes = peak(torch.device("cpu"))
-        rank.sent.clear()
+        rank.recorder.sent.clear()
         earlier = self._resume() if self.first and out else {}
         # epochs that other plans have trained
         self.before = int(earlier["before"][-1]["until"]) if earlier.get("before") else 0
-        own = max(rank.traced, TRACED_EPOCHS * self.steps)
-        rank.traced = self.before * self.steps + own
+        own = max(rank.recorder.traced, TRACED_EPOCHS * self.steps)
+        rank.recorder.traced = self.before * self.steps + own
         self.record = _Record(rank, worker, self.gradient_errors, earlier)
         self.metrics = (
             Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
@@ -156,10 +156,12 @@ class _Training:
         if self.best:
             fill(self.best.weights, under(BEST, tensors))
             self.best.load(notes["best"])
-        rank.sent.update(notes["bytes"])
-        rank.counted = {Label(*label) for label in notes["counted"]}
+        rank.recorder.sent.update(notes["bytes"])
+        rank.recorder.counted = {Label(*label) for label in notes["counted"]}
         with suppress(SpecError):  # a trace that was lost with its machine does not stop training
-            rank.spans = read_trace(trace_of(self.out, rank.rank), rank.rank)[1][: notes["spans"]]
+            rank.recorder.spans = read_trace(trace_of(self.out, rank.rank), rank.rank)[1][
+                : notes["spans"]
+            ]
         return notes
 
     def _take_over(self, checkpoints: Checkpoints, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,10 +175,10 @@ class _Training:
         self.held.take(whole)
         if self.best:
             self.best.load(notes["best"])
-        recording, rank.recording = rank.recording, False
+        recording, rank.recorder.recording = rank.recorder.recording, False
         measuring, rank.staleness_errors = rank.staleness_errors, False
         worker.refill(self.first * self.steps - 1)
-        rank.recording, rank.staleness_errors = recording, measuring
+        rank.recorder.recording, rank.staleness_errors = recording, measuring
         part = {"until": self.first, "strategy": before["strategy"], "ranks": before["ranks"]}
         return {"before": [*notes.get("before", []), part]}
 
@@ -194,9 +196,9 @@ class _Training:
     def epoch(self, epoch: int, is_evaluated: bool, report: Report) -> None:
         """Train one epoch, then evaluate, append its metrics and write its checkpoint."""
         rank, worker, checkpoints = self.rank, self.worker, self.checkpoints
-        rank.activity.begin("phase", f"epoch {epoch + 1}")
+        rank.recorder.activity.begin("phase", f"epoch {epoch + 1}")
         self.learner.optimizer.lr = self.problem.workload.lr_of(epoch)
-        sent_before, seconds = sum(rank.sent.values()), 0.0
+        sent_before, seconds = sum(rank.recorder.sent.values()), 0.0
         # they stay where they are computed until the epoch is over
         loss = torch.zeros((), dtype=torch.float64)
         counts: Tensor | int = 0
@@ -232,24 +234,24 @@ class _Training:
             rank.settle()
             seconds += now() - started
         if is_evaluated:
-            rank.activity.begin("phase", f"the evaluation of epoch {epoch + 1}")
-            rank.recording = False
+            rank.recorder.activity.begin("phase", f"the evaluation of epoch {epoch + 1}")
+            rank.recorder.recording = False
             found = worker.counts(worker.evaluate(step))
             tested = self._counted(found)
-            rank.recording = True
+            rank.recorder.recording = True
         self.record.resident_bytes.append(resident())
         if checkpoints and is_kept:
             # Before the ranks meet: no rank may be two checkpoints ahead of another, or they would
             # have none in common.
-            rank.activity.begin("phase", f"the checkpoint before epoch {epoch + 1}")
+            rank.recorder.activity.begin("phase", f"the checkpoint before epoch {epoch + 1}")
             checkpoints.wait()
-        rank.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
-        sent = sum(rank.sent.values()) - sent_before
+        rank.recorder.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
+        sent = sum(rank.recorder.sent.values()) - sent_before
         trained = self._counted(counts, training=True)
         row, most_spans = _row(rank, self.problem, epoch, loss, trained, tested, seconds, sent)
         # all ranks keep the spans of the same epochs, as many as the fullest trace holds
         fit = MOST_SPANS * (epoch + 1 - self.before) // max(most_spans, 1)
-        rank.traced = min(rank.traced, (self.before + max(fit, 1)) * self.steps)
+        rank.recorder.traced = min(rank.recorder.traced, (self.before + max(fit, 1)) * self.steps)
         if self.replay is not None:
             row["replayed"] = True
         self._append(row, report)
@@ -283,7 +285,7 @@ class _Training:
             return loss, self._counts(logits)
 
         if self.replay is None:
-            self.rank.traced = min(self.rank.traced, step)
+            self.rank.recorder.traced = min(self.rank.recorder.traced, step)
             try:
                 self.replay = Replay(self.worker, enqueue, self.rank.device)
             except RuntimeError as error:
@@ -313,7 +315,7 @@ class _Training:
     def _keep(self, epoch: int) -> None:
         if not (self.checkpoints and self.out):
             return
-        self.rank.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
+        self.rank.recorder.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
         self.record.trace(self.out)
         optimizer, held, best = self.learner.optimizer.state(), self.held, self.best
         tensors = named(WORKER, self.worker.state()) | named(OPTIMIZER, optimizer)
@@ -325,7 +327,7 @@ class _Training:
 
     def finish(self) -> Net:
         """End what is under way, and leave this rank's files."""
-        self.rank.activity.begin("phase", "the end")
+        self.rank.recorder.activity.begin("phase", "the end")
         self.learner.finish(self.epochs * self.steps)
         if self.best and self.best.epoch:
             fill(self.worker.trained(), self.best.weights)
@@ -361,7 +363,9 @@ class _Training:
         weights = apart(net.state_dict())
         group = self.worker.reduce_group
         if len(group) < rank.world:  # other ranks hold other weights
-            parts = gather_bytes(save(weights if rank.rank == group[0] else {}), rank.wire_device)
+            parts = gather_bytes(
+                save(weights if rank.rank == group[0] else {}), rank.groups.wire_device
+            )
             weights = {name: p for part in parts for name, p in load(part).items()}
         if rank.rank == 0:
             if self.problem.workload.is_module:  # under the names of the user's own module
@@ -390,9 +394,11 @@ def _row(
     few = torch.tensor([float(loss), float(sent)], dtype=torch.float64)
     counted = [counts] if tested is None else [counts, tested]
     numbers = torch.cat([few, *(each.flatten().cpu() for each in counted)])
-    largest = torch.tensor([seconds, peak(rank.device), len(rank.spans)], dtype=torch.float64)
+    largest = torch.tensor(
+        [seconds, peak(rank.device), len(rank.recorder.spans)], dtype=torch.float64
+    )
     if rank.world > 1:
-        numbers, largest = numbers.to(rank.wire_device), largest.to(rank.wire_device)
+        numbers, largest = numbers.to(rank.groups.wire_device), largest.to(rank.groups.wire_device)
         dist.all_reduce(numbers)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         numbers, largest = numbers.cpu(), largest.cpu()
@@ -437,7 +443,7 @@ class _Record:
         rows = Counter(self.earlier.get("rows", {}))
         rows.update(getattr(self.worker, "rows", {}))
         return {
-            "bytes": dict(self.rank.sent),
+            "bytes": dict(self.rank.recorder.sent),
             "rss_bytes": self.resident_bytes,
             "rows": dict(rows),
             "staleness": self._appended("staleness", stale),
@@ -456,16 +462,18 @@ class _Record:
         """What a checkpoint keeps of it."""
         return {
             **self.counts(),
-            "counted": [list(label) for label in self.rank.counted],
-            "spans": len(self.rank.spans),
+            "counted": [list(label) for label in self.rank.recorder.counted],
+            "spans": len(self.rank.recorder.spans),
         }
 
     def trace(self, out: Path) -> None:
         """Write this rank's trace, unless what is on the disk is complete."""
         rank = self.rank
-        if self.spans_on_disk != len(rank.spans):
-            self.spans_on_disk = len(rank.spans)
-            write_traces(out, rank.spans, [rank.rank], rank.world, "measured", rank.backend)
+        if self.spans_on_disk != len(rank.recorder.spans):
+            self.spans_on_disk = len(rank.recorder.spans)
+            write_traces(
+                out, rank.recorder.spans, [rank.rank], rank.world, "measured", rank.backend
+            )
 
 
 class Metrics:

@@ -133,7 +133,7 @@ def _problem(setting: Setting, graph: Graph, **more: Any) -> Problem:
 def ours(problem: Problem, device: torch.device) -> Epoch:
     """graph_parallel(narrow=True): what one rank of a run does, after its first epochs."""
     rank = open_rank(on_cpu=device.type == "cpu")
-    rank.recording = False
+    rank.recorder.recording = False
     strategy = parse("graph_parallel(narrow=True)").settle(problem)
     # METIS would take minutes to find that random neighbours have no order
     with patch.object(layout, "locality_order", lambda graph: np.arange(graph.stats.vertices)):
@@ -334,7 +334,7 @@ def _batches(
 def ours_batches(problem: Problem, device: torch.device) -> Iterator[Tensor]:
     """data_parallel, whose sampler is a process of its own."""
     rank = open_rank(on_cpu=device.type == "cpu")
-    rank.recording = False
+    rank.recorder.recording = False
     strategy = parse("data_parallel").settle(problem)
     with Shapes.varying(True):
         worker = open_worker(rank, problem, strategy)

@@ -80,12 +80,12 @@ class _Steps:
 def _recording(setting: Setting, make: Callable[[], _Steps]) -> Row:
     """A step with its spans recorded, and without; in turn, for clocks of GPUs change."""
     steps, seconds = make(), {True: list[float](), False: list[float]()}
-    steps.rank.traced = 10**9
+    steps.rank.recorder.traced = 10**9
     for number in range(6 if setting.small else 2 * EPOCHS):
-        steps.rank.recording = number % 2 == 0
+        steps.rank.recorder.recording = number % 2 == 0
         begin = now()
         steps()
-        seconds[steps.rank.recording].append(now() - begin)
+        seconds[steps.rank.recorder.recording].append(now() - begin)
     steps.rank.settle(all_lanes=True)
     recorded, not_recorded = (median(seconds[is_recorded][1:]) for is_recorded in (True, False))
     return {
@@ -93,7 +93,7 @@ def _recording(setting: Setting, make: Callable[[], _Steps]) -> Row:
         **steps.about,
         "recorded_s": recorded,
         "not_recorded_s": not_recorded,
-        "spans": len(steps.rank.spans) / len(seconds[True]),
+        "spans": len(steps.rank.recorder.spans) / len(seconds[True]),
     }
 
 
@@ -102,7 +102,7 @@ def _launches(setting: Setting, make: Callable[[], _Steps]) -> Row:
     from torch.profiler import ProfilerActivity, profile
 
     steps, count = make(), 3
-    steps.rank.recording = False
+    steps.rank.recorder.recording = False
     for _ in range(3):
         steps()
     on_gpu = setting.device == "cuda"
@@ -147,7 +147,7 @@ def _graph(setting: Setting, make: Callable[[], _Steps]) -> Row:
     if setting.device != "cuda":
         raise LeftOut("CUDA graphs need a GPU")
     steps = make()
-    steps.rank.recording = False
+    steps.rank.recorder.recording = False
     eager_s = whole_s(steps.rank.device, steps)
     replay = Replay(steps.worker, steps.enqueue, steps.rank.device)
     return {

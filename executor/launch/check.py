@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -355,7 +355,7 @@ def _be_rank(number: int, env: Mapping[str, str], out: Path, tasks: Mapping[int,
         for task_number, task in tasks.items():
             (out / f"rank{number}").write_text(task.text)
             here = out / str(task_number)
-            rank = replace(base, spans=[], sent={})  # what it records is of one training
+            rank = base.anew()  # what it records is of one training
             if task.problem.ranks == 1:  # of one process, beside which the other rank goes on
                 if number:
                     continue

@@ -133,7 +133,7 @@ class _Process:
         failure = Failure(code, said, where, self.number, self.server)
         if not failure.is_consequence:
             return failure
-        waited_s = self.rank.patience if self.rank else self.options.timeout_s
+        waited_s = self.rank.groups.patience if self.rank else self.options.timeout_s
         return replace(failure, waited_s=waited_s)
 
     def _train(self) -> None:
@@ -161,7 +161,7 @@ class _Process:
         if env.get("RANK", "0") == "0":
             for line in agreed.differs:
                 say(f"note: {line}")
-        rank.gradient_errors, rank.activity = options.gradient_errors, self.activity
+        rank.gradient_errors, rank.recorder.activity = options.gradient_errors, self.activity
         # what bounds the one is the other
         rank.staleness_errors = options.staleness_errors or rank.gradient_errors
         epochs, first = asked.epochs, agreed.last
@@ -188,7 +188,7 @@ class _Process:
             )
         # The first rank that ends may read what all ranks have left. Not torch's barrier, which
         # would have to guess this rank's GPU.
-        rank.await_all(None)
+        rank.groups.await_all(None)
         rank.settle()
         rank.close()
 

@@ -163,12 +163,12 @@ def _attempt(
 ) -> dict[str, Any]:
     """Measure as one rank, and return what all found."""
     rank = place_rank(STUCK)
-    rank.nccl_least_s = 0.0  # its messages wait for no step of a training
+    rank.groups.nccl_least_s = 0.0  # its messages wait for no step of a training
     # before this process fills any
     free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else 0
     # a launcher's store may be that of a run afterwards
     connect(rank, PrefixStore("measure", store_of_all(STUCK)))
-    places = gather_all(server, rank.wire_device)
+    places = gather_all(server, rank.groups.wire_device)
     bench = Bench(rank, places, one_machine, seconds, getattr(torch, dtype))
     return {"places": places, "free_on_gpu": free, **bench.all(notify)}
 

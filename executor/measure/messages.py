@@ -140,7 +140,7 @@ class Messages:
 
     def _gather(self, own: Any) -> list[Any]:
         """What every rank gives, by rank."""
-        return gather_all(own, self.me.wire_device)
+        return gather_all(own, self.me.groups.wire_device)
 
     def messages(self, op: str, groups: Sequence[Group], sent: dict[int, list[Sent]]) -> None:
         """A round of an operation at growing sizes, in all groups at once.
@@ -230,14 +230,16 @@ class Messages:
 
         def ping_pong() -> None:
             for turn in (dist.isend, dist.irecv) if is_first else (dist.irecv, dist.isend):
-                for handle in comm.begin(self.me, [(turn, buffer, peer)], self.me.pair(peer)):
+                for handle in comm.begin(
+                    self.me, [(turn, buffer, peer)], self.me.groups.pair(peer)
+                ):
                     handle.wait()
 
         return ping_pong
 
     def _all_reduce(self, size: int, group: Group) -> Callable[[], Any]:
         buffer = torch.zeros(size // 4, device=self.device)
-        return lambda: dist.all_reduce(buffer, group=self.me.group(group))
+        return lambda: dist.all_reduce(buffer, group=self.me.groups.of(group))
 
     def overlap(self, size: int) -> list[float]:
         """Seconds that computation loses to a transfer beside it, on the comm lane.
@@ -254,7 +256,7 @@ class Messages:
             for samples in (alone, overlapped):
                 dist.barrier()
                 begin = self._clock()
-                transfer = self.me.submit("comm", exchange) if samples is overlapped else None
+                transfer = self.me.lanes.submit("comm", exchange) if samples is overlapped else None
                 for _ in range(10):  # longer than the transfer
                     linear(x, weight)
                 samples.append(self._clock() - begin)

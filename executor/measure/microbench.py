@@ -102,9 +102,9 @@ class Bench(Messages):
             if groups
         }
         for group in itertools.chain(*self.groups.values()):
-            self.me.group(group)  # all ranks ask for all groups in the same order
-            if self.me.backend == "nccl":  # those of `Rank.pair`
-                self.me.group(group[:2])
+            self.me.groups.of(group)  # all ranks ask for all groups in the same order
+            if self.me.backend == "nccl":  # those of `Groups.pair`
+                self.me.groups.of(group[:2])
         found: dict[str, Any] = {"name": device_name(self.device), "active": len(self.apart)}
         rounds: list[dict[str, list[Sample]]] = []
         for _ in range(self.rounds):

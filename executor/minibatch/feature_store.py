@@ -80,7 +80,7 @@ class FeatureStore:
         hits = np.flatnonzero(kind == HIT)
         parts: list[tuple[Ids, FeatureRows]] = [(np.flatnonzero(kind == HOST), loaded)]
         if any(rows.size for rows in store.cached):
-            with rank.span(Label("pick", step), "compute"):
+            with rank.recorder.span(Label("pick", step), "compute"):
                 parts.append((hits, self._from_cache(ids[hits])))
         if self.meets:
             away = np.flatnonzero(provider != rank.rank)
@@ -97,14 +97,16 @@ class FeatureStore:
         counts = np.bincount(provider, minlength=rank.world)
         wanted = np.zeros(rank.world, np.int64)  # rows that each rank asks of this one
         label = Label("ask", step, "n")
-        with rank.span(label, "comm", rank.count(label, ID * sum(self.count_exchange.gives))):
+        with rank.recorder.span(
+            label, "comm", rank.recorder.count(label, ID * sum(self.count_exchange.gives))
+        ):
             received = self.count_exchange.forward(
                 self.count_exchange.pack(torch.from_numpy(counts)[:, None].to(rank.device))
             )
             rank.settle()  # which hears of lost peers
             wanted[np.flatnonzero(self.count_exchange.take)] = received[:, 0].cpu().numpy()
         label = Label("ask", step)
-        with rank.span(label, "comm", rank.count(label, ID * ids.size)):
+        with rank.recorder.span(label, "comm", rank.recorder.count(label, ID * ids.size)):
             asks = Exchange(rank, np.split(np.arange(ids.size), np.cumsum(counts)[:-1]), wanted)
             asked = asks.forward(asks.pack(torch.from_numpy(ids)[:, None].to(rank.device)))
             rank.settle()
@@ -112,7 +114,7 @@ class FeatureStore:
         gives = Exchange(rank, np.split(np.arange(wanted_ids.size), np.cumsum(wanted)[:-1]), counts)
         rows = self._provide(wanted_ids)
         label = Label("fetch", step)
-        with rank.span(label, "comm", rank.count(label, rows.nbytes)):
+        with rank.recorder.span(label, "comm", rank.recorder.count(label, rows.nbytes)):
             return self._swap(gives, rows, ids)
 
     def _swap(self, exchange: Exchange, rows: FeatureRows, ids: Ids) -> FeatureRows:
@@ -142,7 +144,7 @@ class FeatureStore:
                 np.bincount(sender[away], minlength=rank.world),
             )
             rows = self._host(np.concatenate(wanted))
-            with rank.span(label, "comm", rank.count(label, rows.nbytes)):
+            with rank.recorder.span(label, "comm", rank.recorder.count(label, rows.nbytes)):
                 parts.append((away, self._swap(exchange, rows, ids[away])))
         return merged(parts, ids.size, self.rank.device)
 
@@ -175,7 +177,7 @@ class FeatureStore:
         return merged(parts, ids.size, self.rank.device)
 
     def _count(self, kind: np.ndarray) -> None:
-        if self.rank.recording:
+        if self.rank.recorder.recording:
             self.rows.update(by_class(kind))
 
 
@@ -229,7 +231,7 @@ def _share_features(rank: Rank, problem: Problem) -> None:
     path = cache_dir() / "features" / f"{graph.stats.hash}.npy"
     if problem.servers.index(problem.servers[rank.rank]) == rank.rank:
         write_features(path, graph)
-    rank.await_all(rank.exchange_group)  # now the file is there, or never will be
+    rank.groups.await_all(rank.groups.exchanges)  # now the file is there, or never will be
     map_features(path, graph)
 
 

@@ -490,7 +490,7 @@ class Arriving:
             signal.signal(signal.SIGCHLD, partial(_hear, watched, torch_hears))
         # A rank that forks while another's sampler connects to the store in this process would
         # copy the name resolver's lock as taken, for ever. So samplers begin when all have forked.
-        self.rank.await_all(self.rank.exchange_group)
+        self.rank.groups.await_all(self.rank.groups.exchanges)
         all_forked.set()
         return items
 
@@ -498,17 +498,17 @@ class Arriving:
         """The share of this step; steps are asked for in order."""
         rank = self.rank
         if self.ahead is None:
-            rank.activity.begin("host", str(Label("draw", step)))
+            rank.recorder.activity.begin("host", str(Label("draw", step)))
             made = self._whole(self.sampler[step])
-            rank.activity.end("host")
+            rank.recorder.activity.end("host")
         else:
-            with rank.span(Label("wait", step), "compute"):
+            with rank.recorder.span(Label("wait", step), "compute"):
                 made = self._await(self.ahead, step)
-        if rank.recording:
+        if rank.recorder.recording:
             for op, nbytes in made.sent.items():
-                rank.sent[op] = rank.sent.get(op, 0) + nbytes
-            if step < rank.traced:
-                rank.spans += made.spans
+                rank.recorder.sent[op] = rank.recorder.sent.get(op, 0) + nbytes
+            if step < rank.recorder.traced:
+                rank.recorder.spans += made.spans
         return made
 
     def _whole(self, made: Sampled) -> Sampled:
@@ -521,7 +521,7 @@ class Arriving:
         self, ahead: Iterator[Sampled], step: int, load: Callable[[int, Sampled], Sampled]
     ) -> Future[Sampled]:
         """A step's share, loaded by a thread."""
-        return self.rank.in_thread("load", lambda: load(step, self._taken(ahead)))
+        return self.rank.lanes.in_thread("load", lambda: load(step, self._taken(ahead)))
 
     def _taken(self, ahead: Iterator[Sampled]) -> Sampled:
         """The samplers' next."""
@@ -556,8 +556,8 @@ class Arriving:
         turn, said = (self.awaited - self.first) % self.prefetch, ""
         if self.is_silent:
             said = (
-                f"has said nothing for {self.rank.timeout_s:g} s; was it stopped? Batches that take"
-                " longer need a longer --timeout"
+                f"has said nothing for {self.rank.groups.timeout_s:g} s; was it stopped? Batches"
+                " that take longer need a longer --timeout"
             )
         elif isinstance(error, ConnectionError | EOFError):
             said = f"was lost: {error or 'no answer'}"
@@ -583,7 +583,7 @@ def _watch(watched: weakref.ref[Arriving]) -> None:
     """
     looked, since, waited = time.monotonic(), math.inf, 0.0
     while (arriving := watched()) is not None and arriving.ahead is not None:
-        limit, now_s = arriving.rank.timeout_s, time.monotonic()
+        limit, now_s = arriving.rank.groups.timeout_s, time.monotonic()
         if (latest := max(arriving.waits_since, arriving.asked_since)) != since:
             since, waited = latest, 0.0
         elif since < math.inf:  # a process that was stopped itself has not looked

@@ -1,7 +1,10 @@
 """One rank among others: its process groups, exchanges, optimizer, memory and checkpoints.
 
 Open
-    rank.py         for `Rank`: device, process groups, lanes, recorded spans
+    rank.py         for `Rank`: its place and device, and these three:
+    groups.py       for its process groups, and how long it waits for a message
+    lanes.py        for what it does beside its step, in threads or streams
+    recorder.py     for spans of its operations, and bytes that it sends
     opening.py      for how a process becomes a rank, and ends
     meeting.py      for what a launcher says, the store where ranks meet, and who reaches it
     comm.py         for exchanges of rows, point-to-point messages, all-reduce and small messages

@@ -218,7 +218,7 @@ class Checkpoints:
             save_file(kept, temporary, {"gnnplan": json.dumps(about)})
         except (OSError, SafetensorError) as error:
             raise _unwritable(path, error) from error
-        self._writing = rank.in_thread(
+        self._writing = rank.lanes.in_thread(
             "disk", lambda: self._publish(temporary, path, written_first)
         )
 

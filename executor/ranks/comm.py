@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Rows, SparseRows
-from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.ranks.lanes import completed_future
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.schedule import Collective, Label
 from gnnplan.planner.vocabulary.schedule import all_reduce as planned_all_reduce
 
@@ -36,7 +37,7 @@ class Exchange:
 
     give: for each peer the positions of the rows that it needs (int64). take: rows that come from
     each peer [ranks]. Received rows are grouped by peer, as in layout.Piece.halo. group: the ranks
-    that take part, if not all; `Rank.group` must have been called for it. at: where the rows are
+    that take part, if not all; `Groups.of` must have been called for it. at: where the rows are
     that are given, if not on the rank's device.
     """
 
@@ -49,7 +50,7 @@ class Exchange:
         at: torch.device | None = None,
     ) -> None:
         self.rank = rank
-        self.group = (rank.group(group) if group else None) or rank.exchange_group
+        self.group = (rank.groups.of(group) if group else None) or rank.groups.exchanges
         self.take = [int(n) for n in take]
         # of all peers, one after the other
         positions = torch.from_numpy(np.concatenate(give).astype(np.int64))
@@ -101,13 +102,13 @@ class Exchange:
     def fetch(self, label: Label, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Exchange rows, recorded under a label -> the halo."""
         packed = self.pack(rows)
-        with self.rank.sending(label, "comm", packed.nbytes):
+        with self.rank.recorder.sending(label, "comm", packed.nbytes):
             return self.forward(packed, into)
 
     def fetch_sparse(self, label: Label, rows: SparseRows, lengths: Tensor) -> SparseRows:
         """`fetch` of sparse rows; lengths as in `forward_sparse`."""
         packed = self.pack(rows)
-        with self.rank.sending(label, "comm", packed.nbytes):
+        with self.rank.recorder.sending(label, "comm", packed.nbytes):
             return self.forward_sparse(packed, lengths)
 
     def backward(self, halo_gradient: Tensor, into: Tensor | None = None) -> Tensor:
@@ -143,7 +144,7 @@ class Exchange:
 
     def recorded(self, label: Label, rows: Tensor, way: str) -> AbstractContextManager[None]:
         """The span of an exchange of such rows, whose bytes are counted now."""
-        return self.rank.sending(label, "comm", self.nbytes(rows, way))
+        return self.rank.recorder.sending(label, "comm", self.nbytes(rows, way))
 
 
 def swap(
@@ -218,12 +219,12 @@ class Turn:
         if len(self.group) == 1:
             return pieces[0]
         sent = sum(piece.nbytes for piece in pieces) - pieces[me].nbytes
-        with rank.sending(label, "comm", sent):
+        with rank.recorder.sending(label, "comm", sent):
             staged = [rank.staged(piece) for piece in pieces]
             columns = staged[me].new_empty(self.rows[-1].stop, staged[me].shape[1])
             columns[self.rows[me]] = staged[me]
             ins = [columns[rows] for rows in self.rows]
-            swap(rank, staged, ins, rank.exchange_group, self.group)
+            swap(rank, staged, ins, rank.groups.exchanges, self.group)
             return rank.unstaged(columns)
 
     def to_rows(self, label: Label, columns: Tensor) -> list[Tensor]:
@@ -232,7 +233,7 @@ class Turn:
         if len(self.group) == 1:
             return [columns]
         own = columns[self.rows[me]]
-        with rank.sending(label, "comm", columns.nbytes - own.nbytes):
+        with rank.recorder.sending(label, "comm", columns.nbytes - own.nbytes):
             staged = rank.staged(columns)
             own = staged[self.rows[me]]
             pieces = [
@@ -240,7 +241,7 @@ class Turn:
                 for peer, of_peer in enumerate(self.columns)
             ]
             outs = [staged[rows] for rows in self.rows]
-            swap(rank, outs, pieces, rank.exchange_group, self.group)
+            swap(rank, outs, pieces, rank.groups.exchanges, self.group)
             return pieces
 
     def together(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -249,22 +250,22 @@ class Turn:
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
-    """Send rows to a peer of `Rank.open_pairs`; blocks until they have left."""
-    for handle in begin(rank, [(dist.isend, rank.staged(rows), peer)], rank.pair(peer)):
+    """Send rows to a peer of `Groups.open_pairs`; blocks until they have left."""
+    for handle in begin(rank, [(dist.isend, rank.staged(rows), peer)], rank.groups.pair(peer)):
         handle.wait()
 
 
 class Arrival:
-    """A message that a peer of `Rank.open_pairs` will send, received in a buffer of its own.
+    """A message that a peer of `Groups.open_pairs` will send, received in a buffer of its own.
 
     An empty one is not sent.
     """
 
     def __init__(self, rank: Rank, shape: tuple[int, int], dtype: torch.dtype, peer: int) -> None:
         self.rank = rank
-        self.buffer = torch.empty(shape, dtype=dtype, device=rank.wire_device)
+        self.buffer = torch.empty(shape, dtype=dtype, device=rank.groups.wire_device)
         posts: list[_Post] = [(dist.irecv, self.buffer, peer)] if self.buffer.numel() else []
-        self.handles = begin(rank, posts, rank.pair(peer))
+        self.handles = begin(rank, posts, rank.groups.pair(peer))
 
     def wait(self) -> Tensor:
         """The message, on the rank's device."""
@@ -284,11 +285,11 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -
     """Sum `flat` over the ranks of `group`, in place."""
     if len(group) == 1:
         return
-    with rank.sending(label, "reduce", reduced_bytes(rank, label, flat, group)):
+    with rank.recorder.sending(label, "reduce", reduced_bytes(rank, label, flat, group)):
         wire = rank.staged(flat)
         # a stage whose layers only aggregate has no gradients, and they are on no device
         if flat.numel():
-            dist.all_reduce(wire, group=rank.group(group))
+            dist.all_reduce(wire, group=rank.groups.of(group))
         if wire is not flat:
             flat.copy_(wire)
 
@@ -312,10 +313,10 @@ def begin_all_reduce(
     for its end.
     """
     if len(group) == 1:
-        return there(None)
-    recorded = rank.sending(label, "reduce", reduced_bytes(rank, label, flat, group))
+        return completed_future(None)
+    recorded = rank.recorder.sending(label, "reduce", reduced_bytes(rank, label, flat, group))
     wire = rank.staged(flat)
-    under_way = dist.all_reduce(wire, group=rank.group(group), async_op=True)
+    under_way = dist.all_reduce(wire, group=rank.groups.of(group), async_op=True)
 
     def end() -> None:
         with recorded:
@@ -323,7 +324,7 @@ def begin_all_reduce(
             if wire is not flat:
                 flat.copy_(wire)
 
-    return rank.submit("reduce", end)
+    return rank.lanes.submit("reduce", end)
 
 
 def gather_all(own: Any, device: torch.device) -> list[Any]:

@@ -89,7 +89,7 @@ class Learner:
 
     def descend(self, step: int) -> None:
         """Update the weights with the gradients as they are."""
-        with self.rank.span(Label("update", step), "compute"):
+        with self.rank.recorder.span(Label("update", step), "compute"):
             if self.clip is not None:
                 self._clip(self.clip)
             self.optimizer.step()

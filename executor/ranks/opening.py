@@ -86,9 +86,7 @@ def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = 
     if found:
         torch.cuda.set_device(device)
     card = card_of(device)
-    backend = backend_of([card])
-    streams = backend == "nccl"
-    return Rank(number, size, device, backend, timeout_s=timeout_s, card=card, streams=streams)
+    return Rank(number, size, device, backend_of([card]), timeout_s=timeout_s, card=card)
 
 
 def card_of(device: torch.device) -> str:
@@ -119,8 +117,7 @@ def connect(rank: Rank, store: Store) -> None:
     if rank.rank == 0:
         cards = [store.get(f"card {other}").decode() for other in range(rank.world)]
         store.set("backend", backend_of(cards))
-    rank.backend = store.get("backend").decode()
-    rank.streams = rank.backend == "nccl"
+    rank.communicate_over(store.get("backend").decode())
     if rank.backend == "gloo":
         wait_in_turn()
     dist.init_process_group(
@@ -128,8 +125,8 @@ def connect(rank: Rank, store: Store) -> None:
         store=store,
         rank=rank.rank,
         world_size=rank.world,
-        timeout=rank.limit,
+        timeout=rank.groups.limit,
         device_id=rank.device if rank.backend == "nccl" else None,  # groups then connect at once
     )
-    rank.exchange_group = dist.new_group(backend=rank.backend, timeout=rank.limit)
-    rank.meet(rank.exchange_group)
+    rank.groups.exchanges = dist.new_group(backend=rank.backend, timeout=rank.groups.limit)
+    rank.groups.meet(rank.groups.exchanges)

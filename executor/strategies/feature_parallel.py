@@ -98,12 +98,12 @@ class Worker(layerwise.Worker):
         course = self.courses[layer - 1]
         if course is None:
             assert self.cached is not None
-            with self.rank.span(Label("forward", step, layer=layer), "compute"):
+            with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
                 entered.out = net.update(self.cached, x, x, None, relu)
                 return self._enter(entered.out, step, layer + 1)
         self._moments(step, layer, entered)
         turn, learns = self._turn(course.width), course.backward and self.training
-        with self.rank.span(Label("prepare", step, "f", layer), "compute"):
+        with self.rank.recorder.span(Label("prepare", step, "f", layer), "compute"):
             drop = self.drop(step, layer, self.own_vertices)
             if not course.cuts:
                 width = self.shapes.layers[layer - 1].h_in
@@ -124,7 +124,7 @@ class Worker(layerwise.Worker):
         where, gather = Label("aggregate", step, "f", layer), partial(net.gather, self.block)
         with torch.no_grad():
             joined = self._sum_columns(where, turn, pieces, gather, course.cuts, course.joins)
-        with self.rank.span(Label("forward", step, layer=layer), "compute"):
+        with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
             sums = turn.together(joined) if course.joins else joined[0]
             del joined
             entered.source = sums = sums.requires_grad_(learns)
@@ -152,7 +152,7 @@ class Worker(layerwise.Worker):
         if cuts:
             columns = turn.to_columns(label._replace(op="to_columns"), pieces)
         pieces.clear()
-        with self.rank.span(label, "compute"):
+        with self.rank.recorder.span(label, "compute"):
             columns = aggregate(columns)
         return turn.to_rows(label._replace(op="to_rows"), columns) if joins else [columns]
 
@@ -170,7 +170,7 @@ class Worker(layerwise.Worker):
         None if h_{l-1} is constant.
         """
         course = self.courses[layer - 1]
-        with self.rank.span(Label("backward", step, layer=layer), "compute"):
+        with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
             assert entered.out is not None and home is not None
             backward([entered.out], [home])
             entered.out = None
@@ -187,7 +187,7 @@ class Worker(layerwise.Worker):
             partial(aggregate_transposed, self.block),
         )
         joined = self._sum_columns(where, turn, pieces, gather, course.joins, course.cuts)
-        with self.rank.span(Label("prepare", step, "b", layer), "compute"):
+        with self.rank.recorder.span(Label("prepare", step, "b", layer), "compute"):
             gradient = turn.together(joined) if course.cuts else joined[0]
             del joined
             self._project_back(entered, gradient)

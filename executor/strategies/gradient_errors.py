@@ -32,12 +32,12 @@ class GradientErrors:
         worker.drain()  # its exchanges and those of the other pass would meet
         used, running = flat.clone(), [buffer.clone() for buffer in worker.net.buffers()]
         flat.zero_()
-        rank.recording = False
+        rank.recorder.recording = False
         kept = worker.halo, worker.learner
         worker.halo, worker.learner = worker.plain_halo, None
         worker.step(step)
         worker.halo, worker.learner = kept
-        rank.recording = True
+        rank.recorder.recording = True
         both = total(rank, torch.stack([used, flat])).double()
         flat.copy_(used)
         for buffer, before in zip(worker.net.buffers(), running, strict=True):

@@ -71,7 +71,9 @@ class CoBatches(base.Worker):
     def _load(self, worker: Worker, places: Tensor, step: int) -> None:
         """Give a batch's worker its constant rows."""
         chosen = self.kept.at(places)
-        with self.rank.span(Label("load", step), "copy", sum(rows.nbytes for rows in chosen)):
+        with self.rank.recorder.span(
+            Label("load", step), "copy", sum(rows.nbytes for rows in chosen)
+        ):
             worker.features, worker.cached = self.kept.on_device(chosen)
 
     @property

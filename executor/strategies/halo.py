@@ -28,7 +28,8 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import Mix, pack, pack_mixed, unpack, unpack_mixed
 from gnnplan.executor.ranks.comm import Exchange
-from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.ranks.lanes import completed_future
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.few_bits import ADAPTIVE
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.graph.streams import ROUNDING
@@ -133,7 +134,9 @@ class Halo:
             kept = self.pending[key].result()
         else:
             kept = came.new_zeros(self.exchanges[layer].rows(way)[1], came.shape[1])
-        self.pending[key] = there(kept if places is None else kept.index_copy_(0, places, came))
+        self.pending[key] = completed_future(
+            kept if places is None else kept.index_copy_(0, places, came)
+        )
         return kept
 
     def _fresh(self, step: int, layer: int) -> Fresh:
@@ -198,7 +201,9 @@ class Halo:
         for name, tensor in state.items():
             if name.startswith("stale."):
                 _, way, layer = name.split(".")
-                self.pending[way, int(layer)] = there(tensor.to(self.rank.device, copy=True))
+                self.pending[way, int(layer)] = completed_future(
+                    tensor.to(self.rank.device, copy=True)
+                )
 
 
 @dataclass
@@ -247,7 +252,9 @@ class StaleHalo(Halo):
         if way in self.smoothed:
             into = self.arriving[: receives * width].view(receives, width)
         cross = self._crossing(step, layer, way, leaving, into)
-        self.pending[key] = self.rank.submit("comm", lambda: self._next(way, layer, cross(), used))
+        self.pending[key] = self.rank.lanes.submit(
+            "comm", lambda: self._next(way, layer, cross(), used)
+        )
 
     def _next(self, way: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
         """What the next step uses: what was received, or its moving average.
@@ -276,13 +283,13 @@ class QuantizedHalo(Halo):
         fresh, key, vertices = self._fresh(step, layer), (way, layer), self.vertices[layer]
         positions = fresh.leaving(way)
         numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
-        with self.rank.span(Label("pack", step, way, layer), "compute"):
+        with self.rank.recorder.span(Label("pack", step, way, layer), "compute"):
             whose = vertices[len(vertices) - len(rows) :] if way == "b" else vertices
             whose = whose if positions is None else whose[positions]
             leaving = self._pack(key, rows, positions, whose, *numbers)
         cross = self._crossing(step, layer, way, leaving)
         packed = self._late(key, cross) if self.policy.lags else cross()
-        with self.rank.span(Label("unpack", step, way, layer), "compute"):
+        with self.rank.recorder.span(Label("unpack", step, way, layer), "compute"):
             if into is None:
                 into = rows.new_empty(fresh.exchange.rows(way)[1], rows.shape[1])
             yield into.zero_() if packed is None else self._unpack(key, packed, into)
@@ -290,7 +297,7 @@ class QuantizedHalo(Halo):
     def _late(self, key: _Key, cross: Callable[[], Tensor]) -> Tensor | None:
         """Begin to cross, for the next step to use -> what was sent one step ago."""
         earlier = self._arrived(*key)
-        self.pending[key] = self.rank.submit("comm", cross)
+        self.pending[key] = self.rank.lanes.submit("comm", cross)
         return earlier
 
     def _pack(

@@ -207,7 +207,7 @@ class Worker(base.Worker):
         lay_out = None
         if layer > self.shapes.first_varying:
             lay_out = self._current_halo.rows(step, layer, self._outgoing(entered))
-        with self.rank.span(Label("forward", step, layer=layer), "compute"):
+        with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
             if lay_out is None:
                 entered.segment = self._first_segment(step)
             else:
@@ -277,7 +277,7 @@ class Worker(base.Worker):
         rows are constant.
         """
         assert entered.segment is not None and home is not None
-        with self.rank.span(Label("backward", step, layer=layer), "compute"):
+        with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
             gradient = self._through_projection(above, home)
             out = entered.segment() if entered.out is None else entered.out
             if self.to_sum is not None:
@@ -340,7 +340,7 @@ class Worker(base.Worker):
         if self.net.encoder is None:
             entered = [Entered(torch.empty(0))]
         else:
-            with self.rank.span(Label("encode", step, "f"), "compute"):
+            with self.rank.recorder.span(Label("encode", step, "f"), "compute"):
                 drop = self.drop(step, 0, self.vertices[1][: self.features.shape[0]])
                 encoded = self.net.encode(self.features, drop)
                 if self.net.initial:
@@ -364,7 +364,7 @@ class Worker(base.Worker):
         end, last, above = len(self.layers) + 1, entered.pop(), None
         # of link prediction also rows of other ranks, at which this rank's pairs end
         last.leaf = self.plain_halo.rows(step, end, last.leaf.detach())().requires_grad_()
-        with self.rank.span(Label("loss", step), "compute"):
+        with self.rank.recorder.span(Label("loss", step), "compute"):
             drop = self.drop(step, end, self.scored_vertices)
             moments = last.moments.values if last.moments else None
             logits = self.net.decode(last.leaf, drop, moments)
@@ -382,7 +382,7 @@ class Worker(base.Worker):
             above = done if done.projected is not None else None
             del done  # and its rows
         if encoded is not None:
-            with self.rank.span(Label("encode", step, "b"), "compute"):
+            with self.rank.recorder.span(Label("encode", step, "b"), "compute"):
                 assert gradient is not None
                 gradient = self._through_projection(above, gradient)
                 backward(

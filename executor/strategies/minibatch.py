@@ -69,7 +69,7 @@ class Worker(base.Worker):
         self.store = FeatureStore(rank, problem, store)
         device = drawing_device(rank, problem, strategy.prefetch, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
-        sampler = kind(batches, rank.rank, self.net.edges, rank.timeout_s, lists, device)
+        sampler = kind(batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first, self._load_ahead)
         self.stream = torch.cuda.current_stream(rank.device) if rank.device.type == "cuda" else None
         self.whole: Whole | None = None  # made for the first evaluation
@@ -91,7 +91,9 @@ class Worker(base.Worker):
         if isinstance(made, _Loaded):
             worker = made.worker
         else:
-            worker = self._open(share, partial(self.rank.span, Label("load", step), "copy"))
+            worker = self._open(
+                share, partial(self.rank.recorder.span, Label("load", step), "copy")
+            )
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
         self.scored = worker.targets

@@ -33,7 +33,8 @@ from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
-from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.ranks.lanes import completed_future
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.planner.ownership.layout import Layout, Piece
 from gnnplan.planner.problem.problem import Problem
@@ -109,7 +110,7 @@ class Worker(base.Worker):
         self.turns = range(chunks)  # in each of them every rank has a chunk
         self.copies_beside = rank.device.type == "cuda"  # computation
         self.coming: Future[_Loaded] | None = None  # the next chunk's
-        self.storing: Future[None] = there(None)  # the last store
+        self.storing: Future[None] = completed_future(None)  # the last store
         with rank.in_server_memory():
             layout = problem.chunked(chunks)
             rows = problem.trimmed(layout) if strategy.trim else layout
@@ -229,7 +230,11 @@ class Worker(base.Worker):
 
     def _submit(self, copy: Callable[[], T]) -> Future[T]:
         """Copy, on a GPU beside computation, one copy after the other."""
-        return self.rank.in_thread("copy", copy) if self.copies_beside else there(copy())
+        return (
+            self.rank.lanes.in_thread("copy", copy)
+            if self.copies_beside
+            else completed_future(copy())
+        )
 
     def _features(self, vertices: np.ndarray, device: torch.device) -> Tensor:
         return features(self.problem.data, vertices, self.problem.workload, device)
@@ -237,7 +242,7 @@ class Worker(base.Worker):
     def _load(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
         """What a layer of the chunk reads, and for a backward pass the gradient of its rows."""
         label, part = Label("load", step, way, layer, chunk.number), chunk.parts.get(layer)
-        with self.rank.span(label, "copy", self._bytes_to_load(way, layer, chunk)):
+        with self.rank.recorder.span(label, "copy", self._bytes_to_load(way, layer, chunk)):
             if part is None:
                 assert self.aggregate is not None
                 own = chunk.rows(1) if self.shapes.layers[0].reads_own else 0
@@ -284,7 +289,7 @@ class Worker(base.Worker):
         label = Label("store", step, "f", layer, chunk.number)
 
         def store() -> None:
-            with self.rank.span(label, "copy", out.nbytes):
+            with self.rank.recorder.span(label, "copy", out.nbytes):
                 self.hidden[layer][chunk.own[layer]].copy_(out, non_blocking=True)
 
         self.storing = self._submit(store)
@@ -309,7 +314,7 @@ class Worker(base.Worker):
             part, outgoing, loaded.outgoing = chunk.parts[layer], loaded.outgoing, None
             op = "halo" if way == "f" else "halo_again"
             label = Label(op, step, way, layer, chunk.number)
-            with self.rank.sending(label, "comm", outgoing.nbytes):
+            with self.rank.recorder.sending(label, "comm", outgoing.nbytes):
                 part.exchange.forward(outgoing, loaded.source[len(part.places) :])
         if layer > self.shapes.first_varying:
             loaded.source.requires_grad_(self.training)
@@ -322,7 +327,7 @@ class Worker(base.Worker):
             return None
         part, label = chunk.parts[layer], Label("halo", step, "b", layer, chunk.number)
         far = gradient[len(part.places) :]
-        with self.rank.sending(label, "comm", far.nbytes):
+        with self.rank.recorder.sending(label, "comm", far.nbytes):
             return part.exchange.backward(far)
 
     def _store_gradient(
@@ -338,7 +343,7 @@ class Worker(base.Worker):
         label = Label("store", step, "b", layer, chunk.number)
 
         def store() -> None:
-            with self.rank.span(label, "copy", nbytes):
+            with self.rank.recorder.span(label, "copy", nbytes):
                 if logits is not None:
                     self.logits[chunk.own[self.last]].copy_(logits, non_blocking=True)
                 if near is not None:
@@ -384,7 +389,7 @@ class Worker(base.Worker):
         """A layer before the last: nothing but its rows stays."""
         loaded = self._read(step, "f", layer, chunk)
         label = Label("forward", step, layer=layer, chunk=chunk.number)
-        with self.rank.span(label, "compute"), torch.no_grad():
+        with self.rank.recorder.span(label, "compute"), torch.no_grad():
             out = self._compute(step, layer, loaded)
             self._add_to_moments(layer + 1, chunk, out)
         self._store_rows(step, layer, chunk, out)
@@ -412,14 +417,14 @@ class Worker(base.Worker):
         """The last layer, forward and backward; returns the chunk's part of the loss."""
         loaded = self._read(step, "f", self.last, chunk)
         label = Label("forward", step, layer=self.last, chunk=chunk.number)
-        with self.rank.span(label, "compute"):
+        with self.rank.recorder.span(label, "compute"):
             out = self._compute(step, self.last, loaded)
         assert loaded.targets is not None
-        with self.rank.span(label._replace(op="loss", layer=None), "compute"):
+        with self.rank.recorder.span(label._replace(op="loss", layer=None), "compute"):
             leaf = out.detach().requires_grad_()
             loss = loaded.targets.loss(leaf)
             loss.backward()  # type: ignore[no-untyped-call]
-        with self.rank.span(label._replace(op="backward"), "compute"):
+        with self.rank.recorder.span(label._replace(op="backward"), "compute"):
             backward([out], [gradient_of(leaf)])
         self._store_gradient(step, self.last, chunk, loaded, leaf.detach())
         return loss.detach()
@@ -428,7 +433,7 @@ class Worker(base.Worker):
         """A layer before the last: forward again, and backward."""
         loaded = self._read(step, "b", layer, chunk)
         label = Label("backward", step, layer=layer, chunk=chunk.number)
-        with self.rank.span(label, "compute"):
+        with self.rank.recorder.span(label, "compute"):
             assert loaded.gradient is not None
             out = self._compute(step, layer, loaded)
             if layer + 1 in self.moments:

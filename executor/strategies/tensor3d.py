@@ -100,7 +100,7 @@ class Worker(base.Worker):
         for axis in AXES:
             for group in self.grid.groups(axis):
                 if len(group) > 1:
-                    rank.group(group)
+                    rank.groups.of(group)
                 if rank.rank in group:
                     self.groups[axis] = group
         self.net = net_of(model, workload).to(device)
@@ -184,9 +184,9 @@ class Worker(base.Worker):
         if len(group) == 1:
             return [outs[me]]
         nbytes = sum(out.numel() for i, out in enumerate(outs) if i != me) * outs[me].itemsize
-        with rank.sending(label, "comm", nbytes):
-            come = [into.to(rank.wire_device) for into in ins]
-            swap(rank, [rank.staged(out) for out in outs], come, rank.exchange_group, group)
+        with rank.recorder.sending(label, "comm", nbytes):
+            come = [into.to(rank.groups.wire_device) for into in ins]
+            swap(rank, [rank.staged(out) for out in outs], come, rank.groups.exchanges, group)
             return [outs[me] if i == me else rank.unstaged(each) for i, each in enumerate(come)]
 
     def _gather_weights(self, step: int, tiles: Tiles, way: str) -> tuple[Tensor, Tensor | None]:
@@ -213,7 +213,7 @@ class Worker(base.Worker):
             if tiles.is_summed:
                 self._sum(Label("sum_aggregates", step, "f", layer), each.sums, axes.sources)
             matrix, bias = self._gather_weights(step, tiles, "f")
-            with self.rank.span(Label("forward", step, layer=layer), "compute"):
+            with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
                 h = linear(each.sums, matrix, bias)
                 del matrix, bias
             self._sum(Label("sum_outputs", step, "f", layer), h, axes.columns)
@@ -226,7 +226,7 @@ class Worker(base.Worker):
         """Partial sums [rows, m D tile] of the inputs [sources, D tile], which ReLU changes."""
         layer, relu = tiles.layer, self.net.relu_after(tiles.layer - 1)
         p = self.problem.workload.dropout if self.training and tiles.spec.drops else 0.0
-        with self.rank.span(Label("aggregate", step, "f", layer), "compute"):
+        with self.rank.recorder.span(Label("aggregate", step, "f", layer), "compute"):
             if relu:
                 inputs.relu_()
             seed, first = self.problem.workload.seed, self.columns[layer - 1].start
@@ -254,7 +254,7 @@ class Worker(base.Worker):
         """
         layer, axes, weights = tiles.layer, tiles.axes, self.weights[tiles.layer - 1]
         matrix, bias = self._gather_weights(step, tiles, "b")
-        with self.rank.span(Label("backward", step, layer=layer), "compute"):
+        with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
             gradient, sums = kept.gradient, kept.sums
             kept.gradient = kept.sums = None
             assert gradient is not None and sums is not None
@@ -279,7 +279,7 @@ class Worker(base.Worker):
         if to_sums is None:
             return None
         self._sum(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)
-        with self.rank.span(Label("aggregate", step, "b", layer), "compute"):
+        with self.rank.recorder.span(Label("aggregate", step, "b", layer), "compute"):
             width = to_sums.shape[1] // tiles.spec.matrices
             there_and_back = self.tiles[_key(layer)]
             inputs = there_and_back.gather_transposed(to_sums[:, :width].contiguous())
@@ -306,7 +306,7 @@ class Worker(base.Worker):
         kept, h = self._forward(step)
         logits = self._to_rows(step, h)
         del h
-        with self.rank.span(Label("loss", step), "compute"), torch.enable_grad():
+        with self.rank.recorder.span(Label("loss", step), "compute"), torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             loss = self.targets.loss(leaf)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -349,7 +349,7 @@ class Worker(base.Worker):
 
     def close(self) -> None:
         """Put the whole model together: ranks write their tiles, and the sum is everybody's."""
-        self.rank.recording = False
+        self.rank.recorder.recording = False
         for tiles, weights in zip(self.layers, self.weights, strict=True):
             matrix, bias = self._gather_weights(-1, tiles, "f")
             layer = self.net.layer(tiles.layer)
@@ -362,7 +362,7 @@ class Worker(base.Worker):
             for parameter in layer.parameters():
                 everyone = tuple(range(self.rank.world))
                 all_reduce(self.rank, Label("whole", -1), parameter.data, everyone)
-        self.rank.recording = True
+        self.rank.recorder.recording = True
 
 
 def _key(layer: int) -> int:

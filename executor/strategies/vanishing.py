@@ -45,7 +45,7 @@ class Vanishing(Worker):
         varying = self.share.parts[self.problem.model.first_varying :]
         if not any(part.meets for part in varying):
             return super().step(step)
-        with self.rank.span(Label("lay", step), "compute"):
+        with self.rank.recorder.span(Label("lay", step), "compute"):
             parts = [self._fresh_part(part, step, n) for n, part in enumerate(self.share.parts, 1)]
             share = replace(self.share, parts=parts)
             worker = Worker(self.rank, self.problem, share, self.options, self.net)

@@ -416,14 +416,10 @@ def be_rank() -> None:
         case = Case(**request["case"])
         if closely:
             train.WATCHED_EPOCHS = case.epochs
-        rank = replace(
-            base,
-            spans=[],
-            sent={},
-            staleness_errors=case.staleness_errors or case.gradient_errors,
-            gradient_errors=case.gradient_errors,
-            streams=base.streams or case.streams,
-        )
+        rank = base.anew()
+        rank.staleness_errors = case.staleness_errors or case.gradient_errors
+        rank.gradient_errors = case.gradient_errors
+        rank.lanes.are_streams = base.backend == "nccl" or case.streams
         _train(rank, case, Path(request["out"]))
         answers.write("done\n")
         answers.flush()

@@ -25,18 +25,23 @@ from gnnplan.planner.vocabulary.schedule import Label
 def test_the_file_says_what_every_lane_is_in(tmp_path: Path) -> None:
     path = seen(tmp_path, 1)
     assert read(path) == ""
-    rank = Rank(1, 2, torch.device("cpu"), "gloo", activity=Activity(path))
+    rank = Rank(1, 2, torch.device("cpu"), "gloo")
+    rank.recorder.activity = Activity(path)
     assert read(path) == ""
-    rank.activity.begin("phase", "epoch 3")
-    with rank.span(Label("forward", 2, layer=1), "compute"):
-        with rank.span(Label("halo", 2, "f", 2), "comm"):
-            assert read(path) == str(rank.activity) == "forward:l1:s2 and halo:f:l2:s2 of epoch 3"
+    rank.recorder.activity.begin("phase", "epoch 3")
+    with rank.recorder.span(Label("forward", 2, layer=1), "compute"):
+        with rank.recorder.span(Label("halo", 2, "f", 2), "comm"):
+            assert (
+                read(path)
+                == str(rank.recorder.activity)
+                == "forward:l1:s2 and halo:f:l2:s2 of epoch 3"
+            )
         assert read(path) == "forward:l1:s2 of epoch 3"
     # a rank that is killed there had no operation to name
     assert read(path) == "what follows forward:l1:s2 of epoch 3"
-    rank.activity.begin("phase", "epoch 4")
+    rank.recorder.activity.begin("phase", "epoch 4")
     assert read(path) == "the beginning of epoch 4"
-    rank.activity.begin("phase", "x" * (SLOT + 9))  # never into its neighbour's place
+    rank.recorder.activity.begin("phase", "x" * (SLOT + 9))  # never into its neighbour's place
     assert read(path) == "x" * SLOT
     forget(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -62,20 +67,20 @@ def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path: Path) -> None:
 
 def test_an_error_of_a_lane_while_another_went_on(tmp_path: Path) -> None:
     rank = Rank(0, 2, torch.device("cpu"), "gloo")
-    rank.activity.begin("phase", "epoch 1")
+    rank.recorder.activity.begin("phase", "epoch 1")
 
     def fails() -> None:
-        with rank.span(Label("halo", 0, "f", 2), "comm"):
+        with rank.recorder.span(Label("halo", 0, "f", 2), "comm"):
             raise ZeroDivisionError
 
     def goes_on() -> None:
-        with rank.span(Label("gradients", 0, "f", 3), "reduce"):
+        with rank.recorder.span(Label("gradients", 0, "f", 3), "reduce"):
             pass
 
-    failed = rank.submit("comm", fails)
+    failed = rank.lanes.submit("comm", fails)
     failed.exception()
-    rank.submit("reduce", goes_on).result()
-    assert str(rank.activity) == "halo:f:l2:s0 of epoch 1"
+    rank.lanes.submit("reduce", goes_on).result()
+    assert str(rank.recorder.activity) == "halo:f:l2:s0 of epoch 1"
     with pytest.raises(ZeroDivisionError) as caught:
         failed.result()
     assert caught.value.__notes__ == ["in halo:f:l2:s0 of epoch 1"]

@@ -123,10 +123,10 @@ def test_chunks_whose_copies_go_beside_computation(model: str) -> None:
         worker: Any = open_worker(rank, problem, case.settled(problem))
         worker.copies_beside = beside
         losses = [worker.step(step)[0] for step in range(2)]
-        rank.recording = False
+        rank.recorder.recording = False
         logits = worker.evaluate(1).clone()
         found.append([*losses, logits, *(p.grad for p in worker.net.parameters())])
-        order = recorded_order(rank.spans, 0, "copy")
+        order = recorded_order(rank.recorder.spans, 0, "copy")
         rank.close()
         kind = "cuda" if beside else "cpu"
         device = problem.cluster.device.model_copy(update={"kind": kind})

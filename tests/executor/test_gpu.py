@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,16 +80,17 @@ def test_nccl_with_one_rank(gpu_rank: Rank, tmp_path: Path) -> None:
     numbers = torch.arange(5.0, device=gpu_rank.device)
     dist.all_reduce(numbers)
     dist.barrier(device_ids=[gpu_rank.device.index])
-    group = dist.new_group([0], backend="nccl", timeout=gpu_rank.limit)
+    group = dist.new_group([0], backend="nccl", timeout=gpu_rank.groups.limit)
     dist.all_reduce(numbers, group=group, async_op=True).wait()
-    of_two = replace(gpu_rank, world=2)  # which looks whether its stream comes to an end
-    with of_two.span(Label("all_reduce", 0), "reduce"):
+    of_two = copy(gpu_rank)
+    of_two.world = 2  # which looks whether its stream comes to an end
+    with of_two.recorder.span(Label("all_reduce", 0), "reduce"):
         torch.cuda._sleep(CYCLES)
     of_two.settle(all_lanes=True)
-    assert [span.op for span in of_two.spans] == ["all_reduce"]
+    assert [span.op for span in of_two.recorder.spans] == ["all_reduce"]
     assert numbers.tolist() == [0, 1, 2, 3, 4]
     assert (
-        gpu_rank.wire_device == gpu_rank.device
+        gpu_rank.groups.wire_device == gpu_rank.device
         and gpu_rank.staged(numbers).data_ptr() == numbers.data_ptr()
     )
 
@@ -211,9 +213,9 @@ def test_chunks_are_copied_beside_computation(gpu_rank: Rank) -> None:
     schedule = case.settled(problem).schedule(problem, 3)
     for lane in ("copy", "compute"):
         labels = [str(task.label) for task in schedule.lane(0, lane) if task.label.op != "update"]
-        assert recorded_order(gpu_rank.spans, 0, lane) == labels
+        assert recorded_order(gpu_rank.recorder.spans, 0, lane) == labels
     copies, computed = (
-        [span for span in gpu_rank.spans if (span.lane, span.step) == (lane, 2)]
+        [span for span in gpu_rank.recorder.spans if (span.lane, span.step) == (lane, 2)]
         for lane in ("copy", "compute")
     )
     together = sum(
@@ -300,7 +302,7 @@ def test_a_lane_has_its_own_stream(gpu_rank: Rank) -> None:
         torch.cuda.synchronize()
         start = time.perf_counter()
         futures = [
-            gpu_rank.submit("comm", lambda: torch.cuda._sleep(CYCLES))
+            gpu_rank.lanes.submit("comm", lambda: torch.cuda._sleep(CYCLES))
             for _ in range(where.count("comm"))
         ]
         for _ in range(where.count("compute")):
@@ -318,7 +320,7 @@ def test_a_lane_has_its_own_stream(gpu_rank: Rank) -> None:
     )
     assert beside < 1.5 * one, "the lane waited for the step's own stream"
     assert behind > 1.8 * one
-    stream = gpu_rank.submit("comm", lambda: torch.cuda.current_stream().cuda_stream).result()
+    stream = gpu_rank.lanes.submit("comm", lambda: torch.cuda.current_stream().cuda_stream).result()
     assert stream != torch.cuda.current_stream().cuda_stream
 
 
@@ -327,23 +329,23 @@ def test_a_lane_reads_what_was_computed_before(gpu_rank: Rank) -> None:
         rows = torch.zeros(1 << 20, device=gpu_rank.device)
         torch.cuda._sleep(CYCLES // 10)
         rows += value  # still to come when the lane starts
-        assert gpu_rank.submit("comm", lambda rows=rows: rows.cpu()).result().eq(value).all()
+        assert gpu_rank.lanes.submit("comm", lambda rows=rows: rows.cpu()).result().eq(value).all()
 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_result_is_used_after_it_is_there(gpu_rank: Rank, streams: bool) -> None:
     """Also what a lane computes after its last message, as PipeGCN's smoothing."""
-    gpu_rank.streams = streams
+    gpu_rank.lanes.are_streams = streams
 
     def fill(value: float) -> torch.Tensor:
         torch.cuda._sleep(CYCLES // 10)
         return torch.full((1 << 20,), value, device=gpu_rank.device)
 
     for value in range(1, 6):
-        rows = gpu_rank.submit("comm", lambda value=value: fill(value)).result()
+        rows = gpu_rank.lanes.submit("comm", lambda value=value: fill(value)).result()
         total = (2 * rows).sum()
         del rows  # the lane may have its memory again, but not before it is used here
-        gpu_rank.submit("comm", lambda: fill(0.0))
+        gpu_rank.lanes.submit("comm", lambda: fill(0.0))
         assert float(total) == 2 * value * (1 << 20)
 
 
@@ -352,23 +354,23 @@ def test_spans_are_the_devices_time_and_nobody_waits_for_them(gpu_rank: Rank) ->
 
     def both() -> None:
         def transfer() -> None:
-            with gpu_rank.span(Label("halo", 0, "f", 1), "comm", 8):
+            with gpu_rank.recorder.span(Label("halo", 0, "f", 1), "comm", 8):
                 torch.cuda._sleep(CYCLES)
 
-        moving = gpu_rank.submit("comm", transfer)
-        with gpu_rank.span(Label("forward", 0, layer=1), "compute"):
+        moving = gpu_rank.lanes.submit("comm", transfer)
+        with gpu_rank.recorder.span(Label("forward", 0, layer=1), "compute"):
             torch.cuda._sleep(CYCLES)
         moving.result()
 
     both()  # warm
     gpu_rank.settle(all_lanes=True)
-    gpu_rank.spans.clear()
+    gpu_rank.recorder.spans.clear()
     begin = time.perf_counter()
     both()
     enqueued_s = time.perf_counter() - begin
-    assert not gpu_rank.spans
+    assert not gpu_rank.recorder.spans
     gpu_rank.settle(all_lanes=True)
-    forward, halo = sorted(gpu_rank.spans, key=lambda span: span.op)
+    forward, halo = sorted(gpu_rank.recorder.spans, key=lambda span: span.op)
     assert enqueued_s < forward.seconds / 2, "the host waited"
     assert forward.seconds == pytest.approx(halo.seconds, rel=0.2)
     together = min(forward.end, halo.end) - max(forward.start, halo.start)
@@ -376,12 +378,12 @@ def test_spans_are_the_devices_time_and_nobody_waits_for_them(gpu_rank: Rank) ->
 
 
 def test_steps_that_are_not_recorded_have_no_spans(gpu_rank: Rank) -> None:
-    gpu_rank.recording = False
-    with gpu_rank.span(Label("forward", 0), "compute"):
+    gpu_rank.recorder.recording = False
+    with gpu_rank.recorder.span(Label("forward", 0), "compute"):
         torch.cuda._sleep(CYCLES)
     assert not torch.cuda.current_stream().query(), "the host waited for the device"
     gpu_rank.settle(all_lanes=True)
-    assert not gpu_rank.spans
+    assert not gpu_rank.recorder.spans
 
 
 # -- memory ----------------------------------------------------------------------------------------

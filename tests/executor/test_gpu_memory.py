@@ -74,7 +74,7 @@ def test_a_plan_says_what_a_gpu_allocates(
     case = Case(strategy, GRAPH, workload, epochs=3, device="cuda")
     problem = case.problem(1)
     settled = case.settled(problem)
-    train(Rank(0, 1, CUDA, "nccl", streams=True), problem, settled, tmp_path, 3, eval_every=0)
+    train(Rank(0, 1, CUDA, "nccl"), problem, settled, tmp_path, 3, eval_every=0)
     uses = settled.memory(problem)
     predicted = sum(float(max(of_ranks)) for use, of_ranks in uses.items() if use != "runtime")
     counted = json.loads((tmp_path / "rank0.json").read_text())["peak_bytes"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gnnplan.executor.ranks.lanes import Lanes
 from gnnplan.executor.ranks.opening import backend_of
-from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.replay import Replay
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, Ranks
@@ -19,17 +19,17 @@ def test_lanes_without_threads_work_here_and_now() -> None:
     of two ranks could wait for the other's operation behind its own."""
 
     def order(streams: bool) -> list[tuple[str, bool]]:
-        rank, seen = Rank(0, 1, torch.device("cpu"), "gloo", streams=streams), []
+        lanes, seen = Lanes(torch.device("cpu"), streams), []
         main = threading.current_thread()
 
         def note(what: str) -> None:
             seen.append((what, threading.current_thread() is main))
 
-        asked = [rank.submit(lane, lambda lane=lane: note(lane)) for lane in ("comm", "reduce")]
+        asked = [lanes.submit(lane, lambda lane=lane: note(lane)) for lane in ("comm", "reduce")]
         note("compute")
         for future in asked:
             future.result()
-        rank.close()
+        lanes.close()
         return seen
 
     assert order(True) == [("comm", True), ("reduce", True), ("compute", True)]
@@ -39,26 +39,30 @@ def test_lanes_without_threads_work_here_and_now() -> None:
 def test_nothing_follows_what_failed_on_a_lane() -> None:
     """Memory ran out before a message was sent. The next one went in its place, of another length,
     and Gloo ended the peer, which was then named as the rank that was lost."""
-    rank, done = Rank(0, 1, torch.device("cpu"), "gloo"), []
+    lanes, done = Lanes(torch.device("cpu"), are_streams=False), []
 
     def fail() -> None:
         raise MemoryError("the first")
 
-    asked = [rank.submit("comm", fail), rank.submit("comm", lambda: done.append("comm"))]
-    other = rank.submit("disk", lambda: done.append("disk"))
+    asked = [
+        lanes.submit("comm", fail),
+        lanes.submit("comm", lambda: done.append("comm")),
+    ]
+    other = lanes.submit("disk", lambda: done.append("disk"))
     for future in asked:
         with pytest.raises(MemoryError, match="the first"):
             future.result()
     other.result()
     assert done == ["disk"]
-    rank.close()
+    lanes.close()
 
 
 def test_a_checkpoint_keeps_a_thread() -> None:
     """To wait for a disk would look like a lost peer."""
-    rank = Rank(0, 1, torch.device("cpu"), "gloo", streams=True)
-    assert rank.in_thread("disk", threading.current_thread).result() is not threading.main_thread()
-    rank.close()
+    lanes = Lanes(torch.device("cpu"), are_streams=True)
+    thread = lanes.in_thread("disk", threading.current_thread).result()
+    assert thread is not threading.main_thread()
+    lanes.close()
 
 
 @pytest.mark.timeout(110)

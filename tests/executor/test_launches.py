@@ -96,7 +96,7 @@ def trained(
     monkeypatch.setattr(Learner, "zero", begin)
     monkeypatch.setattr(Learner, "update", updated)
     problem = case.problem(1)
-    rank = Rank(0, 1, CUDA, "nccl", streams=True)
+    rank = Rank(0, 1, CUDA, "nccl")
     train.train(rank, problem, case.settled(problem), out, case.epochs, eval_every=0)
     rank.close()
     (counts, operations), (counts_after, operations_after) = began[1:3]

@@ -65,8 +65,8 @@ def fake_rank(number: int, world: int, patch: pytest.MonkeyPatch) -> Iterator[tu
         for single in ("send", "recv"):
             p.setattr(dist, single, partial(alone, getattr(dist, single)))
         dist.init_process_group("fake", rank=number, world_size=world, store=FakeStore())
-        rank = Rank(number, world, torch.device("cpu"), "nccl", streams=True)
-        rank.exchange_group = dist.new_group()
+        rank = Rank(number, world, torch.device("cpu"), "nccl")
+        rank.groups.exchanges = dist.new_group()
         try:
             yield rank, begun
         finally:

@@ -32,7 +32,8 @@ from gnnplan.testing.ranks import Case
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 CASE = Case("graph_parallel", GRAPH, servers=2)
-ON_CPU = Rank(0, 2, torch.device("cpu"), "gloo")
+CPU = torch.device("cpu")
+ON_CPU, OTHER = (Rank(number, 2, CPU, "gloo") for number in (0, 1))
 QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2}
 
 
@@ -56,7 +57,7 @@ def found(
 
 
 def test_ranks_that_agree(problem: Problem) -> None:
-    theirs = found(problem, rank=replace(ON_CPU, rank=1), checkpoints=[10], host="elsewhere")
+    theirs = found(problem, rank=OTHER, checkpoints=[10], host="elsewhere")
     # processes are in the order of their GPUs
     agreed = peers.compare([theirs, found(problem)])
     assert agreed == Agreement([socket.gethostname(), "elsewhere"], 10, False, [])
@@ -64,7 +65,7 @@ def test_ranks_that_agree(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", ["gnnplan", "torch", "data", "plan", "options"])
 def test_ranks_that_differ(name: str, problem: Problem) -> None:
-    theirs = found(problem, rank=replace(ON_CPU, rank=1), host="elsewhere", **{name: "other"})
+    theirs = found(problem, rank=OTHER, host="elsewhere", **{name: "other"})
     with pytest.raises(
         Mismatch,
         match=(
@@ -94,8 +95,8 @@ def test_what_does_not_fit_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     def both(problem: Problem, features: float, **theirs: Any) -> Agreement:
         predicted = {"features": features, "runtime": 30e6, "communicators": 20e6}
-        of_one = replace(ON_CPU, device=torch.device("cuda", 0), card="one")
-        ranks = [found(problem, predicted, replace(of_one, rank=r)) for r in (0, 1)]
+        of_one = [Rank(r, 2, torch.device("cuda", 0), "gloo", card="one") for r in (0, 1)]
+        ranks = [found(problem, predicted, rank) for rank in of_one]
         return peers.compare([ranks[0], {**ranks[1], **theirs}])
 
     both(problem, 50e6)  # twice 50 MB more

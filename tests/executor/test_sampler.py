@@ -20,6 +20,7 @@ import torch
 
 from gnnplan.executor import train as module
 from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler
+from gnnplan.executor.ranks.groups import Groups
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.strategies import DataParallel
@@ -180,7 +181,7 @@ def test_samplers_begin_when_all_have_forked(
         time.sleep(0.3)
         told.write_text("all are here\n")
 
-    monkeypatch.setattr(Rank, "await_all", late)
+    monkeypatch.setattr(Groups, "await_all", late)
     ahead = arriving(Telling, graphs, 1)
     ahead.next(0)
     ahead.close()

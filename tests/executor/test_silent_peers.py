@@ -41,13 +41,14 @@ class Device:
 def waiting(device: Device, path: Path, patch: pytest.MonkeyPatch) -> Rank:
     """Rank 0 of two, whose host has begun two exchanges, of which the device is in the first."""
     patch.setattr(torch.cuda, "current_stream", lambda device_: device)
-    rank = Rank(0, 2, torch.device("cuda", 0), "nccl", activity=Activity(path))
-    rank._clock = device  # type: ignore[assignment]
-    rank.activity.begin("phase", "epoch 3")
+    rank = Rank(0, 2, torch.device("cuda", 0), "nccl")
+    rank.recorder.activity = Activity(path)
+    rank.recorder._clock = device  # type: ignore[assignment]
+    rank.recorder.activity.begin("phase", "epoch 3")
     for layer in (1, 2):
-        with rank.span(Label("halo", 7, "f", layer), "comm"):
+        with rank.recorder.span(Label("halo", 7, "f", layer), "comm"):
             pass
-    with rank.span(Label("update", 7), "compute"):
+    with rank.recorder.span(Label("update", 7), "compute"):
         pass
     return rank
 
@@ -56,13 +57,13 @@ def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
-    assert rank.patience == 600  # as torch has it
-    rank.timeout_s, rank.nccl_least_s = 0.1, 0.2
-    assert rank.limit.total_seconds() > rank.patience == 0.2
+    assert rank.groups.patience == 600  # as torch has it
+    rank.groups.timeout_s, rank.groups.nccl_least_s = 0.1, 0.2
+    assert rank.groups.limit.total_seconds() > rank.groups.patience == 0.2
     with pytest.raises(RuntimeError, match=r"NCCL timed out after 0\.2 s") as caught:
         rank.settle()
     process = _Process(tmp_path / "plan.json", tmp_path, Options(timeout_s=0.1), prepared=True)
-    process.rank, process.activity = rank, rank.activity
+    process.rank, process.activity = rank, rank.recorder.activity
     failure = process._failure(caught.value)
     assert (failure.exit_code, failure.waited_s) == (FAILED_WITH_OTHERS, 0.2)
     assert failure.message == "its peers did not answer (NCCL timed out after 0.2 s)"
@@ -82,8 +83,9 @@ def test_over_gloo_the_device_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
-    rank.backend, synchronized = "gloo", []
-    rank._clock.synchronize = lambda: synchronized.append(1)  # type: ignore[union-attr, attr-defined]
+    rank.communicate_over("gloo")
+    synchronized: list[int] = []
+    rank.recorder._clock.synchronize = lambda: synchronized.append(1)  # type: ignore[union-attr, attr-defined]
     rank.settle()
-    assert synchronized == [1] and rank.patience == rank.timeout_s
-    assert rank.limit.total_seconds() == rank.timeout_s
+    assert synchronized == [1] and rank.groups.patience == rank.groups.timeout_s
+    assert rank.groups.limit.total_seconds() == rank.groups.timeout_s

@@ -54,7 +54,7 @@ class Inputs:
         leaving = [exchange.pack(sparse[chunk.rows]) for chunk, exchange in self.fetched]
         if not leaving:
             return sparse
-        with rank.sending(INPUT_HALO, "comm", sum(rows.nbytes for rows in leaving)):
+        with rank.recorder.sending(INPUT_HALO, "comm", sum(rows.nbytes for rows in leaving)):
             far = [
                 exchange.forward_sparse(rows, lengths_of(graph, kept[chunk.far]))
                 for (chunk, exchange), rows in zip(self.fetched, leaving, strict=True)
@@ -66,7 +66,7 @@ class Inputs:
         if not self.fetched:
             return dense
         nbytes = sum(exchange.nbytes(dense, "f") for _, exchange in self.fetched)
-        with rank.sending(INPUT_HALO, "comm", nbytes):
+        with rank.recorder.sending(INPUT_HALO, "comm", nbytes):
             return with_far(self.chunks, dense)
 
     @property

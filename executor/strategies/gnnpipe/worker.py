@@ -55,8 +55,8 @@ class Worker(base.Worker):
         self.pieces = strategy.pieces(problem, self.stage)
         if self.members > 1:
             for stage in range(self.stages):
-                rank.group(tuple(strategy.group(problem, stage)))
-        rank.open_pairs(self.members)
+                rank.groups.of(tuple(strategy.group(problem, stage)))
+        rank.groups.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload), workload.seed
         self.net = net_of(self.shapes, workload, self.layers).to(device)
         must_run_in_parts(self.net, self.layers)
@@ -110,7 +110,7 @@ class Worker(base.Worker):
         order = chunk_order(self.seed, step, len(self.chunks), self.strategy.shuffle)
         # epoch t = step + 1 becomes the history of the next `period` epochs
         refresh = (step + 1) % self.strategy.period == 0
-        with self.rank.span(Label("history", step), "compute"):
+        with self.rank.recorder.span(Label("history", step), "compute"):
             self._begin_step(step)
         before, behind = self.rank.rank - self.members, self.rank.rank + self.members
         arrivals = self._expect(order, before)
@@ -182,7 +182,7 @@ class Worker(base.Worker):
         label = Label("receive", step, way, chunk=c, peer=peer)
         # an empty sub-chunk has no message
         is_sent = self.chunks[c].size > 0
-        with self.rank.span(label, "receive") if is_sent else nullcontext():
+        with self.rank.recorder.span(label, "receive") if is_sent else nullcontext():
             message = arrivals.pop(c).wait()
         return message if self.strategy.bits is None else self._unpack(step, c, way, message)
 
@@ -192,14 +192,14 @@ class Worker(base.Worker):
         layer = self.layers.stop if way == "f" else self.layers.start
         assert isinstance(self.strategy.bits, int)
         numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
-        with self.rank.span(Label("pack", step, way, chunk=c), "compute"):
+        with self.rank.recorder.span(Label("pack", step, way, chunk=c), "compute"):
             whose = self.vertices[self.chunks[c].rows]
             return pack(rows, None, self.strategy.bits, whose, *numbers)
 
     def _unpack(self, step: int, c: int, way: str, message: Tensor) -> Tensor:
         width = self.strategy.boundary(self.problem, self.stage - (way == "f"))
         assert isinstance(self.strategy.bits, int)
-        with self.rank.span(Label("unpack", step, way, chunk=c), "compute"):
+        with self.rank.recorder.span(Label("unpack", step, way, chunk=c), "compute"):
             rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
             return unpack(message, self.strategy.bits, rows)
 
@@ -214,13 +214,13 @@ class Worker(base.Worker):
         if not rows.shape[0]:
             return []
         label = Label("pipeline", step, way, chunk=c, peer=peer)
-        recorded = self.rank.sending(label, "send", rows.nbytes)
+        recorded = self.rank.recorder.sending(label, "send", rows.nbytes)
 
         def leave() -> None:
             with recorded:
                 send(self.rank, rows, peer)
 
-        return [self.rank.submit("send", leave)]
+        return [self.rank.lanes.submit("send", leave)]
 
     def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
         return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
@@ -272,7 +272,7 @@ class Worker(base.Worker):
             if chunk.exchange and piece[0] in self.varying:
                 assert passage.h is not None
                 far = self._halo(step, "f", piece[0], c, passage.h)
-            with self.rank.span(self._label("forward", step, piece, c), "compute"):
+            with self.rank.recorder.span(self._label("forward", step, piece, c), "compute"):
                 for layer in piece:
                     if not layer:
                         self._encode(step, chunk, passage)
@@ -351,7 +351,7 @@ class Worker(base.Worker):
             elif self.net.jump:
                 passage.to_sum = to_carried
         for piece in reversed(self.pieces):
-            with self.rank.span(self._label("backward", step, piece, c), "compute"):
+            with self.rank.recorder.span(self._label("backward", step, piece, c), "compute"):
                 for layer in reversed(piece):
                     if layer:
                         drop = self._drop_next(step, layer, chunk)

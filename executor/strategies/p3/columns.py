@@ -50,7 +50,7 @@ class Columns:
         """
         rank, store = self.rank, self.store
         kind = store.of(rank.rank, ids)[0] if store else np.full(ids.size, HOST)
-        if rank.recording:
+        if rank.recorder.recording:
             self.rows.update(by_class(kind))
         if store is None:
             return self._load(ids, step, beside, laid)
@@ -58,14 +58,14 @@ class Columns:
         loaded, there = self._load(ids[in_host], step, beside, laid)
         parts: list[tuple[Ids, FeatureRows]] = [(in_host, loaded)]
         if store.caches:
-            with rank.span(Label("pick", step), "compute"):
+            with rank.recorder.span(Label("pick", step), "compute"):
                 places = torch.from_numpy(store.slot(rank.rank)[ids[hits]].astype(np.int64))
                 parts.append((hits, self.cached.index_select(0, *sent([places], rank.device))))
         return merged(parts, ids.size, rank.device), there
 
     def _load(self, ids: Ids, step: int, beside: T, laid: int) -> tuple[FeatureRows, T]:
         nbytes = int(self.problem.features_bytes(ids, self.columns).sum()) + laid
-        with self.rank.span(Label("load", step), "copy", nbytes):
+        with self.rank.recorder.span(Label("load", step), "copy", nbytes):
             return self._host(ids), on_device(beside, self.rank.device)
 
     def _host(self, ids: Ids) -> FeatureRows:

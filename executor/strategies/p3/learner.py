@@ -44,7 +44,7 @@ class Delayed(Learner):
             for buffer in buffers:
                 buffer.reduce(self.rank, batch)
 
-        self.reducing = self.rank.submit("reduce", reduce)
+        self.reducing = self.rank.lanes.submit("reduce", reduce)
 
     def update(self, step: int) -> None:
         """Update the weights with the gradient of the batch three before."""

@@ -29,8 +29,9 @@ from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
+from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.learner import Gradients, Learner
-from gnnplan.executor.ranks.rank import Rank, there
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill, named
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.p3.columns import Columns
@@ -48,7 +49,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 HOST = torch.device("cpu")
 NO_ROWS = torch.empty(0)
-NOTHING = there(NO_ROWS)
+NOTHING = completed_future(NO_ROWS)
 
 
 class _Summed(torch.autograd.Function):
@@ -95,13 +96,15 @@ class Worker(base.Worker):
         _must_be_cut_by_columns(self.sliced)
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
             if len(group) > 1:
-                rank.group(group)
+                rank.groups.of(group)
         lists = strategy.lists(problem)
         store = strategy.store(problem)
         assert store is None or isinstance(store, Store)
         drawing = drawing_device(rank, problem, strategy.prefetch, store, lists)
         batches, edges = strategy.batches(problem), self.net.edges
-        sampler = ColumnSampler(batches, me, edges, rank.timeout_s, lists, drawing, rail=self.rail)
+        sampler = ColumnSampler(
+            batches, me, edges, rank.groups.timeout_s, lists, drawing, rail=self.rail
+        )
         # batches that are under way between two epochs
         self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
         self.arriving = Arriving(
@@ -190,7 +193,7 @@ class Worker(base.Worker):
                 buffer.flat.zero_()
                 label = Label("all_reduce", step, layer=buffer.layer)
                 nbytes = comm.reduced_bytes(rank, label, buffer.flat, buffer.group)
-                rank.count_ahead(label, nbytes)
+                rank.recorder.count_ahead(label, nbytes)
         flight = self._partial(step, share, net)
         rows = flight.exchange.pack(flight.partial.detach())
         flight.pulled = self._move(Label("pull", step, "f", 1), flight.exchange, rows, "f")
@@ -223,7 +226,7 @@ class Worker(base.Worker):
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
         with ExitStack() as spans:
             first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
-            spans.enter_context(rank.span(first, "compute"))
+            spans.enter_context(rank.recorder.span(first, "compute"))
             total = self._total_over_peers(step, spans)
 
             def sync(numbers: Tensor) -> Tensor:
@@ -250,14 +253,14 @@ class Worker(base.Worker):
             interrupted.close()
             out, back = numbers.contiguous().clone(), Label("logits", step, "b", 1)
             if way == "f" and self.strategy.pipelined:
-                rank.count_ahead(back, comm.reduced_bytes(rank, back, out, self.rail))
-            rank.submit(
+                rank.recorder.count_ahead(back, comm.reduced_bytes(rank, back, out, self.rail))
+            rank.lanes.submit(
                 "reduce",
                 lambda: comm.all_reduce(rank, Label("logits", step, way, 1), out, self.rail),
             ).result()
             forward = way == "f"
             after = Label("forward", step, layer=1) if forward else Label("scatter", step, "b", 1)
-            interrupted.enter_context(rank.span(after, "compute"))
+            interrupted.enter_context(rank.recorder.span(after, "compute"))
             return out
 
         return total
@@ -265,7 +268,7 @@ class Worker(base.Worker):
     def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
         """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
         if len(self.rail) == 1:
-            return there(rows)
+            return completed_future(rows)
         recorded = exchange.recorded(label, rows, way)
         # a list, to drop the rows when they have left: the lane's thread holds this function longer
         leaving = [rows]
@@ -274,7 +277,7 @@ class Worker(base.Worker):
             with recorded:
                 return exchange.swap(way, leaving.pop())
 
-        return self.rank.submit("comm", swap)
+        return self.rank.lanes.submit("comm", swap)
 
     def _body(self, flight: Flight) -> tuple[Tensor, Tensor]:
         """Layers 2 .. L, forward and backward, on the sum of all columns' partial sums.
@@ -284,7 +287,7 @@ class Worker(base.Worker):
         step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
         pulled, flight.pulled = flight.pulled.result(), NOTHING
         blocks, sources, own, targets = flight.above
-        with self.rank.span(Label("forward", step), "compute"):
+        with self.rank.recorder.span(Label("forward", step), "compute"):
             summed = flight.partial.detach()[flight.own].clone()
             for part in pulled.view(len(self.rail) - 1, *summed.shape):
                 summed += part
@@ -304,12 +307,12 @@ class Worker(base.Worker):
                 h = net.layer(number)(block, h, drop, None, net.relu_after(number))
                 of_layers = added_up(number, h, of_layers)
             h = h if of_layers is None else of_layers
-        with self.rank.span(Label("loss", step), "compute"):
+        with self.rank.recorder.span(Label("loss", step), "compute"):
             leaf = h.detach().requires_grad_()
             logits = net.decode(leaf)
             loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
-        with self.rank.span(Label("backward", step), "compute"):
+        with self.rank.recorder.span(Label("backward", step), "compute"):
             backward([h], [gradient_of(leaf)])
             flight.gradient = gradient_of(summed)
         flight.pushed = self._move(
@@ -327,7 +330,7 @@ class Worker(base.Worker):
         pushed, step = flight.pushed.result(), flight.step
         with ExitStack() as self.tail_spans:
             self.tail_spans.enter_context(
-                self.rank.span(Label("backward", step, layer=1), "compute")
+                self.rank.recorder.span(Label("backward", step, layer=1), "compute")
             )
             gradient = torch.empty_like(flight.partial)
             gradient[flight.own] = flight.gradient
@@ -425,15 +428,17 @@ class Worker(base.Worker):
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from another process's state."""
         fill(self.state(), state)
-        recording, self.rank.recording = self.rank.recording, False
+        recording, self.rank.recorder.recording = self.rank.recorder.recording, False
         for step in self.landing:
             flight = self._partial(
                 step, self.arriving.next(step).share, self.nets[step % len(self.nets)]
             )
             flight.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
-            flight.pushed = there(state[f"flight.{step}.pushed"].to(self.rank.device, copy=True))
+            flight.pushed = completed_future(
+                state[f"flight.{step}.pushed"].to(self.rank.device, copy=True)
+            )
             self.flights[step] = flight
-        self.rank.recording = recording
+        self.rank.recorder.recording = recording
 
 
 def _must_be_cut_by_columns(net: Net) -> None:
