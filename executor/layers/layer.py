@@ -179,15 +179,3 @@ def partial_sums(
     """A layer's sums over a block's edges [R, H_out], for `apply`; rows [S, H_in] are prepared."""
     gathered = layer.gather(block, layer.scatter(block, rows, sync))
     return layer.transform(gathered, rows[: block.own])
-
-
-CALLS = ("scatter", "gather", "transform", "apply")
-
-
-def missing_calls(kind: type[nn.Module]) -> list[str]:
-    """Those of P3's calls that a class of layers does not have."""
-    return [
-        call
-        for call in CALLS
-        if getattr(kind, call, None) in (None, getattr(nn.Module, call, None))
-    ]

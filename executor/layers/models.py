@@ -24,7 +24,8 @@ from gnnplan.planner.gnn.workload import Workload
 class Ends(Protocol):
     """What follows the last layer of a user's module: batch norm, and more."""
 
-    norm: BatchNorm
+    @property
+    def norm(self) -> BatchNorm: ...
 
     def __call__(self, h: Tensor, drop: Drop, moments: Tensor | None) -> Tensor:
         """h_L [R, W] -> logits [R, C]."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gnnplan.executor.layers.blocks import weighted_of
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.bind import Bound, GraphFields, bound
+from gnnplan.executor.modules.bind import GraphFields, bound
 from gnnplan.executor.modules.chain import Chain, NoChain, chain_of, parts_of
 from gnnplan.executor.modules.describe import described, places
 from gnnplan.executor.modules.parameters import Parameters, Places, cast
@@ -27,7 +27,7 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.small import VERTICES, Small, needs_loops
+from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Module, Workload
 
@@ -52,20 +52,17 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Con
     try:
         parts = parts_of(module)
         bound(module, GraphFields(0, 0))  # ranks know no other fields of a graph
-        binding = bound(module, graph)
-        small = Small(VERTICES[0], graph, needs_loops(module))
+        small = Small(VERTICES[0], module, graph)
         chain = chain_of(*recorded_of(module, small, True, torch.float64, parts))
         found = Converted(*described(chain), places(chain))
         if proves:
-            _prove(module, binding, chain, found, graph)
+            _prove(module, chain, found, graph)
     except Exception as error:  # it is none of these chains, however that shows
         raise NoChain from error
     return found
 
 
-def _prove(
-    module: nn.Module, binding: Bound, chain: Chain, found: Converted, graph: GraphFields
-) -> None:
+def _prove(module: nn.Module, chain: Chain, found: Converted, graph: GraphFields) -> None:
     """Raise an error if our layers compute something else, or learn more."""
     widths = graph.features, graph.classes
     description = Module(
@@ -75,7 +72,7 @@ def _prove(
         {"dtype": "float64", **found.fields, "module": description.model_dump()}
     )
     model = describe(workload, *widths)
-    small = Small(VERTICES[1], graph, needs_loops(module))
+    small = Small(VERTICES[1], module, graph)
     state = {name: value for name, value in module.state_dict().items() if name in found.places}
     parameters = Parameters(cast(state, torch.float64), found.places)
     placed = {where.name for several in found.places.values() for where in several}
@@ -103,7 +100,7 @@ def _prove(
         return Dropouts(lambda rows, p: Drop(p, SEED, 0, next(layers), everyone)(rows))
 
     everyone = torch.arange(small.vertices)
-    must_compute(module, binding, small, shared, tried)
+    must_compute(module, small, shared, tried)
 
 
 def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Tensor:

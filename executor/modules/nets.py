@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from gnnplan.executor.layers.layer import Layer
-from gnnplan.executor.layers.models import Ends, Net
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.own import made
 from gnnplan.executor.modules.pieces import PieceLayer, Tail
 from gnnplan.executor.modules.read import fill, pieces_of
@@ -18,7 +16,7 @@ def net_of(shapes: Model, workload: Workload, which: range | None = None) -> Net
     if workload.is_cut:
         net = Net(shapes, workload, which, pieces_of(workload).layer)
         last = net.layers[str(net.total)] if shapes.ends and net.total in net.which else None
-        net.ends = cast(Ends, Tail(last)) if isinstance(last, PieceLayer) else None
+        net.ends = Tail(last) if isinstance(last, PieceLayer) else None
         return net
     if workload.model == "own":
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
-from gnnplan.executor.layers.layer import EDGES, Layer, missing_calls
+from gnnplan.executor.layers.layer import EDGES, Layer
 from gnnplan.executor.modules.make import as_planned, in_file, make, source_of
 from gnnplan.executor.modules.read import Source, with_user_module
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
@@ -156,7 +157,8 @@ def _must_be_whole(layer: Layer, where: str) -> None:
 
 def _has_calls_of_p3(layer: Layer) -> bool:
     """Whether the class says how its sums distribute over columns (layer.ColumnLayer)."""
-    return bool(layer.by_columns) and not missing_calls(type(layer))
+    has = [getattr(type(layer), name, None) for name in ("scatter", "transform", "apply")]
+    return bool(layer.by_columns) and not {None, nn.Module.apply} & {*has}
 
 
 def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:

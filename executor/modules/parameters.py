@@ -53,8 +53,19 @@ class Parameters:
     places: Mapping[str, Places]
 
     def fill(self, net: nn.Module) -> None:
-        """Give our Net these parameters."""
-        put(net, self.places, self.state)
+        """Give our Net these parameters, as far as it holds their tensors.
+
+        A Net that is cut by columns (P3) has smaller ones, and is filled from a whole Net."""
+        ours = net.state_dict()
+        for name, found in self.places.items():
+            for where in found:
+                if where.name not in ours:
+                    continue
+                mine, theirs = where.of(ours), self.state[name]
+                if len(found) > 1:
+                    theirs = theirs[:, where.after : where.after + mine.shape[1]]
+                if mine.shape == theirs.shape:
+                    mine.copy_(theirs)
 
     def trained(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Our Net's weights as the state_dict of the user's module."""
@@ -70,22 +81,6 @@ class Parameters:
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
-
-
-def put(net: nn.Module, places: Mapping[str, Places], state: Mapping[str, Tensor]) -> None:
-    """Copy a state_dict of the user's module into our Net, as far as it holds these tensors.
-
-    A Net that is cut by columns (P3) has smaller ones, and is filled from a whole Net."""
-    ours = net.state_dict()
-    for name, found in places.items():
-        for where in found:
-            if where.name not in ours:
-                continue
-            mine, theirs = where.of(ours), state[name]
-            if len(found) > 1:
-                theirs = theirs[:, where.after : where.after + mine.shape[1]]
-            if mine.shape == theirs.shape:
-                mine.copy_(theirs)
 
 
 def cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

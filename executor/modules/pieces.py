@@ -350,11 +350,16 @@ class PieceLayer(Layer):
 
     def prepared(self, x: Tensor, moments: Tensor | None) -> Values:
         """Rows [S, W] that the layer is given -> what its other pieces read."""
-        piece = self.cut.prepare
-        values = unpacked(x, piece.given)
-        if self.norm is not None:
-            values |= self.norm.normed(piece, values, moments)
-        return self._run(piece, values, x, {None: self.drop.vertices})
+        return self.begun(self.cut.prepare, self.norm, x, moments)
+
+    def begun(
+        self, piece: Piece, norm: PackedNorm | None, rows: Tensor, moments: Tensor | None
+    ) -> Values:
+        """What a piece that may begin with batch norms makes of rows [., W]."""
+        values = unpacked(rows, piece.given)
+        if norm is not None:
+            values |= norm.normed(piece, values, moments)
+        return self._run(piece, values, rows, {None: self.drop.vertices})
 
     def gathered(self, block: Block, values: Values) -> Values:
         """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
@@ -382,24 +387,20 @@ class PieceLayer(Layer):
         return packed(self._run(piece, values, rows, ids), piece.makes)
 
 
-class Tail(nn.Module):
+class Tail:
     """Batch norm after the last layer, and what follows it, with that layer's tensors."""
 
     def __init__(self, layer: PieceLayer) -> None:
-        super().__init__()
         ends = layer.pieces.training.ends
         assert ends is not None
-        self.of = [layer]  # in a list: it is no part of this module
-        self.norm = PackedNorm(layer, ends)
+        self.layer, self.norm = layer, PackedNorm(layer, ends)
 
-    def forward(self, rows: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
+    def __call__(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
         """h_L [R, W] -> logits [R, C]."""
-        during = self.of[0].during(drop)
+        during = self.layer.during(drop)
         piece = during.mode.ends
         assert piece is not None
-        values = unpacked(rows, piece.given)
-        values |= self.norm.normed(piece, values, moments)
-        return packed(during._run(piece, values, rows, {None: drop.vertices}), piece.makes)
+        return packed(during.begun(piece, self.norm, h, moments), piece.makes)
 
 
 def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import limits
-from gnnplan.executor.modules.bind import Bound, GraphFields, bound
+from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm, live_nodes
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
@@ -42,14 +42,7 @@ from gnnplan.executor.modules.record import (
     named_in,
     record,
 )
-from gnnplan.executor.modules.small import (
-    MANY_VERTICES,
-    VERTICES,
-    Small,
-    block_of,
-    given_of,
-    needs_loops,
-)
+from gnnplan.executor.modules.small import MANY_VERTICES, VERTICES, Small, block_of
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
@@ -59,10 +52,9 @@ WITHIN = 1e-9
 
 def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.float32) -> Tensor:
     """What forward makes of a small graph of such fields. Raises Unfit."""
-    small = Small(VERTICES[0], graph, needs_loops(module))
-    binding = bound(module, graph)
+    small = Small(VERTICES[0], module, graph)
     with torch.no_grad():
-        run = partial(_output, module, binding, given_of(binding, small, dtype), nullcontext)
+        run = partial(_output, module, small, small.given(dtype), nullcontext)
         return _guarded(module, small, run)
 
 
@@ -128,8 +120,7 @@ def _one_product() -> Iterator[None]:
 
 def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
     """The module in pieces, in both of its modes. Raises Unfit, with the line."""
-    small = Small(VERTICES[0], graph, needs_loops(module))
-    binding = bound(module, graph)
+    small = Small(VERTICES[0], module, graph)
     modes = []
     for is_training in (True, False):
         try:
@@ -149,7 +140,8 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
                 " training=self.training"
             )
     structure = Structure((training, evaluation))
-    pieces = Pieces(module, training, evaluation, structure, dtype, small.whole.loops, binding)
+    loops, binding = small.whole.loops, small.binding
+    pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding)
     for own in small.parts:
         structure.look(pieces.place(0), block_of(small.whole, own)[0])
     return pieces, small
@@ -164,14 +156,9 @@ def recorded_of(
 ) -> tuple[nn.Module, Recorded]:
     """A copy of the module, and what its forward computes. parts: as of `record`. Raises Unfit."""
     seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
-    binding = bound(module, small.graph)
-    given = given_of(binding, small, dtype)
-    recorded = _guarded(
-        module,
-        small,
-        lambda: record(seen, given, lambda: binding.call(seen, given), small.vertices, parts),
-    )
-    return seen, recorded
+    given = small.given(dtype)
+    run = partial(small.binding.call, seen, given)
+    return seen, _guarded(module, small, lambda: record(seen, given, run, small.vertices, parts))
 
 
 def _mode(module: nn.Module, small: Small, is_training: bool, dtype: torch.dtype) -> Program:
@@ -203,9 +190,7 @@ def must_make_the_same_calls(
     for is_training in (True, False):
         few, many = (
             live_nodes(recorded_of(module, small, is_training, torch.float64, parts)[1].output)
-            for small in (
-                Small(n, graph, needs_loops(module)) for n in (VERTICES[0], MANY_VERTICES)
-            )
+            for small in (Small(n, module, graph) for n in (VERTICES[0], MANY_VERTICES))
         )
         pairs = list(zip(_told(few), _told(many), strict=False))
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -245,12 +230,11 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         found = in_parts(again, small, values, is_training)
         return found, lambda: gradients_of(own) | dict(own.named_buffers())
 
-    must_compute(module, pieces.binding, small, shared, tried)
+    must_compute(module, small, shared, tried)
 
 
 def must_compute(
     module: nn.Module,
-    binding: Bound,
     small: Small,
     shared: Callable[[], TorchFunctionMode],
     tried: Callable[[Mapping[str, Any], bool], Tried],
@@ -261,10 +245,10 @@ def must_compute(
     is training."""
     for is_training in (True, False):
         own, new = (copy.deepcopy(module).to(torch.float64).train(is_training) for _ in range(2))
-        values = given_of(binding, small, torch.float64)
+        values = small.given(torch.float64)
         # in evaluation nothing drops, and nothing stands between the module and torch
         within = shared if is_training else nullcontext
-        run = partial(_output, binding=binding, values=values, shared=within)
+        run = partial(_output, small=small, values=values, shared=within)
         expected = _guarded(module, small, partial(run, own))
         kept = numbers_of(own)
         if not expected.requires_grad:
@@ -326,13 +310,13 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 def _output(
     module: nn.Module,
-    binding: Bound,
+    small: Small,
     values: Mapping[str, Any],
     shared: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
     """What the module itself makes of a graph, with dropout as its twin draws it."""
     with shared():
-        output = binding.call(module, values)
+        output = small.binding.call(module, values)
     made: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return made
 

@@ -267,7 +267,7 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     if double.training.widths != pieces.training.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
-    prove(module, double, Small(VERTICES[1], graph, double.loops))
+    prove(module, double, Small(VERTICES[1], module, graph))
     width = pieces.training.output.value.shape[1]
     if width != graph.classes:
         raise Unfit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.bind import Bound, GraphFields
+from gnnplan.executor.modules.bind import GraphFields, bound
 from gnnplan.executor.modules.structure import dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import Whole
 
@@ -21,9 +20,11 @@ EACH = 4  # rows of each whole number, if there are enough
 
 
 class Small:
-    """A random graph of so many vertices, with such fields."""
+    """A random graph of so many vertices, with such fields, of which a module is given some.
 
-    def __init__(self, vertices: int, graph: GraphFields, loops: bool) -> None:
+    Raises Unfit if it asks for others."""
+
+    def __init__(self, vertices: int, module: nn.Module, graph: GraphFields) -> None:
         draw = np.random.default_rng(vertices)
         dense = draw.random((vertices, vertices)) < 1.5 / vertices
         dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
@@ -34,26 +35,26 @@ class Small:
         np.fill_diagonal(dense, False)
         _, sources = np.nonzero(dense)
         indptr = np.concatenate([[0], np.cumsum(dense.sum(1))])
-        self.vertices, self.graph = vertices, graph
+        self.vertices, self.graph, self.binding = vertices, graph, bound(module, graph)
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
+        # a convolution of DGL may refuse vertices that read nobody: users add self-loops then
+        loops = any(hasattr(part, "_allow_zero_in_degree") for part in module.modules())
         self.whole = Whole(indptr, sources.astype(np.int32), on_edges, loops)
         # parts of which none reads all vertices
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
 
-    def values(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What forward may be given, by name."""
+    def given(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What forward is given, by the graph's names."""
         edges = edge_index_of(self.whole)
         on_edges = {name: typed(values, dtype) for name, values in self.whole.fields.items()}
         values: dict[str, Any] = {"vertex x": self.x.to(dtype, copy=True), "edge_index": edges}
         values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
         values |= {f"edge {name}": v for name, v in on_edges.items()}
-        return values
-
-    def graph_of_dgl(self, values: Mapping[str, Any]) -> Any:
-        on_edges = {n.removeprefix("edge "): v for n, v in values.items() if n.startswith("edge ")}
-        return dgl_graph(self.whole, values["edge_index"], on_edges, None)
+        if "g" in self.binding.inputs:
+            values["g"] = dgl_graph(self.whole, edges, on_edges, None)
+        return {name: values[name] for name in self.binding.inputs}
 
 
 def block_of(whole: Whole, own: Tensor) -> tuple[Block, Tensor]:
@@ -82,16 +83,3 @@ def _drawn(
     if np.dtype(kind).kind == "b":
         return draw.random((rows, *sizes)) < 0.5
     return draw.random((rows, *sizes)) + 0.25
-
-
-def given_of(binding: Bound, small: Small, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """What forward is given of a small graph, by the graph's names."""
-    values = small.values(dtype)
-    if "g" in binding.inputs:
-        values["g"] = small.graph_of_dgl(values)
-    return {name: values[name] for name in binding.inputs}
-
-
-def needs_loops(module: nn.Module) -> bool:
-    """Whether a convolution of DGL refuses vertices that read nobody: users add self-loops then."""
-    return any(hasattr(part, "_allow_zero_in_degree") for part in module.modules())

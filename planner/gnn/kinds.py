@@ -132,42 +132,21 @@ class Layer:
 class Arithmetic(Protocol[V]):
     """What a layer may do with rows. A name is that of a parameter; a bias may be absent."""
 
-    def linear(self, terms: Sequence[tuple[V, str]], bias: str = "", relu: bool = False) -> V:
-        """The sum of rows, each times its matrix, plus a bias; and ReLU of that."""
-
-    def bias(self, x: V) -> V:
-        """x plus the layer's bias."""
-
+    # the sum of rows, each times its matrix, plus a bias; and ReLU of that
+    def linear(self, terms: Sequence[tuple[V, str]], bias: str = "", relu: bool = False) -> V: ...
+    def bias(self, x: V) -> V: ...  # plus the layer's bias
     def relu(self, x: V, in_place: bool = True) -> V: ...
-
     def add(self, x: V, y: V) -> V: ...
-
-    def shift(self, x: V) -> V:
-        """x plus a small number."""
-
-    def lerp(self, x: V, y: V, by: str) -> V:
-        """x, moved towards y by one of the kind's constants."""
-
-    def towards_product(self, x: V, weight: str, by: str) -> V:
-        """x, moved towards its product with a matrix."""
-
-    def initial_rows(self, width: int) -> V:
-        """What the encoder made of the destinations."""
-
-    def aggregate(self, x: V, times: int = 1) -> V:
-        """Weighted sums of rows over edges."""
-
-    def softmax_aggregate(self, x: V) -> V:
-        """Means of rows over edges, weighted by their softmax."""
-
-    def beside_logits(self, z: V, heads: int) -> V:
-        """GAT: projected rows with a logit per head beside them."""
-
-    def attend(self, x: V, heads: int) -> V:
-        """GAT: sums of projected rows over edges, by a softmax of logits."""
-
-    def attend_pairs(self, x: V, heads: int) -> V:
-        """GATv2: the same, where a logit is made of a sum of two rows."""
+    def shift(self, x: V) -> V: ...  # plus a small number
+    def lerp(self, x: V, y: V, by: str) -> V: ...  # towards y by one of the kind's constants
+    def towards_product(self, x: V, weight: str, by: str) -> V: ...  # of x with a matrix
+    def initial_rows(self, width: int) -> V: ...  # what the encoder made of the destinations
+    # over edges
+    def aggregate(self, x: V, times: int = 1) -> V: ...  # weighted sums
+    def softmax_aggregate(self, x: V) -> V: ...  # means, weighted by the rows' softmax
+    def beside_logits(self, z: V, heads: int) -> V: ...  # GAT: rows with a logit per head
+    def attend(self, x: V, heads: int) -> V: ...  # GAT: sums of these by the logits' softmax
+    def attend_pairs(self, x: V, heads: int) -> V: ...  # GATv2: logits are of sums of two rows
 
 
 class Given(NamedTuple, Generic[V]):

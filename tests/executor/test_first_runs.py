@@ -9,17 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from started import Start
 
 from gnnplan.cli import app
 from gnnplan.executor.launch.rank_process import _progress_line
-from gnnplan.executor.layers.known import KnownLayer
-from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies import gnnpipe
-from gnnplan.planner.strategies import GNNPipe, parse
-from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCURACIES = ("train_accuracy", "val_accuracy", "test_accuracy")
@@ -120,25 +113,6 @@ def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(
     assert re.search(r"rank 1 \(server 0, \S+\) was lost or stopped answering", said[0]), said[0]
     resume = r"resume: \d+ finished epochs are in \S+; go on from epoch \d+ with `torchrun .. -m"
     assert re.search(rf"{resume} gnnplan run --resume {re.escape(str(run.out))}`", said[0]), said[0]
-
-
-def test_a_layer_that_gnnpipe_cannot_run_is_named(
-    monkeypatch: pytest.MonkeyPatch, graphs: dict[str, str]
-) -> None:
-    """A user's own layer had `forward` alone. GNNPipe ended in "NotImplementedError: ." on all
-    ranks."""
-    monkeypatch.delattr(KnownLayer, "update")  # what it inherits raises that error
-    problem = Case("gnnpipe", graphs["rough"], {"model": "gcn", "layers": 2, "hidden": 8}).problem(
-        1
-    )
-    strategy = parse("gnnpipe(stages=1,chunks=2)").settle(problem)
-    assert isinstance(strategy, GNNPipe)
-    words = (
-        r"gnnpipe: layer 1 of 2 \(KnownLayer\) has no update: GNNPipe runs a layer in parts, .*"
-        r" use data_parallel or gsplit, which run any layer"
-    )
-    with pytest.raises(SpecError, match=words):
-        gnnpipe.open_worker(Rank(0, 1, torch.device("cpu"), "gloo"), problem, strategy)
 
 
 def test_the_time_left_does_not_count_set_up(capsys: pytest.CaptureFixture[str]) -> None:

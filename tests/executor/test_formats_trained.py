@@ -30,7 +30,7 @@ from written import CLASSES, EDGES, GRAPH, MASKS, WIDTH, N, ids, quiet
 import gnnplan
 from gnnplan.executor.modules.live import loaded as kept
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.modules.parameters import put
+from gnnplan.executor.modules.parameters import Parameters
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.planner.evidence.recorded import read_run
@@ -392,7 +392,8 @@ def our_logits(plan: gnnplan.Plan, state: dict[str, Tensor]) -> Tensor:
     problem = replace(plan.problem, cluster=with_ranks(plan.problem.cluster, 1))
     net = net_of(problem.model, problem.workload)
     assert problem.workload.module
-    put(net, kept(Path(problem.workload.module.file).read_bytes()).places, state)
+    file = Path(problem.workload.module.file)
+    Parameters(state, kept(file.read_bytes()).places).fill(net)
     rank = Rank(0, 1, torch.device("cpu"), "gloo")
     return worker_on(rank, problem, problem.layout(), ExchangeOptions(), net=net).evaluate(0)
 

@@ -18,7 +18,7 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import as_pieces_draw, in_parts
 from gnnplan.executor.modules.read import GraphFields, read
-from gnnplan.executor.modules.small import Small, given_of
+from gnnplan.executor.modules.small import Small
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -368,14 +368,14 @@ def outcome(folder: Path, body: str, more: str, directed: bool) -> str:
 
 def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed: bool) -> None:
     graph = GraphFields(FEATURES, CLASSES, directed, False, VERTEX, EDGE)
-    small = Small(vertices, graph, pieces.loops)
+    small = Small(vertices, module, graph)
     for is_training in (True, False):
         mode = pieces.training if is_training else pieces.evaluation
         expected, found = [], []
         for kind, into in (("itself", expected), ("pieces", found)):
             module.train(is_training).zero_grad()
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            values = given_of(pieces.binding, small, torch.float64)
+            values = small.given(torch.float64)
             if kind == "itself":
                 with as_pieces_draw(pieces, mode, small.whole, Drop(0.0, 7)):
                     out = pieces.binding.call(module, values)

@@ -12,9 +12,6 @@ from pairwise import covered
 from test_minibatch_exactness import assert_as_one_process, batches_of, workload
 from torch import Tensor
 
-from gnnplan.executor.layers.known import KnownLayer
-from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies import p3
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.plain import Plain, difference
@@ -128,20 +125,7 @@ def test_the_pipeline_is_the_recursion(
     assert difference(result.weights, weights) <= 1e-9, str(case)
 
 
-def test_a_layer_without_the_calls_is_named(
-    monkeypatch: pytest.MonkeyPatch, graphs: dict[str, str]
-) -> None:
-    """A user's own layer; under other strategies it runs."""
-    for call in ("transform", "apply"):
-        monkeypatch.delattr(KnownLayer, call)
-    problem = Case("p3", graphs["rough"], workload("gcn")).problem(2)
-    with pytest.raises(
-        SpecError,
-        match=r"layer 1 \(KnownLayer\) has no transform, apply: .* use data_parallel or gsplit",
-    ):
-        p3.open_worker(
-            Rank(0, 2, torch.device("cpu"), "gloo"), problem, parse("p3").settle(problem)
-        )
+def test_a_kind_that_is_no_sum_over_columns_is_named(graphs: dict[str, str]) -> None:
     with pytest.raises(
         SpecError,
         match="that of resgcn reads an encoder's output: it has no scatter, transform and apply",

@@ -23,7 +23,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.live import loaded as kept
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.modules.parameters import put
+from gnnplan.executor.modules.parameters import Parameters
 from gnnplan.executor.modules.read import (
     read,
     read_again,
@@ -446,7 +446,7 @@ def ours(case: Case, state: dict[str, Tensor]) -> Tensor:
     """Our logits in one process, with this state_dict of the user's module."""
     problem = case.problem(1)
     net = net_of(problem.model, problem.workload)
-    put(net, made(case).trained.places, state)
+    Parameters(state, made(case).trained.places).fill(net)
     return logits_of(net, problem)
 
 
@@ -538,7 +538,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(
     with torch.no_grad():
         logits = theirs(name, module, graph)
     net = net_of(problem.model, problem.workload)
-    put(net, start.places, result.weights)
+    Parameters(result.weights, start.places).fill(net)
     mine = logits_of(net, case.problem(1))
     torch.testing.assert_close(
         mine.log_softmax(1) if "batch norm" in name else mine, logits, rtol=1e-5, atol=1e-5

@@ -74,7 +74,7 @@ def verdict(name: str, directed: bool) -> str:
         return str(refused).partition(f" {name.split()[1]}: ")[2]
     if pieces := user.pieces:  # else our own layers are taken
         graph = GraphFields(FEATURES, CLASSES, directed, False, entry.vertex, entry.edge)
-        prove(user.module, pieces, Small(UNSEEN, graph, pieces.loops))
+        prove(user.module, pieces, Small(UNSEEN, user.module, graph))
     return "carried"
 
 

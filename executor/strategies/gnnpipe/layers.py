@@ -1,6 +1,6 @@
 """One layer on one chunk, forward and backward; and rows that stay from step to step.
 
-A layer runs in parts here (layers/models.py): its neighbourhood is gathered from mixed rows, fresh
+A layer runs in parts here (layers/layer.py): its neighbourhood is gathered from mixed rows, fresh
 and historical, and its gradient towards neighbours is added to the slope by hand.
 
 Of all rows that the rank keeps (chunks.py) there are, in each such layer:
@@ -28,9 +28,6 @@ from gnnplan.executor.layers.kernels import aggregate_transposed, backward, grad
 from gnnplan.executor.layers.layer import Drop, Layer
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
-from gnnplan.planner.vocabulary.errors import SpecError
-
-PARTS = ("prepare", "gather", "update", "edges", "linear", "projects_first")
 
 
 @dataclass
@@ -87,32 +84,6 @@ class Kept(NamedTuple):
     x: Tensor  # the chunk's inputs, own and then far rows
     read: Tensor
     finish: Callable[[], Finished]  # gives what is kept, or (checkpoint) computes it again
-
-
-def must_run_in_parts(net: Net, layers: Iterable[int]) -> None:
-    """Raise SpecError if a layer lacks what GNNPipe calls, as a user's own layer may."""
-    for number in layers:
-        layer = net.layer(number)
-        kind = type(layer)
-        missing = [name for name in PARTS if not _has(layer, name)]
-        if getattr(layer, "projects_first", False) and not _has(layer, "project"):
-            missing.append("project")
-        if missing:
-            raise SpecError(
-                f"gnnpipe: layer {number} of {net.total} ({kind.__name__}) has no"
-                f" {', '.join(missing)}: GNNPipe runs a layer in parts, because a chunk reads fresh"
-                f" and historical rows ({', '.join(PARTS)}, and project where it projects first;"
-                " executor/layers/layer.py); add them, or use data_parallel or gsplit, which run"
-                " any layer"
-            )
-
-
-def _has(layer: Layer, name: str) -> bool:
-    """Whether a layer has an attribute, and if it is a method one that does something."""
-    value = getattr(layer, name, None)
-    code = getattr(value, "__code__", None)
-    # the base class of layers declares methods that only raise this
-    return value is not None and (code is None or code.co_names != ("NotImplementedError",))
 
 
 def _gathers_linearly(layer: Layer) -> bool:

@@ -29,7 +29,6 @@ from gnnplan.executor.strategies.gnnpipe.layers import (
     History,
     Kept,
     Passage,
-    must_run_in_parts,
 )
 from gnnplan.planner.graph.streams import ROUNDING
 from gnnplan.planner.problem.problem import Problem
@@ -59,7 +58,6 @@ class Worker(base.Worker):
         rank.groups.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload), workload.seed
         self.net = net_of(self.shapes, workload, self.layers).to(device)
-        must_run_in_parts(self.net, self.layers)
         cut = problem.cut(settled(strategy.chunks), self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
         kept, self.chunks = make_chunks(

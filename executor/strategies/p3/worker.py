@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block, backward, gradient_of
-from gnnplan.executor.layers.layer import ColumnLayer, missing_calls, partial_sums
+from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
@@ -44,7 +44,6 @@ from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.strategies.p3.periods import period
 from gnnplan.planner.strategies.p3.slices import DELAY
-from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Label
 
 HOST = torch.device("cpu")
@@ -93,7 +92,6 @@ class Worker(base.Worker):
         self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
         self.net = net_of(problem.model, problem.workload).to(device)
         self.sliced = self._cut()
-        _must_be_cut_by_columns(self.sliced)
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
             if len(group) > 1:
                 rank.groups.of(group)
@@ -439,15 +437,3 @@ class Worker(base.Worker):
             )
             self.flights[step] = flight
         self.rank.recorder.recording = recording
-
-
-def _must_be_cut_by_columns(net: Net) -> None:
-    """Raise SpecError if layer 1 lacks P3's calls, as a user's own layer may."""
-    kind = type(net.layer(1))
-    missing = missing_calls(kind)
-    if missing:
-        raise SpecError(
-            f"p3: layer 1 ({kind.__name__}) has no {', '.join(missing)}: a layer runs under P3"
-            " if its sums are over feature columns; use data_parallel or gsplit, which run any"
-            " layer"
-        )
