@@ -290,6 +290,12 @@ class TaskGraph:
         seconds: dict[int, float] = {}
         sends: dict[tuple[int, Send], Demand] = {}
         collectives: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
+        # GPUs that draw and lay out batches, maybe beside training
+        sampling = {
+            node.task.rank
+            for node in self.nodes
+            if node.task.lane == "host" and isinstance(node.task.work, Compute)
+        }
         for node in self.nodes:
             rank, work = node.task.rank, node.task.work
             if isinstance(work, Collective):
@@ -317,6 +323,8 @@ class TaskGraph:
                     seconds[id(work)] = _seconds(cost, work)
                 alone = seconds[id(work)]
                 shared = cost.cores.computing(rank, node.task.lane, alone)
+                if rank in sampling and isinstance(work, Compute):
+                    shared = {("device", rank): alone}
                 activity = _Activity(1, alone, Demand(0.0, shared))
             if not activity.nodes:
                 self.activities.append(activity)
@@ -387,7 +395,7 @@ def _seconds(cost: Cost, work: Compute | Load | Host) -> float:
     if isinstance(work, Compute):
         return float(cost.compute_s(work))
     if isinstance(work, Load):
-        return float(cost.load_s(work.nbytes))
+        return float(cost.load_s(work.nbytes, work.packed))
     return float(cost.host_s(work.what, work.edges, work.layers, work.samplers))
 
 

@@ -1,4 +1,4 @@
-"""Neighbours drawn by the GPU, beside draws of the host."""
+"""Batches drawn and laid out by the GPU, beside those of the host."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def _drawn(
         for step in range(1, 4 if setting.small else 12):
             begin = now()
             made = sampler[step]
+            torch.get_device_module(device).synchronize()
             seconds["all"].append(now() - begin)
             for what in ("draw", "lay"):
                 seconds[what].append(sum(s.seconds for s in made.spans if s.op == what))
@@ -64,8 +65,8 @@ def _drawn(
             }
         )
     same = all(
-        np.array_equal(a.source, b.source) and torch.equal(a.block.indices, b.block.indices)
+        np.array_equal(a.source, b.source) and torch.equal(a.block.indices, b.block.indices.cpu())
         for a, b in zip(shares["host"].parts, shares["device"].parts, strict=True)
     )
-    wrong = [] if same else ["the device draws other neighbours than the host"]
+    wrong = [] if same else ["the device draws or lays out other edges than the host"]
     return [{**row, "equal": same, "wrong": wrong} for row in found]

@@ -20,6 +20,9 @@ sampler has a share of them. Then
     draw l        neighbours of my rows whose lists I have, and of those that I was asked for
     edges l       neighbours there and back
 
+Where nobody is asked for anything and neighbours are drawn on a GPU, blocks are laid out there, too
+(device_sampling.py).
+
 The sampler runs in the rank itself, or in k processes of its own that take turns (torch's
 DataLoader): process t mod k makes batch t, and k batches are made at once. Then a thread of the
 rank may load a batch while the rank trains on the one before. Samplers in processes of their own
@@ -48,7 +51,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from threading import Thread
 from types import FrameType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +123,8 @@ class Sampler(Dataset[Sampled]):
     lists; None: all have all. device: where neighbours are drawn; None: on the host.
     """
 
+    pushes: ClassVar[bool] = False  # other ranks are sent edges that it has drawn
+
     def __init__(
         self,
         batches: Batches,
@@ -146,7 +151,14 @@ class Sampler(Dataset[Sampled]):
             self.graph = thinned(batches.graph, lists.keeps(me))
         # scratch [N]: the position of a vertex among a layer's sources
         self._where = np.empty(self.graph.stats.vertices, dtype=np.int32)
-        self._device_lists = None if device is None else sampling.Lists(self.graph, device)
+        # lists on the device, where neighbours are drawn
+        self.device_lists = None if device is None else sampling.Lists(self.graph, device)
+
+    @property
+    def lays_there(self) -> bool:
+        """Whether blocks are laid out where neighbours are drawn, on the device."""
+        alone = len(self.peers) == 1 and self.lists is None and not self.pushes
+        return self.device_lists is not None and alone
 
     @cached_property
     def _degrees(self) -> tuple[np.ndarray, np.ndarray]:
@@ -167,6 +179,8 @@ class Sampler(Dataset[Sampled]):
         made = Sampled(Share(rows, everyone.size, total, []))
         if pairs is not None:
             made.share.ends = self._ends(pairs, rows)
+        if self.lays_there:
+            return self._lay_there(made, step)
         present = np.zeros(self.graph.stats.vertices, dtype=bool)  # vertices whose row I compute
         present[rows] = True
         drawn: list[Drawn] = []  # the last layer first
@@ -260,8 +274,8 @@ class Sampler(Dataset[Sampled]):
             assert not away.size, (
                 f"rank {self.me} has no adjacency lists of vertices {away[:8].tolist()}"
             )
-        if self._device_lists is not None:
-            return self._device_lists.draw(rows, fanout, key)
+        if self.device_lists is not None:
+            return self.device_lists.draw(rows, fanout, key)
         indptr, places = draw(self.graph, rows, fanout, key)
         return indptr, self.graph.indices[places]
 
@@ -303,6 +317,29 @@ class Sampler(Dataset[Sampled]):
             made.share.parts = [
                 self._part(kind, *layer) for kind, layer in zip(self.edges, drawn, strict=True)
             ]
+
+    def _lay_there(self, made: Sampled, step: int) -> Sampled:
+        """Draw and lay out on the device; rows' ids come back, those of layer 1 for all layers."""
+        workload, lists, began = self.workload, self.device_lists, now()
+        assert lists is not None
+        numbers = workload.seed, *divmod(step, self.steps)
+        keys = [key_of(*numbers, workload.layers - hop) for hop in range(workload.layers)]
+        drawn = lists.drawn(made.share.own, workload.fanouts, keys)
+        self._note(made, Label("draw", step), began)
+        with self._span(made, Label("lay", step)):
+            blocks = [
+                lists.laid(kind, each, workload)
+                for kind, each in zip(self.edges, drawn, strict=True)
+            ]
+            there = drawn[0].below.long()
+            ids = there.cpu().numpy()
+        gives, takes = [ids[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
+        made.share.parts = [
+            Part(ids[:size], size, gives, takes, False, block, ids=there[:size])
+            for block in blocks
+            for size in [block.n_src]
+        ]
+        return made
 
     def _part(
         self,
@@ -412,15 +449,13 @@ def absent(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
 
 
 def drawing_device(
-    rank: Rank, problem: Problem, prefetch: int, store: Features | None, lists: Lists | None
+    rank: Rank, problem: Problem, ahead: bool, store: Features | None, lists: Lists | None
 ) -> torch.device | None:
     """The rank's GPU if the cluster's GPUs sample and the lists fit there; otherwise None.
 
-    With `prefetch` the host draws: a forked process has no CUDA.
+    ahead: the sampler is a process of its own. Then the host draws, for a fork has no CUDA.
     """
-    draws = (
-        rank.device.type == "cuda" and not prefetch and lists_there(problem, store, lists) == 1.0
-    )
+    draws = rank.device.type == "cuda" and not ahead and lists_there(problem, store, lists) == 1.0
     return rank.device if draws else None
 
 
@@ -433,7 +468,8 @@ class Arriving:
     """Shares in the order of steps, from step `first` on.
 
     They are made when `next` is called, or so many ahead by `prefetch` processes in turn. Then a
-    thread calls `load` with each, and its step, while the step before is under way.
+    thread calls `load` with each, and its step, while the step before is under way. What is laid
+    out on the device that thread makes too, before it loads.
     """
 
     def __init__(
@@ -452,7 +488,9 @@ class Arriving:
         self.awaited, self.waits_since, self.asked_since = first, math.inf, math.inf
         self.is_silent = False
         self.processes: Sequence[int] = ()  # of samplers
-        if prefetch:
+        if prefetch and sampler.lays_there:
+            self.ahead = map(sampler.__getitem__, itertools.count(first))
+        elif prefetch:
             watched = weakref.ref(self)  # it must not keep the samplers
             self.ahead = self._fork(watched)
             Thread(target=_watch, args=(watched,), name="samplers' watch", daemon=True).start()

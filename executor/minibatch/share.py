@@ -39,6 +39,12 @@ class Part:
     block: Block
     picks: np.ndarray | None = None  # place of each source row among own rows, then the halo [S]
     into: np.ndarray | None = None  # or of each row picked [P]: the source row that it is added to
+    ids: Tensor | None = None  # `source`, where edges were laid out on a device
+
+    @property
+    def vertices(self) -> Tensor:
+        """Global ids of its source rows [S], where its block is."""
+        return torch.from_numpy(self.source) if self.ids is None else self.ids
 
 
 @dataclass
@@ -99,11 +105,14 @@ class Share:
     own: np.ndarray  # global ids of the rows of h_L, which the loss is of
     everyone: int  # number of such rows of all ranks; of link prediction, of edges
     total: float  # what the loss of everyone's rows is divided by (weight_of); or edges
-    parts: Sequence[Part]  # of layers 1 .. L; layers that are alike have the same Part
+    parts: list[Part]  # of layers 1 .. L; layers that are alike have the same Part
     ends: Ends | None = None  # link prediction: what the loss is of
 
     def laid_bytes(self, device: torch.device) -> int:
-        """Bytes of a batch's edges, and of the ids of the rows that they join, sent to a GPU."""
+        """Bytes of a batch's edges, and of the ids of the rows that they join, sent to a GPU. Where
+        edges were laid out there, of the ids that came back."""
+        if self.parts[0].ids is not None:
+            return self.parts[0].ids.nbytes
         on_gpu = device.type != "cpu"
         return on_gpu * sum(part.block.nbytes + part.source.nbytes for part in self.parts)
 

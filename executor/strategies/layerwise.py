@@ -97,7 +97,7 @@ class Worker(base.Worker):
             return torch.empty(0), moved
 
         blocks = by_layer(lambda part: part.block)
-        vertices = by_layer(lambda part: torch.from_numpy(part.source))
+        vertices = by_layer(lambda part: part.vertices)
         picks = {layer: made for layer, made in by_layer(Picks.of).items() if made}
         both = self.own_vertices, self.scored_vertices
         self.features, moved = (bring or one_by_one)(

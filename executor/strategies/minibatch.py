@@ -36,6 +36,7 @@ from gnnplan.planner.strategies import DataParallel, GSplit
 from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
+from gnnplan.planner.strategies.minibatch.step import lays_there
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -67,7 +68,9 @@ class Worker(base.Worker):
         assert lists is None or isinstance(lists, Structure)
         # before the sampler forks: the fork would keep a copy of the features
         self.store = FeatureStore(rank, problem, store)
-        device = drawing_device(rank, problem, strategy.prefetch, store, lists)
+        splits = len(set(batches.groups)) < rank.world
+        ahead = bool(strategy.prefetch) and not lays_there(problem, splits, lists)
+        device = drawing_device(rank, problem, ahead, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
         sampler = kind(batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first, self._load_ahead)

@@ -39,10 +39,10 @@ def fields_of(name: str, base: Cluster) -> dict[str, Any]:
         f" {row['price_source']}",
         **{f"device.{field}": "datasheet" for field in device if field != "name"},
     }
-    gone = ("host_rates", "sampler")  # of the software on the preset's testbed
+    gone = {"host_rates", "device_rates", "sampler"}  # of the software on the preset's testbed
     kept = {field: text for field, text in base.provenance.items() if field not in gone}
     return {
-        **base.model_dump(exclude={"host_rates", "sampler"}),
+        **base.model_dump(exclude=gone),
         "servers": 1,
         "gpus_per_server": gpus,
         "islands": [range(gpus)] if base.islands else [],

@@ -32,6 +32,10 @@ from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, S
 
 __all__ = ["Cost", "Transfer", "slowest"]
 
+# [B/s] at which a core puts a batch's edges into one piece of page-locked memory: on the host of an
+# H200 4.7 MB took 2.0 ms besides their copy (docs/gpu.md).
+PACKING = 2.4e9
+
 
 class Cost:
     """A cluster's numbers, ready for hot loops.
@@ -76,24 +80,28 @@ class Cost:
         """Duration of a rank's work on a device, or a core, of its own [s]."""
         return self.roofline.compute_s(work)
 
-    def load_s(self, nbytes: Number) -> Number:
+    def load_s(self, nbytes: Number, packed: Number = 0.0) -> Number:
         """Duration of a copy from the server's memory to the device [s].
 
-        It goes over the host link. A CPU rank has no such link: it reads every byte and writes it
-        to memory that is in no cache, and so is read first.
+        It goes over the host link, and so many bytes of it are `packed` before. A CPU rank has no
+        such link: it reads every byte and writes it to memory that is in no cache, and so is read
+        first.
         """
         device = self.cluster.device
         if device.kind == "cpu" and self.cluster.host is None:
             return device.launch + 3 * nbytes / self.roofline.memory_rate(nbytes)
         link = self.cluster.host or self.cluster.intra_node
-        return link.latency + link.stretched(nbytes) / link.bandwidth
+        return link.latency + link.stretched(nbytes) / link.bandwidth + packed / PACKING
 
     def host_s(self, work: HostWork, edges: Number, layers: int = 0, samplers: int = 1) -> Number:
         """Duration of a sampler's work for one rank, on edges of so many layers [s].
 
         Each rank on a GPU has so many samplers at work. They share its server's cores, less one for
-        each rank where there are more. What ranks on a CPU share is told apart.
+        each rank where there are more, unless GPUs that sample have rates of their own. What ranks
+        on a CPU share is told apart.
         """
+        if self.cluster.sampler == "device" and work in self.cluster.device_rates:
+            return edges / self.cluster.device_rates[work]
         per_layer = self.cluster.host_latency.get(work, 0.0)
         cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
         shared = 1.0 if self.cores.count else max(1.0, samplers / cores)

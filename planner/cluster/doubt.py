@@ -15,6 +15,7 @@ does (RANGES): a number that was measured is known better than one of a datashee
     inter_node.latency                and its latency
     collectives.exchange.inter_node   bandwidth and latency of what was measured on the link
     host_rates                        rates of the samplers, and their time for a layer
+    device_rates                      in their place, where GPUs that sample have rates of their own
 
 `device.power` has a range too, but no epoch depends on it (decision/objective.py).
 """
@@ -97,7 +98,7 @@ def constants(cluster: Cluster) -> Iterator[str]:
     for operation in cluster.collectives:
         if cluster.servers > 1 or not operation.endswith("inter_node"):
             yield f"collectives.{operation}"
-    yield "host_rates"
+    yield "device_rates" if cluster.device_rates else "host_rates"
 
 
 def normals(name: str) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from gnnplan.planner.cluster.spec import Cluster, LinkName
 # A part of the cluster that carries bytes at a limited rate, in one direction where it has two:
 #     ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', NIC)
 #     ('gpu_in', rank), ('island_in', rank), ('switch_in', switch), ('nic_in', NIC)
-#     ('bridge', server), ('fabric', link), ('cores', machine)
+#     ('bridge', server), ('fabric', link), ('cores', machine); a GPU that samples: ('device', rank)
 Port = tuple[str, int]
 LINK_NAMES: tuple[LinkName, ...] = ("inter_node", "island", "intra_node")
 

@@ -322,7 +322,12 @@ class Cluster(Spec):
     50 M each]"""
     sampler: Literal["host", "device"] = "host"
     """Who draws neighbours: host or device, which reads lists that its memory cannot hold over the
-    host link."""
+    host link. A rank that asks no other for anything lays its blocks out there, too."""
+    device_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(
+        default_factory=dict
+    )
+    """Edges per second of a sampler on the device, both `draw` and `lay`.  [default: from its
+    launches and the bytes that it passes over]"""
     host_latency: dict[HostWork, Latency] = Field(default_factory=dict)
     """Seconds of a layer of a batch besides its edges, likewise.  [default: 0]"""
     cores: int | None = Field(None, ge=1, le=100_000)
@@ -388,6 +393,7 @@ class Cluster(Spec):
             *(f"{link}.{name}" for link in LINKS for name in ("bandwidth", "latency")),
             *(f"collectives.{operation}" for operation in self.collectives),
             "host_rates",
+            "device_rates",
         ]
         for constant, (low, high) in self.ranges.items():
             if constant not in known:

@@ -135,7 +135,7 @@ def along(
     one_way = here < 0
     if count := int(one_way.sum()):
         notes.append(f"{count:,} edges that are given one way have their {names} both ways")
-    both = ~one_way & (there >= 0) & (readers < indices)
+    both = ~one_way & (there >= 0)
     chosen = given[np.where(one_way, there, here)]
     found = {name: np.ascontiguousarray(field[chosen]) for name, field in fields.items()}
     unlike = {n: _differ(found[n][both], field[given[there[both]]]) for n, field in fields.items()}

@@ -33,7 +33,7 @@ CONSTANTS = {
     "between": _BETWEEN,
     "host": ("host.bandwidth",),
     "code": (*_PRODUCTS, *_MEMORY, "/device.launch"),  # all that the device does
-    "sampler": ("host_rates",),
+    "sampler": ("host_rates", "device_rates"),
 }
 # Testbeds that take another's constants: the same code on other links, or on more servers.
 SAME = {"granndis_a6000_nvlink": "granndis_a6000_pcie", "gsplit_p3_16xlarge": "gsplit_p3_8xlarge"}

@@ -139,6 +139,7 @@ class Load:
     """A copy of rows from the server's memory to the device, or back."""
 
     nbytes: int
+    packed: int = 0  # of these, what the host puts together first
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pretend_device import Device, pretend_device
+from test_launches import on_a_gpu
 
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch import sampler
@@ -17,7 +19,11 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, Strategy
+from gnnplan.planner.strategies.layerwise.memory import blocks
+from gnnplan.planner.strategies.minibatch.device_sampler import held
 from gnnplan.testing.ranks import Case
+
+__all__ = ["pretend_device"]
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 assert isinstance(GRAPH, Graph)
@@ -57,25 +63,47 @@ def test_a_gpu_draws_what_a_cpu_draws(device: str) -> None:
     same(np.random.default_rng(0).permutation(300), 7, (1, 2, 3, 4), device)
 
 
+KINDS = ("mean", "gcn", "one", "loop")
+ARRAYS = ("indptr", "indices", "weight", "t_indptr", "t_indices", "t_weight", "order")
+
+
+@pytest.mark.parametrize("fanout", [(3, 2), (1, 40), "full"])
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", ["cpu", cuda])
-def test_a_sampler_that_draws_there_makes_the_same_shares(
-    device: str, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_a_device_lays_out_the_same_blocks(
+    device: str,
+    kind: str,
+    directed: bool,
+    fanout: object,
+    graphs: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
+    """To the bit: rows and edges in the same order, weights, and the transpose."""
+    work = WORK | {"fanout": fanout, "batch": 9}
+    problem = Case("data_parallel", graphs["rough"], work, directed=directed).problem(1)
+    batches = DataParallel().batches(problem)
     here, there = (
-        Sampler(DataParallel().batches(problem), 0, ["mean", "gcn"], device=place)
-        for place in (None, torch.device(device))
+        Sampler(batches, 0, [kind] * 2, device=place) for place in (None, torch.device(device))
     )
-    expected = [here[step].share for step in range(5)]
+    expected = [here[step].share for step in range(batches.steps)]
     monkeypatch.setattr(sampler, "draw", None)  # the host's
-    for share, other in zip(expected, (there[step].share for step in range(5)), strict=True):
+    monkeypatch.setattr(sampler, "weighted_block", None)
+    for share, other in zip(expected, (there[step].share for step in range(5)), strict=False):
         np.testing.assert_array_equal(share.own, other.own)
+        assert (share.everyone, share.total) == (other.everyone, other.total)
         for part, twin in zip(share.parts, other.parts, strict=True):
             np.testing.assert_array_equal(part.source, twin.source)
-            for name in ("indptr", "indices", "weight"):
-                torch.testing.assert_close(
-                    getattr(part.block, name), getattr(twin.block, name), rtol=0, atol=0
-                )
+            np.testing.assert_array_equal(part.source, twin.vertices.cpu())
+            sizes = ("n_dst", "n_src", "own", "edges")
+            assert [getattr(part.block, size) for size in sizes] == [
+                getattr(twin.block, size) for size in sizes
+            ]
+            for name in ARRAYS:
+                one, other_one = getattr(part.block, name), getattr(twin.block, name)
+                assert (one is None) == (other_one is None)
+                if one is not None:
+                    torch.testing.assert_close(other_one.cpu(), one, rtol=0, atol=0)
 
 
 def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Problem:
@@ -87,14 +115,9 @@ def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Problem:
 
 
 def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str]) -> None:
-    def drawing(kind: str, asked: str, memory: float, prefetch: int = 0) -> torch.device | None:
-        return drawing_device(
-            Rank(0, 1, torch.device(kind), "gloo"),
-            on_gpus(graphs, asked, memory),
-            prefetch,
-            None,
-            None,
-        )
+    def drawing(kind: str, asked: str, memory: float, ahead: bool = False) -> torch.device | None:
+        rank = Rank(0, 1, torch.device(kind), "gloo")
+        return drawing_device(rank, on_gpus(graphs, asked, memory), ahead, None, None)
 
     assert drawing("cuda", "device", 1e9) == torch.device("cuda")
     assert (
@@ -103,7 +126,37 @@ def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str
         is drawing("cuda", "device", 1e3)
         is None
     )
-    assert drawing("cuda", "device", 1e9, prefetch=1) is None, "a fork has no CUDA"
+    assert drawing("cuda", "device", 1e9, ahead=True) is None, "a fork has no CUDA"
+
+
+def test_a_sampler_on_the_host_takes_none_of_a_gpu(graphs: dict[str, str]) -> None:
+    """Its degrees, places and drawn edges were taken for the GPU's, 20 bytes a vertex and more: for
+    ogbn-papers100M 2.2 GB."""
+    problem = on_gpus(graphs, "host", 1e9)
+    for strategy in (DataParallel(), P3(over="rank")):
+        known = strategy.batches(problem).first()
+        most = np.max([blocks(problem, batch) for batch in known], axis=0)
+        found = strategy.memory(problem)["graph"]
+        assert most <= found <= 1.3 * most, strategy
+
+
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("fanout", [(5, 15), (12, 9)])
+def test_a_sampler_on_a_gpu_holds_what_is_planned(
+    fanout: tuple[int, int], model: str, pretend_device: Device
+) -> None:
+    """What torch's own sorts take is not seen here."""
+    work = WORK | {"fanout": fanout, "batch": 200, "model": model, "heads": 1}
+    source = "synthetic:community?vertices=5000&edges=80000&features=4&classes=3&seed=0"
+    problem = on_a_gpu(Case("data_parallel", source, work), "device")
+    batches = DataParallel().batches(problem)
+    edges = [spec.edges for spec in problem.model.layers]
+    there = Sampler(batches, 0, edges, device=torch.device("cuda", 0))
+    torch.cuda.reset_peak_memory_stats()
+    before = pretend_device.live()
+    kept = there[0].share
+    seen, planned = pretend_device.most - before, float(held(problem, batches.at(0))[0])
+    assert 0.7 * planned <= seen <= 1.1 * planned and kept
 
 
 @pytest.mark.parametrize(
@@ -112,7 +165,8 @@ def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str
         (DataParallel(), 1e9, True),
         (P3(over="rank"), 1e9, True),
         (DataParallel(), 1e3, False),
-        (DataParallel(prefetch=1), 1e9, False),
+        (DataParallel(prefetch=1), 1e9, True),  # a thread samples
+        (P3(over="rank", prefetch=1), 1e9, False),  # a process
     ],
 )
 def test_lists_take_memory_of_gpus_that_draw(

@@ -20,11 +20,14 @@ from pretend_device import CUDA, ROUNDED, Device, OnDevice, pretend_device
 
 from gnnplan.executor import train
 from gnnplan.executor.layers.kernels import sent
+from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.cluster import spec
+from gnnplan.planner.evidence.validate import first_disorder
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
+from gnnplan.planner.strategies.minibatch.device_sampler import WAIT, drawing, laying
 from gnnplan.planner.vocabulary.schedule import Load
 from gnnplan.testing.ranks import Case, Ranks, Result
 
@@ -65,11 +68,24 @@ def case_of(strategy: str, model: str, graph: str, **more: object) -> Case:
     return Case(strategy, graph, work | of_batches | more, epochs=1)
 
 
+def on_a_gpu(case: Case, sampler: str = "host") -> Problem:
+    """The case's problem, planned for a GPU."""
+    problem = case.problem(1)
+    device = problem.cluster.device.model_copy(update={"kind": "cuda"})
+    told = {"device": device, "sampler": sampler}
+    return replace(problem, cluster=problem.cluster.model_copy(update=told))
+
+
 def trained(
-    case: Case, device: Device, out: Path, monkeypatch: pytest.MonkeyPatch, may_wait: bool = False
+    case: Case,
+    device: Device,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    may_wait: bool = False,
+    sampler: str = "host",
 ) -> tuple[Result, Counter[str], Counter[str]]:
     """Train on the pretend device -> what is left, and what is asked of it in the second step:
-    counts and operations."""
+    counts and operations. sampler: who draws neighbours."""
     open_worker, zero, update = train.open_worker, Learner.zero, Learner.update
     began: list[tuple[Counter[str], Counter[str]]] = []
 
@@ -89,13 +105,14 @@ def trained(
         return worker
 
     def updated(learner: Learner, step: int) -> None:
-        with device.no_waits():
+        loads_beside = "prefetch" in case.strategy  # in a thread, which may wait
+        with nullcontext() if loads_beside else device.no_waits():
             update(learner, step)
 
     monkeypatch.setattr(train, "open_worker", open_watched)
     monkeypatch.setattr(Learner, "zero", begin)
     monkeypatch.setattr(Learner, "update", updated)
-    problem = case.problem(1)
+    problem = on_a_gpu(case, sampler) if sampler == "device" else case.problem(1)
     rank = Rank(0, 1, CUDA, "nccl")
     train.train(rank, problem, case.settled(problem), out, case.epochs, eval_every=0)
     rank.close()
@@ -193,17 +210,70 @@ def test_a_batch_is_loaded_as_planned(
     is not counted is small: labels or pairs, and places of rows."""
     case = case_of(strategy, model, graphs["rough"], **more)
     found, counts, _ = trained(case, pretend_device, tmp_path, monkeypatch, may_wait=True)
-    problem = case.problem(1)
-    device = problem.cluster.device.model_copy(update={"kind": "cuda"})
-    problem = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
-    settled = case.settled(problem)
-    planned = {
-        str(task.label): task.work.nbytes
-        for task in settled.schedule(problem, settled.steps(problem)).tasks
-        if isinstance(task.work, Load)
-    }
+    planned = loads(on_a_gpu(case), case)
     assert planned == {span.label: span.nbytes for span in found.spans if span.op == "load"}
     assert 0.8 * counts["bytes"] < planned["load:s1"] <= counts["bytes"]
+
+
+def loads(problem: Problem, case: Case) -> dict[str, int]:
+    """Bytes of each planned load."""
+    settled = case.settled(problem)
+    tasks = settled.schedule(problem, settled.steps(problem)).tasks
+    return {str(task.label): task.work.nbytes for task in tasks if isinstance(task.work, Load)}
+
+
+SAMPLED = {"sage": 311, "gcn": 372, "gat": 386}  # launches of a step of three layers
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("model", SAMPLED)
+def test_a_device_samples_with_few_waits(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    pretend_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    prefetch: int,
+) -> None:
+    """Two in each layer, for how many edges and rows there are, and one for the rows' ids. Seeds
+    and labels go there, with rows from the server's memory; ids come back. Losses are those of a
+    sampler on the host. With prefetch a thread does all of it, beside the step before."""
+    strategy = f"data_parallel(prefetch={prefetch})" if prefetch else "data_parallel"
+    case = case_of(strategy, model, graphs["rough"])
+    alone = run_ranks.alone(case_of("data_parallel", model, graphs["rough"]))
+    found, counts, operations = trained(
+        case, pretend_device, tmp_path, monkeypatch, may_wait=True, sampler="device"
+    )
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    problem = on_a_gpu(case, "device")
+    settled = case.settled(problem)
+    steps = settled.steps(problem)
+    assert first_disorder(settled.schedule(problem, steps), found.spans, steps) is None
+    loaded = {span.label: span.nbytes for span in found.spans if span.op == "load"}
+    assert loads(problem, case) == loaded
+    if not prefetch:
+        assert counts["waits"] == 2 * 3 + 1 and counts["copies"] == 4, operations
+        assert counts["launches"] <= SAMPLED[model], operations
+
+
+@pytest.mark.parametrize("kind", ["mean", "gcn", "one", "loop"])
+def test_launches_and_waits_of_a_sampler_are_those_that_are_priced(
+    graphs: dict[str, str], pretend_device: Device, kind: str
+) -> None:
+    case = case_of("data_parallel", "sage", graphs["rough"])
+    batches = parse("data_parallel").batches(case.problem(1))
+    sampler = Sampler(batches, 0, [kind] * 3, device=CUDA)
+    before = pretend_device.counts.copy()
+    share = sampler[0].share
+    counts = pretend_device.counts - before
+    facts = [batches.at(0).facts(layer) for layer in (1, 2, 3)]
+    fanouts = case.workload["fanout"][::-1]
+    works = [drawing(each, fanout) for each, fanout in zip(facts, fanouts, strict=True)]
+    works += [laying(each, kind) for each in facts]
+    launches = sum(work.launches for work in works) + 2 + WAIT  # ids there, in 32 bits, and back
+    assert counts["launches"] + WAIT * counts["waits"] == launches
+    assert all(part.block.indices.is_cuda for part in share.parts)
 
 
 @pytest.mark.parametrize("model", ["sage", "gat"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
 from gnnplan.planner.cluster import scaling as scaled
-from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.cost import PACKING, Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.schedule import Collective, Compute, Gather, Send
@@ -138,6 +138,7 @@ def test_a_core_loads_by_reading_and_writing():
     core = Cost(Cluster(device=device, intra_node=Link(bandwidth=1e3, latency=9.0)))
     assert core.load_s(2e8) == pytest.approx(0.05 + 3 * 2e8 / device.memory_bandwidth)
     assert COST.load_s(2e6) == pytest.approx(1.0 + 2.0)
+    assert COST.load_s(2e6, packed=PACKING / 2) == pytest.approx(1.0 + 2.0 + 0.5)
 
 
 def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():

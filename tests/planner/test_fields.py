@@ -286,7 +286,7 @@ def test_what_happens_to_fields_is_said(tmp_path: Path):
     said = (
         "dropped edge_weight of 1 self-loops with them",
         "1 edges that are given one way have their edge_weight both ways",
-        "edge_weight: 1 edges that are given both ways have other rows each way, and keep them",
+        "edge_weight: 2 edges that are given both ways have other rows each way, and keep them",
     )
     assert set(said) <= set(graph.stats.notes)
     kept = load(own(tmp_path, src=src, dst=dst, edge_weight=[1.0, 2, 3, 3, 4, 5]), directed=True)

@@ -295,7 +295,7 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over: str) -> None:
                     laid_bytes(*of_layer_1[:, list(peers)].sum(1))
                     - laid_bytes(*of_layer_1[:, rank])
                 )
-                assert done[step, rank, "load"] == Load((read.size - hits) * width + laid)
+                assert done[step, rank, "load"] == Load((read.size - hits) * width + laid, laid)
                 if rows:
                     assert done[step, rank, "pick"].elementwise_bytes == 2 * hits * width
         played = play(schedule, problem.cost).end_s

@@ -71,6 +71,23 @@ class Block:
         if weight is not None:
             self._set_weight(weight)
 
+    @classmethod
+    def laid(cls, indptr: Tensor, indices: Tensor, reader: Tensor, n_src: int) -> Block:
+        """The block of int32 tensors, laid out where they are; they are not checked.
+
+        reader: the destination of each edge [E].
+        """
+        block = cls.__new__(cls)
+        block.n_dst = block.own = len(indptr) - 1
+        block.n_src, block.edges = n_src, len(indices)
+        block.indptr, block.indices = indptr, indices
+        by_source, order = indices.sort(stable=True)
+        starts = torch.arange(n_src + 1, dtype=torch.int32, device=indices.device)
+        block.t_indptr = torch.searchsorted(by_source, starts, out_int32=True)
+        block.t_indices, block.order = reader[order], order.int()
+        block.weight = block.t_weight = None
+        return block
+
     def _set_weight(self, weight: np.ndarray | Tensor) -> None:
         weight = weight if isinstance(weight, Tensor) else torch.tensor(weight)
         if weight.shape != (self.edges,):

@@ -72,13 +72,20 @@ def _at(room: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on a device.
+    """The tensors on a device; those that are there stay.
 
     A GPU is sent whole pieces of page-locked memory: those that `pinned` has made, and one more for
     the tensors that are in none.
     """
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
+    on_host = [tensor for tensor in tensors if not tensor.is_cuda]
+    moved = iter(_sent(on_host, device) if on_host else ())
+    return [tensor if tensor.is_cuda else next(moved) for tensor in tensors]
+
+
+def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the host on a GPU."""
     loose = iter(pinned([tensor for tensor in tensors if not tensor.is_pinned()]))
     here = [tensor if tensor.is_pinned() else next(loose) for tensor in tensors]
     there: dict[int, Tensor] = {}

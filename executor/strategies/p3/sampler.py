@@ -28,6 +28,8 @@ class Pushed(Part):
 class ColumnSampler(Sampler):
     """A sampler that pushes layer 1's block to its rail."""
 
+    pushes = True
+
     def __init__(self, *args: Any, rail: Sequence[int], **more: Any) -> None:
         super().__init__(*args, **more)
         self.rail = list(rail)

@@ -98,7 +98,7 @@ class Worker(base.Worker):
         lists = strategy.lists(problem)
         store = strategy.store(problem)
         assert store is None or isinstance(store, Store)
-        drawing = drawing_device(rank, problem, strategy.prefetch, store, lists)
+        drawing = drawing_device(rank, problem, bool(strategy.prefetch), store, lists)
         batches, edges = strategy.batches(problem), self.net.edges
         sampler = ColumnSampler(
             batches, me, edges, rank.groups.timeout_s, lists, drawing, rail=self.rail
@@ -213,11 +213,11 @@ class Worker(base.Worker):
                 give[peer], take[peer] = np.arange(end - count, end), own_rows
         above = (
             [part.block for part in share.parts[1:]],
-            [torch.from_numpy(part.source) for part in share.parts[1:]],
+            [part.vertices for part in share.parts[1:]],
             torch.from_numpy(share.own),
             targets_of(problem, share, HOST, share.total),
         )
-        read = part.block, torch.from_numpy(part.source), Exchange(rank, give, take, at=HOST)
+        read = part.block, part.vertices, Exchange(rank, give, take, at=HOST)
         x, ((block, vertices, exchange), above) = self.features.read(
             part.source, step, (read, above), share.laid_bytes(rank.device)
         )

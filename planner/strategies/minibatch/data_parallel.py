@@ -71,7 +71,8 @@ class DataParallel(OnRows):
     """Data parallelism on mini-batches.
 
     prefetch: batches that are made ahead, each by a sampler process of its own, besides the one
-        that a thread loads; 0: each rank samples and loads in line.
+        that a thread loads; 0: each rank samples and loads in line. Where GPUs sample, the thread
+        makes the next one, too.
     checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
     cache: bytes of rows that each GPU caches.
     shared_cache: a server's GPUs cache different rows, and read each other's.
@@ -97,7 +98,8 @@ class DataParallel(OnRows):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        plain = fitting(problem, cls(prefetch=batchwise.lead(problem)))
+        there = problem.cluster.sampler == "device"
+        plain = fitting(problem, cls(prefetch=batchwise.lead(problem, there)))
         variants = [plain]
         if cache := batchwise.worth_caching(problem, plain):
             variants.append(replace(plain, cache=cache))

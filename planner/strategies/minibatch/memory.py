@@ -17,12 +17,19 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, before_training
 from gnnplan.planner.strategies.layerwise.memory import blocks
+from gnnplan.planner.strategies.minibatch import device_sampler
 from gnnplan.planner.strategies.minibatch.adjacency_store import (
     ENTRY,
     NEIGHBOUR,
     EstimatedStructure,
 )
-from gnnplan.planner.strategies.minibatch.step import Features, Lists, lists_there, loaded_bytes
+from gnnplan.planner.strategies.minibatch.step import (
+    Features,
+    Lists,
+    lays_there,
+    lists_there,
+    loaded_bytes,
+)
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Program
 
@@ -55,7 +62,10 @@ def memory(
         )
     features = np.max([_features(problem, batch) for batch in known], axis=0)
     graph = np.max([blocks(problem, batch) for batch in known], axis=0)
+    there = lays_there(problem, len(set(batches.groups)) < problem.ranks, lists)
+    sampling = np.max([of_sampling(problem, batch, there) for batch in known], axis=0)
     if prefetch:  # a sampler of its own has its own memory; the next batch is loaded
+        buffers = buffers + np.maximum(sampling - graph, 0.0) * there
         waiting = prefetch * (problem.cluster.device.kind == "cpu")  # or in a server's memory
         graph = graph * (2 + waiting)
         coming = [store.loads_of(problem, batch).host for batch in known] if store else [features]
@@ -63,10 +73,11 @@ def memory(
     else:
         graph = graph + of_sampler(problem)
         training = activations + buffers + features + graph
-        buffers = buffers + np.maximum(
-            np.max([_sampling(problem, batch) for batch in known], axis=0) - training, 0.0
-        )
-    graph = graph + of_lists(problem, lists, prefetch, store) + of_order(problem, prefetch)
+        buffers = buffers + np.maximum(sampling - training, 0.0)
+    own_process = bool(prefetch) and not there
+    graph = graph + of_lists(problem, lists, own_process, store) + of_order(problem, prefetch)
+    if there and problem.stats.directed and any(s.edges == "gcn" for s in model.layers):
+        graph = graph + ENTRY * problem.stats.vertices  # out-degrees
     return {
         "parameters": zero + model.weights * b,
         "optimizer": zero + problem.workload.beside_a_weight * model.weights * b,
@@ -81,8 +92,12 @@ def memory(
 
 
 def of_sampler(problem: Problem) -> int:
-    """Bytes of a sampler's degrees, and of each vertex's place among the sources."""
-    return (8 * (1 + problem.stats.directed) + 4) * problem.stats.vertices
+    """Bytes of a sampler's degrees, and of each vertex's place among the sources.
+
+    With a GPU they are in the server's memory.
+    """
+    on_cpu = problem.cluster.device.kind == "cpu"
+    return on_cpu * (8 * (1 + problem.stats.directed) + 4) * problem.stats.vertices
 
 
 def of_order(problem: Problem, prefetch: int) -> int:
@@ -96,22 +111,23 @@ def of_order(problem: Problem, prefetch: int) -> int:
 
 
 def of_lists(
-    problem: Problem, lists: Lists | None, prefetch: int, store: Features | None = None
+    problem: Problem, lists: Lists | None, own_process: bool, store: Features | None = None
 ) -> np.ndarray:
     """Bytes of the adjacency lists that a rank has in its own memory, degrees included [ranks].
 
-    On a CPU this is its copy of a spread structure. With a GPU lists are in the server's memory,
-    unless the GPU samples and has room for all of its lists.
+    own_process: of its sampler, which draws on the host then. On a CPU this is its copy of a spread
+    structure. With a GPU lists are in the server's memory, unless the GPU samples and has room for
+    all of its lists.
     """
     if problem.cluster.device.kind != "cpu":
         return np.zeros(problem.ranks) + _drawn_from(problem, lists) * (
-            lists_there(problem, store, lists) == 1.0 and not prefetch
+            lists_there(problem, store, lists) == 1.0 and not own_process
         )
     if lists is None:
         return np.zeros(problem.ranks)
-    # without prefetch `of_sampler` has the degrees
+    # otherwise `of_sampler` has the degrees
     degrees = 8 * (1 + problem.stats.directed) * problem.stats.vertices
-    return _copied(problem, lists) - (0 if prefetch else degrees)
+    return _copied(problem, lists) - (0 if own_process else degrees)
 
 
 def _drawn_from(problem: Problem, lists: Lists | None) -> np.ndarray | float:
@@ -147,8 +163,14 @@ def _features(problem: Problem, batch: MiniBatch) -> np.ndarray:
     return np.asarray(problem.model.features_held(rows, numbers), dtype=float)
 
 
-def _sampling(problem: Problem, batch: MiniBatch) -> np.ndarray:
-    """The most bytes that a sampler holds [ranks]: all drawn edges while it lays out a layer."""
+def of_sampling(problem: Problem, batch: MiniBatch, there: bool = False) -> np.ndarray:
+    """The most bytes that a sampler holds in a rank's own memory [ranks].
+
+    On a CPU these are all drawn edges while it lays out a layer. With a GPU they are in the
+    server's memory, unless the GPU lays out `there` what it draws.
+    """
+    if problem.cluster.device.kind != "cpu":
+        return device_sampler.held(problem, batch) if there else np.zeros(problem.ranks)
     facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
     return np.asarray(
         4 * np.sum([batch.sampled(layer) for layer, _ in enumerate(facts, 1)], axis=0)

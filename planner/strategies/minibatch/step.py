@@ -21,6 +21,9 @@
     wait     with `prefetch` k, a batch is loaded while the one before trains, and k samplers of the
              rank make the k batches that follow, one each; a rank records its wait
 
+Where a GPU samples for itself, `draw` and `lay` are its computation (device_sampler.py), edges stay
+there, and `load` brings features and sends back the ids of rows.
+
 With a feature store (feature_store.py) `load` brings the rows that are in the server's memory and
 in no cache. More operations follow:
 
@@ -36,7 +39,7 @@ strategies/program/.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal
 
@@ -58,6 +61,7 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import (
     EstimatedStructure,
     Structure,
 )
+from gnnplan.planner.strategies.minibatch.device_sampler import sampled
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store, row_bytes
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import (
@@ -91,7 +95,12 @@ def step(
     splits, layers = batch.splits, range(1, problem.workload.layers + 1)
     edges = {layer: batch.facts(layer).edges for layer in layers}
     in_all = np.sum(list(edges.values()), axis=0)
-    if not splits:
+    there = lays_there(problem, splits, lists)
+    is_counted = there and not problem.cluster.device_rates
+    if is_counted:
+        yield from sampled(problem, batch)
+        yield from reading(problem, in_all, store, lists)
+    elif not splits:
         yield from drawing(problem, batch, in_all, lists, store, prefetch)
     peers, at_work = pairs(batch.servers, True), samplers(problem, prefetch)
     for layer in reversed(layers) if splits else ():
@@ -102,10 +111,13 @@ def step(
             yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead="host")
     if batch.pushed is not None:
         yield from told("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
-    yield Op("lay", work=Sampling("lay", in_all, len(layers), at_work), ahead="host")
-    laid = laid_bytes(problem, map(batch.facts, layers))
+    if not is_counted:
+        yield Op("lay", work=Sampling("lay", in_all, len(layers), at_work), ahead="host")
+    laid = laid_bytes(problem, list(map(batch.facts, layers)), there)
     loaded = store.loads_of(problem, batch).host if store else loaded_bytes(problem, batch)
-    yield Op("load", work=Copy(loaded + laid), ahead="copy" if prefetch else "")
+    # what a process samples is packed beside training
+    packed = None if there or prefetch else laid
+    yield Op("load", work=Copy(loaded + laid, packed), ahead="copy" if prefetch else "")
     if prefetch:
         # takes no time if the batch is there
         yield Op("wait", work=Compute(), idle=True)
@@ -133,6 +145,11 @@ def told(
     """
     yield Op(op, "n", layer, work=Exchange(among, ID), ahead=ahead)
     yield Op(op, layer=layer, work=Exchange(counts, itemsize), ahead=ahead)
+
+
+def lays_there(problem: Problem, splits: bool, lists: Lists | None) -> bool:
+    """Whether a GPU that draws lays out its blocks as well: it asks no other rank for anything."""
+    return problem.cluster.sampler == "device" and not splits and lists is None
 
 
 def reading(
@@ -217,12 +234,12 @@ def samplers(problem: Problem, prefetch: int) -> int:
     return max(prefetch, 1) if problem.cluster.sampler == "host" else 1
 
 
-def lead(problem: Problem) -> int:
+def lead(problem: Problem, there: bool = False) -> int:
     """Batches that a proposed sampler is ahead: one, if each has a core beside that of its rank.
 
-    GPUs that sample do so in line.
+    GPUs that sample do so in line, unless they lay out `there` what a thread may load meanwhile.
     """
-    return int(problem.cluster.sampler == "host" and problem.cost.cores_each >= 2)
+    return int((there or problem.cluster.sampler == "host") and problem.cost.cores_each >= 2)
 
 
 def fill(problem: Problem, store: Features | None) -> Iterator[Op]:
@@ -284,13 +301,16 @@ def loaded_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
     return np.array([row_bytes_read(problem, batch, [rank]) for rank in range(batch.ranks)])
 
 
-def laid_bytes(problem: Problem, facts: Iterable[LayerFacts]) -> np.ndarray:
+def laid_bytes(problem: Problem, facts: Sequence[LayerFacts], there: bool = False) -> np.ndarray:
     """Bytes [ranks] of a batch's edges, and of the ids of the rows that they join.
 
     A GPU is sent them; on a CPU they are where they were laid out. So is what a user's module makes
-    of edges, if only when a layer reads it first. facts: of layers 1 .. L.
+    of edges, if only when a layer reads it first. Of what was laid out `there`, on the GPU, the
+    host is sent the ids. facts: of layers 1 .. L.
     """
     model, nbytes = problem.model, np.zeros(problem.ranks)
+    if there:
+        return np.asarray(np.rint(nbytes + ID * facts[0].sources).astype(np.int64))
     for spec, f in zip(model.layers, facts, strict=True):
         edges = f.edges if f.away is None else f.edges - spec.self_edges * f.away
         laid = block(model, spec, f.rows, f.sources, edges)
@@ -319,6 +339,7 @@ def program(
     lists: Lists | None = None,
 ) -> Program:
     """A step for each mini-batch."""
+    there = lays_there(problem, len(set(batches.groups)) < problem.ranks, lists)
 
     @cache
     def step_on(batch: MiniBatch) -> list[Op]:
@@ -330,7 +351,8 @@ def program(
         batches.at,
         step_on,
         lambda: fill(problem, store),
-        lead=prefetch and prefetch + 1,  # one batch is loaded, so many are made
+        # one batch is loaded, so many are made; a GPU makes the one that is loaded
+        lead=min(prefetch, 1) if there else prefetch and prefetch + 1,
         samplers=samplers(problem, prefetch),
     )
 

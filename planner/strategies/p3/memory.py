@@ -64,7 +64,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
             held["graph"]
             + waits
             + sampler
-            + batchwise_memory.of_lists(problem, p3.lists(problem), p3.prefetch, store)
+            + batchwise_memory.of_lists(problem, p3.lists(problem), bool(p3.prefetch), store)
             + batchwise_memory.of_order(problem, p3.prefetch)
         ),
         "buffers": held["buffers"],
@@ -179,6 +179,7 @@ class Batch:
         self.blocks = np.asarray(
             sum(sizes, 16.0 * facts[-1].rows) + 8 * (merged.rows - facts[0].rows)
         )
+        on_cpu = problem.cluster.device.kind == "cpu"  # or in the server's memory
         drawn = 4 * np.sum([f.edges for f in facts], axis=0) + 2 * problem.stats.vertices
         pushed = INT * (merged.edges + merged.sources + merged.rows)
         below, above = (
@@ -186,7 +187,7 @@ class Batch:
             sum(sizes[1:], np.zeros(problem.ranks)),
         )
         together = above + batchwise_memory.laying(problem, laid[:1]) + INT * merged.edges
-        self.sampling = drawn + pushed + np.maximum(below, together)
+        self.sampling = on_cpu * (drawn + pushed + np.maximum(below, together))
 
     def lay(self, held: Held) -> None:
         held.at(self.sampling)

@@ -96,6 +96,9 @@ class _Account:
         for number, times in self.times.items():
             add(ports, self.alone[number].transfer.ports, times)
         least = np.maximum(alone_s, busiest(ports))
+        computes = [isinstance(op.work, Compute) for op in self.ops]
+        if any(op.ahead for op, own in zip(self.ops, computes, strict=True) if own):
+            least = np.maximum(least, self.slowest_s(self.alone, computes))  # on one device
         meet = any(isinstance(op.work, Exchange) for op in self.ops)
         if not (self.in_stages and (meet or cores)):  # stages do not hold each other up
             return least, self.alone

@@ -55,8 +55,8 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
             return Price(cost.compute_s(work if ranks is None else work.among(ranks)))
         case Sampling(what, edges, layers, samplers):
             return Price(cost.host_s(what, edges[among], layers, samplers))
-        case Copy(nbytes):
-            return Price(cost.load_s(nbytes[among]))
+        case Copy(nbytes, packed):
+            return Price(cost.load_s(nbytes[among], 0.0 if packed is None else packed[among]))
         case Exchange(items, itemsize):
             transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
         case AllReduce():
@@ -105,7 +105,8 @@ def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
     works, numbers = [op.work for op in ops], list[Number]()
     numbers += [number for work in works if isinstance(work, Compute) for number in work.numbers()]
     numbers += [work.edges for work in works if isinstance(work, Sampling)]
-    numbers += [work.nbytes for work in works if isinstance(work, Copy)]
+    copies = [work for work in works if isinstance(work, Copy)]
+    numbers += [each for work in copies for each in (work.nbytes, work.packed) if each is not None]
     by_rank = [each for each in numbers if np.ndim(each) and np.ptp(each)]
     if not by_rank:
         return np.zeros(1, dtype=np.int64)

@@ -36,6 +36,7 @@ class Copy(Value):
     """Every rank copies between its server's memory and its device."""
 
     nbytes: np.ndarray  # [ranks]
+    packed: np.ndarray | None = None  # of these, what the host puts together first [ranks]
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,8 +104,8 @@ def _share(op: Op, i: int, group: Group, chunk: int | None) -> Work:
     match op.work:
         case Compute() as work:
             return work.at(i if chunk is None else chunk * len(group) + i)
-        case Copy(nbytes):
-            return Load(int(nbytes[i]))
+        case Copy(nbytes, packed):
+            return Load(int(nbytes[i]), 0 if packed is None else int(packed[i]))
         case Sampling(what, edges, layers, samplers):
             return Host(what, int(edges[i]), layers, samplers)
         case Exchange(items, itemsize):
