@@ -4,13 +4,14 @@
 
     fit        constants of the testbeds: traces/quoted/fitted.csv
     table      errors and choices: docs/reference/published-figures.md
+    software   constants of software, each half of other works: traces/quoted/software.csv
     others     works that gave no constant: docs/reference/other-works.md
     width      of what predictions miss on unseen GPUs, from one half of these works and the other
     figures    docs/figures/published_*.png
 
 `figures` draws the papers' own figures from predictions, with what they print as points. The file
 has the columns of benchmarks/papers/rows.py; by default it is traces/published/figures.csv, of
-`others` and `width` traces/published/others.csv.
+`software`, `others` and `width` traces/published/others.csv.
 """
 
 import json
@@ -23,7 +24,7 @@ import numpy as np
 from choices import chances_table, score
 from commands import header, line, words, write
 
-from gnnplan.papers import calibrate
+from gnnplan.papers import calibrate, their_software
 from gnnplan.papers import mini_batch as mini_batches
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
@@ -58,6 +59,21 @@ def fit(path: str) -> None:
             )
             print(each.testbed, constant, f"{factor:.4g}")
     write(QUOTED / "fitted.csv", found)
+
+
+def software(path: str) -> None:
+    """Fit and write the constants of software, by the one half of works and by the other."""
+    rows = [row for row in read(path) if row["testbed"]]
+    halves = [
+        calibrate.fit_software([row for row in rows if row["paper"] in half])
+        for half in their_software.HALVES
+    ]
+    found = [
+        {"constant": name, "first": f"{halves[0][name]:.3g}", "second": f"{halves[1][name]:.3g}"}
+        for name in their_software.CONSTANTS
+    ]
+    print(*found, sep="\n")
+    write(QUOTED / "software.csv", found)
 
 
 def by_paper(result: dict, everything: bool) -> dict[tuple[str, str], list[float]]:
@@ -155,7 +171,11 @@ def rivals(epochs: list[dict]) -> dict[str, list[bool]]:
     for a, b in (pair for rows in by_job.values() for pair in combinations(rows, 2)):
         printed = float(b["value"]) / float(a["value"])
         told = [
-            {**parse(row["strategy"]).knobs(), "sampler": params.get("sampler")}
+            {
+                **parse(row["strategy"]).knobs(),
+                "sampler": params.get("sampler"),
+                "software": params.get("software"),
+            }
             for row in (a, b)
             for params in [json.loads(row["strategy_params"] or "{}")]
         ]
@@ -179,7 +199,8 @@ def width(path: str) -> None:
             asked = question(row)
         except Skip:
             continue
-        drawn_s = Candidate(asked.strategy, asked.prediction, asked.problem).drawn_s
+        ours_s = Candidate(asked.strategy, asked.prediction, asked.problem).drawn_s
+        drawn_s = ours_s * predict(row) / asked.prediction.epoch_s
         missed_by = missed(UNSEEN, asked.strategy.family, asked.strategy.exact)
         logs = np.log(drawn_s / missed_by / float(row["value"]))
         halves[row["paper"] in GAVE_A_WIDTH][row["paper"]].append(logs)
@@ -362,6 +383,7 @@ def figures(path: str) -> None:
 
 if __name__ == "__main__":
     verb, *files = words(__doc__)
-    usual = PRINTED / ("others.csv" if verb in ("others", "width") else "figures.csv")
-    verbs = {"fit": fit, "table": table, "others": others, "width": width, "figures": figures}
+    usual = PRINTED / ("others.csv" if verb in ("software", "others", "width") else "figures.csv")
+    verbs = {"fit": fit, "software": software, "table": table, "others": others}
+    verbs |= {"width": width, "figures": figures}
     verbs[verb](*files or [str(usual)])

@@ -20,7 +20,7 @@ alike, so together they weigh as one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.papers import published
+from gnnplan.papers import published, their_software
 from gnnplan.papers.figures import predict
-from gnnplan.papers.interpret import testbed
+from gnnplan.papers.interpret import testbed, whole
 from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem import fitted
@@ -79,10 +79,21 @@ class Fit:
 def fit_testbed(rows: Sequence[Row], constants: Sequence[str]) -> dict[str, float]:
     """The factor of each constant; 1 of each where no row can be predicted."""
     assert len(constants) <= MOST
+    return fit_factors(rows, constants, lambda factors: partial(scaled, factors=factors))
+
+
+def fit_factors(
+    rows: Sequence[Row],
+    constants: Sequence[str],
+    testbeds: Callable[[Mapping[str, float]], Testbeds],
+) -> dict[str, float]:
+    """The factor of each constant, of which `testbeds` makes the rows' testbeds."""
     rows = [row for row in rows if float(row["value"]) > 0 and _is_predicted(row)]
     if not rows:
         return dict.fromkeys(constants, 1.0)
-    unfitted = [(row["metric"], predict(row)) for row in rows]
+    unfitted = [
+        (row["metric"], predict(row, testbeds(dict.fromkeys(constants, 1.0)))) for row in rows
+    ]
     alike = Counter(unfitted)
     weights = np.array([1 / np.sqrt(alike[key]) / MISS for key in unfitted])
 
@@ -90,13 +101,26 @@ def fit_testbed(rows: Sequence[Row], constants: Sequence[str]) -> dict[str, floa
         return dict(zip(constants, np.exp(logs).tolist(), strict=True))
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        testbeds = partial(scaled, factors=factors(logs))
-        misses = [np.log(predict(row, testbeds) / float(row["value"])) for row in rows]
+        of = testbeds(factors(logs))
+        misses = [np.log(predict(row, of) / float(row["value"])) for row in rows]
         return np.append(weights * misses, logs / WIDTH)
 
     from scipy.optimize import least_squares  # here: it takes long, and plans do not fit
 
     return factors(least_squares(residuals, np.zeros(len(constants)), diff_step=1e-3).x)
+
+
+def fit_software(rows: Sequence[Row]) -> dict[str, float]:
+    """The constants of software (their_software.CONSTANTS) that the rows' epochs imply."""
+    prior = their_software.CONSTANTS
+
+    def testbeds(factors: Mapping[str, float]) -> Testbeds:
+        constants = {name: prior[name] * factor for name, factor in factors.items()}
+        return lambda row: their_software.cluster_of(whole(row), row, constants)
+
+    epochs = [row for row in rows if row["metric"] == "epoch_time_s"]
+    found = fit_factors(epochs, tuple(prior), testbeds)
+    return {name: prior[name] * factor for name, factor in found.items()}
 
 
 def _is_predicted(row: Row) -> bool:

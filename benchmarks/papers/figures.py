@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.papers import full_graph, mini_batch, their_memory
+from gnnplan.papers import full_graph, mini_batch, their_memory, their_software
 from gnnplan.papers.interpret import question, testbed
 from gnnplan.papers.question import Question, Row, Skip, Testbeds
 from gnnplan.planner.decision.candidate import evaluate
@@ -60,6 +60,8 @@ def _row_of_baseline(row: Row) -> Row:
 
 
 def _epoch_s(asked: Question) -> float:
+    if isinstance(asked.problem, their_software.InterpretedProblem):
+        return their_software.epoch(asked)
     if asked.problem.workload.mode == "mini":
         return mini_batch.epoch(asked)
     return float(asked.prediction.epoch_s)

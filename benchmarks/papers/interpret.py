@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gnnplan.papers import full_graph, mini_batch
+from gnnplan.papers import full_graph, mini_batch, their_software
 from gnnplan.papers.question import Params, Question, Row, Skip, Testbeds
 from gnnplan.papers.their_passes import TheirProblem
 from gnnplan.planner.cluster import clouds
@@ -43,10 +43,10 @@ TESTBEDS = Path(__file__).with_name("testbeds")  # machines that only print spea
 # Parameters of strategies that the model speaks of, or may leave out.
 PARAMS = {
     *("aggregates_first", "alpha", "batch", "cache", "chunks", "chunks_rule", "dropout", "epochs"),
-    *("fanout", "feature_copies", "feature_dim", "gamma", "gpus", "graph_copies", "group", "heads"),
-    *("hop", "inflight_minibatches", "max_hop", "micro_batches", "norm", "partitioner"),
-    *("partitions", "sampler", "stages", "undirected", "ways"),
-    "updates_per_epoch",
+    *("fanout", "feature_bytes", "feature_copies", "feature_dim", "gamma", "gpus", "graph_copies"),
+    *("group", "heads", "hop", "inflight_minibatches", "last_heads", "max_hop", "micro_batches"),
+    *("most_neighbours", "norm", "partitioner", "partitions", "reads", "sampler", "software"),
+    *("stages", "undirected", "updates_per_epoch", "ways", "workers"),
 }
 DIRECTED = ("ogbn-papers100M",)  # all papers print 1.6 billion edges of it, each citation once
 REQUIRED = ("testbed", "dataset", "model", "layers", "num_nodes", "gpus_per_node")
@@ -64,9 +64,14 @@ def _read(name: str) -> Cluster:
     return read_cluster(str(own) if own in TESTBEDS.iterdir() else name)
 
 
-def testbed(row: Row) -> Cluster:
+def whole(row: Row) -> Cluster:
     """The row's whole testbed, as its file says."""
     return _read(row["testbed"])
+
+
+def testbed(row: Row) -> Cluster:
+    """The same as the row's software drives it."""
+    return their_software.cluster_of(whole(row), row)
 
 
 @cache
@@ -82,11 +87,10 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     mode = _mode(name)
     stated = _with_usual_machine(row, params)
     _check_stated(stated, name, params)
-    cluster, stats = _part_of_testbed(stated, testbeds), _statistics(stated["dataset"])
+    cluster = _part_of_testbed(stated, testbeds)
+    stats = _statistics(stated["dataset"], both_ways=bool(params.get("undirected")))
     if "sampler" in params:
         cluster = cluster.model_copy(update={"sampler": params["sampler"]})
-    if params.get("undirected"):
-        stats = _both_ways(stats)
     if "feature_dim" in params:
         width = int(params["feature_dim"])
         stats = replace(stats, features=width, hash=f"{stats.hash} {params['feature_dim']}")
@@ -96,6 +100,7 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
         problem: Problem = TheirProblem(
             stats, None, workload, cluster, method, aggregates_first=bool(first)
         )
+        problem = their_software.as_theirs(problem, params)
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:
@@ -161,6 +166,8 @@ def _check_stated(row: Row, name: str, params: Params) -> None:
         raise Skip(f"no statistics of {row['dataset']} here{suggest(row['dataset'], datasets())}")
     if unknown := [param for param in params if param not in PARAMS]:
         raise Skip(f"{unknown[0]} (strategy_params) is nothing that we know")
+    if params.get("software", "dgl") not in their_software.PROGRAMS:
+        raise Skip(f"{params['software']} is no software that we know")
     if params.get("sampler", "host") not in ("host", "device"):
         raise Skip(f"the sampler is on host or device, not on {params['sampler']}")
 
@@ -169,30 +176,23 @@ def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
     """As many of the testbed's servers and GPUs as the row uses. Raises Skip."""
     if row["testbed"] not in _testbeds():
         raise Skip(f"testbed {row['testbed']} is none of ours")
-    whole = testbeds(row)
+    every = testbeds(row)
     servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
-    if not gpus or gpus > whole.gpus_per_server:
-        each = whole.gpus_per_server
+    if not gpus or gpus > every.gpus_per_server:
+        each = every.gpus_per_server
         raise Skip(f"{row['testbed']} has {each} GPUs per server, and {gpus} are asked")
     if servers * gpus > MOST_RANKS:
         raise Skip(f"{servers * gpus:,} GPUs are more than can be planned ({MOST_RANKS:,})")
-    if servers > 1 and whole.inter_node is None:
+    if servers > 1 and every.inter_node is None:
         raise Skip(f"{row['testbed']} is one server, and {servers} are asked")
-    return whole.model_copy(update=shape(whole, servers, gpus))
+    return every.model_copy(update=shape(every, servers, gpus))
 
 
 @lru_cache(maxsize=64)
-def _statistics(name: str) -> GraphStats:
-    stats = load(name, directed=name in DIRECTED)
+def _statistics(name: str, both_ways: bool) -> GraphStats:
+    stats = load(name, directed=name in DIRECTED and not both_ways)
     assert not isinstance(stats, Graph)
     return stats
-
-
-def _both_ways(stats: GraphStats) -> GraphStats:
-    if not stats.directed:
-        return stats
-    hash = f"{stats.hash} both ways"
-    return replace(stats, edges=2 * stats.edges, directed=False, batch_spread=None, hash=hash)
 
 
 def _workload(row: Row, mode: str, name: str, params: Params, cluster: Cluster) -> dict[str, Any]:

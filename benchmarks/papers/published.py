@@ -80,7 +80,7 @@ def evaluate_rows(
             skipped.append({**plain, "why": str(error)})
             continue
         told = {"predicted": figure, "error": _error(row, figure), "fitted": fitted(row)}
-        epoch = _in_doubt(row, testbeds) if row["metric"] == "epoch_time_s" else {}
+        epoch = _in_doubt(row, figure, testbeds) if row["metric"] == "epoch_time_s" else {}
         predicted.append({**plain, **told, **epoch})
     epochs = [row for row in predicted if "kind" in row and not row["fitted"]]
     return {
@@ -92,11 +92,13 @@ def evaluate_rows(
     }
 
 
-def _in_doubt(row: Row, testbeds: Testbeds) -> dict[str, Any]:
-    """What kind of epoch the row prints, and the range that a plan would tell of it."""
+def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
+    """What kind of epoch the row prints, and the range that a plan would tell of it, around what is
+    predicted of their software."""
     asked = question(row, testbeds=testbeds)
     problem = asked.problem
-    low_s, high_s = range_of(Candidate(asked.strategy, asked.prediction, problem).drawn_s)
+    ours_s = Candidate(asked.strategy, asked.prediction, problem).drawn_s
+    low_s, high_s = range_of(ours_s * figure / asked.prediction.epoch_s)
     trained_on = {"full": "full graph", "mini": "mini-batches"}[problem.workload.mode]
     gpus = "one GPU" if problem.ranks == 1 else "several GPUs"
     return {"kind": f"{trained_on}, {gpus}", "low_s": low_s, "high_s": high_s}
@@ -167,7 +169,7 @@ def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
     """How many pairs of strategies have different printed times, and how often the faster is named.
 
     Pairs are of rows that agree in the columns JOB, and of rows that print a ratio themselves. The
-    same strategy with another sampler is another one.
+    same strategy with another sampler, or of other software, is another one.
     """
     # printed and predicted time of the second strategy over that of the first
     pairs: list[tuple[float, float]] = []
@@ -189,6 +191,7 @@ def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {"n": len(different), "right": right}
 
 
-def _system(row: Row) -> tuple[str, str | None]:
-    """What trains: the strategy, and where its sampler is if the row says so."""
-    return row["strategy"], json.loads(row["strategy_params"] or "{}").get("sampler")
+def _system(row: Row) -> tuple[str | None, ...]:
+    """What trains: the strategy, and where its sampler is and whose software if the row says so."""
+    params = json.loads(row["strategy_params"] or "{}")
+    return row["strategy"], params.get("sampler"), params.get("software")

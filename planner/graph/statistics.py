@@ -23,7 +23,7 @@ _OPTIONAL = (
     "directed",
     "as_directed",
 )
-_OF_DIRECTION = ("edges", "batch_spread")
+_OF_DIRECTION = ("edges", "batch_spread", "train_popular")
 
 
 def datasets() -> list[str]:
