@@ -1476,7 +1476,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     "--hops -1": (lambda d: ["profile", GRAPH, "--hops", "-1"], "hops must lie in"),
     "--partitioner metiz": (
         ask("--partitioner", "metiz"),
-        "--partitioner 'metiz': use one of metis, metis-volume, hash, random",
+        "--partitioner 'metiz': use one of auto, metis, metis-volume, kaminpar, kaminpar-train, hash, random",
     ),
     "profile --partitioner": (
         lambda d: ["profile", GRAPH, "--partitioner", "metiz"],

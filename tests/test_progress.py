@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gnnplan.planner.vocabulary.progress import progress, say
+from gnnplan.planner.vocabulary.progress import inner_phase, progress, say
 
 
 def test_a_slow_phase_is_one_line_with_its_seconds_and_a_fast_one_is_none(
@@ -24,6 +24,17 @@ def test_a_slow_phase_is_one_line_with_its_seconds_and_a_fast_one_is_none(
     with progress(every_s=30.0) as notify:
         notify("reading")
     assert capsys.readouterr().err == ""
+
+
+def test_a_part_of_a_phase_is_told_and_timed_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """65 of 68 s stood under 'evaluating candidates', and were METIS's."""
+    with progress(every_s=0.2) as notify:
+        notify("evaluating", "all")
+        with inner_phase("partitioning into 8 parts"):
+            time.sleep(0.25)
+    assert capsys.readouterr().err == "partitioning into 8 parts: 0 s\n"
+    with inner_phase("nobody waits"):
+        pass
 
 
 def test_a_terminal_keeps_one_line_that_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ class Worker(layerwise.Worker):
         self.plain_halo = self.halo = Halo(rank, {})
         self.errors = self.halo.errors
         self.vertices_in_all = graph.stats.vertices
-        whole = Layout.of_one(graph)  # in an order in which a sum finds its rows in cache
+        # in an order in which a sum finds its rows in cache
+        whole = Layout.of_one(graph, problem.method)
         self.runs, everything = spans(self.vertices_in_all, rank.world), whole.rows(0, 1)
         own = everything[self.runs[rank.rank]]
         self.everyone = torch.from_numpy(everything).to(device)

@@ -17,7 +17,8 @@ from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
 from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Cut, Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
-from gnnplan.planner.graph.partition import METHODS
+from gnnplan.planner.graph.partition import chosen
+from gnnplan.planner.graph.partitioners import METHODS
 from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import Asked, apply_overrides, ask_workload, checked, overridden
 from gnnplan.planner.problem.problem import Problem, with_ranks
@@ -53,7 +54,7 @@ def ask(
     task: str | None = None,
     overrides: Overrides = (),
     ranks: int | None = None,
-    partitioner: str = "metis",
+    partitioner: str = "auto",
     directed: bool = False,
     may_choose_dtype: bool = False,
     notify: Notify = silent,
@@ -212,8 +213,8 @@ def problem_of(
 
     Raises SpecError.
     """
-    if method not in METHODS:
-        raise SpecError(f"--partitioner {method!r}: use one of {', '.join(METHODS)}")
+    if method not in (AUTO, *METHODS):
+        raise SpecError(f"--partitioner {method!r}: use one of {', '.join((AUTO, *METHODS))}")
     cluster, workload = apply_overrides(cluster, workload, settings)
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")
@@ -229,11 +230,8 @@ def problem_of(
         )
     known = replace(loaded, stats=stats) if isinstance(loaded, Graph) else None
     if known is not None and known.cut is not None:
-        cluster, method = (
-            with_parts(known.cut, stats.source, cluster, ranks, method),
-            known.cut.method,
-        )
-    return Problem(stats, known, workload, cluster, method)
+        cluster = with_parts(known.cut, stats.source, cluster, ranks, method)
+    return Problem(stats, known, workload, cluster, chosen(method, loaded))
 
 
 def with_parts(cut: Cut, source: str, cluster: Cluster, ranks: int | None, method: str) -> Cluster:
@@ -245,7 +243,7 @@ def with_parts(cut: Cut, source: str, cluster: Cluster, ranks: int | None, metho
             f"{source} has a part for each of {cut.parts:,} ranks, and --ranks asks for {ranks:,};"
             f" leave it out, or cut the graph anew (gnnplan partition -k {ranks})"
         )
-    if method not in (METHODS[0], cut.method):
+    if method not in (AUTO, cut.method):
         raise SpecError(
             f"{source} is cut by {cut.method}, and --partitioner names {method}; leave it out, or"
             f" cut the graph anew (gnnplan partition --partitioner {method})"

@@ -58,7 +58,7 @@ def plan(
     strategy: str | None = None,
     ranks: int | None = None,
     overrides: Overrides = (),
-    partitioner: str = "metis",
+    partitioner: str = "auto",
     directed: bool = False,
     features: str | None = None,
     labels: str | None = None,
@@ -93,7 +93,9 @@ def plan(
         ranks: Use this many ranks, equally many per server; on one where servers=1 is set.
             [default: all, or fewer GPUs where that is faster]
         overrides: Fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}.
-        partitioner: metis (edge cut), metis-volume (halo rows), hash or random.
+        partitioner: metis (edge cut), metis-volume (halo rows), kaminpar (edge cut, of large graphs
+            in less time and memory; an extra), kaminpar-train (and training vertices even), hash,
+            random, or auto: metis, of more than 5 million edges kaminpar where it is installed.
         directed: Keep the edges' direction; otherwise graphs are made undirected.
         features: Features that the graph's file lacks: a .npy, sparse .npz, .pt or text of
             [vertices, features]; or the width of stand-ins.

@@ -58,7 +58,7 @@ def scale(
     exact: bool = False,
     strategy: str | None = None,
     overrides: Overrides = (),
-    partitioner: str = "metis",
+    partitioner: str = "auto",
     directed: bool = False,
     features: str | None = None,
     labels: str | None = None,

@@ -46,6 +46,7 @@ def partition(
     from gnnplan.planner.graph.formats.mapped import must_be_new
     from gnnplan.planner.graph.graph import Graph
     from gnnplan.planner.graph.load import load, source_of
+    from gnnplan.planner.graph.partition import chosen
     from gnnplan.planner.graph.partition import partition as assign
     from gnnplan.planner.ownership.parts import write_parts
     from gnnplan.planner.vocabulary.errors import SpecError
@@ -57,6 +58,7 @@ def partition(
         notify(f"reading {graph}")
         found = load(source_of(graph, **reading, task=task), directed)
         notify(f"partitioning it into {parts}")
+        method = chosen(method, found)
         owner = assign(found, parts, method, seed)
         if not isinstance(found, Graph):
             raise SpecError(f"{graph}: known by statistics only; give the graph itself")

@@ -49,6 +49,7 @@ def profile(
     """
     from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.load import load, source_of
+    from gnnplan.planner.graph.partition import chosen
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import read_workload
     from gnnplan.planner.strategies.minibatch.profile import probe
@@ -67,6 +68,7 @@ def profile(
         notify(f"profiling {graph}")
         method, directed = reading.pop("partitioner"), reading.pop("directed")
         loaded = load(source_of(graph, **reading, task=task), directed)
+        method = chosen(method, loaded)
         document = make_profile(loaded, counts, method, servers=servers, hops=hops)
         if batch is not None:
             document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)), notify)

@@ -24,7 +24,7 @@ from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import declared, load
-from gnnplan.planner.graph.partition import METHODS
+from gnnplan.planner.graph.partitioners import METHODS
 from gnnplan.planner.problem.inputs import checked, with_new_names
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named

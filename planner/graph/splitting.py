@@ -32,7 +32,9 @@ from numpy.typing import NDArray
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.batches import drawn_as, presampled, seeds_in
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.partition import by_metis, cached, check_parts, repair
+from gnnplan.planner.graph.kept import cached
+from gnnplan.planner.graph.partition import check_parts, repair
+from gnnplan.planner.graph.partitioners import by_metis, version_of
 from gnnplan.planner.graph.sampling import frontier
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
@@ -82,7 +84,8 @@ def owners(
     """Owner [N] of each vertex for a workload's batches, cached on disk.
 
     epochs: of pre-sampling, if the splitter asks for it. imbalance: as in `split`."""
-    key = f"owners {drawn_as(graph, workload)} {splitter} {parts} {epochs} {_ufactor(imbalance)}"
+    asked = f"{splitter} {parts} {epochs} {_ufactor(imbalance)}"
+    key = f"{version_of('metis')} owners {drawn_as(graph, workload)} {asked}"
 
     def compute() -> NDArray[np.int32]:
         counted = splitter in ("gsplit", "node")

@@ -33,11 +33,18 @@ class Chunks:
 
     chunk: the chunk of each vertex, int [N]."""
 
-    def __init__(self, graph: Graph, chunk: np.ndarray, chunks: int, members: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        chunk: np.ndarray,
+        chunks: int,
+        members: int,
+        method: str = "metis",
+    ) -> None:
         self.graph, self.chunks, self.members = graph, chunks, members
         # sub-chunk of each vertex
         self.sub = np.asarray(chunk, dtype=np.int64) * members + cut_parts(
-            graph, chunk, chunks, members
+            graph, chunk, chunks, members, method
         )
         self.order = np.argsort(self.sub, kind="stable")  # by chunk, then member, then id
         self.bounds = np.searchsorted(self.sub[self.order], np.arange(chunks * members + 1))
@@ -104,8 +111,10 @@ class Chunks:
         return sources, numbers, halos
 
 
-def cut_parts(graph: Graph, part: np.ndarray, parts: int, pieces: int) -> np.ndarray:
-    """The piece of each vertex, by METIS inside every part: int64 [N].
+def cut_parts(
+    graph: Graph, part: np.ndarray, parts: int, pieces: int, method: str = "metis"
+) -> np.ndarray:
+    """The piece of each vertex, by the method's library inside every part: int64 [N].
 
     In a part of fewer vertices than pieces, some pieces have none."""
     piece = np.zeros(part.size, dtype=np.int64)
@@ -123,7 +132,7 @@ def cut_parts(graph: Graph, part: np.ndarray, parts: int, pieces: int) -> np.nda
             piece[rows] = (np.arange(rows.size) + p) % pieces
         else:
             inside = adjacency[rows][:, rows]
-            piece[rows] = partition_weighted(inside.indptr, inside.indices, None, pieces)
+            piece[rows] = partition_weighted(inside.indptr, inside.indices, None, pieces, method)
     return piece
 
 

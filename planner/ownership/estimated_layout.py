@@ -29,6 +29,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.partitioners import BLIND
 from gnnplan.planner.ownership.layout import Expansion, LayerFacts, pairs
 
 GROWTH = 0.5  # slope of log phi over log m beyond counted halos
@@ -246,7 +247,7 @@ class EstimatedLayout:
 
 def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
     """The mixing of a graph under a partitioner: from its counted halos, else the usual one."""
-    if method in ("random", "hash"):
+    if method in BLIND:
         return Mixing()
     return (
         Mixing.of(stats.vertices, stats.edges, stats.halo_rows)

@@ -140,8 +140,10 @@ class Layout:
         first_varying: int,
         depth: int = 0,
         expansion: Expansion | None = None,
+        method: str = "metis",
     ):
         self.graph, self.servers, self.layers = graph, servers, layers
+        self.method = method  # the partitioner, which cuts regions and orders rows, too
         self.first_varying, self.ranks = first_varying, len(servers)
         several = len(set(servers)) > 1
         self.depth = min(layers if expansion else depth, layers - first_varying) if several else 0
@@ -161,10 +163,10 @@ class Layout:
         self._clear_caches()
 
     @classmethod
-    def of_one(cls, graph: Graph) -> Layout:
+    def of_one(cls, graph: Graph, method: str = "metis") -> Layout:
         """Of one layer on one rank, which has all rows."""
         owner = np.zeros(graph.stats.vertices, np.int32)
-        return cls(graph, owner, servers=(0,), layers=1, first_varying=1)
+        return cls(graph, owner, servers=(0,), layers=1, first_varying=1, method=method)
 
     def _clear_caches(self) -> None:
         self._pieces: dict[tuple[int, int, int, bool, int], Piece] = {}
@@ -197,7 +199,7 @@ class Layout:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        return locality_order(self.graph)
+        return locality_order(self.graph, self.method)
 
     def _part(self, server: int) -> np.ndarray:
         """The server's own rows, bool [N]."""
@@ -220,10 +222,12 @@ class Layout:
                 rank_of = np.full(region.size, ranks[0])
             else:
                 inside = self.graph.adjacency[region][:, region]
-                # METIS balances the layers in which rows are computed, at least 1
+                # the layers are balanced in which rows are computed, at least 1
                 weights = np.maximum(last[region].astype(np.int64), 1)
                 rank_of = ranks[
-                    partition_weighted(inside.indptr, inside.indices, weights, len(ranks))
+                    partition_weighted(
+                        inside.indptr, inside.indices, weights, len(ranks), self.method
+                    )
                 ]
             own = self._part(server)[region]
             owner[region[own]] = rank_of[own]

@@ -123,7 +123,7 @@ def write_parts(
     folder, and are not written again. Raises SpecError."""
     must_be_new(folder)
     parts = int(owner.max()) + 1
-    layout = Layout(graph, owner, tuple(range(parts)), layers=1, first_varying=0)
+    layout = Layout(graph, owner, tuple(range(parts)), layers=1, first_varying=0, method=method)
     name = _name_of(graph, owner, method, seed)
     begun = folder.with_name(f".{folder.name}.begun")
     known = {number: part for number in range(parts) if (part := _written(begun, number, name))}

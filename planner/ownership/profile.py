@@ -17,7 +17,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.partition import VERSION as PARTITION_VERSION
+from gnnplan.planner.graph.kept import VERSION as PARTITION_VERSION
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.estimated_layout import (
     EstimatedLayout,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from gnnplan.planner.graph.partition import Stopwatch
+from gnnplan.planner.graph.kept import Stopwatch
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
 from gnnplan.planner.graph.links import expect_held_out, hold_out
 from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.graph.partitioners import BLIND
 from gnnplan.planner.graph.splitting import IMBALANCE, owners
 from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, cut_parts, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
@@ -304,7 +305,7 @@ class Problem:
             if self.graph is None:
                 mixing = mixing_of(self.stats, self.method)
                 return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
-            return kind(self.graph, owner(self.graph), *args)
+            return kind(self.graph, owner(self.graph), *args, method=self.method)
 
         return self.known.answer((*question, self.graph, self.stats, self.method), make)
 
@@ -411,10 +412,12 @@ class Problem:
 
     def _chunks_of_ranks(self, graph: Graph, chunks: int) -> np.ndarray:
         """Chunk of every vertex [N]: every rank's part of the graph is cut in `chunks`."""
-        if self.ranks > 1 and self.method.startswith("metis"):
+        if self.ranks > 1 and self.method not in BLIND:
             owner = self._owner(graph, ())
             if np.bincount(owner).min() >= chunks:  # no chunk is empty
-                return np.asarray(owner * chunks + cut_parts(graph, owner, self.ranks, chunks))
+                return np.asarray(
+                    owner * chunks + cut_parts(graph, owner, self.ranks, chunks, self.method)
+                )
         return self.chunk_of(self.ranks * chunks)
 
     def cut(self, chunks: int, members: int = 1) -> Chunks:
@@ -422,7 +425,7 @@ class Problem:
         graph = self.data
         return self.known.answer(
             ("chunks", graph, self.method, chunks, members),
-            lambda: Chunks(graph, self.chunk_of(chunks), chunks, members),
+            lambda: Chunks(graph, self.chunk_of(chunks), chunks, members, self.method),
         )
 
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:

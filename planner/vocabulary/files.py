@@ -59,7 +59,7 @@ def quoted(name: str) -> list[dict[str, str]]:
 
 
 def write_atomically(
-    path: str | Path, data: str | bytes, parents: bool = False, at_once: bool = False
+    path: str | Path, data: str | bytes | memoryview, parents: bool = False, at_once: bool = False
 ) -> None:
     """Write a temporary file next to `path`, then rename it, so that a file is complete or absent.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
 EVERY_S = 2.0
@@ -34,6 +34,16 @@ def say(line: str, end: str = "\n") -> None:
         sys.stderr.flush()
 
 
+def inner_phase(phase: str) -> AbstractContextManager[None]:
+    """A context for a part of the phase that takes long by itself; it is told and timed apart.
+
+    It is told at once: a library that keeps the interpreter to itself lets nobody tell it later."""
+    return _inner[-1](phase) if _inner else nullcontext()
+
+
+_inner: list[Callable[[str], AbstractContextManager[None]]] = []  # of `progress`, while it runs
+
+
 @contextmanager
 def progress(every_s: float = EVERY_S) -> Iterator[Notify]:
     """Gives a function that is called with what is being done now.
@@ -56,18 +66,37 @@ def progress(every_s: float = EVERY_S) -> Iterator[Notify]:
         if phase and seconds >= every_s:
             say("" if on_terminal else f"{phase}: {seconds:.0f} s\n", end="")
 
+    @contextmanager
+    def apart(inner: str) -> Iterator[None]:
+        nonlocal phase, detail, began
+        outer, start = (phase, detail, began), time.monotonic()
+        phase, detail, began = inner, "", start
+        if on_terminal:
+            tell()
+        try:
+            yield
+        finally:
+            end()
+            phase, detail, began = outer
+            began += time.monotonic() - start
+
+    def tell() -> None:
+        doing = f"{phase}: {detail}" if detail else phase
+        say(f"{doing} ... {time.monotonic() - began:.0f} s", end="")
+
     def report() -> None:
         while not over.wait(every_s):
             if phase:
-                doing = f"{phase}: {detail}" if detail else phase
-                say(f"{doing} ... {time.monotonic() - began:.0f} s", end="")
+                tell()
 
     reporter = threading.Thread(target=report, daemon=True)
+    _inner.append(apart)
     if on_terminal:
         reporter.start()
     try:
         yield notify
     finally:
+        _inner.remove(apart)
         over.set()
         if on_terminal:
             reporter.join()

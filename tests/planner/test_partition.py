@@ -1,24 +1,35 @@
 """Partitions: complete, none empty, the same again, and better where edges are looked at."""
 
+import os
+import sys
+import time
+
 import numpy as np
 import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.graph import partition as module
+from gnnplan.planner.graph import kept
+from gnnplan.planner.graph import partitioners as module
 from gnnplan.planner.graph.graph import in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import (
-    METHODS,
+    chosen,
     locality_order,
     partition,
     partition_weighted,
     repair,
     undirected,
 )
+from gnnplan.planner.graph.partitioners import METHODS
 from gnnplan.planner.graph.splitting import split
 from gnnplan.planner.vocabulary.errors import SpecError
+
+try:
+    import kaminpar  # noqa: F401
+except ImportError:
+    METHODS = tuple(method for method in METHODS if not method.startswith("kaminpar"))
 
 COMMUNITY = "synthetic:community?vertices=4000&edges=80000&features=2&classes=8"
 
@@ -85,7 +96,7 @@ def test_metis_is_not_asked_for_more_than_the_machine_holds(own_cache, graph, mo
     monkeypatch.setattr(module, "EDGE_BYTES", 1 << 40)
     rule = (
         r"METIS takes up to about .* per directed edge \(edges: [\d,]+, so .*; memory of this"
-        r" machine: .*\); use the partitioner hash"
+        r" machine: .*\); use the partitioner kaminpar, hash"
     )
     with pytest.raises(SpecError, match=rule):
         partition(graph, 2)
@@ -119,7 +130,7 @@ def test_metis_finds_the_same_communities_in_fewer_edges(graph, monkeypatch):
     assert np.array_equal(graph.indices[weights], given.adjacent), "weights stay with their edges"
     into = np.repeat(np.arange(4000), np.diff(given.adj_starts))
     assert np.array_equal(into, np.repeat(np.arange(4000), graph.degree)[weights])
-    assert cut(graph, module._metis(indptr, indices, None, 8, 0)) < 1.02 * whole
+    assert cut(graph, module.cut("metis", indptr, indices, 8, 0)) < 1.02 * whole
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -164,23 +175,47 @@ def test_repair_moves_the_last_vertices_of_the_largest_part():
 
 def test_the_cache_answers_and_survives_damage(own_cache, graph, monkeypatch):
     part = partition(graph, 4)
-    (path,) = own_cache.glob("partitions/*.npy")
+    (path,) = own_cache.glob("partitions/*.npz")
 
     def fail(*_, **__):
         raise AssertionError("METIS was asked again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_metis", fail)
+        patch.setattr("gnnplan.planner.graph.partition.cut", fail)
         assert np.array_equal(partition(graph, 4), part)
         with pytest.raises(AssertionError):
             partition(graph, 4, seed=1)  # another seed is another partition
-    for rubbish in (b"", b"rubbish", path.read_bytes()[:-5]):
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1  # in a part, which stays one of four
+    for rubbish in (b"", b"rubbish", whole[:-5], bytes(flipped)):
         path.write_bytes(rubbish)
         assert np.array_equal(partition(graph, 4), part)
     for wrong in (part[:-1], part + 1, part.astype(np.int64), part.astype(object)):
-        np.save(path, wrong)
+        np.savez(path, found=wrong, seconds=1.0)
         assert np.array_equal(partition(graph, 4), part)
-    assert np.array_equal(np.load(path), part)  # mended
+    assert np.array_equal(np.load(path)["found"], part)  # mended
+
+
+def test_what_is_kept_has_a_place_and_a_size(own_cache, graph, monkeypatch, tmp_path):
+    beside = tmp_path / "beside"
+    monkeypatch.setenv("GNNPLAN_PARTITIONS", str(beside))
+    parts = [partition(graph, count) for count in (2, 3)]
+    assert len(list(beside.glob("*.npz"))) == 2 and not (own_cache / "partitions").exists()
+    monkeypatch.setattr(kept, "MOST_BYTES", 40_000)  # two files of 4 bytes per vertex
+    for age, count in ((20, 3), (10, 2)):
+        partition(graph, count)
+        newest = max(beside.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (time.time() - age,) * 2)
+    partition(graph, 4)
+    assert len(list(beside.glob("*.npz"))) == 2
+    monkeypatch.setattr("gnnplan.planner.graph.partition.cut", None)
+    assert np.array_equal(partition(graph, 2), parts[0])  # read later than the one of three parts
+    with pytest.raises(TypeError):
+        partition(graph, 3)
+    monkeypatch.setenv("GNNPLAN_PARTITIONS", "none")
+    with pytest.raises(TypeError):
+        partition(graph, 2)
 
 
 def test_a_closed_cache_costs_only_time(graph, monkeypatch, tmp_path):
@@ -190,7 +225,7 @@ def test_a_closed_cache_costs_only_time(graph, monkeypatch, tmp_path):
 
 
 def test_locality_order_keeps_clusters_together(graph):
-    rank = locality_order(graph, 16)
+    rank = locality_order(graph, "metis", 16)
     assert np.array_equal(np.sort(rank), np.arange(4000))
     rows = np.repeat(np.arange(4000), graph.degree)
     distance = np.abs(rank[rows].astype(int) - rank[graph.indices]).mean()
@@ -204,6 +239,50 @@ def test_small_graphs_stay_in_order():
     assert np.array_equal(
         locality_order(load("synthetic:community?vertices=500&edges=2000")), np.arange(500)
     )
+
+
+def test_a_large_graph_is_cut_by_kaminpar_where_it_is_installed(graph, monkeypatch):
+    assert chosen("auto", graph) == "metis" and chosen("random", graph) == "random"
+    monkeypatch.setattr("gnnplan.planner.graph.partition.FEW_EDGES", 70_000)
+    for found, method in ((True, "kaminpar"), (None, "metis")):
+        monkeypatch.setattr(
+            "gnnplan.planner.graph.partition.find_spec", lambda _, found=found: found
+        )
+        assert chosen("auto", graph) == method
+    assert chosen("auto", graph.stats) == "metis"  # of statistics nothing is cut
+
+
+def test_kaminpar_that_is_not_installed_is_named_with_its_remedy(own_cache, graph, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kaminpar", None)
+    with pytest.raises(
+        SpecError, match=r"kaminpar cannot be imported .* 'gnnplan\[kaminpar\]', or"
+    ):
+        partition(graph, 2, "kaminpar")
+
+
+def test_kaminpar_cuts_as_well_as_metis_and_balances_weights(graph, monkeypatch, tmp_path):
+    pytest.importorskip("kaminpar")
+    cuts = {method: cut(graph, partition(graph, 8, method)) for method in ("metis", "kaminpar")}
+    assert cuts["kaminpar"] < 1.05 * cuts["metis"]
+    weights = np.random.default_rng(0).integers(0, 20, 4000)
+    part = partition_weighted(graph.indptr, graph.indices, weights, 8, "kaminpar")
+    loads = np.bincount(part, weights=weights)
+    assert loads.max() <= 1.05 * loads.mean()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(SpecError, match=r"absent.*cannot be written"):
+        module.by_kaminpar(graph.indptr, graph.indices, 3, 0)
+
+
+def test_training_vertices_are_evened_out_where_a_part_has_most_of_them(graph):
+    part = partition(graph, 8)
+    marked = np.random.default_rng(0).random(4000) < np.where(part < 2, 0.4, 0.2)
+    even = module.even_out(graph.indptr, graph.indices, part.copy(), 8, marked)
+    counts = np.bincount(even[marked], minlength=8)
+    assert counts.max() <= np.ceil(1.1 * counts.mean())
+    assert np.array_equal(np.bincount(even), np.bincount(part)), "others come back"
+    no_edges = np.zeros(4001, np.int64), graph.indices[:0]
+    first_ones = module.even_out(*no_edges, part.copy(), 8, marked)
+    assert cut(graph, part) < cut(graph, even) < 0.97 * cut(graph, first_ones)
 
 
 def test_squirrel(dataset):

@@ -51,7 +51,8 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import block
-from gnnplan.planner.graph.partition import Stopwatch, locality_order
+from gnnplan.planner.graph.kept import Stopwatch
+from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
 from gnnplan.planner.strategies.layerwise import columns
@@ -182,10 +183,10 @@ class FeatureParallel(Strategy):
 
 
 def _ordered_s(problem: Problem) -> float:
-    """How long METIS took to order the vertices [s]; the order is kept on the disk."""
+    """How long it took to order the vertices [s]; the order is kept on the disk."""
     with Stopwatch() as watch:
         if problem.graph is not None:
-            locality_order(problem.graph)
+            locality_order(problem.graph, problem.method)
     return watch.seconds
 
 

@@ -1,0 +1,152 @@
+"""Measures what partitioners find, and in how much time and memory.
+
+    python benchmarks/partitioners.py FOLDER --edges 1e6,1e7 --parts 2,8,64 --by metis,kaminpar
+    python benchmarks/partitioners.py FOLDER --graphs ogbn_arxiv.npz,flickr.npz
+
+The first form generates R-MAT graphs (a, b, c = 0.57, 0.19, 0.19; 20 edges per vertex) and the
+generator's communities into FOLDER, once. Each partition is made in a process of its own, and
+graphs of up to 20 million edges twice: `again` is 0 if both differ. Halo rows and edges cut are of
+all parts together; balances are the largest part's vertices, edges and training vertices over the
+mean; seconds are of all cores together; memory is what partitioning added to that of the graph.
+kaminpar:2 has two threads. mtkahypar is no partitioner of ours: it takes edges as a Python list,
+one object each. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.graph.graph import Graph, in_neighbours
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import repair, undirected
+from gnnplan.planner.graph.partitioners import by_kaminpar, cut, even_out
+
+PER_VERTEX, TRAINED = 20, 0.1
+ONCE = 20_000_000  # larger graphs are partitioned once
+COLUMNS = ("halo", "cut", "vertices", "edges", "training", "seconds", "MB", "again")
+
+
+def rmat(edges: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """About `edges` directed edges, both ways, among vertices whose ids are shuffled."""
+    bits, rng = round(np.log2(edges / PER_VERTEX)), np.random.default_rng(0)
+    src, dst = np.zeros((2, edges // 2), np.int32)
+    for _ in range(bits):
+        drawn = rng.random(edges // 2, dtype=np.float32)
+        src, dst = 2 * src + (drawn >= 0.76), 2 * dst + ((drawn >= 0.57) & (drawn < 0.76))
+        dst += drawn >= 0.95
+    ids = rng.permutation(1 << bits).astype(np.int32)
+    return in_neighbours(ids[src], ids[dst], 1 << bits, directed=False)[:2]
+
+
+def generate(folder: Path, kind: str, edges: int) -> None:
+    if kind == "rmat":
+        indptr, indices = rmat(edges)
+        train = np.random.default_rng(1).random(len(indptr) - 1) < TRAINED
+    else:
+        sizes = f"vertices={edges // PER_VERTEX}&edges={edges}&features=1"
+        graph = load(f"synthetic:community?{sizes}&communities={edges // 10_000}&train={TRAINED}")
+        assert isinstance(graph, Graph)
+        indptr, indices, train = graph.indptr, graph.indices, graph.train
+    folder.mkdir(parents=True)
+    for name, array in {"indptr": indptr, "indices": indices, "train": train}.items():
+        np.save(folder / f"{name}.npy", array)
+
+
+def by_mtkahypar(indptr: NDArray, indices: NDArray, parts: int) -> NDArray[np.int32]:
+    import mtkahypar
+
+    library = mtkahypar.initialize(1)
+    context = library.context_from_preset(mtkahypar.PresetType.DETERMINISTIC)
+    context.set_partitioning_parameters(parts, 0.03, mtkahypar.Objective.CUT)
+    into = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+    once = indices < into
+    edges = list(zip(indices[once].tolist(), into[once].tolist(), strict=True))
+    graph = library.create_graph(context, len(indptr) - 1, len(edges), edges)
+    return np.array(graph.partition(context).get_partition(), np.int32)
+
+
+def resident(what: str) -> float:
+    """Memory of this process, now or at most [MB]."""
+    status = Path("/proc/self/status").read_text()
+    return float(status.partition(f"{what}:")[2].split()[0]) / 1e3
+
+
+def case(path: Path, by: str, parts: int) -> dict[str, float]:
+    if path.suffix:
+        graph = load(str(path))
+        assert isinstance(graph, Graph)
+        (indptr, indices), train = undirected(graph), graph.train
+    else:
+        indptr, indices, train = (
+            np.load(path / f"{name}.npy") for name in ("indptr", "indices", "train")
+        )
+    method, _, threads = by.partition(":")
+
+    def partition() -> NDArray[np.int32]:
+        if method == "mtkahypar":
+            return by_mtkahypar(indptr, indices, parts)
+        if threads:
+            return by_kaminpar(indptr, indices, parts, 0, threads=int(threads))
+        part = repair(cut(method, indptr, indices, parts, 0), parts)
+        return even_out(indptr, indices, part, parts, train) if "train" in method else part
+
+    before, start = resident("VmRSS"), time.process_time()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
+    part = partition()
+    seconds, added = time.process_time() - start, resident("VmHWM") - before
+    into = np.repeat(part.astype(np.int16), np.diff(indptr))
+    crosses = into != part[indices]
+    read = [np.unique(indices[crosses & (into == reader)]).size for reader in range(parts)]
+
+    def balance(weights: NDArray | None) -> float:
+        loads = np.bincount(part, weights, parts)
+        return float(loads.max() / loads.mean())
+
+    balances = (balance(weights) for weights in (None, np.diff(indptr), train))
+    again = len(indices) > ONCE or np.array_equal(part, partition())
+    values = sum(read), int(crosses.sum()), *balances, seconds, added
+    return dict(zip(COLUMNS, (*values, int(again)), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--edges", default="")
+    parser.add_argument("--graphs", default="")
+    parser.add_argument("--parts", default="2,8,64")
+    parser.add_argument("--by", default="metis,kaminpar")
+    parser.add_argument("--case", action="store_true")
+    asked = parser.parse_args()
+    parts, methods = map(int, asked.parts.split(",")), asked.by.split(",")
+    if asked.case:
+        print(json.dumps(case(asked.folder, methods[0], next(parts))))
+        return
+    graphs = [asked.folder / name for name in asked.graphs.split(",") if name]
+    for edges in filter(None, asked.edges.split(",")):
+        for kind in ("rmat", "community"):
+            graphs.append(asked.folder / f"{kind}-{edges}")
+            if not graphs[-1].exists():
+                generate(graphs[-1], kind, int(float(edges)))
+    print("|", " | ".join(("graph", "parts", "by", *COLUMNS)), "|\n|---" + "|--:" * 10 + "|")
+    for count in parts:
+        for graph in graphs:
+            for method in methods:
+                command = [sys.executable, __file__, str(graph), "--case", "--by", method]
+                told = subprocess.run(
+                    [*command, "--parts", str(count)], check=True, stdout=subprocess.PIPE
+                )
+                found = json.loads(told.stdout).values()
+                shown = (f"{one:.3g}" if isinstance(one, float) else f"{one:,}" for one in found)
+                print("|", " | ".join((graph.stem, str(count), method, *shown)), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

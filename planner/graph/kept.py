@@ -1,0 +1,100 @@
+"""Numbers of vertices that take long to find, such as parts, kept on disk for every verb to reuse.
+
+They are kept in `partitions` in the cache, or in the folder that $GNNPLAN_PARTITIONS names: beside
+the graph, say, where all servers see it. With GNNPLAN_PARTITIONS=none they are found again."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+import zipfile
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
+
+VERSION = 3  # raise it when the same key should give another answer
+MOST_BYTES = 8 << 30  # of the folder; what was not read for longest goes first
+
+
+class Stopwatch:
+    """A context that measures seconds, as if everything that is kept was computed in it.
+
+    What was kept counts the seconds that it took when it was computed."""
+
+    _running: ClassVar[list[Stopwatch]] = []
+
+    def __enter__(self) -> Stopwatch:
+        self.seconds, self._start = 0.0, time.perf_counter()
+        self._running.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.remove(self)
+        self.seconds += time.perf_counter() - self._start
+
+    @classmethod
+    def saved(cls, seconds: float) -> None:
+        """Add the seconds that were saved to all running watches."""
+        for watch in cls._running:
+            watch.seconds += seconds
+
+
+def folder() -> Path | None:
+    """Where numbers are kept; None: nowhere."""
+    named = os.environ.get("GNNPLAN_PARTITIONS")
+    if named == "none":
+        return None
+    return Path(named) if named else cache_dir() / "partitions"
+
+
+def cached(
+    key: str, vertices: int, below: int, compute: Callable[[], NDArray[np.int32]]
+) -> NDArray[np.int32]:
+    """The numbers [vertices] in [0, below) that `compute` finds, or those on disk.
+
+    The seconds that it took are kept with them. A file is complete or absent, and what a disk has
+    changed in it is found by its checksum (of a .npz) and computed again."""
+    there = folder()
+    name = blake2b(f"{VERSION} {key}".encode(), digest_size=16).hexdigest()
+    path = None if there is None else there / f"{name}.npz"
+    if path is not None:
+        # absent or damaged: compute it again
+        with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+                found, seconds = np.asarray(file["found"]), float(file["seconds"])
+            whole = found.shape == (vertices,) and found.dtype == np.int32
+            if whole and found.min() >= 0 and found.max() < below:
+                os.utime(path)
+                Stopwatch.saved(seconds)
+                return found
+    start = time.perf_counter()
+    found = compute()
+    if path is not None:
+        buffer = io.BytesIO()
+        np.savez(buffer, found=found, seconds=time.perf_counter() - start)
+        with contextlib.suppress(SpecError, OSError):  # a closed or full disk costs only time
+            write_atomically(path, buffer.getbuffer(), parents=True)
+            _forget_oldest(path.parent)
+    return found
+
+
+def _forget_oldest(there: Path) -> None:
+    """Remove files until the others have at most MOST_BYTES."""
+    files = sorted(
+        (file.stat().st_mtime_ns, file.stat().st_size, file) for file in there.glob("*.npz")
+    )
+    total = sum(size for _, size, _ in files)
+    for _, size, file in files[:-1]:
+        if total <= MOST_BYTES:
+            break
+        file.unlink(missing_ok=True)
+        total -= size

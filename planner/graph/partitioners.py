@@ -1,0 +1,220 @@
+"""Libraries that partition: METIS, which is always there, and KaMinPar, which an extra installs.
+
+Both take a symmetric CSR without self-loops and minimise the edge cut. KaMinPar takes less memory
+and time, and its parts have fewer halo rows (docs/reference/partitioners.md)."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import pymetis
+from numpy.typing import NDArray
+
+from gnnplan.planner.graph.sampling import GOLDEN, mix
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import cannot_write
+from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.progress import inner_phase
+from gnnplan.planner.vocabulary.units import show_bytes
+
+Array = NDArray[Any]
+METHODS = ("metis", "metis-volume", "kaminpar", "kaminpar-train", "hash", "random")
+BLIND = ("hash", "random")  # which ignore edges
+TOLD_EDGES = 1_000_000  # directed edges from which partitioning is a phase of its own
+MOST_EDGES = 80_000_000  # directed edges that METIS is given; with the graph that takes 11 GB
+# [B] that METIS takes per directed edge: 64-bit numbers, and a graph per level. 76 to 120 were
+# measured (benchmarks/scale.py).
+EDGE_BYTES = 120
+IMBALANCE = 0.03  # share of the mean by which a part may be larger: METIS's default for k-way cuts
+# A vertex weighs 1 + this * degree / mean degree to KaMinPar. Where all weigh 1, one of 64 parts
+# of an R-MAT graph gets 14 times the mean of edges; with a tenth 2.7, at 1.07 of the vertices.
+EDGE_SHARE = 0.1
+MOST_MARKED = 1.1  # training vertices of a part over their mean
+
+
+def library_of(method: str) -> str:
+    """The library that cuts inside parts and finds clusters where `method` makes the parts."""
+    return "kaminpar" if method.startswith("kaminpar") else "metis"
+
+
+def version_of(library: str) -> str:
+    """What kept parts depend on besides their graph: another version finds other ones."""
+    try:
+        return f"{library} {version('pymetis' if library == 'metis' else library)}"
+    except PackageNotFoundError:  # who asks for parts is told
+        return library
+
+
+def cut(
+    method: str,
+    indptr: Array,
+    indices: Array,
+    parts: int,
+    seed: int,
+    weights: Array | None = None,
+) -> NDArray[np.int32]:
+    """The part of each vertex of a symmetric CSR; contiguous ones where no library can be called.
+
+    weights: of vertices, whole numbers >= 0 of which each part gets as much; ignored where a part
+    would hold fewer than three of the largest."""
+    vertices = len(indptr) - 1
+    if parts == 1 or len(indices) == 0 or parts == vertices:  # METIS divides by the number of edges
+        return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
+    loads = None
+    weights = None if weights is None else np.asarray(weights, dtype=np.int64)
+    # METIS prints warnings and fails with weights of 0, and where a part would hold one or two
+    # vertices. So weights are raised above 0, and ignored where a part would be that small.
+    if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
+        scale = max(1, min(1000, 2**30 // int(weights.sum())))
+        loads = 1 + scale * weights
+    name = "KaMinPar" if library_of(method) == "kaminpar" else "METIS"
+    told = inner_phase(f"partitioning into {parts:,} parts by {name}")
+    with told if len(indices) >= TOLD_EDGES else nullcontext():
+        if name == "KaMinPar":
+            return by_kaminpar(indptr, indices, parts, seed, loads)
+        return by_metis(indptr, indices, parts, seed, loads, objtype=int(method == "metis-volume"))
+
+
+def by_kaminpar(
+    indptr: Array,
+    indices: Array,
+    parts: int,
+    seed: int,
+    loads: Array | None = None,
+    threads: int = 1,
+) -> NDArray[np.int32]:
+    """KaMinPar's part of each vertex of a symmetric CSR. loads: of vertices [default: EDGE_SHARE].
+
+    With one thread the same seed gives the same parts, with more it does not. Raises SpecError
+    where it is not installed or the graph cannot be handed over."""
+    try:
+        import kaminpar
+    except ImportError as error:
+        raise SpecError(
+            f"the partitioner kaminpar cannot be imported ({error}); pip install"
+            " 'gnnplan[kaminpar]', or use --partitioner metis"
+        ) from error
+    if loads is None:
+        degree = np.diff(indptr)
+        loads = np.rint(100 * (1 + EDGE_SHARE * degree / degree.mean()))
+    kaminpar.reseed(seed)
+    cutter = kaminpar.KaMinPar(num_threads=threads, ctx=kaminpar.default_context())
+    try:  # its Python face reads graphs from files only
+        with tempfile.NamedTemporaryFile(prefix="gnnplan-", suffix=".parhip") as file:
+            for array in _parhip(indptr, indices, loads):
+                file.write(array.data)
+            file.flush()
+            graph = kaminpar.load_graph(file.name, kaminpar.GraphFileFormat.PARHIP)
+    except OSError as error:
+        raise cannot_write(f"{tempfile.gettempdir()}: a graph for KaMinPar", error) from error
+    return np.array(cutter.compute_partition(graph, parts, IMBALANCE), dtype=np.int32)
+
+
+def _parhip(indptr: Array, indices: Array, loads: Array) -> Iterator[Array]:
+    """ParHIP's binary format: a header, where each row begins in the file, edges, loads.
+
+    Bits of the header's first number say that edges have no weights (1), and that ids (8) and
+    weights of vertices (16) have 32 bits."""
+    vertices, edges = len(indptr) - 1, len(indices)
+    yield np.array([1 | 8 | 16, vertices, edges], np.uint64)
+    yield (8 * (3 + vertices + 1) + 4 * indptr.astype(np.int64)).astype(np.uint64)
+    yield np.ascontiguousarray(indices, np.uint32)
+    yield loads.astype(np.uint32)
+
+
+def even_out(
+    indptr: Array, indices: Array, part: NDArray[np.int32], parts: int, marked: NDArray[np.bool_]
+) -> NDArray[np.int32]:
+    """The partition, changed in place, with at most MOST_MARKED of the mean of `marked` in a part.
+
+    Marked vertices go from the fullest part to the emptiest, and as many others come back. Those go
+    first whose edges are cut least by it."""
+    counts = np.bincount(part[marked], minlength=parts)
+    most = math.ceil(MOST_MARKED * counts.mean())
+    while counts.max() > most:
+        full, empty = int(counts.argmax()), int(counts.argmin())
+        count = int(min(counts[full] - most, most - counts[empty]))
+        for here, there, which in ((full, empty, marked), (empty, full, ~marked)):
+            rows = np.flatnonzero((part == here) & which)
+            degree = np.diff(indptr)[rows]
+            ends = part[indices[ranges(indptr[rows], degree)]]
+            pull = (ends == there).astype(np.float64) - (ends == here)
+            gain = np.bincount(np.repeat(np.arange(rows.size), degree), pull, rows.size)
+            part[rows[np.argsort(-gain, kind="stable")[:count]]] = there
+        counts[full] -= count
+        counts[empty] += count
+    return part
+
+
+def by_metis(
+    indptr: Array,
+    indices: Array,
+    parts: int,
+    seed: int,
+    loads: Array | None = None,
+    weights: Array | None = None,
+    **options: int,
+) -> NDArray[np.int32]:
+    """METIS's part of each vertex of a symmetric CSR. loads: of vertices; weights: of edges."""
+    adjacency, weights = for_metis(indptr, indices, weights)
+    # C's random numbers are the same for seeds 0 and 1
+    chosen = pymetis.Options(seed=seed + 1, **options)
+    found = pymetis.part_graph(
+        parts, adjacency, vweights=loads, eweights=weights, recursive=False, options=chosen
+    )
+    return np.asarray(found.vertex_part, dtype=np.int32)
+
+
+def for_metis(
+    indptr: Array, indices: Array, weights: Array | None = None
+) -> tuple[pymetis.CSRAdjacency, Array | None]:
+    """A symmetric CSR and its edges' weights as 64-bit integers, which METIS need not convert.
+
+    A CSR of more than MOST_EDGES edges is thinned. Raises SpecError if METIS would not fit."""
+    edges = min(len(indices), MOST_EDGES)
+    need, memory = EDGE_BYTES * edges, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > memory:  # the system would kill the process without a message
+        raise SpecError(
+            f"METIS takes up to about {EDGE_BYTES} bytes per directed edge (edges: {edges:,}, so"
+            f" {show_bytes(need)}; memory of this machine: {show_bytes(memory)}); use the"
+            " partitioner kaminpar, hash or random (gsplit: splitter='random'), or a machine with"
+            " more memory"
+        )
+    if len(indices) > MOST_EDGES:
+        kept = thinned(indptr, indices, MOST_EDGES)
+        indptr = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[indptr]
+        indices, weights = indices[kept], None if weights is None else weights[kept]
+    adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))
+    return adjacency, None if weights is None else weights.astype(np.int64, copy=False)
+
+
+def thinned(indptr: Array, indices: Array, most: int) -> NDArray[np.bool_]:
+    """Whether each edge of a symmetric CSR is kept [E]; about `most` are.
+
+    An edge is kept in both directions or in none, and the same edges are kept on every machine.
+
+    Edge (u, v) is kept with probability min(1, c / min(degree u, degree v)). Edges between two hubs
+    matter least to a cut, and no vertex loses all its neighbours. Sparsifiers sample by effective
+    resistance, which is about 1 / degree (Spielman & Srivastava 2008)."""
+    degree = np.diff(indptr).astype(np.int32)
+    into = np.repeat(np.arange(len(degree), dtype=np.int32), degree)
+    low = np.minimum(degree[into], degree[indices])
+    edges, degrees = np.bincount(low), np.arange(low.max() + 1).clip(min=1)
+    # edges kept for c = 0, 1, 2, ..
+    kept = np.cumsum(edges) + np.arange(edges.size) * (
+        np.sum(edges / degrees) - np.cumsum(edges / degrees)
+    )
+    c = np.interp(most, kept, np.arange(edges.size))
+    pair = np.minimum(into, indices).astype(np.uint64) << np.uint64(32) | np.maximum(
+        into, indices
+    ).astype(np.uint64)
+    del into
+    threshold = (np.minimum(1, c / degrees) * 2.0**32).astype(np.uint64)
+    return np.asarray(mix(pair * GOLDEN) >> np.uint64(32) < threshold[low])
