@@ -33,7 +33,8 @@ from gnnplan.papers.their_passes import TheirModel, TheirProblem
 from gnnplan.planner.cluster.compute import WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.amounts import EDGES, NOTHING, Amount
-from gnnplan.planner.gnn.layer import Layer, Played
+from gnnplan.planner.gnn.kinds import Layer
+from gnnplan.planner.gnn.layer import Played
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.trace import GatherOf, Work
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches

@@ -103,8 +103,9 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
         if not isinstance(part, _NormBase):
             note(f"self.{path}".rstrip("."), vars(part), 3)
     for code in files.values():
+        file = Path(str(code.__file__)).name
         for name, value in tuple(vars(code).items()):
-            note(f"{Path(str(code.__file__)).name}: {name}", value, 3)
+            note(f"{file}: {name}", value, 3)
     return found
 
 

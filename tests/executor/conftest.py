@@ -1,12 +1,14 @@
 """Ranks and graphs that tests of the executor share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import a_tenth
 import pytest
 import torch
 
+from gnnplan.executor.modules import kept
 from gnnplan.testing.fixtures import fork_server as fork_server
 from gnnplan.testing.fixtures import graphs as graphs
 from gnnplan.testing.fixtures import run_ranks as run_ranks
@@ -22,6 +24,20 @@ if not torch.cuda.is_available():
 def one_thread() -> None:
     """Tiny tensors: more threads only wait for each other, and for the ranks beside them."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tests_are_no_files_of_the_users() -> Iterator[None]:
+    """What a module keeps from call to call is looked for in all files of the user's that are loaded.
+    Here these were all tests: their tables took three fifths of the time that a module is read in."""
+    tests, is_the_users = str(Path(__file__).parents[1]), kept.is_the_users
+
+    def is_asked(file: str) -> bool:
+        return is_the_users(file) and (not file.startswith(tests) or "zoo" in Path(file).name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "is_the_users", is_asked)
+        yield
 
 
 @pytest.fixture(params=["a tenth", pytest.param("as they are", marks=pytest.mark.nightly)])

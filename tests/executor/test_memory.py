@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import re
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.kinds import Residual
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Jump, Workload
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.testing.fixtures import fresh_ranks as fresh_ranks
@@ -371,11 +371,9 @@ RUNS = {
 
 
 def uses(name: str) -> set[Hashable]:
-    """A strategy, its knobs and the kind of its graph; models hold what torch says (above)."""
+    """A family, and the kind of its graph; models hold what torch says (above)."""
     case = RUNS[name][1]
-    strategy, _, knobs = case.strategy.partition("(")
-    made = ":" in case.graph
-    return {strategy, made, *re.findall(r"(\w+)=", knobs)}
+    return {type(parse(case.strategy)), ":" in case.graph}
 
 
 @glibc

@@ -109,7 +109,8 @@ def test_a_model_is_planned_trained_as_planned_and_used(
     assert sum(sent["counted"].values()) > 0
 
     if name in MODULES:
-        graph, module, mine = loaded(GRAPH), made(case).module.eval(), ours(case, result.weights)
+        graph, user = loaded(GRAPH), made(case)
+        module, mine = user.module.eval(), ours(case, user, result.weights)
         before = theirs(name, module, graph).detach()
         module.load_state_dict(result.weights)
         with torch.no_grad():

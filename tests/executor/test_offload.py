@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pairwise import covered
 
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, Ranks
@@ -50,12 +51,19 @@ EVERY = [*((1, 1, *case) for case in CASES), *SEVERAL]
 
 @pytest.mark.parametrize(
     ("world", "servers", "chunks", "how", "graph", "directed", "trim"),
-    [
-        (*case, trim)
-        for case in EVERY
-        for trim in ("", ",trim=True")
-        if "norm" not in case[3] or not trim
-    ],
+    covered(
+        [
+            (*case, trim)
+            for case in EVERY
+            for trim in ("", ",trim=True")
+            if "norm" not in case[3] or not trim
+        ],
+        # every case, and trimmed or not on all ranks, models and graphs
+        lambda row: {
+            str(row[:6]),
+            *((value, row[6]) for value in (row[:2], row[3]["model"], row[4])),
+        },
+    ),
     ids=str,
 )
 def test_chunks_train_as_one_process(

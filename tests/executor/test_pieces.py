@@ -62,6 +62,14 @@ def module(tmp_path: Path, made: str, head: str = HEAD) -> tuple[UserModule, Pie
     return user, user.pieces
 
 
+@pytest.fixture(scope="module", params=MODULES)
+def of_a_kind(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[UserModule, Pieces]:
+    """A module of each kind, read once for all tests."""
+    return module(tmp_path_factory.mktemp("module"), MODULES[request.param])
+
+
 def a_block() -> Block:
     """Random edges, of a part of a graph whose other vertices read nobody."""
     draw = np.random.default_rng(3)
@@ -74,11 +82,10 @@ def a_block() -> Block:
     return block
 
 
-@pytest.mark.parametrize("kind", MODULES)
-def test_memory_of_a_layer_is_what_torch_allocates(kind: str, tmp_path: Path) -> None:
+def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind: tuple[UserModule, Pieces]) -> None:
     """Before, what a module made of edges was in no plan (a GCN's rank held 99 MB, and 25 were
     predicted), and copies of operands of another type were not (SAGE's max)."""
-    user, pieces = module(tmp_path, MODULES[kind])
+    user, pieces = of_a_kind
     workload = with_module(Workload(), user, [])
     model, block = describe(workload, FEATURES, CLASSES), a_block()
     indices = 64 * SOURCES  # that operations make for themselves
@@ -105,24 +112,16 @@ def test_memory_of_a_layer_is_what_torch_allocates(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
-@pytest.mark.parametrize("kind", MODULES)
-def test_memory_of_edges_is_what_stays(kind: str, tmp_path: Path) -> None:
-    user, pieces = module(tmp_path, MODULES[kind])
-    spec = describe(with_module(Workload(), user, []), FEATURES, CLASSES).layers[0]
-    block = a_block()
+def test_memory_of_edges_is_what_stays(of_a_kind: tuple[UserModule, Pieces]) -> None:
+    user, pieces = of_a_kind
+    model, block = describe(with_module(Workload(), user, []), FEATURES, CLASSES), a_block()
     pieces.structure.on_whole(block.whole, pieces.place(0))
     gc.collect()
     before = allocated()
     pieces.local(block)
     gc.collect()
     grown = allocated() - before
-    with_edges = edges_held(
-        describe(with_module(Workload(), user, []), FEATURES, CLASSES),
-        spec,
-        ROWS,
-        SOURCES,
-        block.edges,
-    )
+    with_edges = edges_held(model, model.layers[0], ROWS, SOURCES, block.edges)
     bare = block.edges * 12 + 4 * (ROWS + SOURCES) + 8 * SOURCES
     assert grown == pytest.approx(float(with_edges) - bare, rel=0.02, abs=50_000)
 

@@ -25,6 +25,7 @@ from gnnplan.executor.modules.live import loaded as kept
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.parameters import Parameters
 from gnnplan.executor.modules.read import (
+    UserModule,
     read,
     read_again,
     with_module,
@@ -436,17 +437,17 @@ def theirs(name: str, module: nn.Module, graph: Graph) -> Tensor:
     return out
 
 
-def made(case: Case) -> Any:
+def made(case: Case) -> UserModule:
     workload = Workload(**case.workload)
     assert workload.module
     return read(f"{workload.module.file}:M", workload, GRAPH)
 
 
-def ours(case: Case, state: dict[str, Tensor]) -> Tensor:
+def ours(case: Case, user: UserModule, state: dict[str, Tensor]) -> Tensor:
     """Our logits in one process, with this state_dict of the user's module."""
     problem = case.problem(1)
     net = net_of(problem.model, problem.workload)
-    Parameters(state, made(case).trained.places).fill(net)
+    Parameters(state, user.trained.places).fill(net)
     return logits_of(net, problem)
 
 
@@ -465,7 +466,8 @@ def test_a_module_trains_here_as_in_its_own_library(
 ) -> None:
     """Three steps of Adam from the module's own parameters give those of torch, norms included."""
     case = case_of(tmp_path, name, graphs["rough"], 0.0)
-    graph, module = loaded(graphs["rough"]), made(case).module
+    graph, user = loaded(graphs["rough"]), made(case)
+    module = user.module
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
     train, y = torch.from_numpy(np.array(graph.train)), torch.from_numpy(np.array(graph.y))
     losses = []
@@ -491,7 +493,7 @@ def test_a_module_trains_here_as_in_its_own_library(
     module.load_state_dict(result.weights)
     with torch.no_grad():
         logits = theirs(name, module.eval(), graph)
-    mine = ours(case, result.weights)
+    mine = ours(case, user, result.weights)
     if name == "pyg gcn, batch norm":
         mine = mine.log_softmax(1)
     torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-9)

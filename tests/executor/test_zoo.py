@@ -81,7 +81,7 @@ def verdict(name: str, directed: bool) -> str:
 @pytest.mark.parametrize(
     ("directed", "names"),
     [
-        pytest.param(False, NAMES[::3], id="every third"),
+        pytest.param(False, NAMES[::8], id="every eighth"),
         pytest.param(False, NAMES, id="all", marks=pytest.mark.nightly),
         pytest.param(True, NAMES, id="edges one way", marks=pytest.mark.nightly),
     ],
@@ -111,31 +111,31 @@ def is_as_it_should_be(name: str, strategy: str, outcome: Outcome) -> bool:
     return outcome.answer in ("equal", "runs") or (name, strategy) in DIVERGE
 
 
+# by day every family trains two of the sample, and every module a quarter of the families
+SHARED_OUT = {name: FAMILIES[number % 4 :: 4] for number, name in enumerate(SAMPLE)}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("names", "strategies"),
+    "asked",
     [
-        pytest.param(SAMPLE, FAMILIES, id="eight", marks=pytest.mark.timeout(300)),
+        pytest.param(SHARED_OUT, id="shared out", marks=pytest.mark.timeout(300)),
         pytest.param(
-            NAMES,
-            FAMILIES + VARIANTS,
+            dict.fromkeys(NAMES, FAMILIES + VARIANTS),
             id="all",
             marks=(pytest.mark.nightly, pytest.mark.timeout(7200)),
         ),
     ],
 )
 def test_every_family_trains_a_module_as_torch_does(
-    names: list[str],
-    strategies: tuple[str, ...],
-    graphs: dict[str, str],
-    tmp_path: Path,
-    run_ranks: Ranks,
+    asked: dict[str, tuple[str, ...]], graphs: dict[str, str], tmp_path: Path, run_ranks: Ranks
 ) -> None:
     """pytest -s -m nightly tests/executor/test_zoo.py -k family shows the table of all modules."""
+    strategies = {text for each in asked.values() for text in each}
     assert {type(parse(text)) for text in strategies} == set(planner.FAMILIES)
     keeper = Keeper(graphs["rough"], tmp_path, run_ranks)
-    carried = [name for name in names if not entry_of(name).refused]
-    found = {name: keeper.outcomes(name, strategies) for name in carried}
+    carried = [name for name in asked if not entry_of(name).refused]
+    found = {name: keeper.outcomes(name, asked[name]) for name in carried}
     print(table(found))
     faults = [
         f"{name} by {text}: {outcome}"
@@ -144,9 +144,10 @@ def test_every_family_trains_a_module_as_torch_does(
         if not is_as_it_should_be(name, text, outcome)
     ]
     assert not faults, "\n".join(faults)
-    for text in ("graph_parallel", "data_parallel"):
-        assert all(outcomes[text].answer in ("equal", "runs") for outcomes in found.values())
-    assert len(found) > 50 or names is SAMPLE
+    for outcomes in found.values():
+        for text in {"graph_parallel", "data_parallel"} & outcomes.keys():
+            assert outcomes[text].answer in ("equal", "runs")
+    assert len(found) > 50 or asked is SHARED_OUT
 
 
 def test_shared_parameters_are_kept_and_gone_on_with(
