@@ -159,7 +159,7 @@ class Given(NamedTuple, Generic[V]):
 
 
 class Kind:
-    """A kind of layer; what is said here is GCN's."""
+    """A kind of layer. What is said here goes for those that say nothing else."""
 
     # what the executor's block has: 'gcn' (symmetric norm, self edges), 'mean', 'one' or 'loop'
     edges: ClassVar[str] = "gcn"
