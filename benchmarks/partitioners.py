@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.partition import repair, undirected
-from gnnplan.planner.graph.partitioners import by_kaminpar, cut, even_out
+from gnnplan.planner.graph.partition import evenly, undirected
+from gnnplan.planner.graph.partitioners import by_kaminpar, loads_of
 
 PER_VERTEX, TRAINED = 20, 0.1
 ONCE = 20_000_000  # larger graphs are partitioned once
@@ -94,9 +94,8 @@ def case(path: Path, by: str, parts: int) -> dict[str, float]:
         if method == "mtkahypar":
             return by_mtkahypar(indptr, indices, parts)
         if threads:
-            return by_kaminpar(indptr, indices, parts, 0, threads=int(threads))
-        part = repair(cut(method, indptr, indices, parts, 0), parts)
-        return even_out(indptr, indices, part, parts, train) if "train" in method else part
+            return by_kaminpar(indptr, indices, parts, 0, loads_of(indptr), int(threads))
+        return evenly(method, indptr, indices, parts, 0, train)
 
     before, start = resident("VmRSS"), time.process_time()
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far

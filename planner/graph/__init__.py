@@ -15,6 +15,8 @@
     generator.py    generated graphs
     statistics.py   graphs of which only statistics are known (datasets/*.yaml)
     partition.py    the part of each vertex
+    partitioners.py METIS and KaMinPar, which cut; training vertices evened out
+    kept.py         what takes long to find, kept on disk
     sampling.py     neighbours drawn for a mini-batch
     links.py        edges for link prediction: held out, drawn, and told from negatives
     batches.py      what a mini-batch is made of: vertices or edges

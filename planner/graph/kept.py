@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 
-VERSION = 3  # raise it when the same key should give another answer
+VERSION = 4  # raise it when the same key should give another answer
 MOST_BYTES = 8 << 30  # of the folder; what was not read for longest goes first
 
 

@@ -68,12 +68,22 @@ def partition(
         return (np.random.default_rng(seed).permutation(vertices) % parts).astype(np.int32)
 
     def compute() -> NDArray[np.int32]:
-        both = undirected(graph)
-        part = repair(cut(method, *both, parts, seed), parts)
-        return even_out(*both, part, parts, graph.train) if method == "kaminpar-train" else part
+        return evenly(method, *undirected(graph), parts, seed, graph.train)
 
     key = f"{version_of(library_of(method))} {graph.stats.hash} {parts} {method} {seed}"
     return cached(key, vertices, parts, compute)
+
+
+def evenly(
+    method: str, indptr: Array, indices: Array, parts: int, seed: int, train: NDArray[np.bool_]
+) -> NDArray[np.int32]:
+    """A library's part [N] of each vertex of a symmetric CSR, no part empty, evened out."""
+    part = repair(cut(method, indptr, indices, parts, seed), parts)
+    if library_of(method) == "kaminpar":
+        even_out(indptr, indices, part, parts, np.ones(part.size, bool))
+    if method == "kaminpar-train":
+        even_out(indptr, indices, part, parts, train)
+    return part
 
 
 def partition_weighted(

@@ -34,9 +34,10 @@ MOST_EDGES = 80_000_000  # directed edges that METIS is given; with the graph th
 EDGE_BYTES = 120
 IMBALANCE = 0.03  # share of the mean by which a part may be larger: METIS's default for k-way cuts
 # A vertex weighs 1 + this * degree / mean degree to KaMinPar. Where all weigh 1, one of 64 parts
-# of an R-MAT graph gets 14 times the mean of edges; with a tenth 2.7, at 1.07 of the vertices.
-EDGE_SHARE = 0.1
-MOST_MARKED = 1.1  # training vertices of a part over their mean
+# of an R-MAT graph gets 14 times the mean of edges, and with this 2.1.
+EDGE_SHARE = 0.25
+MOST_MARKED = 1.08  # vertices of a part over their mean, and training vertices where asked for
+CANDIDATES = 4  # times as many vertices as move are looked at, those with the fewest edges
 
 
 def library_of(method: str) -> str:
@@ -78,8 +79,15 @@ def cut(
     told = inner_phase(f"partitioning into {parts:,} parts by {name}")
     with told if len(indices) >= TOLD_EDGES else nullcontext():
         if name == "KaMinPar":
+            loads = loads_of(indptr) if loads is None else loads
             return by_kaminpar(indptr, indices, parts, seed, loads)
         return by_metis(indptr, indices, parts, seed, loads, objtype=int(method == "metis-volume"))
+
+
+def loads_of(indptr: Array) -> Array:
+    """What each vertex weighs to KaMinPar."""
+    degree = np.diff(indptr)
+    return np.asarray(np.rint(100 * (1 + EDGE_SHARE * degree / degree.mean())))
 
 
 def by_kaminpar(
@@ -87,10 +95,10 @@ def by_kaminpar(
     indices: Array,
     parts: int,
     seed: int,
-    loads: Array | None = None,
+    loads: Array,
     threads: int = 1,
 ) -> NDArray[np.int32]:
-    """KaMinPar's part of each vertex of a symmetric CSR. loads: of vertices [default: EDGE_SHARE].
+    """KaMinPar's part of each vertex of a symmetric CSR. loads: of vertices, whole numbers.
 
     With one thread the same seed gives the same parts, with more it does not. Raises SpecError
     where it is not installed or the graph cannot be handed over."""
@@ -101,9 +109,6 @@ def by_kaminpar(
             f"the partitioner kaminpar cannot be imported ({error}); pip install"
             " 'gnnplan[kaminpar]', or use --partitioner metis"
         ) from error
-    if loads is None:
-        degree = np.diff(indptr)
-        loads = np.rint(100 * (1 + EDGE_SHARE * degree / degree.mean()))
     kaminpar.reseed(seed)
     cutter = kaminpar.KaMinPar(num_threads=threads, ctx=kaminpar.default_context())
     try:  # its Python face reads graphs from files only
@@ -134,8 +139,8 @@ def even_out(
 ) -> NDArray[np.int32]:
     """The partition, changed in place, with at most MOST_MARKED of the mean of `marked` in a part.
 
-    Marked vertices go from the fullest part to the emptiest, and as many others come back. Those go
-    first whose edges are cut least by it."""
+    Marked vertices go from the fullest part to the emptiest, and as many others come back, if there
+    are others. Those go first whose edges are cut least by it."""
     counts = np.bincount(part[marked], minlength=parts)
     most = math.ceil(MOST_MARKED * counts.mean())
     while counts.max() > most:
@@ -143,7 +148,9 @@ def even_out(
         count = int(min(counts[full] - most, most - counts[empty]))
         for here, there, which in ((full, empty, marked), (empty, full, ~marked)):
             rows = np.flatnonzero((part == here) & which)
-            degree = np.diff(indptr)[rows]
+            degree = indptr[rows + 1] - indptr[rows]
+            few = np.argsort(degree, kind="stable")[: CANDIDATES * count]
+            rows, degree = rows[few], degree[few]
             ends = part[indices[ranges(indptr[rows], degree)]]
             pull = (ends == there).astype(np.float64) - (ends == here)
             gain = np.bincount(np.repeat(np.arange(rows.size), degree), pull, rows.size)
@@ -166,9 +173,15 @@ def by_metis(
     adjacency, weights = for_metis(indptr, indices, weights)
     # C's random numbers are the same for seeds 0 and 1
     chosen = pymetis.Options(seed=seed + 1, **options)
-    found = pymetis.part_graph(
-        parts, adjacency, vweights=loads, eweights=weights, recursive=False, options=chosen
-    )
+    try:
+        found = pymetis.part_graph(
+            parts, adjacency, vweights=loads, eweights=weights, recursive=False, options=chosen
+        )
+    except RuntimeError as error:  # it tells no reason
+        raise SpecError(
+            f"METIS failed on {len(indices):,} directed edges ({error}), as it does where memory is"
+            " short; use --partitioner kaminpar or hash (gsplit: splitter='random')"
+        ) from error
     return np.asarray(found.vertex_part, dtype=np.int32)
 
 

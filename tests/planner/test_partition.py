@@ -16,6 +16,7 @@ from gnnplan.planner.graph.graph import in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import (
     chosen,
+    evenly,
     locality_order,
     partition,
     partition_weighted,
@@ -260,6 +261,41 @@ def test_kaminpar_that_is_not_installed_is_named_with_its_remedy(own_cache, grap
         partition(graph, 2, "kaminpar")
 
 
+def test_metis_that_fails_is_told_with_a_remedy(graph, monkeypatch):
+    """'Caught an unknown exception!' was all that a user read of 93 million edges."""
+
+    def fail(*_, **__):
+        raise RuntimeError("Caught an unknown exception!")
+
+    monkeypatch.setattr("pymetis.part_graph", fail)
+    with pytest.raises(
+        SpecError, match=r"METIS failed on 80,000 directed edges .* kaminpar or hash"
+    ):
+        module.cut("metis", graph.indptr, graph.indices, 8, 0)
+
+
+def test_kaminpar_shares_out_the_edges_of_hubs(monkeypatch):
+    pytest.importorskip("kaminpar")
+    rng, hubs = np.random.default_rng(0), 200  # which know each other, among vertices of one edge
+    pairs = np.triu_indices(hubs, 1)
+    leaves = np.arange(hubs, 8000)
+    src = np.concatenate([pairs[0], leaves])
+    dst = np.concatenate([pairs[1], rng.integers(0, hubs, leaves.size)])
+    indptr, indices, _ = in_neighbours(src, dst, 8000, directed=False)
+    degree, marked = np.diff(indptr), np.zeros(8000, bool)
+
+    def most_edges(part):
+        loads = np.bincount(part, degree)
+        return loads.max() / loads.mean()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "EDGE_SHARE", 0.0)
+        alike = evenly("kaminpar", indptr, indices, 8, 0, marked)
+    part = evenly("kaminpar", indptr, indices, 8, 0, marked)
+    assert most_edges(part) < 0.7 * most_edges(alike)
+    assert np.bincount(part).max() <= 1 + 1.08 * 1000
+
+
 def test_kaminpar_cuts_as_well_as_metis_and_balances_weights(graph, monkeypatch, tmp_path):
     pytest.importorskip("kaminpar")
     cuts = {method: cut(graph, partition(graph, 8, method)) for method in ("metis", "kaminpar")}
@@ -270,7 +306,7 @@ def test_kaminpar_cuts_as_well_as_metis_and_balances_weights(graph, monkeypatch,
     assert loads.max() <= 1.05 * loads.mean()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(SpecError, match=r"absent.*cannot be written"):
-        module.by_kaminpar(graph.indptr, graph.indices, 3, 0)
+        module.cut("kaminpar", graph.indptr, graph.indices, 3, 0)
 
 
 def test_training_vertices_are_evened_out_where_a_part_has_most_of_them(graph):
@@ -278,7 +314,7 @@ def test_training_vertices_are_evened_out_where_a_part_has_most_of_them(graph):
     marked = np.random.default_rng(0).random(4000) < np.where(part < 2, 0.4, 0.2)
     even = module.even_out(graph.indptr, graph.indices, part.copy(), 8, marked)
     counts = np.bincount(even[marked], minlength=8)
-    assert counts.max() <= np.ceil(1.1 * counts.mean())
+    assert counts.max() <= np.ceil(1.08 * counts.mean())
     assert np.array_equal(np.bincount(even), np.bincount(part)), "others come back"
     no_edges = np.zeros(4001, np.int64), graph.indices[:0]
     first_ones = module.even_out(*no_edges, part.copy(), 8, marked)
