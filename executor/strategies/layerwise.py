@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, backward, gradient_of, together
+from gnnplan.executor.layers.kernels import (
+    FeatureRows,
+    SparseRows,
+    backward,
+    give_back,
+    gradient_of,
+    together,
+)
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, keep, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -138,6 +145,7 @@ class Worker(base.Worker):
         if not self.shapes.aggregate_cached(1):
             return
         assert isinstance(features, Tensor)
+        give_back()  # what was sent
         self.cached = self.net.layer(1).gather(self.blocks[1], features)
         rows = self.blocks[1].n_dst if self.shapes.layers[0].reads_own else 0
         self.features = features[:0].clone() if own and rows else features[:rows].clone()
