@@ -461,7 +461,8 @@ def drawing_device(
 
 def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     """In-degrees and out-degrees [N]."""
-    return graph.degree, graph.out_degree
+    ins = graph.degree
+    return ins, graph.out_degree if graph.stats.directed else ins
 
 
 class Arriving:

@@ -7,6 +7,9 @@ than those of its layout, they stay in the server's memory, and some are loaded 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,8 +51,19 @@ def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | Spar
         return sparse
     x = features(graph, own, problem.workload, device, sum(len(each[-1]) for each in fetched))
     for label, exchange, _, places in fetched:
-        x[torch.from_numpy(places).to(device)] = exchange.fetch(label, x)
+        if label == INPUT_HALO:  # it lies in the order in which it comes
+            exchange.fetch(label, x, x[rows.size :])
+        else:
+            x[torch.from_numpy(places).to(device)] = exchange.fetch(label, x)
     return x
+
+
+def own_again(rank: Rank, problem: Problem, layout: Layout) -> Callable[[], Tensor] | None:
+    """Reads the features of layer 1's destinations; None where some are another rank's."""
+    own = layout.own(rank.rank)
+    if layout.rows(rank.rank, 1).size > own.size:
+        return None
+    return partial(features, problem.data, own, problem.workload, rank.device)
 
 
 def _preload(layout: Layout, me: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:

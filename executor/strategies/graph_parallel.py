@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from gnnplan.executor.layers.kernels import give_back
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.share import block_of, share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows
+from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows, own_again
 from gnnplan.executor.strategies.halo import RowWeights
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.strategies.vanishing import Vanishing
@@ -60,7 +61,8 @@ def worker_on(
 
     if not trim:
         worker = on(layout, options)
-        worker.keep(constant_rows(rank, problem, layout))
+        give_back()
+        worker.keep(constant_rows(rank, problem, layout), own_again(rank, problem, layout))
         return worker
     kept = ConstantRows(rank, problem, layout, weights, degrees)
 

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, backward, gradient_of, together
+from gnnplan.executor.layers.kernels import (
+    FeatureRows,
+    SparseRows,
+    backward,
+    give_back,
+    gradient_of,
+    together,
+)
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, keep, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -128,14 +135,23 @@ class Worker(base.Worker):
         repeats = self.problem.workload.repeats and not isinstance(self.features, SparseRows)
         return alone and repeats and triton_kernels() is not None
 
-    def keep(self, features: Tensor | SparseRows) -> None:
-        """Take features that stay, and aggregate them once if layer 1 always reads the same."""
+    def keep(self, features: Tensor | SparseRows, own: Callable[[], Tensor] | None) -> None:
+        """Take features that stay, and aggregate them once if layer 1 always reads the same.
+
+        own: reads those of the rank's destinations again, where they are rows of its own. So they
+        are never there beside the aggregate and all that it is made of.
+        """
         self.features = features
-        if self.shapes.aggregate_cached(1):
-            assert isinstance(self.features, Tensor)
-            self.cached = self.net.layer(1).gather(self.blocks[1], self.features)
-            reads_own = self.shapes.layers[0].reads_own
-            self.features = self.features[: self.blocks[1].n_dst if reads_own else 0].clone()
+        if not self.shapes.aggregate_cached(1):
+            return
+        assert isinstance(features, Tensor)
+        give_back()  # what was sent
+        self.cached = self.net.layer(1).gather(self.blocks[1], features)
+        rows = self.blocks[1].n_dst if self.shapes.layers[0].reads_own else 0
+        self.features = features[:0].clone() if own and rows else features[:rows].clone()
+        del features
+        if own and rows:
+            self.features = own()
 
     # -- one step ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from gnnplan.executor.layers.kernels import sent
 from gnnplan.executor.minibatch.share import Part, share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies.constant_rows import constant_rows
+from gnnplan.executor.strategies.constant_rows import constant_rows, own_again
 from gnnplan.executor.strategies.halo import fresh_places
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.planner.ownership.layout import Layout
@@ -39,7 +39,7 @@ class Vanishing(Worker):
         self.share = share_of(layout, rank.rank, net.edges, problem.workload)
         # the share of a step has the rows that cross
         super().__init__(rank, problem, self.share, replace(options, policy=FRESH), net)
-        self.keep(constant_rows(rank, problem, layout))
+        self.keep(constant_rows(rank, problem, layout), own_again(rank, problem, layout))
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         varying = self.share.parts[self.problem.model.first_varying :]

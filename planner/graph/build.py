@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked_fields
 from gnnplan.planner.graph.graph import (
     MOST_VERTICES,
     Array,
+    Cut,
     Features,
     Graph,
     GraphStats,
@@ -139,8 +141,20 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
         notes=tuple(notes),
         directed=directed,
     )
-    masks = train, val, test
-    return finish(Graph(stats, indptr, indices, x, y, *masks, (), vertex_fields, edge_fields))
+    masks, cut = (train, val, test), None if parts.owner is None else cut_by(path, parts.owner)
+    fields = vertex_fields, edge_fields
+    return finish(Graph(stats, indptr, indices, x, y, *masks, (), *fields, cut=cut))
+
+
+def cut_by(path: str, owner: Array) -> Cut:
+    """The cut of another library. Raises SpecError for parts without vertices."""
+    sizes = np.bincount(owner)
+    if (empty := np.flatnonzero(sizes == 0)).size:
+        raise SpecError(
+            f"{path}: part {empty[0]} of {sizes.size} has no vertices; partition it again"
+        )
+    kept = np.ascontiguousarray(owner, np.int32)
+    return Cut(sizes.size, "metis", kept, blake2b(kept.data, digest_size=16).hexdigest())
 
 
 def _features(parts: Parts) -> Features | None:

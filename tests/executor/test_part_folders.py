@@ -3,6 +3,9 @@ of graph parallelism opens no file with rows or edges of another part."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +84,45 @@ def test_sparse_features_are_read_by_part(run_ranks: Ranks, tmp_path: Path) -> N
     results = run_ranks(2, cases)
     assert results[0].losses == results[1].losses and results[2].losses == results[3].losses
     assert results[4].losses == results[5].losses
+
+
+MAIN = "import sys; sys.argv[0] = 'gnnplan'; from gnnplan.cli import main; main()"
+
+
+def said(*words: str) -> str:
+    command = [sys.executable, "-c", MAIN, *words]
+    return subprocess.run(command, check=True, text=True, capture_output=True).stdout
+
+
+def set_up(tmp_path: Path, name: str, source: str, dropout: float) -> tuple[list[int], float]:
+    """Memory of each rank's process at the end of its set-up, and what a part takes [B]."""
+    folder, plan, out = (tmp_path / f"{name}{end}" for end in ("", ".json", ".out"))
+    said("partition", source, "-k", "2", "-o", str(folder))
+    model = "--strategy", "graph_parallel", "--layers", "2", "--hidden", "8"
+    graph = "--graph", str(folder), "--dropout", str(dropout)
+    said("plan", *graph, *model, "-o", str(plan))
+    said("run", str(plan), "--epochs", "1", "--out", str(out))
+    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    use = json.loads(plan.read_text())["best"]["predicted"]["memory"]
+    return [rank["setup_rss_bytes"] for rank in ranks], use["features"] + use["graph"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["aggregated once", "not"])
+def test_the_set_up_of_a_rank_takes_little_more_than_its_part(
+    tmp_path: Path, dropout: float
+) -> None:
+    """By what processes had resident, against one whose part is next to nothing."""
+    sizes = "features={}&classes=4&seed=0&vertices={}&edges={}"
+    small = "synthetic:community?" + sizes.format(8, 100, 400)
+    large = "synthetic:community?" + sizes.format(700, 60_000, 400_000)
+    (nothing, _), (taken, part) = (
+        set_up(tmp_path, name, source, dropout)
+        for name, source in (("small", small), ("large", large))
+    )
+    assert part > 90e6
+    for before, after in zip(nothing, taken, strict=True):
+        assert after - before <= 1.3 * part
 
 
 def test_a_rank_reads_its_own_part_only(graphs: dict[str, str], tmp_path: Path) -> None:

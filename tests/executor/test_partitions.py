@@ -20,6 +20,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.ownership.parts import write_parts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -118,6 +119,28 @@ def test_pyg_reads_a_part_per_rank(asked: Asked, tmp_path: Path):
     assert len(edges) == len(set(edges)) and set(edges) == asked.edges
     assert np.array_equal(torch.load(folder / "label.pt").numpy(), asked.graph.y)
     assert np.array_equal(torch.load(folder / "split.pt")["train_mask"].numpy(), asked.graph.train)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "library"), [("distdgl", "dgl"), ("pyg", "torch_geometric")])
+def test_parts_of_others_are_read_again(asked: Asked, tmp_path: Path, name: str, library: str):
+    """The graph that was written, cut as it was; and so it can become a folder of our parts."""
+    needed(library)
+    folder = tmp_path / "parts"
+    getattr(partitions, name)(asked.problem, asked.strategy, folder)
+    found, graph = load(str(folder)), asked.graph
+    assert isinstance(found, Graph) and found.cut is not None
+    assert found.stats.hash == graph.stats.hash
+    for array in ("indptr", "indices", "x", "y", "train", "val", "test"):
+        assert np.array_equal(getattr(found, array), getattr(graph, array)), array
+    assert np.array_equal(partition(found, 4), asked.gpu)
+    write_parts(found, found.cut.owner, "metis", 0, tmp_path / "ours")
+    ours = load(str(tmp_path / "ours"))
+    assert isinstance(ours, Graph) and np.array_equal(partition(ours, 4), asked.gpu)
+    part = {"distdgl": "part1/graph.dgl", "pyg": "part_1/graph.pt"}[name]
+    (folder / part).unlink()
+    with pytest.raises(SpecError, match=part):
+        load(str(folder))
 
 
 def test_what_fails_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -41,6 +41,7 @@ from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_m
 from gnnplan.executor.layers.kernels.page_locked import on_device, pinned, sent, together
 from gnnplan.executor.layers.kernels.runtime import (
     backward,
+    give_back,
     gradient_of,
     keep_allocator,
     pin_no_more_than_asked,
@@ -64,6 +65,7 @@ __all__ = [
     "code_of",
     "dropout",
     "dropout_mask",
+    "give_back",
     "gradient_of",
     "keep_allocator",
     "linear",

@@ -93,7 +93,7 @@ class Block:
         if weight.shape != (self.edges,):
             raise ValueError(f"{self.edges} edges need as many weights, not {tuple(weight.shape)}")
         self.weight = weight.contiguous().to(self.indptr.device)
-        self.t_weight = self.weight[self.order.long()]
+        self.t_weight = self.weight.index_select(0, self.order)
 
     def own_rows(self, rows: Rows) -> Rows:
         """Those of the destinations, the first of the sources' rows [S, H].

@@ -23,6 +23,7 @@ from gnnplan.planner.graph.formats import (
     networkx_graphs,
     ogb,
     parquet,
+    partitioned,
     pyg,
     sparse,
     text,
@@ -88,6 +89,8 @@ FOLDERS: tuple[Format, ...] = (
     Format("gnnplan's folder", lambda f: f.has("src.npy"), _own),
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
     Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), graphsaint.read),
+    Format("DistDGL's parts", lambda f: partitioned.is_distdgl(f.path), dgl_graphs.read),
+    Format("PyG's parts", lambda f: f.has("META.json", "node_map.pt"), partitioned.read_pyg),
     Format("OGB's folder", lambda f: bool(ogb.raws_of(f.path)), ogb.read),
 )
 FILES: tuple[Format, ...] = (

@@ -4,6 +4,7 @@ A damaged .bin makes DGL's C++ end its process, so a process of its own reads it
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import numpy as np
 from gnnplan.planner.graph.arrays import read_own
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.formats.mapped import write
+from gnnplan.planner.graph.formats.partitioned import read_distdgl
 from gnnplan.planner.graph.parts import Parts, library, reading, take_fields, take_vertex_data
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 
@@ -42,7 +44,9 @@ def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
 
 
 def read(path: str) -> Parts:
-    """The graph of a .bin file. Raises SpecError, also where DGL ends its process."""
+    """The graph of a .bin file, or of DistDGL's folder of parts.
+
+    Raises SpecError, also where DGL ends its process."""
     with tempfile.TemporaryDirectory(prefix="gnnplan-") as folder:
         out = Path(folder) / "graph"
         # -P: a folder named gnnplan in the working directory must not hide the package
@@ -57,7 +61,10 @@ def read(path: str) -> Parts:
                 f"{path}: cannot be read as a DGL graph (DGL ended with {done.returncode}); the"
                 " file is damaged, save it again with dgl.save_graphs"
             )
-        parts = replace(read_own(str(out)), path=path)
+        owner = out / "owner.npy"
+        kept = np.load(owner, allow_pickle=False) if owner.exists() else None
+        owner.unlink(missing_ok=True)
+        parts = replace(read_own(str(out)), path=path, owner=kept)
     if parts.x is not None:
         parts.x = np.asarray(parts.x)  # mapped still, but its file has no name any more
     parts.vertex_fields = {name: np.asarray(field) for name, field in parts.vertex_fields.items()}
@@ -66,12 +73,20 @@ def read(path: str) -> Parts:
 
 
 def _main(path: str, out: str) -> None:
-    """Read a .bin, and write it as a folder of arrays."""
+    """Read a .bin or DistDGL's parts, and write it as a folder of arrays."""
     import resource  # not on Windows
 
-    limit = OWN_MEMORY + PER_BYTE * Path(path).stat().st_size
+    files = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
+    limit = OWN_MEMORY + PER_BYTE * sum(file.stat().st_size for file in files)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     dgl = library("dgl")
+    if os.path.isdir(path):
+        with reading(path, "DistDGL's parts"):
+            write(parts := read_distdgl(path), Path(out))
+            assert parts.owner is not None
+            np.save(Path(out) / "owner.npy", parts.owner)
+        print(*(f"note: {note}" for note in parts.notes), sep="\n")
+        return
     with reading(path, "a DGL graph"):
         graphs, _ = dgl.load_graphs(path)
         if len(graphs) != 1:

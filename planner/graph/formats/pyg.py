@@ -46,7 +46,7 @@ class _Record:
             self.__dict__.update(state)
 
 
-def _dictionary(factory: Any) -> dict[Any, Any]:
+def _dictionary(factory: Any = None) -> dict[Any, Any]:
     """Stands for a defaultdict, which torch does not fill."""
     return {}
 

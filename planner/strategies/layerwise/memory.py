@@ -171,11 +171,12 @@ def _during_setup(
     options: ExchangeOptions,
 ) -> np.ndarray:
     """The most bytes held while constant rows arrive and layer 1's aggregate is made [ranks]."""
-    passing = [
-        op.work.nbytes.sum(0) + op.work.nbytes.sum(1)
-        for op in program.setup()
-        if isinstance(op.work, Exchange)
-    ]
+    passing = []
+    for op in program.setup():
+        if isinstance(op.work, Exchange):
+            # a dense halo comes to where it stays
+            stays = op.op == "input_halo" and not problem.model.nonzeros
+            passing.append(op.work.nbytes.sum(1) + (0 if stays else op.work.nbytes.sum(0)))
     held = _read(problem, layout)
     for layer, spec in enumerate(problem.model.layers, 1):
         f = options.facts(problem, layout, layer)
@@ -185,5 +186,9 @@ def _during_setup(
         )
     most = np.asarray(held + np.max(passing, axis=0))
     if problem.model.aggregate_cached(1):
-        most = np.asarray(np.maximum(most, held + _constant(problem, layout)))
-    return most
+        # rows of its own are read again when the others have gone
+        kept, rows = _constant(problem, layout), layout.facts(1).rows
+        made = np.asarray(problem.model.features_held(rows), dtype=float)
+        beside = np.where(rows > layout.row_counts(problem.workload.layers), kept, made)
+        most = np.maximum(most, np.maximum(held + beside, kept))
+    return np.asarray(most)
