@@ -779,13 +779,6 @@ REFUSED = {
 }
 # what our own layers lack, and the module's own calls do
 CARRIED = {
-    "unknown convolution": frame(
-        PLAIN,
-        "self.a = ChebConv(in_channels, 8, K=2)",
-        PYG + "from torch_geometric.nn import ChebConv",
-    ),
-    "aggregation": frame(PLAIN, "self.a = SAGEConv(in_channels, 8, aggr='max')"),
-    "attention dropout": frame(PLAIN, "self.a = GATConv(in_channels, 8, dropout=0.6)"),
     "several heads at the end": frame(
         PLAIN, "self.b = GATConv(8, out_channels, heads=2, concat=False)"
     ),
@@ -811,12 +804,7 @@ CARRIED = {
         "self.c = GCNConv(8, 8)",
     ),
     "Linear": frame("return self.m(self.a(x, edge_index).relu())", "self.m = nn.Linear(8, 4)"),
-    "frozen": frame(PLAIN, "for p in self.a.parameters(): p.requires_grad_(False)"),
-    "no gradient": frame(
-        "with torch.no_grad():\n    x = self.a(x, edge_index)\nreturn self.b(x.relu(), edge_index)"
-    ),
     "hook": frame(PLAIN, "self.a.register_forward_hook(lambda m, i, o: o * 3)"),
-    "weight norm": frame(PLAIN, "nn.utils.parametrizations.weight_norm(self.a.lin)"),
     "output": frame("return self.b(self.a(x, edge_index).relu(), edge_index).relu()"),
     "sum of sums": frame(
         "h = self.a(x, edge_index).relu()\ny = h + self.c(h, edge_index)\n"
@@ -841,10 +829,6 @@ CARRIED = {
         "return self.lin(self.m([h1, h2, h3]))", "self.m = JumpingKnowledge('max')"
     ),
     "ReLU of a sum": jumping("return self.lin((h1 + h2 - h3).relu())"),
-    "norm without weights": frame(
-        "return self.b(self.m(self.a(x, edge_index)).relu(), edge_index)",
-        "self.m = nn.BatchNorm1d(8, affine=False)",
-    ),
     "rows before their ReLU": jumping("return self.lin(y1 + h2 + h3)"),
     "some rows dropped": jumping("return self.lin(h1 + h2 + F.dropout(h3, 0.5, self.training))"),
     "a layer after rows have met": jumping(

@@ -147,7 +147,7 @@ def seeds(by_day: int, by_night: int) -> list[object]:
     return [*range(by_day), *nights]
 
 
-@pytest.mark.parametrize("seed", seeds(8, 75))
+@pytest.mark.parametrize("seed", seeds(4, 75))
 def test_what_is_better_makes_no_recommendation_slower(seed: int):
     """Six of 102 questions were answered by a slower epoch after a better link or device, up to 44
     %: regret depends on what else there is, and on lopsided ranges. A lossy strategy may give way
@@ -168,7 +168,7 @@ def test_what_is_better_makes_no_recommendation_slower(seed: int):
         assert gives_way or after.best.value <= before.best.value * ROUNDING, asked
 
 
-@pytest.mark.parametrize("seed", seeds(2, 12))
+@pytest.mark.parametrize("seed", seeds(1, 12))
 def test_what_is_better_makes_no_training_worth_less(seed: int):
     """To the end of the training, in both modes and on the sizes that a plan compares; fewer GPUs
     are named where they are worth nearly as much."""

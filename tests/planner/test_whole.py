@@ -42,7 +42,11 @@ def test_a_small_graph_is_not_distributed():
 
 @pytest.mark.parametrize(
     ("graph", "cluster"),
-    [("ogbn-papers100M", "dgx_a100"), ("friendster", "dgx_a100"), ("friendster", "l4_box")],
+    [
+        ("friendster", "dgx_a100"),
+        pytest.param("ogbn-papers100M", "dgx_a100", marks=pytest.mark.nightly),
+        pytest.param("friendster", "l4_box", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_large_graph_trains_on_mini_batches(graph: str, cluster: str):
     """The answer was a lossy strategy for the full graph, though everyone samples there."""
