@@ -258,6 +258,32 @@ def test_a_device_samples_with_few_waits(
         assert counts["launches"] <= SAMPLED[model] + 6 * ("cache" in knobs), operations
 
 
+@pytest.mark.parametrize(
+    ("strategy", "graph", "more"),
+    [
+        ("data_parallel", "sparse", {}),
+        ("data_parallel", "rough", {"task": "link", "negatives": 2, "batch": 80}),
+        ("data_parallel(prefetch=2,cache=900)", "rough", {"dtype": "float64"}),
+        ("data_parallel", "rough", {"dtype": "bfloat16", "fanout": "full"}),
+        ("gsplit", "rough", {}),
+    ],
+)
+def test_a_device_samples_other_batches(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    pretend_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    graph: str,
+    more: dict[str, object],
+) -> None:
+    case = case_of(strategy, "sage", graphs[graph], **more)
+    alone = run_ranks.alone(case_of(strategy.split("(")[0], "sage", graphs[graph], **more))
+    found = trained(case, pretend_device, tmp_path, monkeypatch, may_wait=True, sampler="device")[0]
+    assert found.losses == pytest.approx(alone.losses, rel=1e-2 if "dtype" in more else 1e-5)
+
+
 @pytest.mark.parametrize("kind", ["mean", "gcn", "one", "loop"])
 def test_launches_and_waits_of_a_sampler_are_those_that_are_priced(
     graphs: dict[str, str], pretend_device: Device, kind: str
