@@ -7,7 +7,7 @@ A row whose parameters name its `software` is predicted with what is here:
     kernels       They gather whole rows. Attention is several operations along edges, each of which
                   reads and writes a number per edge and head, or in PyG a row per edge.
     samplers      So many `workers` draw and lay out batches for a rank, on cores that all ranks of
-                  a server share; or the GPU does.
+                  a server share; or the GPU does, as ours do (device_sampler.py).
     loads         The program slices features in the server's memory, and copies them from memory
                   that is not pinned, between two batches. SALIENT's and SGNN's samplers slice; or
                   the GPU reads the server's memory (`reads`). Features may have half width
@@ -51,7 +51,6 @@ CONSTANTS = {
     "dgl": 3e6,  # [edges/s] that a worker of this program draws and lays out
     "pyg": 2e6,
     "salient": 4e6,
-    "gpu": 3e8,  # [edges/s] of a sampler on a GPU
     "slicing": 6e9,  # [B/s] of rows that a program picks in the server's memory
     "memory": 2e10,  # [B/s] the same, of all programs of a server together
 }
@@ -131,9 +130,7 @@ def cluster_of(whole: Cluster, row: Row, constants: Mapping[str, float] | None =
 
 
 def _sampling(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> float:
-    """Edges per second of a rank's samplers."""
-    if params.get("sampler") == "device":
-        return constants["gpu"]
+    """Edges per second of a rank's samplers on the host."""
     workers = int(params.get("workers", 1))
     cores = np.inf if whole.cores is None else whole.cores / ranks
     of = {"sgnn": "salient", "pgl": "dgl"}.get(params["software"], params["software"])
@@ -192,9 +189,9 @@ class InterpretedModel(TheirModel):
     def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
         if not spec.matrices:
             return 0, 0
-        ways = getattr(self.program.calls, spec.kind)
         if not self.relu:
             return ALONE
+        ways = getattr(self.program.calls, spec.kind)
         others = 1 + (self.dropout > 0 and spec.drops)  # ReLU, dropout
         return ways[0] + others, ways[1] + others
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, HIT, HOST, Store
-from gnnplan.planner.strategies.minibatch.step import ID
+from gnnplan.planner.strategies.minibatch.step import ID, picks_there
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -65,16 +66,26 @@ class FeatureStore:
         Where these are all that a batch reads, dense ones have `room` more rows, not filled."""
         return self._host(ids, room if self.store is None else 0)
 
-    def complete(self, loaded: FeatureRows, ids: Ids, step: int, room: int = 0) -> FeatureRows:
+    def complete(
+        self,
+        loaded: FeatureRows,
+        ids: Ids,
+        step: int,
+        room: int = 0,
+        there: Tensor | None = None,
+    ) -> FeatureRows:
         """Features [R, F] of these vertices on the device, in order; all ranks call it together.
 
         `loaded`: what `load` returned. Dense features have `room` more rows, which are not filled.
-        Spans and bytes are recorded under the operations of `step`.
+        `there`: the ids on the device, if they are. Spans and bytes are recorded under the
+        operations of `step`.
         """
         rank, store = self.rank, self.store
         if store is None:
             self._count(np.full(ids.size, HOST))
             return loaded
+        if there is not None and picks_there(self.problem, store):
+            return self._picked(loaded, there, step)
         kind, provider = store.of(rank.rank, ids)
         self._count(kind)
         hits = np.flatnonzero(kind == HIT)
@@ -89,6 +100,23 @@ class FeatureStore:
         rows = merged(parts, ids.size, rank.device)
         if room and isinstance(rows, Tensor):
             rows = torch.cat([rows, rows.new_empty(room, rows.shape[1])])
+        return rows
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """The place of each vertex in the cache [N]; -1: it is not there."""
+        assert self.store is not None
+        return torch.from_numpy(self.store.slot(self.rank.rank)).to(self.rank.device)
+
+    def _picked(self, loaded: FeatureRows, ids: Tensor, step: int) -> Tensor:
+        """`complete`, where the cache has the rows that were not loaded. The host looks up none."""
+        assert isinstance(loaded, Tensor) and isinstance(self.cached, Tensor)
+        with self.rank.recorder.span(Label("pick", step), "compute"):
+            place = self._places[ids]
+            rows = self.cached.index_select(0, place.clamp(min=0))
+            absent_first = place.clamp(max=0).argsort(stable=True)
+            rows.index_copy_(0, absent_first[: len(loaded)], loaded)
+        self._count(np.repeat([HOST, HIT], [len(loaded), len(ids) - len(loaded)]))
         return rows
 
     def _from_ranks(self, ids: Ids, provider: NDArray[np.int32], step: int) -> FeatureRows:

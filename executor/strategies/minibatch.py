@@ -162,7 +162,7 @@ class Worker(base.Worker):
         """What layer 1 or the encoder reads: own rows, and a halo that its owners send."""
         first = share.parts[0]
         own, room = self._own(first)
-        rows = self.store.complete(worker.features, own, step, room)
+        rows = self.store.complete(worker.features, own, step, room, first.ids)
         if not self._reads_halo(first):
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]

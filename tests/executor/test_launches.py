@@ -225,7 +225,7 @@ def loads(problem: Problem, case: Case) -> dict[str, int]:
 SAMPLED = {"sage": 311, "gcn": 372, "gat": 386}  # launches of a step of three layers
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("knobs", ["", "prefetch=1", "cache=1500", "cache=9000"])
 @pytest.mark.parametrize("model", SAMPLED)
 def test_a_device_samples_with_few_waits(
     run_ranks: Ranks,
@@ -234,13 +234,13 @@ def test_a_device_samples_with_few_waits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     model: str,
-    prefetch: int,
+    knobs: str,
 ) -> None:
     """Two in each layer, for how many edges and rows there are, and one for the rows' ids. Seeds
     and labels go there, with rows from the server's memory; ids come back. Losses are those of a
-    sampler on the host. With prefetch a thread does all of it, beside the step before."""
-    strategy = f"data_parallel(prefetch={prefetch})" if prefetch else "data_parallel"
-    case = case_of(strategy, model, graphs["rough"])
+    sampler on the host. With prefetch a thread does all of it, beside the step before. Rows of a
+    cache are found where it is."""
+    case = case_of(f"data_parallel({knobs})", model, graphs["rough"])
     alone = run_ranks.alone(case_of("data_parallel", model, graphs["rough"]))
     found, counts, operations = trained(
         case, pretend_device, tmp_path, monkeypatch, may_wait=True, sampler="device"
@@ -252,9 +252,36 @@ def test_a_device_samples_with_few_waits(
     assert first_disorder(settled.schedule(problem, steps), found.spans, steps) is None
     loaded = {span.label: span.nbytes for span in found.spans if span.op == "load"}
     assert loads(problem, case) == loaded
-    if not prefetch:
-        assert counts["waits"] == 2 * 3 + 1 and counts["copies"] == 4, operations
-        assert counts["launches"] <= SAMPLED[model], operations
+    if knobs != "prefetch=1":
+        brought = knobs != "cache=9000"  # by the host; there all rows are
+        assert counts["waits"] == 2 * 3 + 1 and counts["copies"] == 3 + brought, operations
+        assert counts["launches"] <= SAMPLED[model] + 6 * ("cache" in knobs), operations
+
+
+@pytest.mark.parametrize(
+    ("strategy", "graph", "more"),
+    [
+        ("data_parallel", "sparse", {}),
+        ("data_parallel", "rough", {"task": "link", "negatives": 2, "batch": 80}),
+        ("data_parallel(prefetch=2,cache=900)", "rough", {"dtype": "float64"}),
+        ("data_parallel", "rough", {"dtype": "bfloat16", "fanout": "full"}),
+        ("gsplit", "rough", {}),
+    ],
+)
+def test_a_device_samples_other_batches(
+    run_ranks: Ranks,
+    graphs: dict[str, str],
+    pretend_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    graph: str,
+    more: dict[str, object],
+) -> None:
+    case = case_of(strategy, "sage", graphs[graph], **more)
+    alone = run_ranks.alone(case_of(strategy.split("(")[0], "sage", graphs[graph], **more))
+    found = trained(case, pretend_device, tmp_path, monkeypatch, may_wait=True, sampler="device")[0]
+    assert found.losses == pytest.approx(alone.losses, rel=1e-2 if "dtype" in more else 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mean", "gcn", "one", "loop"])

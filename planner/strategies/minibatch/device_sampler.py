@@ -29,6 +29,7 @@ from gnnplan.planner.vocabulary.schedule import Compute
 # A radix sort moves keys of 32 bits and places of 64, 8 bits of the keys at a time [B per key].
 SORT = 4 * 2 * (4 + 8)
 SECTOR = 32  # [B] that a GPU reads of its own memory for one number
+FOUND = 8 + SECTOR + 5 * 4 + 8  # [B] for a row that is looked up by its id
 WAIT = 2  # launches that the host could make while it waits for a number
 
 
@@ -85,6 +86,11 @@ def laying(facts: LayerFacts, edges: str) -> Compute:
     """A layer's block."""
     passes = LAY[edges]
     return Compute(elementwise_bytes=np.asarray(passes.of(facts)), launches=passes.launches)
+
+
+def finding(facts: LayerFacts) -> Compute:
+    """Which rows of a batch are cached and where, of layer 1's: a look-up, and a sort of misses."""
+    return Compute(elementwise_bytes=(FOUND + SORT) * facts.sources, launches=5)
 
 
 def held(problem: Problem, batch: MiniBatch) -> np.ndarray:

@@ -29,11 +29,13 @@ from gnnplan.planner.strategies.minibatch.step import (
     lays_there,
     lists_there,
     loaded_bytes,
+    picks_there,
 )
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Program
 
 PLACE = 8  # [B] of an edge's place in the order of an epoch
+PLACE_IN_CACHE = 4  # [B] of a vertex's, on a GPU that lays out its batches
 
 
 def memory(
@@ -78,11 +80,14 @@ def memory(
     graph = graph + of_lists(problem, lists, own_process, store) + of_order(problem, prefetch)
     if there and problem.stats.directed and any(s.edges == "gcn" for s in model.layers):
         graph = graph + ENTRY * problem.stats.vertices  # out-degrees
+    cache = zero + (store.held(problem) if store else 0)
+    if there and store and picks_there(problem, store):
+        cache = cache + PLACE_IN_CACHE * problem.stats.vertices
     return {
         "parameters": zero + model.weights * b,
         "optimizer": zero + problem.workload.beside_a_weight * model.weights * b,
         "features": features,
-        "cache": zero + (store.held(problem) if store else 0),
+        "cache": cache,
         "activations": activations,
         "halo": zero,
         "graph": graph,

@@ -61,7 +61,7 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import (
     EstimatedStructure,
     Structure,
 )
-from gnnplan.planner.strategies.minibatch.device_sampler import sampled
+from gnnplan.planner.strategies.minibatch.device_sampler import finding, sampled
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store, row_bytes
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import (
@@ -121,7 +121,7 @@ def step(
     if prefetch:
         # takes no time if the batch is there
         yield Op("wait", work=Compute(), idle=True)
-    yield from gathered(problem, batch, store)
+    yield from gathered(problem, batch, store, there)
     if batch.meets(1) and problem.model.first_varying == 1:
         if isinstance(batch, EstimatedBatch):
             row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
@@ -213,17 +213,28 @@ def drawing(
         yield Op("edges", layer=layer, work=neighbours, ahead="host")
 
 
-def gathered(problem: Problem, batch: MiniBatch, store: Features | None) -> Iterator[Op]:
+def picks_there(problem: Problem, store: Features) -> bool:
+    """Whether a GPU that has laid out a batch finds its rows among those that it caches."""
+    return store.caches and not store.asks.any() and not problem.model.nonzeros
+
+
+def gathered(
+    problem: Problem, batch: MiniBatch, store: Features | None, there: bool = False
+) -> Iterator[Op]:
     """The operations that bring each rank its own rows of h_0 that no `load` brings.
 
     All ranks take part in an exchange if any of them may, so that they agree without a message.
+    there: GPUs lay out their batches.
     """
     if store is None:
         return
     loads = store.loads_of(problem, batch)
     if store.caches:
         moved = 2 * loads.hits.astype(np.float64)  # read and written
-        yield Op("pick", work=Compute(elementwise_bytes=moved, launches=1))
+        pick = Compute(elementwise_bytes=moved, launches=1)
+        if there and picks_there(problem, store):
+            pick = pick + finding(batch.facts(1))
+        yield Op("pick", work=pick)
     if store.asks.any():
         yield from told("ask", loads.asked, store.asks)
         yield Op("fetch", work=Exchange(loads.fetched))
