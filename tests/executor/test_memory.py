@@ -255,118 +255,78 @@ FEW_TRAIN = f"{DENSE}&train=0.02"
 SAGE = {"model": "sage", "layers": 3, "hidden": 128}
 DEEP = {"model": "gcnii", "layers": 12, "hidden": 64, "dropout": 0.5}
 RES = {"model": "resgcn", "layers": 8, "hidden": 64, "dropout": 0.5}
+
+
+def on(
+    ranks: int, strategy: str, graph: str, workload: dict[str, Any], servers: int = 1, **more: Any
+) -> tuple[int, Case]:
+    """So many ranks, and what they train."""
+    return ranks, Case(strategy, graph, {**workload, **more}, servers)
+
+
 RUNS = {
-    "checkpoints": (2, Case("graph_parallel(checkpoint=True)", THIN, {**RES, "layers": 12})),
-    "graph parallel": (2, Case("graph_parallel", DENSE, SAGE)),
-    "offload": (1, Case("offload(chunks=4)", MANY, {**SAGE, "dropout": 0.5})),
-    "offload, two devices": (
+    "checkpoints": on(2, "graph_parallel(checkpoint=True)", THIN, RES, layers=12),
+    "graph parallel": on(2, "graph_parallel", DENSE, SAGE),
+    "offload": on(1, "offload(chunks=4)", MANY, SAGE, dropout=0.5),
+    "offload, two devices": on(2, "offload(chunks=4)", MANY, SAGE, hidden=126, dropout=0.5),
+    "narrow": on(
         2,
-        Case("offload(chunks=4)", MANY, {**SAGE, "hidden": 126, "dropout": 0.5}),
+        "graph_parallel(narrow=True)",
+        DENSE,
+        {"model": "gcn"},
+        layers=3,
+        hidden=130,
+        norm="layer",
     ),
-    "narrow": (
-        2,
-        Case(
-            "graph_parallel(narrow=True)",
-            DENSE,
-            {"model": "gcn", "layers": 3, "hidden": 130, "norm": "layer"},
-        ),
-    ),
-    "attention": (
-        2,
-        Case("graph_parallel", THIN, {"model": "gat", "layers": 3, "hidden": 64, "heads": 2}),
-    ),
-    "propagation": (2, Case("graph_parallel", MANY, {"model": "sgc", "layers": 4, "dropout": 0.5})),
-    "columns": (
-        2,
-        Case("feature_parallel", DENSE, {**SAGE, "hidden": 116, "norm": "layer", "dropout": 0.5}),
-    ),
+    "attention": on(2, "graph_parallel", THIN, {"model": "gat"}, layers=3, hidden=64, heads=2),
+    "propagation": on(2, "graph_parallel", MANY, {"model": "sgc"}, layers=4, dropout=0.5),
+    "columns": on(2, "feature_parallel", DENSE, SAGE, hidden=116, norm="layer", dropout=0.5),
     # no gradient goes to constant features, however wide they are
-    "columns, wide features": (
+    "columns, wide features": on(
         2,
-        Case(
-            "feature_parallel",
-            DENSE.replace("features=64", "features=400"),
-            {**SAGE, "layers": 4, "hidden": 32, "dropout": 0.3},
-        ),
+        "feature_parallel",
+        DENSE.replace("features=64", "features=400"),
+        SAGE,
+        layers=4,
+        hidden=32,
+        dropout=0.3,
     ),
-    "columns, alternating": (
-        2,
-        Case(
-            "feature_parallel(order='alternating')",
-            DENSE,
-            {"model": "gcn", "layers": 4, "hidden": 138},
-        ),
+    "columns, alternating": on(
+        2, "feature_parallel(order='alternating')", DENSE, {"model": "gcn"}, layers=4, hidden=138
     ),
-    "tiles": (
-        4,
-        Case("tensor3d(x=2,y=1,z=2)", DENSE, {**SAGE, "hidden": 118, "dropout": 0.5}),
+    "tiles": on(4, "tensor3d(x=2,y=1,z=2)", DENSE, SAGE, hidden=118, dropout=0.5),
+    "tiles, sums made once": on(
+        2, "tensor3d(x=1,y=2,z=1)", DENSE, {"model": "gcn"}, layers=4, hidden=142
     ),
-    "tiles, sums made once": (
-        2,
-        Case("tensor3d(x=1,y=2,z=1)", DENSE, {"model": "gcn", "layers": 4, "hidden": 142}),
-    ),
-    "pipegcn": (2, Case("pipegcn", DENSE, {**SAGE, "hidden": 124, "dropout": 0.5})),
-    "bfloat16": (
-        2,
-        Case("granndis(depth=1)", DENSE, {**SAGE, "dtype": "bfloat16", "hidden": 140}, servers=2),
-    ),
-    "bfloat16, pipeline": (
-        2,
-        Case("gnnpipe(chunks=4)", THIN, {**DEEP, "hidden": 74, "dtype": "bfloat16"}),
-    ),
-    "few bits": (2, Case("graph_parallel(bits=2)", DENSE, {**SAGE, "hidden": 132})),
-    "few bits, each row its own": (
-        2,
-        Case("graph_parallel(bits='adaptive')", DENSE, {**SAGE, "hidden": 136}),
-    ),
-    "few bits, late": (
-        2,
-        Case("pipegcn(bits=8)", DENSE, {**SAGE, "hidden": 134, "dropout": 0.5}),
-    ),
+    "pipegcn": on(2, "pipegcn", DENSE, SAGE, hidden=124, dropout=0.5),
+    "bfloat16": on(2, "granndis(depth=1)", DENSE, SAGE, dtype="bfloat16", hidden=140, servers=2),
+    "bfloat16, pipeline": on(2, "gnnpipe(chunks=4)", THIN, DEEP, hidden=74, dtype="bfloat16"),
+    "few bits": on(2, "graph_parallel(bits=2)", DENSE, SAGE, hidden=132),
+    "few bits, each row its own": on(2, "graph_parallel(bits='adaptive')", DENSE, SAGE, hidden=136),
+    "few bits, late": on(2, "pipegcn(bits=8)", DENSE, SAGE, hidden=134, dropout=0.5),
     # wide rows leave beside the last layer's
-    "pipegcn, narrow": (2, Case("pipegcn(narrow=True)", DENSE, {**SAGE, "hidden": 256})),
-    "pipegcn_gf": (2, Case("pipegcn_gf", DENSE, {**SAGE, "hidden": 126, "dropout": 0.5})),
-    "recompute": (2, Case("granndis(depth=1)", DENSE, {**SAGE, "hidden": 122}, servers=2)),
-    "sampling": (2, Case("granndis(max_hop=1,fanout=5)", THIN, {**RES, "hidden": 60}, servers=2)),
-    "batches": (
-        2,
-        Case(
-            "granndis(batches=2)",
-            DENSE,
-            {**SAGE, "layers": 2, "hidden": 200, "dropout": 0.5},
-            servers=2,
-        ),
+    "pipegcn, narrow": on(2, "pipegcn(narrow=True)", DENSE, SAGE, hidden=256),
+    "pipegcn_gf": on(2, "pipegcn_gf", DENSE, SAGE, hidden=126, dropout=0.5),
+    "recompute": on(2, "granndis(depth=1)", DENSE, SAGE, hidden=122, servers=2),
+    "sampling": on(2, "granndis(max_hop=1,fanout=5)", THIN, RES, hidden=60, servers=2),
+    "batches": on(
+        2, "granndis(batches=2)", DENSE, SAGE, layers=2, hidden=200, dropout=0.5, servers=2
     ),
-    "pipeline": (2, Case("gnnpipe(chunks=4)", THIN, DEEP)),
-    "pipeline, few bits": (2, Case("gnnpipe(chunks=4,bits=2)", THIN, {**DEEP, "hidden": 78})),
-    "pipeline, checkpoints": (
-        2,
-        Case("gnnpipe(chunks=3,checkpoint=True)", THIN, {**RES, "hidden": 68}),
-    ),
+    "pipeline": on(2, "gnnpipe(chunks=4)", THIN, DEEP),
+    "pipeline, few bits": on(2, "gnnpipe(chunks=4,bits=2)", THIN, DEEP, hidden=78),
+    "pipeline, checkpoints": on(2, "gnnpipe(chunks=3,checkpoint=True)", THIN, RES, hidden=68),
     # the last layer's outlived its use
-    "pipeline, wide": (2, Case("gnnpipe(chunks=3)", THIN, {**SAGE, "hidden": 254})),
-    "members": (2, Case("gnnpipe(stages=1,chunks=3)", THIN, DEEP)),
-    "trimmed": (2, Case("graph_parallel(trim=True)", FEW_TRAIN, {**SAGE, "dropout": 0.5})),
-    "constant aggregate": (
-        2,
-        Case("granndis", DENSE, {"model": "gcn", "layers": 3, "hidden": 64}, servers=2),
+    "pipeline, wide": on(2, "gnnpipe(chunks=3)", THIN, SAGE, hidden=254),
+    "members": on(2, "gnnpipe(stages=1,chunks=3)", THIN, DEEP),
+    "trimmed": on(2, "graph_parallel(trim=True)", FEW_TRAIN, SAGE, dropout=0.5),
+    "constant aggregate": on(
+        2, "granndis", DENSE, {"model": "gcn"}, layers=3, hidden=64, servers=2
     ),
-    "sparse": (
-        2,
-        Case("graph_parallel", "coauthor_physics", {**SAGE, "hidden": 64, "dropout": 0.5}),
+    "sparse": on(2, "graph_parallel", "coauthor_physics", SAGE, hidden=64, dropout=0.5),
+    "sparse, bfloat16": on(
+        2, "graph_parallel", "coauthor_physics", SAGE, hidden=66, dropout=0.5, dtype="bfloat16"
     ),
-    "sparse, bfloat16": (
-        2,
-        Case(
-            "graph_parallel",
-            "coauthor_physics",
-            {**SAGE, "hidden": 66, "dropout": 0.5, "dtype": "bfloat16"},
-        ),
-    ),
-    "sparse pipeline": (
-        2,
-        Case("gnnpipe", "coauthor_physics", {**SAGE, "hidden": 64, "dropout": 0.5}),
-    ),
+    "sparse pipeline": on(2, "gnnpipe", "coauthor_physics", SAGE, hidden=64, dropout=0.5),
 }
 
 
