@@ -87,8 +87,9 @@ def _columns_copied(problem: Problem, columns: range) -> float:
     x = problem.graph.x
     if problem.cluster.device.kind != "cpu" or isinstance(x, np.memmap):
         return 0.0
-    if isinstance(x, np.ndarray):
-        return 0.0 if len(columns) == x.shape[1] else float(x.shape[0] * len(columns) * x.itemsize)
+    if not problem.model.nonzeros:
+        stays = isinstance(x, np.ndarray) and len(columns) == x.shape[1]
+        return 0.0 if stays else float(x.shape[0] * len(columns) * x.dtype.itemsize)
     features_bytes = int(problem.features_bytes(np.arange(x.shape[0]), columns).sum())
     numbers = features_bytes / problem.model.sparse_itemsize
     itemsize = int(x.data.itemsize + x.indices.itemsize)
