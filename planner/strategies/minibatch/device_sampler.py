@@ -13,7 +13,7 @@ Ranks that ask each other (GSplit, spread lists, P3) draw on their GPUs, and lay
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,8 @@ LAY = {  # by a layer's kind of edges (executor/layers/layer.py)
 }
 
 
-def sampled(problem: Problem, batch: MiniBatch) -> Iterator[Op]:
-    """Draw and lay out a batch that a rank shares with nobody."""
+def sampled(problem: Problem, batch: MiniBatch, lane: Literal["host", "copy"]) -> Iterator[Op]:
+    """Draw and lay out a batch that a rank shares with nobody, on a lane of its own or as loads."""
     layers = range(1, problem.workload.layers + 1)
     facts = [batch.facts(layer) for layer in layers]
     drawn = zip(facts, reversed(problem.workload.fanouts), strict=True)
@@ -70,8 +70,8 @@ def sampled(problem: Problem, batch: MiniBatch) -> Iterator[Op]:
     # ids of the seeds come, and those of all rows go, once
     draw = sum((drawing(each, fanout) for each, fanout in drawn), Compute(launches=1))
     lay = sum((laying(each, spec.edges) for each, spec in laid), Compute(launches=1 + WAIT))
-    yield Op("draw", work=draw, ahead="host")
-    yield Op("lay", work=lay, ahead="host")
+    yield Op("draw", work=draw, ahead=lane)
+    yield Op("lay", work=lay, ahead=lane)
 
 
 def drawing(facts: LayerFacts, fanout: int) -> Compute:
