@@ -56,8 +56,8 @@ CHOICE, BEFORE = Passes(3, 393, 0, 0, 36), 5.0
 LAY = {  # by a layer's kind of edges (executor/layers/layer.py)
     "one": Passes(11, 52, 48 + SORT, 4, 40),
     "loop": Passes(20, 200 + SORT, 156 + SORT, 4, 56),
-    "mean": Passes(19, 116, 108 + SORT, 4, 40),
-    "gcn": Passes(43, 494 + SORT, 378 + SORT, 108, 68),
+    "mean": Passes(18, 116, 96 + SORT, 4, 40),
+    "gcn": Passes(42, 482 + SORT, 366 + SORT, 108, 68),
 }
 
 
