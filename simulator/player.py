@@ -294,7 +294,7 @@ class TaskGraph:
         sampling = {
             node.task.rank
             for node in self.nodes
-            if node.task.lane == "host" and isinstance(node.task.work, Compute)
+            if node.task.lane in ("host", "copy") and isinstance(node.task.work, Compute)
         }
         for node in self.nodes:
             rank, work = node.task.rank, node.task.work

@@ -123,6 +123,7 @@ class Sampler(Dataset[Sampled]):
     lists; None: all have all. device: where neighbours are drawn; None: on the host.
     """
 
+    lane = ""  # of its spans, if a thread that loads calls it
     pushes: ClassVar[bool] = False  # other ranks are sent edges that it has drawn
 
     def __init__(
@@ -426,7 +427,7 @@ class Sampler(Dataset[Sampled]):
     def _note(self, made: Sampled, label: Label, began: float, nbytes: int = 0) -> None:
         """Record a span that ends now."""
         info = get_worker_info()
-        lane = sampler_lane(label.step, info.num_workers if info else 1)
+        lane = self.lane or sampler_lane(label.step, info.num_workers if info else 1)
         made.spans.append(
             Span(str(label), label.op, self.me, lane, began, now(), nbytes, label.step)
         )
@@ -490,6 +491,7 @@ class Arriving:
         self.is_silent = False
         self.processes: Sequence[int] = ()  # of samplers
         if prefetch and sampler.lays_there:
+            sampler.lane = "copy"
             self.ahead = map(sampler.__getitem__, itertools.count(first))
         elif prefetch:
             watched = weakref.ref(self)  # it must not keep the samplers

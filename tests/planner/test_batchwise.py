@@ -279,6 +279,26 @@ def test_sampling_ahead_is_proposed_where_samplers_have_cores(
         assert chosen.predict(problem).bytes == in_line.predict(problem).bytes
 
 
+@pytest.mark.parametrize("link", [1e7, 1e8, 1e9, 1e10])
+def test_a_gpu_that_samples_ahead_hides_its_loads_alone(link: float):
+    """It draws the next batch and trains on this one by turns, whatever a thread asks for."""
+    problem = problem_of(GRAPHS[0], 1, 1, sampler="device", batch=20)
+    host = Link(bandwidth=link, latency=1e-6)
+    problem = replace(problem, cluster=problem.cluster.model_copy(update={"host": host}))
+    in_line, ahead = (DataParallel(prefetch=k).predict(problem) for k in (0, 1))
+    steps = DataParallel().steps(problem)
+    load, draws = (
+        sum(float(in_line.by_op[op]) for op in ops) for ops in (["load"], ["draw", "lay"])
+    )
+    trains = float(in_line.compute_s) - draws
+    assert float(in_line.epoch_s) == pytest.approx(draws + load + trains)
+    assert float(ahead.epoch_s) == pytest.approx(draws + max(load, trains), rel=0.1)
+    assert float(ahead.compute_s) == pytest.approx(float(in_line.compute_s))
+    strategy = DataParallel(prefetch=1)
+    played = play(strategy.schedule(problem, 6 * steps), problem.cost).epoch_s(steps)
+    assert 0.98 <= played / float(ahead.epoch_s) <= 1.35
+
+
 def test_gsplit_bytes_by_hand():
     """Over the frontiers' remote rows as sampled, by the formula; ids are 8 bytes each, and 8 to
     each peer for how many."""

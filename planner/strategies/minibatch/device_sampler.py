@@ -13,7 +13,7 @@ Ranks that ask each other (GSplit, spread lists, P3) draw on their GPUs, and lay
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -56,13 +56,13 @@ CHOICE, BEFORE = Passes(3, 393, 0, 0, 36), 5.0
 LAY = {  # by a layer's kind of edges (executor/layers/layer.py)
     "one": Passes(11, 52, 48 + SORT, 4, 40),
     "loop": Passes(20, 200 + SORT, 156 + SORT, 4, 56),
-    "mean": Passes(19, 116, 108 + SORT, 4, 40),
-    "gcn": Passes(43, 494 + SORT, 378 + SORT, 108, 68),
+    "mean": Passes(18, 116, 96 + SORT, 4, 40),
+    "gcn": Passes(42, 482 + SORT, 366 + SORT, 108, 68),
 }
 
 
-def sampled(problem: Problem, batch: MiniBatch) -> Iterator[Op]:
-    """Draw and lay out a batch that a rank shares with nobody."""
+def sampled(problem: Problem, batch: MiniBatch, lane: Literal["host", "copy"]) -> Iterator[Op]:
+    """Draw and lay out a batch that a rank shares with nobody, on a lane of its own or as loads."""
     layers = range(1, problem.workload.layers + 1)
     facts = [batch.facts(layer) for layer in layers]
     drawn = zip(facts, reversed(problem.workload.fanouts), strict=True)
@@ -70,8 +70,8 @@ def sampled(problem: Problem, batch: MiniBatch) -> Iterator[Op]:
     # ids of the seeds come, and those of all rows go, once
     draw = sum((drawing(each, fanout) for each, fanout in drawn), Compute(launches=1))
     lay = sum((laying(each, spec.edges) for each, spec in laid), Compute(launches=1 + WAIT))
-    yield Op("draw", work=draw, ahead="host")
-    yield Op("lay", work=lay, ahead="host")
+    yield Op("draw", work=draw, ahead=lane)
+    yield Op("lay", work=lay, ahead=lane)
 
 
 def drawing(facts: LayerFacts, fanout: int) -> Compute:

@@ -98,8 +98,10 @@ def step(
     there = lays_there(problem, splits, lists)
     is_counted = there and not problem.cluster.device_rates
     if is_counted:
-        yield from sampled(problem, batch)
-        yield from reading(problem, in_all, store, lists)
+        # a thread makes a batch and loads it, one after the other
+        lane: Literal["host", "copy"] = "copy" if prefetch else "host"
+        yield from sampled(problem, batch, lane)
+        yield from reading(problem, in_all, store, lists, ahead=lane)
     elif not splits:
         yield from drawing(problem, batch, in_all, lists, store, prefetch)
     peers, at_work = pairs(batch.servers, True), samplers(problem, prefetch)
@@ -158,12 +160,13 @@ def reading(
     store: Features | None,
     lists: Lists | None,
     layer: int | None = None,
+    ahead: Literal["host", "copy"] = "host",
 ) -> Iterator[Op]:
     """Reads of a sampler on a GPU: neighbours in lists for which the GPU's memory has no room."""
     on_gpu = lists_there(problem, store, lists)
     if problem.cluster.sampler == "device" and on_gpu < 1.0:
         read = np.rint(SECTOR * (1 - on_gpu) * edges).astype(np.int64)
-        yield Op("read", layer=layer, work=Copy(read), ahead="host")
+        yield Op("read", layer=layer, work=Copy(read), ahead=ahead)
 
 
 def lists_there(problem: Problem, store: Features | None, lists: Lists | None) -> float:

@@ -2,8 +2,8 @@
 
     lane      operations                       waits for, if steps follow one another
     host      sampling                         the last update; if `ahead`, an earlier one
-    copy      load, store                      the last computation or update, and awaited
-                                               transfers; if `ahead`, sampling, and the update
+    copy      load, store, and what a GPU      the last computation or update, and awaited
+              samples ahead                    transfers; if `ahead`, sampling, and the update
                                                before the last
     compute   forward, backward, update ..     all of its step since the last computation
     comm      exchanges                        the last computation, and transfers since then
