@@ -101,5 +101,12 @@ class PortUse(NamedTuple):
 
 
 def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> PortSeconds:
-    """How long `times` these loads [B] keep ports busy at a bandwidth [B/s]."""
+    """How long `times` these loads [B] keep ports busy at a bandwidth [B/s].
+
+    Of several clusters, ports that are all alike are one.
+    """
+    if np.ndim(bandwidth):
+        loads = {
+            port: load[:1] if (load == load[0]).all() else load for port, load in loads.items()
+        }
     return {port: load * times / bandwidth for port, load in loads.items()}
