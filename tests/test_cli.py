@@ -1254,10 +1254,6 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     "--scale 8..4": (ask("--scale", "8..4"), "from fewer GPUs to more; write 4..8"),
     "--scale letters": (ask("--scale", "a..b"), "--scale 'a..b': write numbers of GPUs as a range"),
     "--scale 9000": (ask("--scale", "1..9000"), "from 1 to 8,192, got 9000"),
-    "2,048 ranks of a graph that is cut": (
-        ask("--cluster", "dgx_a100", "--set", "servers=256"),
-        "a plan counts the rows between every two of at most 1,024 ranks (ranks: 2,048); use fewer",
-    ),
     "--scale 12 of 8 a server": (
         ask("--scale", "12", "--cluster", "dgx_a100"),
         "--scale 12: more than a server's 8 GPUs are whole servers: 8 or 16",

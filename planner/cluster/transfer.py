@@ -105,8 +105,7 @@ def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number)
 
     Of several clusters, ports that are all alike are one.
     """
-    if np.ndim(bandwidth):
-        loads = {
-            port: load[:1] if (load == load[0]).all() else load for port, load in loads.items()
-        }
+    if isinstance(bandwidth, np.ndarray):  # [clusters, 1]
+        few = {port: load[:1] if (load == load[0]).all() else load for port, load in loads.items()}
+        return {port: (load[:, None] * times / bandwidth.T).T for port, load in few.items()}
     return {port: load * times / bandwidth for port, load in loads.items()}

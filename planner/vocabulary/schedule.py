@@ -115,8 +115,10 @@ class Compute(Value):
         unlike = [self.at(i) for i in first.tolist()]
         return [unlike[kind] for kind in number.ravel().tolist()]
 
-    def among(self, ranks: np.ndarray) -> Compute:
-        """The work of some ranks, where its arrays are [ranks]."""
+    def among(self, ranks: np.ndarray | int) -> Compute:
+        """The work of some ranks, or of one, where its arrays are [ranks]."""
+        if isinstance(ranks, int):
+            return self.at(ranks)
         return self._with(lambda value: value[ranks] if np.ndim(value) else value)
 
     def numbers(self) -> Iterator[Number]:

@@ -1,6 +1,7 @@
 """What a number per sender and one per receiver tell is what the whole matrix tells: as an array,
 and of ports, wherever ranks sit."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric
+from gnnplan.planner.decision.candidate import placed
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.simulator.flows import ByFlows
 
@@ -120,3 +127,39 @@ def test_links_of_8192_gpus_are_shared_as_by_flows(
         told = cost.exchange(sent, sample.tolist()).alone
         flowing = ByFlows.like(cost).exchange(sent, sample.tolist()).alone
         assert told <= flowing * (1 + 1e-9) and flowing < 1.05 * told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pipegcn",
+        "bns",
+        "granndis",
+        "gnnpipe(stages=2)",
+        "feature_parallel",
+        "data_parallel(cache=1000000,features='spread')",
+        "gsplit",
+    ],
+)
+def test_no_pair_of_8192_gpus_is_written_down(text: str):
+    """One matrix of all pairs would take 512 MB."""
+    strategy = parse(text)
+    batches = {"mode": "mini", "batch": 16_384, "fanout": (10, 5)}
+    workload = Workload(layers=2, **(batches if strategy.mode == "mini" else {}))
+    cluster = read_cluster("dgx_h100").model_copy(update={"servers": 1024})
+    problem = Problem(load("ogbn-papers100M"), None, workload, cluster)
+    tracemalloc.start()
+    there = placed(problem, strategy)
+    settled = strategy.settle(there)
+    assert float(settled.predict(there).epoch_s) > 0
+    assert sum(settled.memory(there).values()).shape == (8192,)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 400e6
+
+
+def test_a_graph_that_is_cut_has_fewer_ranks():
+    graph = load("synthetic:community?vertices=3000&edges=9000")
+    cluster = read_cluster("dgx_h100").model_copy(update={"servers": 256})
+    with pytest.raises(SpecError, match=r"every two of at most 1,024 ranks \(ranks: 2,048\)"):
+        Problem(graph.stats, graph, Workload(), cluster)

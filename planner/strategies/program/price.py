@@ -51,9 +51,12 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     if op.chunks:
         return _price_of_chunks(problem, op)
     cost, among = problem.cost, slice(None) if ranks is None else ranks
+    if isinstance(among, np.ndarray) and among.size == 1:
+        among = among.item()  # numbers are faster than arrays of one
     match op.work:
         case Compute() as work:
-            return Price(cost.compute_s(work if ranks is None else work.among(ranks)))
+            seconds = cost.compute_s(work if ranks is None else work.among(among))
+            return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
         case Sampling(what, edges, layers, samplers):
             return Price(cost.host_s(what, edges[among], layers, samplers))
         case Copy(nbytes, packed):
