@@ -115,7 +115,7 @@ class Compute(Value):
         unlike = [self.at(i) for i in first.tolist()]
         return [unlike[kind] for kind in number.ravel().tolist()]
 
-    def among(self, ranks: np.ndarray | int) -> Compute:
+    def among(self, ranks: np.ndarray | slice | int) -> Compute:
         """The work of some ranks, or of one, where its arrays are [ranks]."""
         if isinstance(ranks, int):
             return self.at(ranks)

@@ -384,7 +384,8 @@ class Pipeline(Strategy):
         """Bytes of constant inputs that the first stage's members send each other [g, g]."""
         read: Pairs = self.facts(problem).sends.sum(0)
         if problem.model.first_varying == 0 or not read.any():
-            return 0 * read
+            nothing: Pairs = 0 * read
+            return nothing
         if problem.graph is None:
             return (read * problem.model.features_moved(1)).round().astype(np.int64)
         cut, members = problem.cut(settled(self.chunks), len(read)), range(len(read))

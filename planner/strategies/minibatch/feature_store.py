@@ -319,7 +319,8 @@ class EstimatedStore:
         row = int(problem.features_bytes(np.zeros(1, np.int64))[0])
         others = Outer.of(self.servers, False, 1).sum(1) / len(self.servers)
         rows = np.rint(self.cached_rows * others * self.spread).astype(np.int64)
-        return row * self._evenly(rows, False).T
+        sent: Pairs = row * self._evenly(rows, False).T
+        return sent
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
         widths = [

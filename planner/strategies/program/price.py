@@ -50,12 +50,10 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     """What an operation takes; seconds of these `ranks`, or of all."""
     if op.chunks:
         return _price_of_chunks(problem, op)
-    cost, among = problem.cost, slice(None) if ranks is None else ranks
-    if isinstance(among, np.ndarray) and among.size == 1:
-        among = among.item()  # numbers are faster than arrays of one
+    cost, among = problem.cost, _among(ranks)
     match op.work:
         case Compute() as work:
-            seconds = cost.compute_s(work if ranks is None else work.among(among))
+            seconds = cost.compute_s(work.among(among))
             return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
         case Sampling(what, edges, layers, samplers):
             return Price(cost.host_s(what, edges[among], layers, samplers))
@@ -68,6 +66,13 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         case Message() | Receipt():
             raise AssertionError("chunks are handed on, nothing else")
     return Price(transfer.alone, transfer, True)
+
+
+def _among(ranks: np.ndarray | None) -> slice | np.ndarray | int:
+    """How they are picked; numbers are faster than arrays of one."""
+    if ranks is None:
+        return slice(None)
+    return int(ranks[0]) if ranks.size == 1 else ranks
 
 
 def _price_of_chunks(problem: Problem, op: Op) -> Price:
