@@ -3,7 +3,8 @@
     python benchmarks/planner.py
 
 A candidate is a set of knobs on a cluster. Clusters come as arrays: predict() broadcasts over them.
-The graph is profiled once.
+Every round has clusters that no round had before, so that no answer is known yet; its programs and
+all prices are made in the time. The graph is cut once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import FAR, Expansion, distances, expand
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
-from gnnplan.planner.strategies.program.account import predict
 
 KNOBS = {
     "graph_parallel": ["graph_parallel", "graph_parallel(narrow=True)"],
@@ -47,12 +47,12 @@ def question(layers: int) -> Problem:
     return Problem(graph.stats, graph, Workload(model="sage", layers=layers, hidden=256), where)
 
 
-def over(problem: Problem, count: int) -> Problem:
+def over(problem: Problem, count: int, seed: int = 0) -> Problem:
     """The problem on `count` clusters at once.
 
     Numbers are columns [count, 1], which model_copy allows because it does not validate.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def column(low: float, high: float) -> np.ndarray:
         return np.exp(rng.uniform(np.log(low), np.log(high), (count, 1)))
@@ -69,16 +69,14 @@ def over(problem: Problem, count: int) -> Problem:
 
 def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> tuple[float, float]:
     """Best and median candidates per second, of rounds over all strategies."""
-    launched = [problem.launching(strategy.replays) for strategy in strategies]
-    # partitions, counts of the graph and programs are made once
-    programs = [
-        strategy.program(there) for strategy, there in zip(strategies, launched, strict=True)
-    ]
-    rates, end = [], time.perf_counter() + seconds
+    for strategy in strategies:
+        strategy.program(problem)  # cuts the graph and counts its rows, which depends on no cluster
+    rates, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(rates) < 3:
+        fresh = over(problem, CLUSTERS, seed=len(rates))
         start = time.process_time()
-        for there, program in zip(launched, programs, strict=True):
-            assert predict(there, program).epoch_s.shape == (CLUSTERS, 1)
+        for strategy in strategies:
+            assert strategy.predict(fresh).epoch_s.shape == (CLUSTERS, 1)
         rates.append(len(strategies) * CLUSTERS / (time.process_time() - start))
     return max(rates), float(np.median(rates))
 
@@ -122,12 +120,11 @@ def main() -> None:
     growth()
     for layers in (3, 8, 32):
         problem = question(layers)
-        many = over(problem, CLUSTERS)
         for family, texts in KNOBS.items():
             settled = [parse(text).settle(problem) for text in texts]
             suitable = [s for s in settled if family != "gnnpipe" or layers >= problem.ranks]
             if suitable:
-                best, median = rate(suitable, many)
+                best, median = rate(suitable, problem)
                 print(
                     f"{family:>14}, {layers} layers: best {best:9,.0f}, median {median:9,.0f}"
                     " candidates/s"

@@ -18,6 +18,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.vocabulary.outer import Pairs
 
 # `ByFlows` finds new rates at most once in this share of the port bound.
 RATES_INTERVAL = 0.005
@@ -142,7 +143,7 @@ class ByFlows(Cost):
 
     def exchange(
         self,
-        sent: np.ndarray,
+        sent: Pairs,
         group: Sequence[int] | None = None,
         messages: int = 1,
         itemsize: int = 1,
@@ -153,7 +154,7 @@ class ByFlows(Cost):
             return bundle
         among_all = np.zeros((len(self.placement),) * 2)
         members = np.arange(len(sent)) if group is None else np.asarray(group)
-        among_all[np.ix_(members, members)] = sent * itemsize
+        among_all[np.ix_(members, members)] = np.asarray(sent) * itemsize
         flows = Flows.of(self, among_all)
         last = float(flows.finish(RATES_INTERVAL * flows.bound).max())
         return replace(bundle, latency=bundle.latency + last - flows.bound)

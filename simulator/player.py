@@ -28,6 +28,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Label,
     Load,
     Recv,
+    Row,
     Schedule,
     Send,
     Task,
@@ -401,7 +402,7 @@ def _seconds(cost: Cost, work: Compute | Load | Host) -> float:
 
 def _add_transfers(collectives: Iterable[_Activity], cost: Cost) -> None:
     """Give collectives their transfers; those with equal parts share one."""
-    transfers: dict[tuple[tuple[int, Collective], ...], Demand] = {}
+    transfers: dict[object, Demand] = {}
     # By the parts' identities, which is faster than to compare them.
     by_identity: dict[tuple[int, ...], Demand] = {}
     for activity in collectives:
@@ -412,7 +413,12 @@ def _add_transfers(collectives: Iterable[_Activity], cost: Cost) -> None:
         }
         identities = tuple(map(id, parts.values()))
         if identities not in by_identity:
-            key = tuple(parts.items())
+            first = next(iter(parts.values()))
+            key: object = first.group, first.size
+            if isinstance(first.sent, Row):
+                key = first.group, first.sent.items, first.sent.itemsize
+            elif first.op == "exchange":
+                key = tuple(parts.items())
             if key not in transfers:
                 transfers[key] = Demand.of(cost.collective(parts))
             by_identity[identities] = transfers[key]

@@ -1189,7 +1189,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
             "--cluster",
             d.cluster("servers: 1", "servers: 90000\ninter_node: {bandwidth: 1GB/s}"),
         ],
-        "at most 1,024",
+        "at most 8,192",
     ),
     "cluster: no preset": (
         ask("--cluster", "gnnpipe_a500"),
@@ -1249,11 +1249,11 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     # numbers of GPUs
     "--scale 0": (
         ask("--scale", "0"),
-        "--scale: numbers of GPUs are whole numbers from 1 to 1,024, got 0; write 1..64",
+        "--scale: numbers of GPUs are whole numbers from 1 to 8,192, got 0; write 1..64",
     ),
     "--scale 8..4": (ask("--scale", "8..4"), "from fewer GPUs to more; write 4..8"),
     "--scale letters": (ask("--scale", "a..b"), "--scale 'a..b': write numbers of GPUs as a range"),
-    "--scale 5000": (ask("--scale", "1..5000"), "from 1 to 1,024, got 2048, 4096, 5000"),
+    "--scale 9000": (ask("--scale", "1..9000"), "from 1 to 8,192, got 9000"),
     "--scale 12 of 8 a server": (
         ask("--scale", "12", "--cluster", "dgx_a100"),
         "--scale 12: more than a server's 8 GPUs are whole servers: 8 or 16",
@@ -1323,7 +1323,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
     ),
     "--set servers=10000": (
         ask("--set", "servers=10000"),
-        "servers x gpus_per_server is 20,000; at most 1,024 ranks",
+        "servers x gpus_per_server is 20,000; at most 8,192 ranks",
     ),
     "--set servers.x=0": (ask("--set", "servers.x=0"), "servers is a single value without fields"),
     "--set device=5": (ask("--set", "device=5"), "--set device: must be a valid dictionary"),
@@ -1441,7 +1441,7 @@ BAD: dict[str, tuple[Callable[[Desk], list[object]], str]] = {
         "--exact excludes pipegcn.*drop --exact or use graph_parallel",
     ),
     # ranks and parts
-    "--ranks 0": (ask("--ranks", 0), r"--ranks must lie in \[1, 1024\], got 0"),
+    "--ranks 0": (ask("--ranks", 0), r"--ranks must lie in \[1, 8192\], got 0"),
     "--ranks -2": (ask("--ranks", -2), "--ranks must lie in"),
     "--ranks 100000": (ask("--ranks", 100_000), "--ranks must lie in"),
     "--ranks 64 of 8 GPUs": (

@@ -5,7 +5,7 @@ server with several NICs is shared among these, as NCCL does it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ import numpy as np
 from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
 from gnnplan.planner.cluster.places import LINK_NAMES
 from gnnplan.planner.cluster.ports import MessagePorts
-from gnnplan.planner.cluster.spec import LinkName
+from gnnplan.planner.cluster.spec import Link, LinkName
 from gnnplan.planner.cluster.transfer import Transfer, add, busiest, seconds_of
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Number, ranges, slowest, total
 
 
 class Flows(NamedTuple):
@@ -25,6 +25,14 @@ class Flows(NamedTuple):
     source: np.ndarray
     target: np.ndarray
     share: np.ndarray  # of a hop's bytes
+
+
+class Passed(NamedTuple):
+    """What passes the ports in a phase, for each byte of a hop."""
+
+    links: list[Link]  # of the kinds of ports
+    starts: np.ndarray  # of unlike flows, the links of each kind that they pass [kinds, unlike]
+    loads: list[dict[float, dict[str, np.ndarray]]]  # of each kind, by the share of a hop's bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +44,7 @@ class AllReduces:
     _hops: dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]] = field(
         default_factory=dict
     )
+    _passed: dict[tuple[Algorithm, tuple[int, ...]], list[Passed]] = field(default_factory=dict)
 
     def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
         """An all-reduce of `size` bytes by the cluster's algorithm.
@@ -58,19 +67,31 @@ class AllReduces:
     def _by_algorithm(self, algorithm: Algorithm, size: int, group: tuple[int, ...]) -> Transfer:
         """Its steps one after the other, and what passes each port in all of them."""
         reduction, flows_by_phase = self.hops(algorithm, group)
+        if (algorithm, group) not in self._passed:
+            self._passed[algorithm, group] = list(map(self._passing, flows_by_phase))
         latency: Number = 0.0
         ports: dict[str, np.ndarray] = {}
-        for phase, (source, target, share) in zip(reduction.phases, flows_by_phase, strict=True):
-            nbytes = share * (phase.units * reduction.unit * size)
-            hop_latency: Number = np.zeros(source.size)
-            for use in self.ports.uses("all_reduce", source, target):
-                hop_latency = hop_latency + use.hops * use.link.latency
-                loads = use.loads(use.link.stretched(nbytes, phase.messages))
-                add(ports, seconds_of(loads, 1.0, use.link.bandwidth))
-            several_clusters = np.ndim(hop_latency) > 1  # [clusters, hops]
-            slowest_hop = np.max(hop_latency, axis=-1, initial=0.0, keepdims=several_clusters)
-            latency = latency + phase.steps * slowest_hop
+        for phase, passed in zip(reduction.phases, self._passed[algorithm, group], strict=True):
+            nbytes = phase.units * reduction.unit * size
+            for link, by_share in zip(passed.links, passed.loads, strict=True):
+                for share, loads in by_share.items():
+                    sent = float(link.stretched(share * nbytes, phase.messages))
+                    add(ports, seconds_of(loads, sent, link.bandwidth))
+            starts = zip(passed.starts, passed.links, strict=True)
+            hop_s = slowest(total(passes * link.latency for passes, link in starts))
+            latency = latency + phase.steps * hop_s
         return Transfer(latency, ports)
+
+    def _passing(self, flows: Flows) -> Passed:
+        """What passes the ports; flows that are alike are counted once, whatever they carry."""
+        source, target, share = flows
+        uses = list(self.ports.uses("all_reduce", source, target))
+        starts = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
+        return Passed(
+            [use.link for use in uses],
+            np.unique(starts, axis=1),
+            [{one: use.loads(1.0 * (share == one)) for one in np.unique(share)} for use in uses],
+        )
 
     def hops(self, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[AllReduce, list[Flows]]:
         """The phases of an all-reduce, and for each what it sends from rank to rank."""
@@ -84,36 +105,28 @@ class AllReduces:
             ]
             by_server = np.split(order, np.flatnonzero(np.diff(at.server[order])) + 1)
             reduction = all_reduce(algorithm, [ranks.tolist() for ranks in by_server])
-            nic_users: dict[int, dict[int, int]] = {}  # server -> NIC -> the rank that uses it
-            for rank in order.tolist():
-                by_nic = nic_users.setdefault(int(at.server[rank]), {})
-                by_nic.setdefault(int(at.nic[rank]), rank)
-            flows = [self._over_all_nics(phase, nic_users) for phase in reduction.phases]
+            first_of_nic = np.unique(at.nic[order], return_index=True)[1]
+            users = order[np.sort(first_of_nic)]  # the rank that uses each NIC, server by server
+            flows = [self._over_all_nics(phase, users) for phase in reduction.phases]
             self._hops[key] = reduction, flows
         return self._hops[key]
 
-    def _over_all_nics(
-        self, phase: ReducePhase, nic_users: Mapping[int, Mapping[int, int]]
-    ) -> Flows:
+    def _over_all_nics(self, phase: ReducePhase, users: np.ndarray) -> Flows:
         """The hops of a phase; those between servers use all NICs of both servers equally.
 
         NCCL has a channel for each NIC. A phase in which each rank uses its own NIC stays as it is.
         """
         server, source, target = self.ports.places.server, phase.source, phase.target
         direct = (server[source] == server[target]) | phase.by_nic
-        spread = [
-            (sender, receiver, 1 / (len(nic_users[start]) * len(nic_users[end])))
-            for start, end in zip(
-                server[source[~direct]].tolist(), server[target[~direct]].tolist(), strict=True
-            )
-            for sender in nic_users[start].values()
-            for receiver in nic_users[end].values()
-        ]
-        senders, receivers, shares = np.array(spread).reshape(-1, 3).T
+        nics = np.bincount(server[users], minlength=int(server.max()) + 1)  # in use, of each server
+        first, start, end = np.cumsum(nics) - nics, server[source[~direct]], server[target[~direct]]
+        channels = nics[start] * nics[end]
+        hop = np.repeat(np.arange(channels.size), channels)
+        sender, receiver = np.divmod(ranges(np.zeros_like(channels), channels), nics[end[hop]])
         return Flows(
-            np.append(source[direct], senders.astype(np.int64)),
-            np.append(target[direct], receivers.astype(np.int64)),
-            np.append(np.ones(int(direct.sum())), shares),
+            np.append(source[direct], users[first[start[hop]] + sender]),
+            np.append(target[direct], users[first[end[hop]] + receiver]),
+            np.append(np.ones(int(direct.sum())), 1 / channels[hop]),
         )
 
     def between(self, sent: float, group: Sequence[int]) -> np.ndarray:

@@ -28,7 +28,8 @@ from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, LinkName
 from gnnplan.planner.cluster.transfer import PortSeconds, Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
-from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Send
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Row, Send
 
 __all__ = ["Cost", "Transfer", "slowest"]
 
@@ -130,6 +131,8 @@ class Cost:
         first = next(iter(parts.values()))
         if first.op == "all_reduce":
             return self.all_reduce(first.size, first.group)
+        if isinstance(first.sent, Row):
+            return self.exchange(first.sent.items, first.group, itemsize=first.sent.itemsize)
         sent = np.zeros((len(self.placement),) * 2)
         for rank, part in parts.items():
             for peer, nbytes in part.sent:
@@ -138,7 +141,7 @@ class Cost:
 
     def exchange(
         self,
-        sent: np.ndarray,
+        sent: Pairs,
         group: Sequence[int] | None = None,
         messages: int = 1,
         itemsize: int = 1,
@@ -152,7 +155,7 @@ class Cost:
         transfer = self.ports.exchange(sent, group, messages, itemsize)
         if not self.cores.caches_go_cold:
             return transfer
-        receivers = np.flatnonzero((sent > 0).any(axis=0))
+        receivers = np.flatnonzero(sent.sum(0))
         if group is not None:
             receivers = np.asarray(group)[receivers]
         return self.cores.with_cold_caches(transfer, receivers, messages)
@@ -168,7 +171,7 @@ class Cost:
         return self._all_reduce_transfers[key]
 
     def bytes_by_link(
-        self, sent: np.ndarray, group: Sequence[int] | None = None, itemsize: int = 1
+        self, sent: Pairs, group: Sequence[int] | None = None, itemsize: int = 1
     ) -> dict[LinkName, int]:
         """Where the bytes of an exchange pass; arguments as in `exchange` [B]."""
         if sent.dtype.kind == "f":  # expected items, whose sums are cut to whole bytes
@@ -185,8 +188,10 @@ class Cost:
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
 
 
-def _within(sent: np.ndarray, place: np.ndarray) -> int:
+def _within(sent: Pairs, place: np.ndarray) -> int:
     """Items of `sent` [ranks, ranks] between ranks whose `place` [ranks] is the same."""
+    if isinstance(sent, Outer):
+        return int(sent.within(place))
     order = np.argsort(place, kind="stable")
     if (np.diff(order) != 1).any():
         sent, place = sent[np.ix_(order, order)], place[order]

@@ -45,7 +45,10 @@ class Routes:
 
     def hops(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Links on the way of each message between servers [messages]."""
-        a, b = self.at[source], self.at[target]
+        return self.between(self.at[source], self.at[target])
+
+    def between(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Links on the way from points a to points b."""
         return np.asarray(np.minimum(*self._around(a, b)) if self.is_ring else 2 * (a != b))
 
     def _around(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -64,7 +67,11 @@ class Routes:
         copies = int(source.max()) // servers + 1
         a, b = self.at[source % servers], self.at[target % servers]
         place = (source // servers * n + a) * n + b
-        between = np.bincount(place, nbytes, copies * n * n).reshape(copies, n, n)
+        return self.by_link(np.bincount(place, nbytes, copies * n * n).reshape(copies, n, n))
+
+    def by_link(self, between: np.ndarray) -> np.ndarray:
+        """Bytes on each link [copies * links], of those from point to point [copies, n, n]."""
+        n = self.points
         if self.is_ring:
             mirrored = self._passing_on(between[:, ::-1, ::-1])[:, ::-1]
             both = self._passing_on(between), np.roll(mirrored, -1, 1)

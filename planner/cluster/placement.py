@@ -9,7 +9,8 @@ time, and how often in a step. A placement costs the seconds of all its phases (
 
 Up to 8 GPUs every placement is evaluated, except for those that only swap symmetric GPUs, so the
 result is optimal. With more GPUs a heuristic fills the tightest places first (islands, switches,
-servers), then swaps ranks for as long as a swap helps.
+servers), then swaps ranks for as long as a swap helps. Of more than MOST_PAIRED not every pair is
+looked at: ranks are laid down the hierarchy in a few orders (`laid_out`).
 
 The work of some ranks depends on which of them share a server or an island; GraNNDis preloads as
 one, for example. Such groups of ranks are *tied*: a group moves as a whole to where another group
@@ -28,6 +29,7 @@ from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import Places
 from gnnplan.planner.cluster.spec import Cluster, LinkName
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
 MOST_EXHAUSTIVE = 8  # GPUs up to which every placement is evaluated
 # that the heuristic evaluates beyond that, in a fraction of a second; with three times as many, two
@@ -43,7 +45,7 @@ Evaluator = Callable[[np.ndarray], np.ndarray]
 class Phase(NamedTuple):
     """Transfers that are on the way at the same time."""
 
-    sent: np.ndarray  # bytes from rank to rank [ranks, ranks]
+    sent: Pairs  # bytes from rank to rank [ranks, ranks]
     times: float  # per step
 
 
@@ -88,6 +90,7 @@ def best_placement(
         return tuple(gpus)
     if _groups_stay_alone(cluster, gpus, uneven, tied):
         return tuple(gpus)
+    uneven = [Phase(np.asarray(sent), times) for sent, times in uneven]
     in_order = Cost(cluster, tuple(gpus))
     in_order_s = sum(times * in_order.exchange(sent).alone for sent, times in uneven)
     if in_order_s <= _lower_bound_s(cluster, uneven) * (1 + 1e-9):
@@ -103,6 +106,23 @@ def best_placement(
     return found if after < before * (1 - 1e-9) else tuple(gpus)
 
 
+def laid_out(
+    cluster: Cluster, gpus: Sequence[int], groups: Sequence[Sequence[int]], tied: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Placements of many ranks down the hierarchy of islands, switches and servers: along a `walk`,
+    as given, and with ranks side by side on the walk that have the same place in their `groups`.
+
+    The last one serves groups that send each other more than their members do. `tied` as above.
+    """
+    path = np.array(walk(cluster, gpus))
+    beside = path.copy()
+    if len({len(group) for group in groups}) == 1 and sum(map(len, groups)) == len(gpus):
+        beside[np.array(groups).T.ravel()] = path
+    every = dict.fromkeys([tuple(path.tolist()), tuple(gpus), tuple(beside.tolist())])
+    alone = tuple(tied) or tuple(range(len(gpus)))
+    return [one for one in every if _keeps_groups(gpus, np.array([one]), alone).all()]
+
+
 def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) -> Evaluator:
     """A function from placements to the seconds of a step's phases, each of them alone.
 
@@ -113,8 +133,9 @@ def evaluator(cluster: Cluster, gpus: Sequence[int], phases: Sequence[Phase]) ->
     position = np.zeros(cluster.ranks, dtype=np.int64)
     position[list(gpus)] = np.arange(n)
     most_ports = _most_ports(cluster, n)
-    ends = [np.nonzero(phase.sent) for phase in phases]
-    nbytes = [phase.sent[end] for phase, end in zip(phases, ends, strict=True)]
+    matrices = [np.asarray(phase.sent) for phase in phases]
+    ends = [np.nonzero(sent) for sent in matrices]
+    nbytes = [sent[end] for sent, end in zip(matrices, ends, strict=True)]
     batch = max(1, MESSAGES_AT_ONCE // max(n * len(phases), sum(map(len, nbytes))))
 
     @cache
@@ -178,15 +199,17 @@ def _most_ports(cluster: Cluster, ranks: int) -> dict[str, int]:
 
 def _merged(phases: Sequence[Phase]) -> list[Phase]:
     """Equal phases become one that happens more often."""
-    out: dict[bytes, Phase] = {}
+    out: dict[object, Phase] = {}
     for sent, times in phases:
-        key = sent.tobytes()
+        key = sent if isinstance(sent, Outer) else sent.tobytes()
         out[key] = Phase(sent, times + (out[key].times if key in out else 0.0))
     return list(out.values())
 
 
-def _even(sent: np.ndarray) -> bool:
+def _even(sent: Pairs) -> bool:
     """Whether everyone sends as much to everyone, so that all placements are alike."""
+    if isinstance(sent, Outer):
+        return sent.is_even
     n = len(sent)
     # All but the diagonal, whichever order the array has in memory.
     apart = sent.ravel("K")[: n * n - 1].reshape(n - 1, n + 1)[:, 1:]
@@ -203,8 +226,13 @@ def _groups_stay_alone(
     GPUs its group sits on. All placements are alike.
     """
     group = np.asarray(tied)
-    if any((phase.sent[group[:, None] != group] != 0).any() for phase in phases):
-        return False
+    for sent, _ in phases:
+        if isinstance(sent, Outer):
+            crosses = sent.within(group) != float(sent.sum())
+        else:
+            crosses = bool((sent[group[:, None] != group] != 0).any())
+        if crosses:
+            return False
     at = Places.of(cluster, gpus)
     # without peer access all messages share a server's memory, and on CPUs its cores
     shared = not cluster.peer_access or cluster.device.kind == "cpu"
@@ -221,7 +249,7 @@ def _lower_bound_s(cluster: Cluster, phases: Sequence[Phase]) -> float:
     latency, bandwidth = min(link.latency for link in links), sum(link.bandwidth for link in links)
     total = 0.0
     for sent, times in phases:
-        most_messages = int((sent > 0).sum(1).max())
+        most_messages = int((np.asarray(sent) > 0).sum(1).max())
         most_bytes = float(max(sent.sum(0).max(), sent.sum(1).max()))
         total += times * (most_messages * latency + most_bytes / bandwidth)
     return total
@@ -301,7 +329,7 @@ def heuristic(
     that break a group are left out.
     """
     path, group = walk(cluster, gpus), np.asarray(tied)
-    sent = sum((phase.times * phase.sent for phase in phases), np.zeros((len(gpus),) * 2))
+    sent = sum((times * np.asarray(each) for each, times in phases), np.zeros((len(gpus),) * 2))
     traffic = sent + sent.T
     # The first ranks of those that differ in their traffic.
     first_ranks = sorted(

@@ -56,6 +56,10 @@ class Places(NamedTuple):
             uplinked=~np.asarray(within_switch)[nic % len(nics)],
         )
 
+    def of_ranks(self, ranks: np.ndarray) -> Places:
+        """Those of some ranks."""
+        return Places(*(each[ranks] for each in self))
+
     def links(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """The link between two ranks of each message, as its place among LINK_NAMES [messages]."""
         same_island = self.island[source] == self.island[target]

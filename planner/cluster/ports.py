@@ -21,6 +21,7 @@ from typing import Literal
 
 import numpy as np
 
+from gnnplan.planner.cluster.even import Alike, Ends
 from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
@@ -34,7 +35,8 @@ from gnnplan.planner.cluster.transfer import (
     add,
     seconds_of,
 )
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Number, total
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +46,8 @@ class MessagePorts:
     cluster: Cluster
     places: Places
     cores: SharedCores
-    # messages of a byte, by who talks to whom, and the group
-    _equal_exchanges: dict[tuple[bytes, tuple[int, ...] | None], list[PortLoads]] = field(
-        default_factory=dict
-    )
+    # of messages of a byte, by who talks to whom
+    _even: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """The link there, as measured for this operation if it was."""
@@ -200,44 +200,107 @@ class MessagePorts:
 
     def exchange(
         self,
-        sent: np.ndarray,
+        sent: Pairs,
         group: Sequence[int] | None,
         messages: int = 1,
         itemsize: int = 1,
     ) -> Transfer:
-        """An all-to-all of `sent[i, j]` items from the group's i-th rank to its j-th.
+        """An all-to-all of `sent[i, j]` items from the group's i-th rank to its j-th."""
+        if isinstance(sent, Outer):
+            return self._even_exchange(sent, group, messages, itemsize)
+        source, target = np.nonzero(sent)
+        nbytes = sent[source, target] * itemsize
+        if group is not None:
+            source, target = np.asarray(group)[source], np.asarray(group)[target]
+        return _transfer(self.loads("exchange", source, target, nbytes, messages))
 
-        Where all messages are equal, as in graphs that are known by statistics only, who talks to
-        whom is counted once for all sizes.
-        """
-        talks, most = sent > 0, sent.max(initial=0).item()
-        equal = np.count_nonzero(talks) == np.count_nonzero(sent == most) or not most
-        pairs = talks.tobytes() if equal else b""
-        key = pairs, None if group is None else tuple(group)
-        if not pairs or key not in self._equal_exchanges:
-            source, target = np.nonzero(sent > 0)
-            nbytes = sent[source, target] * itemsize
-            if group is not None:
-                source, target = np.asarray(group)[source], np.asarray(group)[target]
-            if not pairs:
-                return _transfer(
-                    (each, 1.0) for each in self.loads("exchange", source, target, nbytes, messages)
-                )
-            self._equal_exchanges[key] = [
-                use.starting(source, use.loads(np.ones(source.size)))
-                for use in self.uses("exchange", source, target)
-            ]
-        return _transfer(
-            (each, float(each.link.stretched(float(most * itemsize), messages)))
-            for each in self._equal_exchanges[key]
+    def _even_exchange(
+        self, sent: Outer, group: Sequence[int] | None, messages: int, itemsize: int
+    ) -> Transfer:
+        """The same of what a number per sender and one per receiver tell. Who talks to whom is
+        counted once for all sizes of messages."""
+        members = np.arange(self.places.server.size) if group is None else np.asarray(group)
+        ports, starts = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        latency: dict[str, Number] = {}
+        for kind in sent.kinds:
+            ends = kind.senders.tobytes(), kind.receivers.tobytes()
+            asked = sent.groups.tobytes(), sent.same, *ends, members.tobytes()
+            if asked not in self._even:
+                alike = Alike(self.places.of_ranks(members), sent, kind)
+                self._even[asked] = list(self._each_loads("exchange", alike, members))
+            for use in self._even[asked]:
+                nbytes = float(use.link.stretched(float(kind.value * itemsize), messages))
+                add(ports, seconds_of(use.bytes_by_port, nbytes, use.link.bandwidth))
+                add(starts, {use.kind: use.starts})
+                latency[use.kind] = use.link.latency
+        each = (float(starts[kind].max()) * seconds for kind, seconds in latency.items())
+        return Transfer(total(each), ports)
+
+    def _each_loads(self, op: str, alike: Alike, members: np.ndarray) -> Iterator[PortLoads]:
+        """What messages of one byte put on the ports; `uses` has the same rules."""
+        at, cluster, ranks = alike.at, self.cluster, self.places.server.size
+        on_server, on_island = alike.within(at.server), alike.within(at.island)
+        on_switch = alike.within(at.switch).less(alike.within(at.switch, at.island))
+        between = alike.within().less(on_server)
+        over_gpu_links = on_server.less(on_island)
+        switched = over_gpu_links.less(on_switch)
+        # of messages between servers, those that pass an uplink at this end, and at either
+        uplinked = Ends(between.out * at.uplinked, between.into * at.uplinked)
+        to_uplinked = alike.to(at.uplinked)
+        either = np.where(
+            at.uplinked, between.out, to_uplinked.within().out - to_uplinked.within(at.server).out
         )
+        up_or_down, starting = switched.plus(uplinked), switched.out + either
+        if not cluster.peer_access:
+            over_gpu_links = over_gpu_links.plus(between)
+            up_or_down = over_gpu_links.plus(over_gpu_links, -float(not cluster.switches))
+            starting = up_or_down.out
+        for kind, place, ends, starts, numbers, size in (
+            ("island", "island", on_island, on_island.out, members, ranks),
+            ("gpu", "intra_node", over_gpu_links, over_gpu_links.out, members, ranks),
+            (
+                "switch",
+                "switch",
+                up_or_down,
+                starting,
+                at.switch,
+                int(self.places.switch.max()) + 1,
+            ),
+            ("nic", "inter_node", between, between.out, at.nic, int(self.places.nic.max()) + 1),
+        ):
+            if starts.any():
+                loads = {
+                    f"{kind}_{way}": np.bincount(numbers, each, size)
+                    for way, each in (("out", ends.out), ("in", ends.into))
+                }
+                yield PortLoads(kind, self.link(op, place), starts, loads)  # type: ignore[arg-type]
+        if cluster.bridge and over_gpu_links.out.any():
+            passed, servers = (
+                2.0 * (over_gpu_links.out + between.into),
+                int(self.places.server.max()),
+            )
+            loads = {"bridge": np.bincount(at.server, passed, servers + 1)}
+            yield PortLoads("bridge", cluster.bridge, over_gpu_links.out, loads)
+        for where, ends in (("intra_node", on_server), ("inter_node", between)):
+            if ends.out.any():
+                of_rank = np.bincount(members, ends.out + ends.into, ranks)
+                yield from self.cores.copied(self.link(op, where), of_rank)  # type: ignore[arg-type]
+        if cluster.fabric and between.out.any():
+            ways = routes(cluster.fabric, cluster.servers)
+            point, points = ways.at[at.server], np.arange(ways.points)
+            hops = ways.between(points[:, None], points)
+            starts = (alike.reaching(point, ways.points) * hops[point]).sum(1)
+            if starts.any():
+                link = self.fabric_link(op, cluster.fabric)
+                loads = {"fabric": ways.by_link(alike.between(point, ways.points)[None])}
+                yield PortLoads("fabric", link, starts, loads)
 
 
-def _transfer(loads: Iterable[tuple[PortLoads, float]]) -> Transfer:
-    """Loads so many times; each rank starts its messages one after the other."""
+def _transfer(loads: Iterable[PortLoads]) -> Transfer:
+    """The transfer of these loads; each rank starts its messages one after the other."""
     latency: Number = 0.0
     ports: dict[str, np.ndarray] = {}
-    for (_, link, starts, bytes_by_port), times in loads:
+    for _, link, starts, bytes_by_port in loads:
         latency = latency + float(starts.max()) * link.latency
-        add(ports, seconds_of(bytes_by_port, times, link.bandwidth))
+        add(ports, seconds_of(bytes_by_port, 1.0, link.bandwidth))
     return Transfer(latency, ports)

@@ -20,7 +20,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, PortUse, Transfer, add
+from gnnplan.planner.cluster.transfer import Passes, PortLoads, PortUse, Transfer, add
 from gnnplan.planner.vocabulary.numbers import Number, slowest
 
 # The port 'cores' needs a bandwidth, but cores have none: they copy so many bytes per second, and
@@ -135,21 +135,34 @@ class SharedCores:
         target: np.ndarray,
         messages: np.ndarray,
     ) -> PortUse:
-        core_s_per_byte = max(link.core_s_per_byte, LEAST_CORE_S_PER_BYTE)
         ends = self.machines[np.append(source[messages], target[messages])]
-        share = core_s_per_byte * COPY_RATE / (2 * cores)  # half at either end
+        copying, share = _copying(link, cores)
         shares = np.full(2 * messages.size, share)
         return PortUse(
             "cores",
             self.ranks_by_machine.size,
-            _copy_link(link.core_s_per_message / core_s_per_byte),
+            copying,
             np.zeros(source.size),
             lambda: [Passes("cores", np.tile(messages, 2), ends, shares)],
         )
 
+    def copied(self, own: Link, ends: np.ndarray) -> Iterator[PortLoads]:
+        """The same of messages over one link; so many begin or end at each rank [ranks]."""
+        if self.count and ends.any() and (own.core_s_per_byte or own.core_s_per_message):
+            link, share = _copying(own, self.count)
+            busy = np.bincount(self.machines, ends * share, self.ranks_by_machine.size)
+            yield PortLoads("cores", link, np.zeros(ends.size), {"cores": busy})
+
     def _by_rank(self, seconds: Number) -> np.ndarray:
         """The same for every rank, if one number is given [.., ranks]."""
         return np.broadcast_to(seconds, (*np.shape(seconds)[:-1], self.machines.size))
+
+
+def _copying(link: Link, cores: int) -> tuple[Link, float]:
+    """How cores copy what crosses a link, and a message's bytes on them at either end, per byte."""
+    core_s_per_byte = max(link.core_s_per_byte, LEAST_CORE_S_PER_BYTE)
+    share = core_s_per_byte * COPY_RATE / (2 * cores)  # half at either end
+    return _copy_link(link.core_s_per_message / core_s_per_byte), share
 
 
 @cache

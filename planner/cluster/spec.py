@@ -42,7 +42,8 @@ LISTS = ("islands", "switches", "nics")  # fields that list GPUs of a server
 DOUBTED = ("gemm", "weight_gradient", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
-MOST_RANKS = 1024  # a plan evaluates every pair of ranks: half a GB of arrays
+MOST_RANKS = 8192
+MOST_PAIRED = 1024  # ranks of which a plan looks at every pair: half a GB of arrays
 MOST_GPUS = 1024  # of a server
 MOST_POINTS = 512  # of a fabric where servers are plugged in; ways between all pairs are kept
 

@@ -101,5 +101,11 @@ class PortUse(NamedTuple):
 
 
 def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> PortSeconds:
-    """How long `times` these loads [B] keep ports busy at a bandwidth [B/s]."""
+    """How long `times` these loads [B] keep ports busy at a bandwidth [B/s].
+
+    Of several clusters, ports that are all alike are one.
+    """
+    if isinstance(bandwidth, np.ndarray):  # [clusters, 1]
+        few = {port: load[:1] if (load == load[0]).all() else load for port, load in loads.items()}
+        return {port: (load[:, None] * times / bandwidth.T).T for port, load in few.items()}
     return {port: load * times / bandwidth for port, load in loads.items()}

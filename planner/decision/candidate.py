@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import DRAWS, drawn, is_seen
-from gnnplan.planner.cluster.placement import best_placement
+from gnnplan.planner.cluster.placement import best_placement, laid_out
+from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.decision.epochs import Epochs
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import UNSEEN, missed
@@ -192,9 +193,12 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
         predicted = strategy.predict(in_order)
         if float(predicted.epoch_s - predicted.comm_s) >= limit_s:
             return in_order
-    chosen = problem.placed(
-        best_placement(problem.cluster, gpus, strategy.traffic(in_order), strategy.tied(in_order))
-    )
+    cluster, tied = problem.cluster, strategy.tied(in_order)
+    if len(gpus) > MOST_PAIRED:
+        ways = map(problem.placed, laid_out(cluster, gpus, strategy.built(in_order).groups, tied))
+        chosen = min(ways, key=lambda there: float(strategy.predict(there).epoch_s))
+    else:
+        chosen = problem.placed(best_placement(cluster, gpus, strategy.traffic(in_order), tied))
     if chosen.placement == in_order.placement:
         return in_order
     chosen_s, in_order_s = (strategy.predict(there).epoch_s for there in (chosen, in_order))

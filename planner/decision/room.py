@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
+from gnnplan.planner.cluster.spec import MOST_PAIRED, MOST_RANKS, Cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.minibatch.host_memory import fits, fullest
@@ -101,7 +101,8 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
         """A strategy that fits on so many servers."""
         inter_node = problem.cluster.inter_node or problem.cluster.intra_node
         cluster = problem.cluster.model_copy(update={"servers": servers, "inter_node": inter_node})
-        if cluster.ranks > min(problem.stats.vertices, MOST_RANKS):
+        most = MOST_PAIRED if problem.graph else MOST_RANKS
+        if cluster.ranks > min(problem.stats.vertices, most):
             return None
         larger = replace(problem, graph=None, method=method, cluster=cluster, placement=())
         fitting = (n.name for n in needs(larger, options(larger)) if n.is_met(cluster))

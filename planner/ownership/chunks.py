@@ -15,6 +15,7 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.partition import partition_weighted, undirected
 from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ChunkFacts:
     edges: np.ndarray  # [K, g], into a sub-chunk
     sources: np.ndarray  # [K, g], distinct rows that these edges read, and the sub-chunk's own
     numbers: np.ndarray  # [K, g], numbers of sparse features in the sources; 0 if dense
-    sends: np.ndarray  # [K, g, g]: sends[c, i, j] rows of chunk c go from i to j
+    sends: Pairs  # [K, g, g]: sends[c, i, j] rows of chunk c go from i to j
 
 
 class Chunks:
@@ -148,18 +149,17 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
     rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
     parts = min(chunks * members, vertices)
     sources = rows + expected_halo_rows(vertices, parts, probability) / parts
-    sends = np.zeros((chunks, members, members), dtype=np.int64)
+    sent = 0 * rows  # by each member to each other one
     if members > 1:
         halo = expected_halo_rows(vertices, min(members, vertices), probability)
         # rows of one member that another one reads
         read = round(halo / (members * (members - 1)))
         by_chunk = read // chunks + (np.arange(chunks) < read % chunks)
-        sends[:] = np.minimum(by_chunk[:, None], rows)[:, :, None]
-        sends[:, range(members), range(members)] = 0
+        sent = np.minimum(by_chunk[:, None], rows)
     return ChunkFacts(
         rows,
         rows * (edges / vertices),
         sources,
         sources * (stats.nonzeros / vertices),
-        sends,
+        Outer.of([0] * members, True, sent),
     )

@@ -39,8 +39,9 @@ from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_layout import mixing_of
-from gnnplan.planner.ownership.layout import LayerFacts, pairs
+from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, Scored, shares
+from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.values import Value
 
 CLASSES = 100  # of degrees; a directed graph has a quarter of it for each of d and r, in all pairs
@@ -219,7 +220,7 @@ class EstimatedBatch(MiniBatch):
     def _scored(self, batch: int, negatives: int) -> Scored:
         """The expected edges that each rank scores, and rows that it is sent for that."""
         counts = [part.size for part in shares(np.arange(batch), len(self.needs))]
-        edges, sends = self._shared(counts), np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        edges, sends = self._shared(counts), self._to_peers([0] * len(counts))
         if self._size > 1:
             population, others = Population.of(self.stats), self._size - 1
             wanted = []
@@ -231,7 +232,7 @@ class EstimatedBatch(MiniBatch):
                 )
                 reached = population.vertices @ -np.expm1(-times)
                 wanted.append(round(float(reached) / self._size))
-            sends = pairs(self.servers, True) * np.array(wanted)[list(self.servers)]
+            sends = self._to_peers(wanted)
         return Scored(edges, sends, self._size > 1)
 
     def _shared(self, totals: Sequence[float]) -> NDArray[np.int64]:
@@ -261,16 +262,18 @@ class EstimatedBatch(MiniBatch):
         return np.rint(self.facts(layer).edges * self.cross).astype(np.int64)
 
     def _counted(self, layer: int) -> LayerFacts:
-        sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-        if self._size > 1:
-            halo = np.rint([self._halo(need, layer) for need in self.needs]).astype(np.int64)
-            sends = pairs(self.servers, True) * halo[list(self.servers)]
+        halo = [round(self._halo(need, layer)) if self._size > 1 else 0 for need in self.needs]
+        sends = self._to_peers(halo)
         return LayerFacts(
             self.row_counts(layer),
             self.row_counts(layer - 1) + sends.sum(0),
             self._shared([need.edges[layer - 1] for need in self.needs]),
             sends,
         )
+
+    def _to_peers(self, rows: Sequence[int]) -> Outer:
+        """So many rows of each group, that each of its ranks gets of each other."""
+        return Outer.of(self.servers, True, np.array(rows)[list(self.servers)]).T
 
     def _halo(self, need: Expected, layer: int) -> float:
         """Rows of h_{l-1} that a rank needs of one other rank."""

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.partitioners import BLIND
-from gnnplan.planner.ownership.layout import Expansion, LayerFacts, pairs
+from gnnplan.planner.ownership.layout import Expansion, LayerFacts
+from gnnplan.planner.vocabulary.outer import Outer
 
 GROWTH = 0.5  # slope of log phi over log m beyond counted halos
 # (parts, phi): geometric mean of eight graphs, 0.007 (papers100M, Reddit) to 0.5 (Squirrel)
@@ -231,7 +232,7 @@ class EstimatedLayout:
     def meets(self, layer: int) -> bool:
         return bool(self.facts(layer).sends.any())
 
-    def preloaded(self) -> np.ndarray:
+    def preloaded(self) -> Outer:
         per_server = self.ranks // len(set(self.servers))
         own, external = self._regions[0]
         rows = (own + external - self._own_rows) / per_server
@@ -256,16 +257,9 @@ def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
     )
 
 
-def _evenly(groups: tuple[int, ...], same: bool, rows: float) -> np.ndarray:
-    """`rows` rows that every rank gets from its peers (`pairs`), equally many from each, in whole
-    rows: [ranks, ranks]."""
-    peers = pairs(groups, same)
-    return _of_each(groups, same, round(rows / max(int(peers[0].sum()), 1)))
-
-
-@lru_cache(maxsize=16)
-def _of_each(groups: tuple[int, ...], same: bool, rows: int) -> np.ndarray:
-    """`rows` rows from every peer: many layouts ask for the same [ranks, ranks]."""
-    out = pairs(groups, same) * rows
-    out.setflags(write=False)
-    return out
+def _evenly(groups: tuple[int, ...], same: bool, rows: float) -> Outer:
+    """`rows` rows that every rank gets from the others of its group, or of other groups, equally
+    many from each, in whole rows."""
+    own = groups.count(groups[0])
+    peers = own - 1 if same else len(groups) - own
+    return Outer.of(groups, same, round(rows / max(peers, 1)))

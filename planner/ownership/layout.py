@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import locality_order, partition_weighted
 from gnnplan.planner.graph.streams import BATCHES, EXPANSION
+from gnnplan.planner.vocabulary.outer import Pairs
 
 FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges handled at a time, so that temporaries are small compared to the graph
@@ -65,25 +66,25 @@ class LayerFacts:
     rows: np.ndarray  # [ranks], destinations
     sources: np.ndarray  # [ranks], rows read: local ones and halo
     edges: np.ndarray  # [ranks], without self edges
-    halo: np.ndarray  # [ranks, ranks]: halo[i, j] rows of i are there when j computes the layer
+    halo: Pairs  # [ranks, ranks]: halo[i, j] rows of i are there when j computes the layer
     # rows of h_{l-1} that each rank has made, if it made some for other ranks alone [ranks]
     made: np.ndarray | None = None
     # if these are partial sums: how many each rank adds up to the sources that it reads [ranks]
     added: np.ndarray | None = None
     # destinations whose own row is with another rank, which adds its part of the sum [ranks]
     away: np.ndarray | None = None
-    fresh: np.ndarray | None = None  # rows of the halo that cross before the layer, if not all
+    fresh: Pairs | None = None  # rows of the halo that cross before the layer, if not all
 
     def __post_init__(self) -> None:
         self.sends.setflags(write=False)
 
     @property
-    def sends(self) -> np.ndarray:
+    def sends(self) -> Pairs:
         """Rows that go from i to j before the layer [ranks, ranks]."""
         return self.halo if self.fresh is None else self.fresh
 
     @property
-    def returned(self) -> np.ndarray:
+    def returned(self) -> Pairs:
         """Rows whose gradients go from i to j after the layer: the other way [ranks, ranks]."""
         return self.sends.T
 
@@ -111,17 +112,6 @@ class LayerFacts:
     def taken(self) -> np.ndarray:
         """Halo rows that each rank gets before the layer [ranks]."""
         return np.asarray(self.sends.sum(0))
-
-
-@lru_cache(maxsize=8)
-def pairs(groups: tuple[int, ...], same: bool) -> np.ndarray:
-    """Whether two ranks are different ones of one group, or (`same` false) in different groups.
-
-    bool [ranks, ranks]."""
-    within = np.equal.outer(groups, groups)
-    out = np.asarray(within & ~np.eye(len(groups), dtype=bool) if same else ~within)
-    out.setflags(write=False)
-    return out
 
 
 class Layout:

@@ -37,6 +37,7 @@ from gnnplan.planner.graph.links import fetched
 from gnnplan.planner.graph.sampling import Frontier, Ids, frontier
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.outer import Pairs
 
 MOST_EDGES = 20_000_000  # sampled in all batches that are looked at one by one
 MOST_BATCHES = 64  # that are looked at one by one
@@ -51,7 +52,7 @@ class Scored:
     end there [ranks, ranks]. meets: whether ranks of a group send each other such rows."""
 
     edges: np.ndarray
-    sends: np.ndarray
+    sends: Pairs
     meets: bool
 
 

@@ -237,7 +237,7 @@ def _describe(
     files = {}
     for of, array in arrays.items():
         files[of] = _save(begun / f"{of}.npy", *_whole(array.astype(np.int32, copy=False)))
-    files["sends"] = _save(begun / "sends.npy", *_whole(layout.facts(1).sends))
+    files["sends"] = _save(begun / "sends.npy", *_whole(np.asarray(layout.facts(1).sends)))
     texts = [(begun / f"part{number}" / OF_PART).read_bytes() for number in range(len(known))]
     about = Description(
         VERSION,

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.spec import LISTS, MOST_RANKS, Cluster
+from gnnplan.planner.cluster.spec import LISTS, MOST_PAIRED, MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
@@ -126,6 +126,12 @@ class Problem:
                 f" link prediction ({self.stats.held_out:,}); load the graph again"
             )
 
+        if self.graph and self.ranks > MOST_PAIRED:
+            raise SpecError(
+                f"of a graph that is cut, a plan counts the rows between every two of at most"
+                f" {MOST_PAIRED:,} ranks (ranks: {self.ranks:,}); use fewer, or the graph's"
+                " statistics (--graph FILE.yaml)"
+            )
         self._must_learn_so()
 
     def _must_learn_so(self) -> None:

@@ -9,6 +9,7 @@
     spec.py       the base of specifications, and the types of their fields
     numbers.py    numbers that may be arrays of candidates
     values.py     values that hold arrays: equal where their numbers are
+    outer.py      what all ranks send each other, by a number per sender and one per receiver
     files.py      reading and writing files safely
     progress.py   lines for people who wait
 

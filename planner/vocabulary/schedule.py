@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.values import Value
 
 # Fallback costs where a device has no rate of its own: of a dropout hash, whose words are as long
@@ -105,8 +106,19 @@ class Compute(Value):
         """The i-th candidate of its arrays."""
         return self._with(lambda value: float(value[i] if np.ndim(value) else value))
 
-    def among(self, ranks: np.ndarray) -> Compute:
-        """The work of some ranks, where its arrays are [ranks]."""
+    def each(self, count: int) -> list[Compute]:
+        """Of all candidates; those that are alike are one."""
+        several = [np.broadcast_to(number, count) for number in self.numbers() if np.ndim(number)]
+        if not several:
+            return [self.at(0)] * count
+        _, first, number = np.unique(several, axis=1, return_index=True, return_inverse=True)
+        unlike = [self.at(i) for i in first.tolist()]
+        return [unlike[kind] for kind in number.ravel().tolist()]
+
+    def among(self, ranks: np.ndarray | slice | int) -> Compute:
+        """The work of some ranks, or of one, where its arrays are [ranks]."""
+        if isinstance(ranks, int):
+            return self.at(ranks)
         return self._with(lambda value: value[ranks] if np.ndim(value) else value)
 
     def numbers(self) -> Iterator[Number]:
@@ -169,6 +181,27 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """What the i-th rank of a group sends in an exchange that is not written down pair by pair."""
+
+    items: Outer  # of all ranks of the group
+    itemsize: int  # [B]
+    group: tuple[int, ...]
+    i: int
+    nbytes: int  # that it sends in all [B]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        sent = (self.items[self.i] * self.itemsize).tolist()
+        return ((peer, nbytes) for peer, nbytes in zip(self.group, sent, strict=True) if nbytes)
+
+    @classmethod
+    def of_all(cls, items: Outer, itemsize: int, group: tuple[int, ...]) -> list[Row]:
+        """Those of all ranks."""
+        sent = (items.sum(1) * itemsize).tolist()
+        return [cls(items, itemsize, group, i, nbytes) for i, nbytes in enumerate(sent)]
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """One rank's part in an exchange or an all-reduce.
 
@@ -179,13 +212,13 @@ class Collective:
 
     op: str  # 'exchange' or 'all_reduce'
     group: tuple[int, ...]
-    sent: tuple[tuple[int, int], ...]  # (peer, bytes)
+    sent: tuple[tuple[int, int], ...] | Row  # (peer, bytes)
     size: int = 0  # all_reduce: of the buffer [B]
 
     @property
     def nbytes(self) -> int:
         """All that this rank sends [B]."""
-        return sum(n for _, n in self.sent)
+        return self.sent.nbytes if isinstance(self.sent, Row) else sum(n for _, n in self.sent)
 
 
 Work = Compute | Load | Host | Send | Recv | Collective
@@ -238,14 +271,14 @@ def all_reduce(
     label: Label, rank: int, group: tuple[int, ...], size: int, after: tuple[Label, ...] = ()
 ) -> Task:
     """A task in the lane 'reduce': a rank's part in an all-reduce of `size` bytes."""
-    return Task(label, rank, "reduce", ring(rank, group, size), after)
+    return Task(label, rank, "reduce", ring(group.index(rank), group, size), after)
 
 
-def ring(rank: int, group: tuple[int, ...], size: int) -> Collective:
-    """A rank's part in a ring all-reduce of `size` bytes.
+def ring(i: int, group: tuple[int, ...], size: int) -> Collective:
+    """The part of the i-th rank in a ring all-reduce of `size` bytes.
 
     All n ranks of the group send 2 (n-1) `size` bytes in total. Source: nccl-tests, whose bus
     bandwidth has the factor 2 (n-1) / n.
     """
-    sent = share(2 * (len(group) - 1) * size, len(group), group.index(rank))
+    sent = share(2 * (len(group) - 1) * size, len(group), i)
     return Collective("all_reduce", group, ((-1, sent),), size)

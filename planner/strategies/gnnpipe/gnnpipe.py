@@ -145,7 +145,7 @@ class _Shared:
 
     def __init__(self, pipe: Pipeline, problem: Problem) -> None:
         self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
-        self.returned = self.facts.sends.transpose(0, 2, 1)  # rows whose gradients go home
+        self.returned = self.facts.sends.swapaxes(1, 2)  # rows whose gradients go home
         self.kept = np.array(pipe.kept(problem), dtype=float)
         self._works: dict[object, tuple[Compute, Compute]] = {}
 

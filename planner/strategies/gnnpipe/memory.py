@@ -71,7 +71,7 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
         numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
     )
     spec = model.layers[stages[stage].start - 1]
-    graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum((0, 2)))
+    graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
     if stage == len(stages) - 1:
         graph = graph + 16 * own  # labels and masks
     if stage:
@@ -189,7 +189,7 @@ class Holds:
         exchange rows of a chunk [chunks, 1]."""
         facts = self.pipe.facts(self.problem)
         counts = facts.rows, facts.edges, facts.sources, facts.sends.sum(1)
-        meets = np.asarray(facts.sends.any((1, 2), keepdims=True))[:, 0]
+        meets = facts.sends.sum(1).any(1, keepdims=True)
         return *(each.astype(float) for each in counts), meets
 
 

@@ -24,6 +24,7 @@ from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute
 
 LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs
@@ -379,13 +380,14 @@ class Pipeline(Strategy):
         model, stages = self.shape(problem)
         return model.weights_of(stages[stage])
 
-    def inputs_sent(self, problem: Problem) -> np.ndarray:
+    def inputs_sent(self, problem: Problem) -> Pairs:
         """Bytes of constant inputs that the first stage's members send each other [g, g]."""
-        read = self.facts(problem).sends.sum(0)
+        read: Pairs = self.facts(problem).sends.sum(0)
         if problem.model.first_varying == 0 or not read.any():
-            return np.zeros_like(read)
+            nothing: Pairs = 0 * read
+            return nothing
         if problem.graph is None:
-            return np.asarray(np.round(problem.model.features_moved(read)).astype(np.int64))
+            return (read * problem.model.features_moved(1)).round().astype(np.int64)
         cut, members = problem.cut(settled(self.chunks), len(read)), range(len(read))
         received = [  # by each member, from each member
             np.bincount(cut.sub[halo] % len(read), problem.features_bytes(halo), len(read))
@@ -396,7 +398,7 @@ class Pipeline(Strategy):
     def kept(self, problem: Problem) -> list[int]:
         """Rows that each member keeps: its own and those of others that it reads."""
         facts = self.facts(problem)
-        rows: list[int] = (facts.rows.sum(0) + facts.sends.sum((0, 1))).tolist()
+        rows: list[int] = (facts.rows.sum(0) + facts.sends.sum(1).sum(0)).tolist()
         return rows
 
     def role(self, problem: Problem, rank: int) -> dict[str, int]:

@@ -57,6 +57,7 @@ from gnnplan.planner.strategies.program.program import (
     Queued,
     Step,
 )
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.values import Value
 
@@ -69,7 +70,7 @@ class Counts(Value):
     sources: np.ndarray  # rows that edges read, the chunk's own and the halo included [ranks]
     edges: np.ndarray  # without self edges [ranks]
     trained: np.ndarray  # training vertices among the rows [ranks]
-    sends: np.ndarray  # sends[i, j]: rows of the halo of j that i has [ranks, ranks]
+    sends: Pairs  # sends[i, j]: rows of the halo of j that i has [ranks, ranks]
     given: np.ndarray  # rows of others' halos that each rank has, and sends [ranks]
     halo: np.ndarray  # rows read that other ranks have [ranks]
 
@@ -215,24 +216,23 @@ class ChunkedStep:
         def counted(c: int) -> Counts:
             its = slice(c, None, len(self.chunks))
             each = facts.rows, facts.sources, facts.edges, trained
-            arrays = [np.asarray(of_all, dtype=float)[its] for of_all in each]
-            its_sends = sends[:, :, c]
-            arrays += [its_sends, its_sends.sum(1), its_sends.sum(0)]
-            return Counts(*arrays)
+            rows, sources, edges, seeds = (np.asarray(of_all, dtype=float)[its] for of_all in each)
+            here = sends[c]
+            return Counts(rows, sources, edges, seeds, here, here.sum(1), here.sum(0))
 
         return [counted(c) for c in self.chunks]
 
-    def _sends(self, facts: LayerFacts) -> np.ndarray:
-        """Rows that go from each rank to each rank's chunks [ranks, ranks, chunks]."""
+    def _sends(self, facts: LayerFacts) -> Pairs:
+        """Rows that go from each rank to each rank's chunks [chunks, ranks, ranks]."""
         layout, ranks, chunks = self.layout, self.problem.ranks, len(self.chunks)
-        others = ~np.eye(ranks, dtype=bool)[:, :, None]
         if isinstance(layout, EstimatedLayout):
             part = layout.vertices / ranks
             far = layout.leaving(part) / max(layout.leaving(part / chunks), 1e-300)
             halo = facts.halo.sum(0).reshape(ranks, chunks) * min(far, 1.0)
-            return np.asarray(others * np.round(halo / max(ranks - 1, 1)).astype(np.int64))
-        by_rank = facts.sends.reshape(ranks, chunks, ranks, chunks).sum(1)
-        return np.asarray(others * by_rank)
+            read = np.round(halo / max(ranks - 1, 1)).astype(np.int64)
+            return Outer.of([0] * ranks, True, read.T).T
+        by_rank = np.asarray(facts.sends).reshape(ranks, chunks, ranks, chunks).sum(1)
+        return np.asarray(~np.eye(ranks, dtype=bool)[:, :, None] * by_rank).transpose(2, 0, 1)
 
     @property
     def _trained(self) -> list[float]:

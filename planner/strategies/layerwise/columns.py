@@ -35,6 +35,7 @@ from gnnplan.planner.strategies.layerwise.step import finish, moments
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
 
 
@@ -200,12 +201,11 @@ def program(problem: Problem, model: ByColumns, courses: Courses) -> Program:
     return Program.of(step, setup=lambda: setup(problem, courses))
 
 
-def crossing(problem: Problem, width: int, op: str) -> np.ndarray:
+def crossing(problem: Problem, width: int, op: str) -> Outer:
     """Numbers that go from i to j as rows of `width` numbers are cut or joined [ranks, ranks]."""
     rows, columns = shares(problem.stats.vertices, problem.ranks), shares(width, problem.ranks)
-    sent = np.outer(rows, columns) if op == "to_columns" else np.outer(columns, rows)
-    np.fill_diagonal(sent, 0)
-    return sent
+    sent = Outer(rows, columns, np.zeros_like(rows))
+    return sent if op == "to_columns" else sent.T
 
 
 def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
@@ -234,7 +234,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         )
         for layer in range(1, layers + 1)
     }
-    nothing = np.zeros((ranks, ranks), dtype=np.int64)
+    nothing = Outer.of([0] * ranks, True, 0)
     facts = {layer: LayerFacts(own, own, np.zeros(ranks), nothing) for layer in like.values()}
     encoded = own if model.encoder else np.zeros(ranks)
     holds = Holds(problem, model, facts, like, encoded, ExchangeOptions(narrow=True))

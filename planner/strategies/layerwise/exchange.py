@@ -26,6 +26,7 @@ from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
 Rows = Layout | EstimatedLayout
 
@@ -125,18 +126,24 @@ def _exchanged(policy: Policy, rows: Rows, crossing: Crossing) -> LayerFacts:
     f, sends = rows.facts(layer), _sends(policy, rows, crossing)
     if policy.stays:
         return replace(f, fresh=sends)
-    shares = np.divide(sends, f.halo, out=np.zeros(f.halo.shape), where=f.halo > 0)
-    edges = f.edges - ((1 - shares) * _halo_edges(rows, layer)).sum(0)
+    if isinstance(rows, EstimatedLayout):  # as many edges for every row
+        vanished = (f.there - sends.sum(0)) / np.maximum(f.there, 1)
+        edges = f.edges - vanished * rows.leaving(rows.vertices / rows.ranks) * f.edges
+    else:
+        halo = np.asarray(f.halo)
+        shares = np.divide(sends, halo, out=np.zeros(halo.shape), where=halo > 0)
+        edges = f.edges - ((1 - shares) * _halo_edges(rows, layer)).sum(0)
     return LayerFacts(f.rows, f.local + sends.sum(0), np.rint(edges).astype(np.int64), sends)
 
 
-def _sends(policy: Policy, rows: Rows, crossing: Crossing) -> np.ndarray:
+def _sends(policy: Policy, rows: Rows, crossing: Crossing) -> Pairs:
     """Rows that are fresh [ranks, ranks]; of statistics, as many of 0, 1, .."""
     halo = rows.facts(crossing.layer).halo
     if isinstance(rows, EstimatedLayout):
-        sizes, where = np.unique(halo, return_inverse=True)
+        assert isinstance(halo, Outer)
+        sizes, where = np.unique(halo.left, return_inverse=True)
         counts = [policy.count(np.arange(size), crossing) for size in sizes.tolist()]
-        return np.array(counts)[where].reshape(halo.shape)
+        return replace(halo, left=np.array(counts)[where])
     out = np.zeros_like(halo)
     for reader in range(rows.ranks):
         owners = halo_of(rows, crossing.layer, reader)
@@ -150,13 +157,9 @@ def halo_of(layout: Layout, layer: int, reader: int) -> list[Ids]:
     return np.split(piece.halo, np.cumsum(piece.received)[:-1])
 
 
-def _halo_edges(whole: Rows, layer: int) -> np.ndarray:
+def _halo_edges(whole: Layout, layer: int) -> np.ndarray:
     """Edges of a layer by whose rows they read: [ranks, ranks], from owner to reader."""
-    f = whole.facts(layer)
-    if isinstance(whole, EstimatedLayout):
-        share = whole.leaving(whole.vertices / whole.ranks) * f.edges
-        return np.asarray(share * f.halo / np.maximum(f.there, 1e-30))
-    out = np.zeros(f.halo.shape)
+    out = np.zeros((whole.ranks, whole.ranks))
     for reader in range(whole.ranks):
         piece, (_, columns) = whole.piece(reader, layer), whole.block(reader, layer)
         read = np.bincount(columns, minlength=piece.local + piece.halo.size)[piece.local :]

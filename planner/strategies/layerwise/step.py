@@ -34,6 +34,7 @@ from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute
 
 # Of an epoch: one is trained on in every step, several are loaded in turn; empty: the whole layout
@@ -259,9 +260,7 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
         yield _send_features(problem, layout, halo, "input_halo")
 
 
-def _send_features(
-    problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
-) -> Op:
+def _send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str) -> Op:
     """The exchange of the features of so many `rows` [ranks, ranks]."""
     if problem.model.nonzeros:
         return Op(op, work=Exchange(_sparse_features_sent(problem, layout, rows, op)))
@@ -269,11 +268,11 @@ def _send_features(
 
 
 def _sparse_features_sent(
-    problem: Problem, layout: Layout | EstimatedLayout, rows: np.ndarray, op: str
-) -> np.ndarray:
+    problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str
+) -> Pairs:
     """Bytes [ranks, ranks] of the sparse features of so many `rows` [ranks, ranks]."""
     if problem.graph is None or not isinstance(layout, Layout):
-        return np.asarray(np.round(problem.model.features_moved(rows)).astype(np.int64))
+        return (rows * problem.model.features_moved(1)).round().astype(np.int64)
     # sparse rows differ in length
     sent = np.zeros_like(rows)
     for receiver in range(problem.ranks):

@@ -44,6 +44,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training, settled
 from gnnplan.planner.strategies.layerwise import tiles
@@ -133,6 +134,11 @@ class Tensor3D(Strategy):
                 f"tensor3d needs x * y * z = {problem.ranks} ranks, each at least 1 ({shown});"
                 " leave the axes out to have them chosen, or use"
                 f" {Tensor3D().settle(problem)}"
+            )
+        if problem.ranks > MOST_PAIRED:
+            raise SpecError(
+                "tensor3d: its sums are priced line by line of the grid, of at most"
+                f" {MOST_PAIRED:,} ranks (ranks: {problem.ranks:,}); use graph_parallel, or fewer"
             )
         self.check_vertices(problem)
 

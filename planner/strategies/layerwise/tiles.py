@@ -55,6 +55,7 @@ from gnnplan.planner.strategies.layerwise.columns import shares
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Group, Op, Program
+from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 Axis = Literal["x", "y", "z"]
@@ -253,7 +254,7 @@ def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
 def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     """The operations of one step, in order."""
     b, layers = problem.model.itemsize, layers_of(problem, grid)
-    last = layers[-1]
+    last, ones = layers[-1], np.ones(grid.ranks, dtype=np.int64)
 
     def along(axis: Axis, op: str, way: str, layer: int, numbers: np.ndarray) -> Iterator[Op]:
         """All-reduces of tensors of so many numbers [ranks] along an axis."""
@@ -262,14 +263,17 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
             sizes = tuple(int(numbers[group[0]]) * b for group in groups)
             yield Op(op, way, layer, work=AllReduce(sizes, groups))
 
-    def exchange(axis: Axis, op: str, way: str, layer: int | None, sent: np.ndarray) -> Op:
-        return Op(op, way, layer, work=Exchange(sent * alike(grid, axis), b))
+    def exchange(
+        axis: Axis, op: str, way: str, layer: int | None, left: np.ndarray, right: np.ndarray
+    ) -> Op:
+        """From each rank as many numbers as the product of both [ranks], along an axis."""
+        first = np.arange(grid.ranks) - grid.places(axis) * grid.stride(axis)  # of its line
+        return Op(op, way, layer, work=Exchange(Outer(left, right, first), b))
 
     def gather_weights(tiles: Tiles, way: str) -> Iterator[Op]:
         if grid.size(tiles.axes.rows) > 1:
-            yield exchange(
-                tiles.axes.rows, "gather_weights", way, tiles.layer, tiles.kept_weights[:, None]
-            )
+            kept = tiles.kept_weights
+            yield exchange(tiles.axes.rows, "gather_weights", way, tiles.layer, kept, ones)
 
     for tiles in layers:
         layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
@@ -281,21 +285,19 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
         yield from along(axes.columns, "sum_outputs", "f", layer, tiles.rows * tiles.h_out)
     several = grid.size(last.axes.sources) > 1
     if several:
-        sent = np.outer(last.h_out, last.whole_rows)
-        yield exchange(last.axes.sources, "to_rows", "f", None, sent)
+        yield exchange(last.axes.sources, "to_rows", "f", None, last.h_out, last.whole_rows)
     forward, backward = finish(problem, last.whole_rows, None)
     copied = 2.0 * COPY * last.whole_rows * last.spec.h_out * several * b
     work_of_loss = forward + backward + Compute(elementwise_bytes=copied, itemsize=b)
     yield Op("loss", work=work_of_loss, holds=partial(_hold_loss, last))
     if several:
-        sent = np.outer(last.whole_rows, last.h_out)
-        yield exchange(last.axes.sources, "to_columns", "b", None, sent)
+        yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):
         layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
         yield from gather_weights(tiles, "b")
         yield Op("backward", layer=layer, work=work.backward, holds=holds.backward)
         if grid.size(axes.rows) > 1:
-            yield exchange(axes.rows, "scatter_weights", "b", layer, tiles.kept_weights[None, :])
+            yield exchange(axes.rows, "scatter_weights", "b", layer, ones, tiles.kept_weights)
         if tiles.varies:
             yield from along(axes.sources, "sum_aggregates", "b", layer, tiles.rows * tiles.summed)
             work_back = work.aggregate_back
@@ -303,13 +305,6 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
             yield from along(axes.rows, "sum_inputs", "b", layer, tiles.sources * tiles.h_in)
     kept = sum((tiles.kept_weights for tiles in layers), np.zeros(grid.ranks))
     yield Op("update", work=problem.model.update(kept), holds=Held.let_go)
-
-
-def alike(grid: Grid, axis: Axis) -> np.ndarray:
-    """Whether two ranks differ along this axis alone [ranks, ranks]."""
-    ranks, place = np.arange(grid.ranks), grid.places(axis)
-    group = ranks - place * grid.stride(axis)
-    return np.asarray((group[:, None] == group[None, :]) & (ranks[:, None] != ranks[None, :]))
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.feature_store import PLACES, heat, that_fit
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.outer import Outer
 
 NEIGHBOUR = 4  # [B] of a neighbour, in a list or drawn from one
 ENTRY = 8  # [B] of a list's offset
@@ -97,11 +98,12 @@ class Structure:
 
     def of(
         self, batch: MiniBatch, layer: int, fanout: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """`draws` for a layer of a batch."""
-        return self.draws(
-            batch.graph, [batch.rows(rank, layer) for rank in range(batch.ranks)], fanout
-        )
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Ids that rank i asks of rank j and edges that i draws for j [ranks, ranks], and all edges
+        that each draws [ranks], for a layer of a batch."""
+        rows = [batch.rows(rank, layer) for rank in range(batch.ranks)]
+        asked, drawn = self.draws(batch.graph, rows, fanout)
+        return asked, drawn.T * ~np.eye(batch.ranks, dtype=bool), drawn.sum(0)
 
     def edges_at(self, graph: Graph, ranks: Sequence[int]) -> int:
         """Edges of the lists that these ranks have between them."""
@@ -131,15 +133,16 @@ class EstimatedStructure:
 
     def of(
         self, batch: MiniBatch, layer: int, fanout: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[Outer, Outer, NDArray[np.int64]]:
         """As `Structure.of`."""
-        same = np.equal.outer(self.places, self.places)
         facts, away = batch.facts(layer), (1 - self.cached) * (1 - 1 / len(set(self.places)))
-        to = np.where(same, 0.0, away / np.maximum((~same).sum(1, keepdims=True), 1))
+        others = Outer.of(self.places, False, 1).sum(1)  # of each rank
+        to = np.where(others > 0, away / np.maximum(others, 1), 0.0)
         asked, drawn = (
-            np.rint(to * count[:, None]).astype(np.int64) for count in (facts.rows, facts.edges)
+            Outer.of(self.places, False, np.rint(to * count).astype(np.int64))
+            for count in (facts.rows, facts.edges)
         )
-        return asked, drawn + np.diag(facts.edges - drawn.sum(1))
+        return asked, drawn.T, facts.edges - drawn.sum(1) + drawn.sum(0)
 
     def share_at(self, ranks: Sequence[int]) -> float:
         """The share of all lists that these ranks have between them."""

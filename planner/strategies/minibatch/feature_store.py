@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.batches import drawn_as, presampled
 from gnnplan.planner.graph.graph import Graph, GraphStats
@@ -37,12 +38,12 @@ from gnnplan.planner.ownership.estimated_batches import (
     Expected,
     Population,
 )
-from gnnplan.planner.ownership.layout import pairs
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import show_size
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.units import show_bytes
 
 HOT = ("frequency", "degree")
@@ -73,8 +74,8 @@ class Loads:
 
     host: NDArray[np.int64]
     hits: NDArray[np.int64]
-    asked: NDArray[np.int64]
-    fetched: NDArray[np.int64]
+    asked: Pairs
+    fetched: Pairs
     rows: NDArray[np.int64]
 
     def __post_init__(self) -> None:
@@ -245,12 +246,11 @@ class EstimatedStore:
         return self.cached_rows > 0
 
     @property
-    def asks(self) -> NDArray[np.bool_]:
-        asks = (self.spread & pairs(self.servers, False)) | (
-            self.shared & pairs(self.servers, True)
-        )
-        asks.setflags(write=False)
-        return np.asarray(asks)
+    def asks(self) -> Outer:
+        """As `Store.asks`."""
+        if self.spread and self.shared:
+            return Outer.of([0] * len(self.servers), True, 1)
+        return Outer.of(self.servers, self.shared, int(self.spread or self.shared))
 
     @property
     def together(self) -> list[int]:
@@ -277,14 +277,14 @@ class EstimatedStore:
         return self._loads[batch]
 
     def loads(self, problem: Problem, batch: EstimatedBatch) -> Loads:
-        m, same = len(self.servers), np.equal.outer(self.servers, self.servers)
+        m = len(self.servers)
         one = np.zeros(1, np.int64)
         row = np.array(
             [int(problem.features_bytes(one, _columns(self.slices, rank))[0]) for rank in range(m)]
         )
         counts, read = batch.row_counts(0), _read_ranks(self.slices, m)
         rows = np.array([counts[list(ranks)].sum() for ranks in read])
-        classes, asked = np.zeros((m, len(CLASSES)), np.int64), np.zeros((m, m), np.int64)
+        classes = np.zeros((m, len(CLASSES)), np.int64)
         # (what a group needs, GPUs that cache different rows) -> share of the group's reads
         shares: dict[tuple[Expected, int], float] = {}
         together = self.together
@@ -294,25 +294,32 @@ class EstimatedStore:
                 shares[need, sharing] = self.held_share(need, self.cached_rows * sharing)
             cached = round(int(rows[rank]) * shares[need, sharing])
             classes[rank, HIT] = cached // sharing if self.shared else cached
-            if self.shared:
-                asked[rank] += _evenly(cached - int(classes[rank, HIT]), same[rank], rank)
-                classes[rank, PEER] = asked[rank].sum()
-            if self.spread:
-                away = round(
-                    (int(rows[rank]) - classes[rank, [HIT, PEER]].sum()) * (~same[rank]).mean()
-                )
-                asked[rank] += _evenly(away, ~same[rank], rank)
-                classes[rank, REMOTE] = away
-            classes[rank, HOST] = int(rows[rank]) - classes[rank].sum()
+            classes[rank, PEER] = (cached - classes[rank, HIT]) * (sharing > 1)
+        asked = self._evenly(classes[:, PEER], True)
+        if self.spread:
+            others = Outer.of(self.servers, False, 1).sum(1) / m  # share of the ranks
+            classes[:, REMOTE] = np.rint((rows - classes.sum(1)) * others)
+            away = self._evenly(classes[:, REMOTE], False)
+            asked = np.asarray(asked) + np.asarray(away) if self.shared else away
+        classes[:, HOST] = rows - classes.sum(1)
         return Loads(row * classes[:, HOST], row * classes[:, HIT], asked, row * asked.T, classes)
 
-    def filled(self, problem: Problem) -> NDArray[np.int64]:
+    def _evenly(self, counts: NDArray[np.int64], same: bool) -> Pairs:
+        """So much from each rank [ranks] evenly to the others of its server, or of other servers:
+        in whole numbers that add up, or of many ranks the nearest whole numbers."""
+        peers = Outer.of(self.servers, same, 1)
+        of_each = np.maximum(peers.sum(1), 1)
+        if len(self.servers) > MOST_PAIRED:
+            return Outer.of(self.servers, same, np.rint(counts / of_each).astype(np.int64))
+        among, (whole, rest) = np.asarray(peers), (n[:, None] for n in np.divmod(counts, of_each))
+        return np.asarray(among * (whole + (among.cumsum(1) <= rest)))
+
+    def filled(self, problem: Problem) -> Pairs:
         """As `Store.filled`: most cached rows have their home on another server."""
-        m, row = len(self.servers), int(problem.features_bytes(np.zeros(1, np.int64))[0])
-        sent = np.zeros((m, m), np.int64)
-        for rank in range(m) if self.spread else ():
-            others = np.not_equal(self.servers, self.servers[rank])
-            sent[:, rank] = row * _evenly(round(self.cached_rows * others.mean()), others, rank)
+        row = int(problem.features_bytes(np.zeros(1, np.int64))[0])
+        others = Outer.of(self.servers, False, 1).sum(1) / len(self.servers)
+        rows = np.rint(self.cached_rows * others * self.spread).astype(np.int64)
+        sent: Pairs = row * self._evenly(rows, False).T
         return sent
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
@@ -331,15 +338,6 @@ def _columns(slices: tuple[Slice, ...] | None, rank: int) -> range | None:
 def _read_ranks(slices: tuple[Slice, ...] | None, ranks: int) -> list[tuple[int, ...]]:
     """Whose rows each rank reads."""
     return [each.ranks for each in slices] if slices else [(rank,) for rank in range(ranks)]
-
-
-def _evenly(count: int, among: NDArray[np.bool_], rank: int) -> NDArray[np.int64]:
-    """A count divided evenly over these ranks without `rank` [ranks]."""
-    peers = np.flatnonzero(among & (np.arange(among.size) != rank))
-    out = np.zeros(among.size, np.int64)
-    if peers.size:
-        out[peers] = count // peers.size + (np.arange(peers.size) < count % peers.size)
-    return out
 
 
 def feature_store(
@@ -516,6 +514,12 @@ def check_store(
             f"{name}: the cache is larger than the memory that it is in (cache:"
             f" {show_bytes(cache)}, device.memory: {show_bytes(room)}); use"
             f" cache={show_size(room // 2)!r} or less"
+        )
+    if shared and features == "spread" and problem.ranks > MOST_PAIRED:
+        raise SpecError(
+            f"{name}: where rows come from caches of the same server and from other servers, a plan"
+            f" looks at every pair of ranks, of at most {MOST_PAIRED:,} (ranks: {problem.ranks:,});"
+            " use shared_cache=False, features='everywhere', or fewer ranks"
         )
     if hot not in HOT:
         raise SpecError(

@@ -200,9 +200,10 @@ def _split(
                 if constant
                 else model.exchanged_width(layer, narrow=False) * model.itemsize
             )
+            sends = np.asarray(facts.sends)
             sent += (
-                facts.sends * row
-                + facts.sends.T * (ID + (0 if constant else row))
+                sends * row
+                + sends.T * (ID + (0 if constant else row))
                 + ID * ~np.eye(ranks, dtype=bool)
             )
     return {

@@ -50,7 +50,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
-from gnnplan.planner.ownership.layout import LayerFacts, pairs
+from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
@@ -72,6 +72,7 @@ from gnnplan.planner.strategies.program.program import (
     Sampling,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.schedule import Compute
 
 ID = 8  # [B]
@@ -104,7 +105,7 @@ def step(
         yield from reading(problem, in_all, store, lists, ahead=lane)
     elif not splits:
         yield from drawing(problem, batch, in_all, lists, store, prefetch)
-    peers, at_work = pairs(batch.servers, True), samplers(problem, prefetch)
+    peers, at_work = Outer.of(batch.servers, True, 1), samplers(problem, prefetch)
     for layer in reversed(layers) if splits else ():
         drawn = batch.sampled(layer)
         yield Op("draw", layer=layer, work=Sampling("draw", drawn, 1, at_work), ahead="host")
@@ -135,8 +136,8 @@ def step(
 
 def told(
     op: str,
-    counts: np.ndarray,
-    among: np.ndarray,
+    counts: Pairs,
+    among: Pairs,
     layer: int | None = None,
     ahead: Literal["", "host"] = "",
     itemsize: int = ID,
@@ -204,16 +205,15 @@ def drawing(
         yield Op("draw", work=draws, ahead="host")
         yield from reading(problem, edges, store, None)
         return
-    others = ~np.eye(batch.ranks, dtype=bool)
+    others = Outer.of([0] * batch.ranks, True, 1)
     for layer, fanout in zip(
         range(problem.workload.layers, 0, -1), problem.workload.fanouts, strict=True
     ):
-        asked, drawn = lists.of(batch, layer, fanout)
+        asked, given, drawn = lists.of(batch, layer, fanout)
         yield from told("ask_edges", asked, others, layer=layer, ahead="host")
-        draws = Sampling("draw", drawn.sum(0), 1, at_work)
+        draws = Sampling("draw", drawn, 1, at_work)
         yield Op("draw", layer=layer, work=draws, ahead="host")
-        neighbours = Exchange(drawn.T * others, NEIGHBOUR)
-        yield Op("edges", layer=layer, work=neighbours, ahead="host")
+        yield Op("edges", layer=layer, work=Exchange(given, NEIGHBOUR), ahead="host")
 
 
 def picks_there(problem: Problem, store: Features) -> bool:

@@ -93,6 +93,7 @@ from gnnplan.planner.strategies.program.program import (
     Sampling,
     Step,
 )
+from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
 
 
@@ -105,10 +106,10 @@ class _Crossing(NamedTuple):
     """
 
     blocks: np.ndarray
-    peers: np.ndarray
-    pushed: np.ndarray
-    pulled: np.ndarray
-    returned: np.ndarray
+    peers: Outer
+    pushed: Outer
+    pulled: Outer
+    returned: Outer
 
 
 @dataclass(frozen=True)
@@ -184,19 +185,14 @@ class P3(Slices):
         def make() -> _Crossing:
             first = batch.facts(1)
             f1, f2, e1 = first.rows, first.sources, first.edges
-            peers = np.zeros((problem.ranks, problem.ranks), dtype=bool)
-            pushed, pulled = np.zeros((2, problem.ranks, problem.ranks), dtype=np.int64)
-            blocks = np.zeros((3, problem.ranks))
-            for rail in self.rails(problem):
+            blocks, rails = np.zeros((3, problem.ranks)), np.zeros(problem.ranks, dtype=np.int64)
+            for number, rail in enumerate(self.rails(problem)):
                 at = np.array(rail)
+                rails[at] = number
                 blocks[:, at] = np.array([f1, f2, e1])[:, at].sum(axis=1, keepdims=True)
-                from_to, others = np.ix_(at, at), ~np.eye(at.size, dtype=bool)
-                peers[from_to] = others
-                pushed[from_to] = others * (HEADER + f2 + f1 + e1)[at][:, np.newaxis]
-                pulled[from_to] = others * f1[at]
-            for sent in (peers, pushed, pulled):
-                sent.setflags(write=False)
-            return _Crossing(blocks, peers, pushed, pulled, pulled.T)
+            pushed = Outer.of(rails, True, HEADER + f2 + f1 + e1)
+            returned = Outer.of(rails, True, f1)
+            return _Crossing(blocks, Outer.of(rails, True, 1), pushed, returned.T, returned)
 
         asked = self.over, self.copies, problem.servers, batch
         return problem.known.recent("crossing", asked, make, most=2)

@@ -30,6 +30,7 @@ from gnnplan.planner.strategies.program.program import (
     Message,
     Op,
     Program,
+    Receipt,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
 from gnnplan.planner.vocabulary.schedule import Compute, Label
@@ -174,4 +175,5 @@ def _reported(op: Op) -> tuple[Group, Label]:
     and chunks' layers are not apart."""
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
-    return op.ranks, op.label(0)._replace(chunk=None, layer=None if op.chunks else op.layer)
+    peer = op.work.distance if isinstance(op.work, Receipt) else None
+    return op.ranks, Label(op.op, 0, op.way, None if op.chunks else op.layer, None, peer)

@@ -187,6 +187,8 @@ def _ends_s(
     def or_later(one: _Moment, other: _Moment) -> _Moment:
         """When each rank is ready for both."""
         met = np.maximum(one.met, other.met)
+        if not any(each.worked or np.ndim(each.late) for each in (one, other)):
+            return _Moment(met)
         ready = (each.late + seconds(each.worked) - (met - each.met) for each in (one, other))
         return _Moment(met, np.atleast_1d(np.maximum(*ready)))
 

@@ -22,6 +22,7 @@ from gnnplan.planner.strategies.program.program import (
     Sampling,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
+from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.planner.vocabulary.values import Content
 
@@ -49,10 +50,11 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     """What an operation takes; seconds of these `ranks`, or of all."""
     if op.chunks:
         return _price_of_chunks(problem, op)
-    cost, among = problem.cost, slice(None) if ranks is None else ranks
+    cost, among = problem.cost, _among(ranks)
     match op.work:
         case Compute() as work:
-            return Price(cost.compute_s(work if ranks is None else work.among(ranks)))
+            seconds = cost.compute_s(work.among(among))
+            return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
         case Sampling(what, edges, layers, samplers):
             return Price(cost.host_s(what, edges[among], layers, samplers))
         case Copy(nbytes, packed):
@@ -66,6 +68,13 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     return Price(transfer.alone, transfer, True)
 
 
+def _among(ranks: np.ndarray | None) -> slice | np.ndarray | int:
+    """How they are picked; numbers are faster than arrays of one."""
+    if ranks is None:
+        return slice(None)
+    return int(ranks[0]) if ranks.size == 1 else ranks
+
+
 def _price_of_chunks(problem: Problem, op: Op) -> Price:
     """Of an operation that `op.ranks` do for every chunk."""
     cost, group = problem.cost, op.ranks
@@ -75,8 +84,9 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
         case Exchange() as work:
-            sent = list(map(Content, work.nbytes))
-            alone = {each: cost.exchange(each.array, group).alone for each in set(sent)}
+            sent = [each if isinstance(each, Outer) else Content(each) for each in work.nbytes]
+            arrays = {each: each if isinstance(each, Outer) else each.array for each in sent}
+            alone = {each: cost.exchange(array, group).alone for each, array in arrays.items()}
             each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in sent))
             by_chunk = np.concatenate(each_s, axis=-1)
             whole = cost.exchange(work.nbytes.sum(0), group, len(sent))

@@ -12,6 +12,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, HostWork, Label
 from gnnplan.planner.vocabulary.values import Value
 
@@ -23,11 +24,11 @@ PLACED_BY = 4  # steps whose exchanges decide where ranks sit; later ones are li
 class Exchange(Value):
     """Every rank sends items to every other rank of its group."""
 
-    items: np.ndarray  # from row to column [ranks, ranks]
+    items: Pairs  # from row to column [ranks, ranks]
     itemsize: int = 1  # [B]
 
     @property
-    def nbytes(self) -> np.ndarray:
+    def nbytes(self) -> Pairs:
         return self.items if self.itemsize == 1 else self.items * self.itemsize
 
 
@@ -221,6 +222,11 @@ class Program:
         return bool(self.late or self.lead or self.order)
 
     @property
+    def groups(self) -> list[Group]:
+        """The groups of ranks that do operations of the first step."""
+        return list(dict.fromkeys(op.ranks for op in self.step(0) if op.ranks))
+
+    @property
     def setup_bytes(self) -> int:
         """Bytes that all ranks send before step 0."""
         exchanges = [op.work for op in self.setup() if isinstance(op.work, Exchange)]
@@ -259,7 +265,7 @@ def _in_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
                 continue
             assert isinstance(work, (Exchange, Message))
             into = np.ix_(at, at) if isinstance(work, Exchange) else (at, at + work.distance)
-            sent[into] += (work.nbytes.mean(0) if op.chunks else work.nbytes) / most
+            sent[into] += np.asarray(work.nbytes.mean(0) if op.chunks else work.nbytes) / most
             chunks = len(work.nbytes) if op.chunks else 1
         phases.append(Phase(sent, chunks * most))
     return phases

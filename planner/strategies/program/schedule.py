@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import numpy as np
+
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.order import queue
 from gnnplan.planner.strategies.program.program import (
@@ -17,6 +19,7 @@ from gnnplan.planner.strategies.program.program import (
     Receipt,
     Sampling,
 )
+from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
@@ -24,6 +27,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Label,
     Load,
     Recv,
+    Row,
     Schedule,
     Send,
     Task,
@@ -40,8 +44,8 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
     for op in program.setup():
         group = op.ranks or everyone
         out.setup += [
-            Task(op.label(-1), rank, "comm", _share(op, i, group, None))
-            for i, rank in enumerate(group)
+            Task(op.label(-1), rank, "comm", work)
+            for rank, work in zip(group, _shares(op, group, None), strict=True)
         ]
     shares: dict[object, list[Work]] = {}  # ranks', of operations of a kind
     arriving: set[tuple[int, Label]] = set()  # messages that ranks receive
@@ -58,7 +62,7 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
             continue
         key = op.kind, op.ranks, chunk
         if key not in shares:
-            shares[key] = [_share(op, i, group, chunk) for i in range(len(group))]
+            shares[key] = _shares(op, group, chunk)
         lane = sampler_lane(step, program.samplers) if op.lane == "host" else op.lane
         out.tasks += [
             Task(label, rank, lane, work, _waits(after, rank, arriving))
@@ -99,24 +103,35 @@ def _messages(
     return out
 
 
-def _share(op: Op, i: int, group: Group, chunk: int | None) -> Work:
-    """The share of the i-th rank of a group."""
+def _shares(op: Op, group: Group, chunk: int | None) -> list[Work]:
+    """The share of each rank of a group."""
+    count = len(group)
     match op.work:
         case Compute() as work:
-            return work.at(i if chunk is None else chunk * len(group) + i)
+            here = work if chunk is None else work.among(chunk * count + np.arange(count))
+            return list(here.each(count))
         case Copy(nbytes, packed):
-            return Load(int(nbytes[i]), 0 if packed is None else int(packed[i]))
+            also = [0] * count if packed is None else packed.tolist()
+            return [Load(int(n), int(p)) for n, p in zip(nbytes, also, strict=True)]
         case Sampling(what, edges, layers, samplers):
-            return Host(what, int(edges[i]), layers, samplers)
+            return [Host(what, int(each), layers, samplers) for each in edges]
         case Exchange(items, itemsize):
-            sent = ((items if chunk is None else items[chunk])[i] * itemsize).tolist()
-            peers = tuple(
-                (peer, nbytes) for peer, nbytes in zip(group, sent, strict=True) if nbytes
-            )
-            return Collective("exchange", group, peers)
+            items = items if chunk is None else items[chunk]
+            if isinstance(items, Outer):
+                rows = Row.of_all(items, itemsize, group)
+                return [Collective("exchange", group, row) for row in rows]
+            sent = ([*zip(group, row, strict=True)] for row in (items * itemsize).tolist())
+            return [
+                Collective("exchange", group, tuple(pair for pair in pairs if pair[1]))
+                for pairs in sent
+            ]
         case AllReduce() as work:
-            rank, everyone = group[i], op.ranks or group
-            members, size = next(each for each in work.by_group(everyone) if rank in each[0])
-            return ring(rank, members, size)
+            parts = (
+                (rank, ring(i, members, size))
+                for members, size in work.by_group(op.ranks or group)
+                for i, rank in enumerate(members)
+            )
+            of_rank: dict[int, Work] = dict(parts)
+            return [of_rank[rank] for rank in group]
         case Message() | Receipt():
             raise AssertionError("messages have tasks of their own")
