@@ -280,7 +280,8 @@ def _shared_memory(asked: Asked) -> Row:
     if not ahead or spread:  # the blocks of batches are then not told apart from adjacency lists
         return Row("shared memory", "none that is known", here)
     copies = 2 + (ahead if asked.cluster.device.kind == "cpu" else 0)  # predicted of a rank
-    blocks = asked.predicted.get("graph", 0.0) * ahead / copies
+    degrees = 16 * asked.document["graph"]["vertices"] if asked.cluster.device.kind == "cpu" else 0
+    blocks = max(asked.predicted.get("graph", 0.0) - degrees, 0.0) * ahead / copies
     needed = asked.ranks_here * blocks
     planned = f"{show_bytes(needed)} of batches that wait at least"
     says = "give the container more (docker --shm-size, a larger /dev/shm), or plan with prefetch=0"

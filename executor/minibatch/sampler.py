@@ -46,7 +46,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from threading import Thread
@@ -147,8 +147,8 @@ class Sampler(Dataset[Sampled]):
         self.number = next(_opened)
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
         self._epoch, self._items = -1, list[Ids]()
+        self._degrees = degrees(batches.graph)  # once for all samplers in processes of their own
         if lists is not None:
-            self._degrees = degrees(batches.graph)
             self.graph = thinned(batches.graph, lists.keeps(me))
         # scratch [N]: the position of a vertex among a layer's sources
         self._where = np.empty(self.graph.stats.vertices, dtype=np.int32)
@@ -160,10 +160,6 @@ class Sampler(Dataset[Sampled]):
         """Whether blocks are laid out where neighbours are drawn, on the device."""
         alone = len(self.peers) == 1 and self.lists is None and not self.pushes
         return self.device_lists is not None and alone
-
-    @cached_property
-    def _degrees(self) -> tuple[np.ndarray, np.ndarray]:
-        return degrees(self.graph)
 
     def __getitem__(self, step: int) -> Sampled:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)

@@ -23,10 +23,9 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 def must_fit_servers(problem: Problem, strategy: Strategy) -> None:
     """Raises Infeasible where servers' memories cannot hold the strategy's graph data."""
-    room = problem.cluster.graph_room
-    if room == np.inf or fits(problem, strategy):
+    if fits(problem, strategy):
         return
-    held = fullest(problem, strategy)
+    room, held = problem.cluster.graph_room, fullest(problem, strategy)
     by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
     less = next((s for s in strategy.more_spread(problem) if fits(problem, s)), None)
     raise Infeasible(

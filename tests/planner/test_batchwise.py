@@ -249,7 +249,8 @@ def test_what_memory_is_left_is_proposed_as_a_cache():
 @pytest.mark.parametrize(
     ("kind", "told", "ahead"),
     [
-        ("cuda", {}, {1}),
+        ("cuda", {}, {2, 4, 8}),
+        ("cuda", {"cores": 10}, {2, 4}),
         ("cuda", {"cores": 4}, {1}),
         ("cuda", {"cores": 3}, {0}),
         ("cuda", {"sampler": "device"}, {0, 1}),  # those who ask each other: 0
@@ -297,6 +298,37 @@ def test_a_gpu_that_samples_ahead_hides_its_loads_alone(link: float):
     strategy = DataParallel(prefetch=1)
     played = play(strategy.schedule(problem, 6 * steps), problem.cost).epoch_s(steps)
     assert 0.98 <= played / float(ahead.epoch_s) <= 1.35
+
+
+def test_as_many_samplers_are_proposed_as_ranks_wait_for():
+    """Half as many would be waited for; more would wait."""
+    problem = problem_of(GRAPHS[0], 1, 2, host=1e5)
+    for chosen in DataParallel.candidates(problem):
+        epochs = [
+            float(replace(chosen, prefetch=count).predict(problem).epoch_s)  # type: ignore[call-arg]
+            for count in (chosen.knobs()["prefetch"] // 2, chosen.knobs()["prefetch"], 32)
+        ]
+        assert epochs[0] > epochs[1] / 0.98 and epochs[1] <= epochs[2] / 0.98
+
+
+@pytest.mark.parametrize("samplers", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "strategy", [DataParallel(), DataParallel(structure="spread"), GSplit(group="all"), P3("rank")]
+)
+def test_samplers_make_so_many_batches_at_once(samplers: int, strategy: DataParallel | GSplit | P3):
+    """Each takes as long as ever; cores that are too few for them are shared."""
+    problem = problem_of(GRAPHS[0], 1, 2, host=1e3)
+    several = replace(strategy, prefetch=samplers)
+    one_s, steps = float(replace(strategy, prefetch=1).predict(problem).epoch_s), 24
+    closed = several.predict(problem)
+    assert float(closed.epoch_s) == pytest.approx(one_s / samplers, rel=0.05)
+    schedule = several.schedule(problem, 8 * steps)
+    ends = sorted(play(schedule, problem.cost).step_ends.values())
+    played_s = (ends[-1] - ends[len(ends) // 4 - 1]) / (6 * steps)
+    assert played_s * several.steps(problem) == pytest.approx(float(closed.epoch_s), rel=0.05)
+    few = replace(problem, cluster=problem.cluster.model_copy(update={"cores": 6}))
+    shared_s = float(several.predict(few).epoch_s)
+    assert shared_s == pytest.approx(one_s / min(samplers, 2), rel=0.05)
 
 
 def test_gsplit_bytes_by_hand():

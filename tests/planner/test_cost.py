@@ -559,3 +559,5 @@ def test_samplers_of_a_server_share_its_cores(cores: int | None, times: int):
     assert cost.host_s("draw", HOST_RATE) == times
     alone = Cost(cost.cluster, placement=(0, 4))  # one rank of each server
     assert alone.host_s("draw", HOST_RATE) == 1
+    spare = max(alone.cores_each - 1, 1)  # a core is the rank's own
+    assert alone.host_s("draw", HOST_RATE, samplers=8) == pytest.approx(max(1, 8 / spare))

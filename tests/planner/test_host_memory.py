@@ -118,6 +118,29 @@ def test_everything_everywhere_and_spread_by_hand(known: bool):
     assert fullest(one, DataParallel(features="spread", structure="spread")) == everywhere
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("strategy", [DataParallel(), P3(), GSplit(splitter="random")])
+def test_batches_that_wait_are_in_the_servers_memory(strategy: DataParallel, known: bool):
+    """As many as are made at once, of all ranks of a server. They were nowhere."""
+    problem = problem_of(2, 4, known=known)
+    in_line, one, three = (
+        replace(strategy, prefetch=k).host_memory(problem)  # type: ignore[call-arg]
+        for k in (0, 1, 3)
+    )
+    assert "batches" not in in_line and one["batches"].shape == (2,)
+    assert one["lists"].tolist() == in_line["lists"].tolist()
+    assert three["batches"] == pytest.approx(3 * one["batches"])
+    edges = [
+        sum(int(batch.sampled(layer).sum()) for layer in (1, 2))
+        for batch in strategy.batches(problem).first()
+    ]
+    places = 8 * (4 + 2) * 40_000
+    assert 4 * max(edges) < one["batches"].sum() - places < 200 * max(edges)
+    roomy = problem_of(2, 4, 1e9, known=known)
+    with pytest.raises(Infeasible, match=r"batches: .*host_memory\); use"):
+        evaluate(roomy, replace(strategy, prefetch=1000))
+
+
 # -- laws --------------------------------------------------------------------------------------
 
 
@@ -165,6 +188,7 @@ def test_more_host_memory_is_never_slower_on_a_graph_that_is_known():
 
 def test_candidates_spread_no_more_than_memory_asks():
     room = ALL_ROWS + ALL_LISTS
+    waiting = fullest(problem_of(4, 2), DataParallel(prefetch=1))["batches"]
     for host_memory, strategy in (
         (None, DataParallel()),
         (room, DataParallel()),
@@ -173,7 +197,8 @@ def test_candidates_spread_no_more_than_memory_asks():
     ):
         problem = problem_of(4, 2, host_memory)
         assert fitting(problem, DataParallel()) == strategy
-        assert next(DataParallel.candidates(problem)) == replace(strategy, prefetch=1)
+        ahead = problem_of(4, 2, host_memory and host_memory + waiting)
+        assert next(DataParallel.candidates(ahead)) == replace(strategy, prefetch=1)
     tight = problem_of(4, 2, room := ALL_ROWS / 4 * 1.02 + 0.9 * ALL_LISTS)
     both = fitting(tight, DataParallel())
     assert (both.features, both.structure) == ("spread", "spread")
@@ -184,7 +209,10 @@ def test_candidates_spread_no_more_than_memory_asks():
 
 def test_copies_of_columns_are_proposed_where_memory_is_known():
     def copies(servers: int, gpus: int, host_memory: float | None = None) -> set[int]:
-        problem = problem_of(servers, gpus, host_memory, known=False)
+        problem = problem_of(servers, gpus, known=False)
+        if host_memory:
+            host_memory += fullest(problem, P3(prefetch=1))["batches"]
+            problem = problem_of(servers, gpus, host_memory, known=False)
         return {s.copies for s in P3.candidates(problem) if isinstance(s, P3)}
 
     assert copies(4, 2) == {1}

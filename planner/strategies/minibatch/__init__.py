@@ -7,6 +7,7 @@ step.py              the operations of one batch: their program
 feature_store.py     which rows each rank caches, and who provides the others
 adjacency_store.py   whose sampler has which adjacency lists
 host_memory.py       bytes that a server's memory holds of the graph, and what to spread
+ahead.py             how many samplers a plan proposes for each rank
 device_sampler.py    what GPUs take that draw and lay out batches
 memory.py            bytes that a rank holds
 profile.py           what a graph's mini-batches are like (`gnnplan profile`)

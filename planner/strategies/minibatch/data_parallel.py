@@ -58,9 +58,9 @@ from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.strategies.minibatch.ahead import enough_ahead, one_ahead
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
 from gnnplan.planner.strategies.minibatch.host_memory import (
-    fitting,
     lists_cache,
 )
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows
@@ -99,12 +99,13 @@ class DataParallel(OnRows):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         there = problem.cluster.sampler == "device"
-        plain = fitting(problem, cls(prefetch=batchwise.lead(problem, there)))
+        plain = one_ahead(problem, cls(), there)
         variants = [plain]
         if cache := batchwise.worth_caching(problem, plain):
             variants.append(replace(plain, cache=cache))
             if len(set(problem.servers)) < problem.ranks:
                 variants.append(replace(plain, cache=cache, shared_cache=True))
+        variants = [enough_ahead(problem, variant) for variant in variants]
         yield from variants
         layers = problem.workload.layers
         if pays(problem, variants[-1], replace(variants[-1], buckets=layers)):

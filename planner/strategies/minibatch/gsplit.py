@@ -87,8 +87,8 @@ from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned
+from gnnplan.planner.strategies.minibatch.ahead import enough_ahead, one_ahead
 from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
-from gnnplan.planner.strategies.minibatch.host_memory import fitting
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -143,13 +143,13 @@ class GSplit(OnRows):
                 groups: tuple[str, ...] = ("server",)
             else:  # a server with one rank has nobody to split with
                 groups = GROUPS if servers < problem.ranks else ("all",)
-            ahead = batchwise.lead(problem)
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
-                    plain = fitting(problem, cls(group=group, narrow=narrow, prefetch=ahead))
+                    plain = one_ahead(problem, cls(group=group, narrow=narrow))
                     variants = [plain]
                     if cache := batchwise.worth_caching(problem, plain):
                         variants.append(replace(plain, cache=cache))
+                    variants = [enough_ahead(problem, variant) for variant in variants]
                     yield from variants
                     layers = problem.workload.layers
                     if pays(problem, variants[-1], replace(variants[-1], buckets=layers)):

@@ -69,7 +69,8 @@ def fullest(problem: Problem, strategy: Strategy) -> dict[str, float]:
 
 
 def fits(problem: Problem, strategy: Strategy) -> bool:
-    return sum(fullest(problem, strategy).values()) <= problem.cluster.graph_room
+    room = problem.cluster.graph_room
+    return room == np.inf or sum(fullest(problem, strategy).values()) <= room
 
 
 def fitting(problem: Problem, strategy: S) -> S:

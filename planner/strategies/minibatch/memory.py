@@ -36,6 +36,7 @@ from gnnplan.planner.strategies.program.program import Program
 
 PLACE = 8  # [B] of an edge's place in the order of an epoch
 PLACE_IN_CACHE = 4  # [B] of a vertex's, on a GPU that lays out its batches
+PLACE_AMONG_SOURCES = 4  # [B] of a vertex
 
 
 def memory(
@@ -66,14 +67,14 @@ def memory(
     graph = np.max([blocks(problem, batch) for batch in known], axis=0)
     there = lays_there(problem, len(set(batches.groups)) < problem.ranks, lists)
     sampling = np.max([of_sampling(problem, batch, there) for batch in known], axis=0)
-    if prefetch:  # a sampler of its own has its own memory; the next batch is loaded
+    if prefetch:  # samplers of their own have their own memory; the next batch is loaded
         buffers = buffers + np.maximum(sampling - graph, 0.0) * there
         waiting = prefetch * (problem.cluster.device.kind == "cpu")  # or in a server's memory
         graph = graph * (2 + waiting)
         coming = [store.loads_of(problem, batch).host for batch in known] if store else [features]
         features = features + np.max(coming, axis=0)
-    else:
-        graph = graph + of_sampler(problem)
+    graph = graph + of_sampler(problem, prefetch)
+    if not prefetch:
         training = activations + buffers + features + graph
         buffers = buffers + np.maximum(sampling - training, 0.0)
     own_process = bool(prefetch) and not there
@@ -96,13 +97,31 @@ def memory(
     }
 
 
-def of_sampler(problem: Problem) -> int:
-    """Bytes of a sampler's degrees, and of each vertex's place among the sources.
+def of_sampler(problem: Problem, prefetch: int) -> int:
+    """Bytes of degrees, and of each vertex's place among the sources.
 
-    With a GPU they are in the server's memory.
+    Samplers in processes of their own have their own places, and share a rank's degrees. With a GPU
+    all are in the server's memory.
     """
-    on_cpu = problem.cluster.device.kind == "cpu"
-    return on_cpu * (8 * (1 + problem.stats.directed) + 4) * problem.stats.vertices
+    places = 0 if prefetch else PLACE_AMONG_SOURCES * problem.stats.vertices
+    return (problem.cluster.device.kind == "cpu") * (_degrees(problem) + places)
+
+
+def of_samplers(problem: Problem, batches: Batches, prefetch: int) -> Memory:
+    """Bytes of batches that are made and wait in each server's memory, and of what each of their
+    samplers has [servers]."""
+    if not prefetch:
+        return {}
+    made = np.max([_on_host(problem, batch) for batch in dict.fromkeys(batches.first())], axis=0)
+    links = problem.workload.task == "link"
+    each = made + PLACE_AMONG_SOURCES * problem.stats.vertices + links * PLACE * problem.stats.edges
+    place = {server: i for i, server in enumerate(dict.fromkeys(problem.servers))}
+    servers = [place[server] for server in problem.servers]
+    return {"batches": np.bincount(servers, weights=prefetch * each)}
+
+
+def _degrees(problem: Problem) -> int:
+    return ENTRY * (1 + problem.stats.directed) * problem.stats.vertices
 
 
 def of_order(problem: Problem, prefetch: int) -> int:
@@ -130,17 +149,14 @@ def of_lists(
         )
     if lists is None:
         return np.zeros(problem.ranks)
-    # otherwise `of_sampler` has the degrees
-    degrees = 8 * (1 + problem.stats.directed) * problem.stats.vertices
-    return _copied(problem, lists) - (0 if own_process else degrees)
+    return _copied(problem, lists) - _degrees(problem)  # `of_sampler` has them
 
 
 def _drawn_from(problem: Problem, lists: Lists | None) -> np.ndarray | float:
     """Bytes of the lists that a sampler draws from, and of their offsets [ranks]."""
     if lists is None:
         return float(NEIGHBOUR * problem.stats.edges + ENTRY * (problem.stats.vertices + 1))
-    degrees = ENTRY * (1 + problem.stats.directed) * problem.stats.vertices
-    return _copied(problem, lists) - degrees
+    return _copied(problem, lists) - _degrees(problem)
 
 
 def _copied(problem: Problem, lists: Lists) -> np.ndarray:
@@ -176,6 +192,10 @@ def of_sampling(problem: Problem, batch: MiniBatch, there: bool = False) -> np.n
     """
     if problem.cluster.device.kind != "cpu":
         return device_sampler.held(problem, batch) if there else np.zeros(problem.ranks)
+    return _on_host(problem, batch)
+
+
+def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
     facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
     return np.asarray(
         4 * np.sum([batch.sampled(layer) for layer, _ in enumerate(facts, 1)], axis=0)

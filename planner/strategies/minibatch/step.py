@@ -248,14 +248,6 @@ def samplers(problem: Problem, prefetch: int) -> int:
     return max(prefetch, 1) if problem.cluster.sampler == "host" else 1
 
 
-def lead(problem: Problem, there: bool = False) -> int:
-    """Batches that a proposed sampler is ahead: one, if each has a core beside that of its rank.
-
-    GPUs that sample do so in line, unless they lay out `there` what a thread may load meanwhile.
-    """
-    return int((there or problem.cluster.sampler == "host") and problem.cost.cores_each >= 2)
-
-
 def fill(problem: Problem, store: Features | None) -> Iterator[Op]:
     """The exchange before the first step: cached rows whose home is another server."""
     if store and (sent := store.filled(problem)).any():

@@ -40,13 +40,13 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     model, b, zero = problem.model, problem.model.itemsize, np.zeros(problem.ranks)
     held = fullest(problem, p3.built(problem))
     waits = zero
-    if p3.prefetch:
+    if p3.prefetch and problem.cluster.device.kind == "cpu":  # or they are in a server's memory
         different = dict.fromkeys(p3.batches(problem).first())
         waits = p3.prefetch * np.max(
             [Batch(p3, problem, each).blocks for each in different], axis=0
         )
     store = p3.store(problem)
-    sampler = 0 if p3.prefetch else batchwise_memory.of_sampler(problem)
+    sampler = batchwise_memory.of_sampler(problem, p3.prefetch)
     sliced = p3.sliced_weights(problem)
     columns = [each.columns for each in p3.slices(problem)]
     own = model.weights - sliced + np.array([sliced * len(its) / model.features for its in columns])

@@ -27,13 +27,14 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
+from gnnplan.planner.strategies.minibatch.ahead import enough_ahead, one_ahead
 from gnnplan.planner.strategies.minibatch.feature_store import Slice, check_store, feature_store
 from gnnplan.planner.strategies.minibatch.host_memory import (
     features_bytes,
-    fitting,
     lists_cache,
     of_lists,
 )
+from gnnplan.planner.strategies.minibatch.memory import of_samplers
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.strategies.p3 import break_even
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -102,12 +103,11 @@ class Slices(OnBatches):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1 and not _why_whole(problem):
-            made = partial(cls, prefetch=batchwise.lead(problem))
-            tried = (made(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
-            for plain in dict.fromkeys(fitting(problem, strategy) for strategy in tried):
-                yield plain
+            tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
+            for plain in dict.fromkeys(one_ahead(problem, strategy) for strategy in tried):
+                yield enough_ahead(problem, plain)
                 if cache := _worth_caching(problem, plain.settle(problem)):
-                    yield replace(plain, cache=cache)
+                    yield enough_ahead(problem, replace(plain, cache=cache))
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -231,6 +231,7 @@ class Slices(OnBatches):
         return {
             "features": np.array([sum(map(size_of, at)) for at in columns_at.values()]),
             "lists": of_lists(problem, self.lists(problem)),
+            **of_samplers(problem, self.batches(problem), self.prefetch),
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:

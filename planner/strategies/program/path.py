@@ -50,6 +50,8 @@ from gnnplan.planner.strategies.program.program import (
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Label
 
+FEW = 9  # steps that stand for an epoch of equal ones: its begin, its middle and its end
+LEAD = 2  # steps, beyond which a longer lead shifts sampling and changes no step's duration
 MANY = 200  # problems, from which on it is faster to go through the chunks one by one
 Prices = Sequence[Price]  # of each kind of operation, by its number
 
@@ -85,8 +87,8 @@ class _Steps:
         self, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
     ) -> None:
         names, self.weights, self.before = _played(program, known)
-        steps, epoch = len(self.weights), len(known)
-        if program.order and epoch < program.steps:  # no step that counts ends an epoch or the run
+        steps, epoch = len(self.weights), len(names)
+        if program.order and len(known) < program.steps:  # none that counts ends an epoch or run
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
         played = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
         self.begins, self.ends = _begins(queue(played, steps), numbers, program.order is not None)
@@ -106,9 +108,12 @@ class _Steps:
 def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable], list[int], int]:
     """The steps to play, for how many each counts, and how many are played before they count."""
     if program.order is not None:
-        before = -(-program.in_flight // len(known)) * len(known)
-        return list(known), [1] * (before + len(known)), before
-    before = program.late + min(program.lead, len(known))  # a long lead is never used up
+        names = list(known if len(set(known)) > 1 else known[:FEW])
+        before = -(-program.in_flight // len(names)) * len(names)
+        weights = [1] * (before + len(names))
+        weights[before + len(names) // 2] += len(known) - len(names)  # in the middle of an epoch
+        return names, weights, before
+    before = program.late + min(program.lead, len(known), LEAD)
     names = [known[step % len(known)] for step in range(-before, 0)]
     weights = [1] * before
     for name, run in groupby(known):
