@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import cast
 
 import numpy as np
+import scipy.sparse as sp
 
 from gnnplan.planner.gnn.footprint import Footprint, block, footprint, link_loss, loss
 from gnnplan.planner.ownership.layout import LayerFacts
@@ -92,8 +94,9 @@ def _columns_copied(problem: Problem, columns: range) -> float:
         return 0.0 if stays else float(x.shape[0] * len(columns) * x.dtype.itemsize)
     features_bytes = int(problem.features_bytes(np.arange(x.shape[0]), columns).sum())
     numbers = features_bytes / problem.model.sparse_itemsize
-    itemsize = int(x.data.itemsize + x.indices.itemsize)
-    return numbers * itemsize + float(x.indptr.nbytes)
+    rows = cast(sp.csr_matrix, x)
+    itemsize = int(rows.data.itemsize + rows.indices.itemsize)
+    return numbers * itemsize + float(rows.indptr.nbytes)
 
 
 @dataclass(frozen=True)
