@@ -6,12 +6,11 @@
     table      errors and choices: docs/reference/published-figures.md
     software   constants of software, each half of other works: traces/quoted/software.csv
     others     works that gave no constant: docs/reference/other-works.md
-    width      of what predictions miss on unseen GPUs, from one half of these works and the other
     figures    docs/figures/published_*.png
 
 `figures` draws the papers' own figures from predictions, with what they print as points. The file
 has the columns of benchmarks/papers/rows.py; by default it is traces/published/figures.csv, of
-`software`, `others` and `width` traces/published/others.csv.
+`software` and `others` traces/published/others.csv.
 """
 
 import json
@@ -20,7 +19,6 @@ from itertools import combinations, product
 from statistics import mean, median
 
 import commands
-import numpy as np
 from choices import chances_table, score
 from commands import header, line, words, write
 
@@ -28,12 +26,9 @@ from gnnplan.papers import calibrate, their_software
 from gnnplan.papers import mini_batch as mini_batches
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
-from gnnplan.papers.published import DIFFERENT, GAVE_A_WIDTH, evaluate_rows, is_inside
-from gnnplan.papers.question import Question, Row, Skip
+from gnnplan.papers.published import DIFFERENT, evaluate_rows, is_inside
+from gnnplan.papers.question import Question, Row
 from gnnplan.papers.rows import COLUMNS, JOB, read
-from gnnplan.planner.cluster.doubt import normals
-from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import UNSEEN, missed, range_of
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.files import QUOTED
 
@@ -137,12 +132,10 @@ def others(path: str) -> None:
     for row in epochs:
         by_kind[row["kind"]].append(row)
         by_work[f"{row['paper']}, {row['kind']}"].append(row)
-    lines = [header("epochs", "rows", "median error", "of", "in the range for 80 %")]
+    lines = [header("epochs", "rows", "median error", "in the range for 80 %")]
     for name, rows in [*sorted(by_kind.items()), ("all", epochs), *sorted(by_work.items())]:
         off = median(abs(row["error"]) for row in rows)
-        inside = [is_inside(row) for row in rows if row["paper"] not in GAVE_A_WIDTH]
-        share = f"{mean(inside):.0%}" if inside else "-"
-        lines.append(line(name, len(rows), f"{off:.0%}", len(inside), share))
+        lines.append(line(name, len(rows), f"{off:.0%}", f"{mean(map(is_inside, rows)):.0%}"))
     scaling, winner = found["scaling"], found["summary"]["winner"]
     lines += [
         f"\nEpochs over those on fewer GPUs: {scaling['median']:.0%} off in the median of"
@@ -153,8 +146,7 @@ def others(path: str) -> None:
         header(*PRINTED_OF, "predicted", "error", "in range", left=3),
     ]
     for row in found["rows"]:
-        has_range = "kind" in row and row["paper"] not in GAVE_A_WIDTH
-        inside = ("yes" if is_inside(row) else "no") if has_range else ""
+        inside = ("yes" if is_inside(row) else "no") if "kind" in row else ""
         told = f"{row['predicted']:.4g}", f"{row['error']:+.0%}", inside
         lines.append(line(*printed_of(row), *told))
     lines += ["\nNot predicted:\n", header(*PRINTED_OF, "why", left=3)]
@@ -183,41 +175,6 @@ def rivals(epochs: list[dict]) -> dict[str, list[bool]]:
         if differ and max(printed, 1 / printed) > 1 + DIFFERENT:
             right[", ".join(differ)].append((printed - 1) * (b["predicted"] - a["predicted"]) > 0)
     return right
-
-
-def width(path: str) -> None:
-    """Print the standard deviation of logs with which 80 % of one half's epochs are in range, works
-    counting alike, and how many of the other half's then are: by both halves.
-
-    Constants are drawn as plans draw them."""
-    halves: dict[bool, dict[str, list[np.ndarray]]]
-    halves = {half: defaultdict(list) for half in (True, False)}
-    for row in read(path):
-        if row["metric"] != "epoch_time_s":
-            continue
-        try:
-            asked = question(row)
-        except Skip:
-            continue
-        ours_s = Candidate(asked.strategy, asked.prediction, asked.problem).drawn_s
-        drawn_s = ours_s * predict(row) / asked.prediction.epoch_s
-        missed_by = missed(UNSEEN, asked.strategy.family, asked.strategy.exact)
-        logs = np.log(drawn_s / missed_by / float(row["value"]))
-        halves[row["paper"] in GAVE_A_WIDTH][row["paper"]].append(logs)
-
-    def holds(logs: np.ndarray, sigma: float) -> bool:
-        low, high = range_of(logs + sigma * normals("a miss"))
-        return low <= 0 <= high
-
-    for half, works in halves.items():
-        sigma = next(
-            sigma
-            for sigma in np.arange(0.05, 5.0, 0.05)
-            if mean(mean(holds(logs, sigma) for logs in of) for of in works.values()) >= 0.8
-        )
-        others = [logs for of in halves[not half].values() for logs in of]
-        inside = mean(holds(logs, sigma) for logs in others)
-        print(f"{', '.join(works)}: {sigma:.2f}; {inside:.0%} of {len(others)} other epochs")
 
 
 PRINTED_OF = "work, source", "what", "figure", "printed"
@@ -383,7 +340,7 @@ def figures(path: str) -> None:
 
 if __name__ == "__main__":
     verb, *files = words(__doc__)
-    usual = PRINTED / ("others.csv" if verb in ("software", "others", "width") else "figures.csv")
+    usual = PRINTED / ("others.csv" if verb in ("software", "others") else "figures.csv")
     verbs = {"fit": fit, "software": software, "table": table, "others": others}
-    verbs |= {"width": width, "figures": figures}
+    verbs |= {"figures": figures}
     verbs[verb](*files or [str(usual)])

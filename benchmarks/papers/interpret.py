@@ -97,10 +97,8 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     try:
         workload = Workload.model_validate(_workload(stated, mode, name, params, cluster))
         method, first = str(params.get("partitioner", "metis")), params.get("aggregates_first")
-        problem: Problem = TheirProblem(
-            stats, None, workload, cluster, method, aggregates_first=bool(first)
-        )
-        problem = their_software.as_theirs(problem, params)
+        theirs = TheirProblem(stats, None, workload, cluster, method, aggregates_first=bool(first))
+        problem: Problem = their_software.as_theirs(theirs, params)
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:

@@ -29,10 +29,6 @@ from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
 DIFFERENT = 0.05  # printed times closer than this have no winner
-# Works whose epochs gave the width of misses on unseen GPUs (decision/recommendation.py): the
-# first, third and fifth by name, where works of one benchmark or the same authors are one. Their
-# ranges are not scored.
-GAVE_A_WIDTH = ("dgl", "pyg", "graphbolt", "quiver")
 
 
 def gave_a_halo(row: Row) -> bool:
@@ -105,17 +101,15 @@ def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
 
 
 def _kinds(epochs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Kind -> its epochs: the median error, and the share in the range that should hold 80 %, if
-    there are epochs that did not give its width."""
+    """Kind -> its epochs: the median error, and the share in the range that should hold 80 %."""
     kinds = {}
     for kind in sorted({row["kind"] for row in epochs}):
         of = [row for row in epochs if row["kind"] == kind]
-        inside = [is_inside(row) for row in of if row["paper"] not in GAVE_A_WIDTH]
         kinds[kind] = {
             "n": len(of),
             "median": median(abs(row["error"]) for row in of),
-            "ranges": len(inside),
-            **({"in_range": mean(inside)} if inside else {}),
+            "ranges": len(of),
+            "in_range": mean(map(is_inside, of)),
         }
     return kinds
 

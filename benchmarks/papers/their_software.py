@@ -23,7 +23,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import ndtr, ndtri
@@ -62,20 +62,20 @@ UNSHARED = "two GPUs on one"  # a host link's provenance: alone, a GPU has twice
 
 
 class Calls(NamedTuple):
-    """Framework operations of a layer by kind, forward and backward: those of torch, of which
-    autograd has as many, and calls of the library along edges, each of which is CALL."""
+    """Framework operations of a layer by kind, forward and backward: torch's, and for a call of the
+    library along edges as many as take its time."""
 
     gcn: tuple[int, int]
     sage: tuple[int, int]
     gat: tuple[int, int]
     gin: tuple[int, int]
+    sgc: tuple[int, int] = (2, 3)  # a product alone: the aggregate is made before
 
 
 # A message passing of DGL prepares frames and looks types up, some ten operations' time, and has an
 # autograd function of its own; PyG's collects arguments.
 DGL_CALLS = Calls(gcn=(28, 11), sage=(20, 10), gat=(58, 46), gin=(22, 14))
 PYG_CALLS = Calls(gcn=(10, 6), sage=(8, 9), gat=(48, 34), gin=(14, 14))
-ALONE = 2, 3  # of a product alone: SGC's aggregate is made before
 PER_TENSOR = 10  # of a parameter: its gradient becomes zero, and Adam's step
 OF_LOSS = (4, 3)
 
@@ -93,15 +93,16 @@ class Program:
 
     calls: Calls = DGL_CALLS
     edges: tuple[tuple[int, ...], tuple[int, ...]] = DGL_EDGES
-    slices: str = "in line"  # or 'ahead': samplers do
+    slices: str = "in line"  # or 'ahead', as samplers do, or in line 'by all cores'
+    sampler: str = "dgl"  # the constant that is its rate
 
 
 PROGRAMS = {
     "dgl": Program(),
     "pgl": Program(),
-    "pyg": Program(PYG_CALLS, PYG_EDGES),
-    "salient": Program(PYG_CALLS, PYG_EDGES, "ahead"),
-    "sgnn": Program(slices="by all cores"),
+    "pyg": Program(PYG_CALLS, PYG_EDGES, sampler="pyg"),
+    "salient": Program(PYG_CALLS, PYG_EDGES, "ahead", "salient"),
+    "sgnn": Program(slices="by all cores", sampler="salient"),
 }
 
 
@@ -133,8 +134,7 @@ def _sampling(whole: Cluster, params: Params, ranks: int, constants: Mapping[str
     """Edges per second of a rank's samplers on the host."""
     workers = int(params.get("workers", 1))
     cores = np.inf if whole.cores is None else whole.cores / ranks
-    of = {"sgnn": "salient", "pgl": "dgl"}.get(params["software"], params["software"])
-    return constants[of] * float(min(workers, cores))
+    return constants[PROGRAMS[params["software"]].sampler] * float(min(workers, cores))
 
 
 def _loading(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> Link:
@@ -189,10 +189,8 @@ class InterpretedModel(TheirModel):
     def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
         if not spec.matrices:
             return 0, 0
-        if not self.relu:
-            return ALONE
         ways = getattr(self.program.calls, spec.kind)
-        others = 1 + (self.dropout > 0 and spec.drops)  # ReLU, dropout
+        others = self.relu + (self.dropout > 0 and spec.drops)
         return ways[0] + others, ways[1] + others
 
     def finish(
@@ -237,76 +235,59 @@ def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
     """The problem for the program that a row's parameters name, if they do."""
     if params.get("software") not in PROGRAMS:
         return problem
-    same = {each.name: getattr(problem, each.name) for each in fields(problem) if each.init}
-    theirs = {name: int(params[name]) for name in ("feature_bytes", "last_heads") if name in params}
+    same: dict[str, Any] = {
+        each.name: getattr(problem, each.name) for each in fields(problem) if each.init
+    }
+    theirs: dict[str, Any] = {
+        name: int(params[name]) for name in ("feature_bytes", "last_heads") if name in params
+    }
     return InterpretedProblem(**same, **theirs, program=PROGRAMS[params["software"]])
 
 
 # -- what an epoch takes ---------------------------------------------------------------------------
 
-SAMPLES = ("draw", "lay")
-LOADS = ("load",)
-FETCHES = ("ask", "fetch")
-THEIR_LISTS = ("read",)  # have 32 bits, and fit
+# What our operations are to a program; all others compute. Its adjacency lists have 32 bits, and
+# fit: it reads none over the host link.
+PARTS = {"draw": "sample", "lay": "sample", "load": "load", "ask": "fetch", "fetch": "fetch"}
+PARTS |= {"read": "left out"}
 # DGL's kernels of attention have a thread per row and column, which walks the row's edges one after
-# the other: two passes over memory a step [s]. So many kernels of a layer do, both ways.
+# the other: two passes to memory a step [s]. So many kernels of a layer do, both ways.
 STEP, WALKS = 3e-7, 7
 
 
 def epoch(asked: Question) -> float:
     """Seconds of an epoch: the slower of host and GPU, and of what a program does beside it."""
     problem, chosen = asked.problem, asked.strategy
+    assert isinstance(problem, InterpretedProblem)
     device = problem.cluster.device.model_copy(update={"launch": 0.0})
     at_once = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
-    on_gpu, all_s = (_by_part(replace(asked, problem=each)) for each in (at_once, problem))
-    assert isinstance(problem, InterpretedProblem)
-    computed_s = on_gpu["compute"] + _walked_s(asked, problem)
-    compute_s = max(computed_s, all_s["compute"] - on_gpu["compute"])
-    on_gpu["load"] = _missed_s(asked, on_gpu["load"])
+    of = parts(replace(asked, problem=at_once))
+    called_s = parts(asked)["compute"] - of["compute"]
+    compute_s = max(of["compute"] + _walked_s(asked, problem), called_s)
     if not (isinstance(chosen, OnBatches) and chosen.prefetch):
-        return compute_s + sum(on_gpu[part] for part in ("sample", "load", "fetch"))
+        return compute_s + of["sample"] + of["load"] + of["fetch"]
     if problem.program.slices == "in line":
-        return max(on_gpu["sample"], on_gpu["load"] + on_gpu["fetch"] + compute_s)
-    return max(on_gpu["sample"], on_gpu["load"], on_gpu["fetch"], compute_s)
+        return max(of["sample"], of["load"] + of["fetch"] + compute_s)
+    return max(of["sample"], of["load"], of["fetch"], compute_s)
 
 
-def _by_part(asked: Question) -> dict[str, float]:
-    seconds = dict.fromkeys(("sample", "load", "fetch", "compute"), 0.0)
+def parts(asked: Question) -> dict[str, float]:
+    """Seconds of an epoch by what a program does: sample, load, fetch, compute."""
+    seconds = dict.fromkeys((*PARTS.values(), "compute"), 0.0)
     for kind, by_rank in asked.prediction.by_op.items():
-        op = kind.partition(":")[0]
-        part = (
-            "sample"
-            if op in SAMPLES
-            else "load"
-            if op in LOADS
-            else "fetch"
-            if op in FETCHES
-            else ""
-            if op in THEIR_LISTS
-            else "compute"
-        )
-        if part:
-            seconds[part] += float(np.max(by_rank))
+        seconds[PARTS.get(kind.partition(":")[0], "compute")] += float(np.max(by_rank))
+    knobs, stats, model = asked.strategy.knobs(), asked.problem.stats, asked.problem.model
+    if knobs.get("hot") == "degree" and stats.directed and knobs["cache"]:
+        # It serves as many reads as its rows have readers (compute.py has the curve). Batches begin
+        # at few vertices, and what most vertices read is not what these do.
+        cached = float(str(knobs["cache"])) / (model.features * model.itemsize) / stats.vertices
+        plain = replace(asked, strategy=replace(asked.strategy, cache=0))  # type: ignore[call-arg]
+        seconds["load"] = parts(plain)["load"] * (1 - ndtr(stats.spread + ndtri(cached)))
     return seconds
 
 
 def _walked_s(asked: Question, problem: InterpretedProblem) -> float:
     """Seconds in which a GPU waits for the row that has most edges."""
-    most = json.loads(asked.row["strategy_params"] or "{}").get("most_neighbours", 0)
+    most = int(json.loads(asked.row["strategy_params"] or "{}").get("most_neighbours", 0))
     attends = sum(spec.heads > 0 for spec in problem.model.layers)
     return WALKS * STEP * attends * most * (problem.program.edges is DGL_EDGES)
-
-
-def _missed_s(asked: Question, load_s: float) -> float:
-    """Seconds of loads: a cache by degree of a graph whose edges have a direction serves as many
-    reads as these rows have readers (compute.py has the same curve), for batches begin at few
-    vertices, whose surroundings are not those that most vertices read."""
-    knobs, stats = asked.strategy.knobs(), asked.problem.stats
-    if knobs.get("hot") != "degree" or not stats.directed:
-        return load_s
-    row_bytes = asked.problem.model.features * asked.problem.model.itemsize
-    cached = float(knobs["cache"]) / row_bytes / stats.vertices
-    plain = replace(asked.strategy, cache=0)
-    return _by_part(replace(asked, strategy=plain))["load"] * (
-        1 - ndtr(stats.spread + ndtri(cached))
-    )

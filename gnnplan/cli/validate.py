@@ -96,7 +96,6 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
         column("kind"),
         column("rows", "n"),
         column("median error", "median", percent),
-        column("of", "ranges"),
         column("in the range for 80 %", "in_range", percent),
     )
     skipped = Counter((row["paper"], row["why"]) for row in result["skipped"])

@@ -78,17 +78,6 @@ def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
     return RANGES[places[min(places)]] if places else UNSAID
 
 
-def is_seen(cluster: Cluster) -> bool:
-    """Whether a constant of the device was measured, or fitted to what was printed of it, or the
-    cluster's file says how well it is known."""
-    told = {
-        constant
-        for constant, source in cluster.provenance.items()
-        if source.startswith("measured") or "fitted to" in source
-    }
-    return any(constant.startswith("device.") for constant in told | set(cluster.ranges))
-
-
 def constants(cluster: Cluster) -> Iterator[str]:
     """The names of the constants that epochs depend on."""
     yield from (f"device.{name}" for name in DOUBTED if getattr(cluster.device, name))

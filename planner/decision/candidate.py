@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster.doubt import DRAWS, drawn, is_seen
+from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import best_placement
 from gnnplan.planner.decision.epochs import Epochs
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second
-from gnnplan.planner.decision.recommendation import UNSEEN, missed
+from gnnplan.planner.decision.recommendation import missed
 from gnnplan.planner.decision.room import must_fit_servers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
@@ -127,9 +127,7 @@ class Candidate:
         there = known.recent("in doubt", problem, lambda: replace(problem, cluster=doubted), most=1)
         epoch_s = strategy.predict(there).epoch_s
         dtype = problem.workload.dtype
-        is_unseen = cluster.device.kind == "cuda" and not is_seen(cluster)
-        kind = UNSEEN if is_unseen else cluster.device.kind
-        misses = missed(kind, strategy.family, strategy.exact, dtype)
+        misses = missed(cluster.device.kind, strategy.family, strategy.exact, dtype)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
     def chance_faster(self, other: Candidate) -> float:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from gnnplan.papers import calibrate, interpret
+from gnnplan.papers import calibrate, interpret, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import TESTBEDS, question
-from gnnplan.papers.published import GAVE_A_WIDTH, evaluate_rows, is_inside
-from gnnplan.papers.question import Skip
+from gnnplan.papers.published import evaluate_rows, is_inside
+from gnnplan.papers.question import Row, Skip
 from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.cluster.doubt import range_of
+from gnnplan.planner.cluster.scaling import multiplied
+from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.strategies import parse
 
@@ -54,11 +56,31 @@ def test_rows_say_where_they_are_printed():
 
 
 def test_nothing_is_fitted_to_them():
-    """Their testbeds are as datasheets say, and no fit takes a row of theirs."""
+    """Their testbeds are as datasheets say, and constants of their software are the other half's:
+    no work gave a constant that it is predicted with."""
+    of_half = [their_software.kept(works[0]) for works in their_software.HALVES]
+    assert of_half[0] != of_half[1]
     for each in ROWS:
         assert not calibrate.gave_a_constant(each), each["line"]
         if each["testbed"]:
             assert calibrate.calibrated(each) == interpret.testbed(each)
+            params = json.loads(each["strategy_params"] or "{}")
+            is_first = each["paper"] in their_software.HALVES[0]
+            assert ("software" not in params) or (
+                is_first or each["paper"] in their_software.HALVES[1]
+            )
+            assert ("software" in params) == (each["metric"] == "epoch_time_s"), each["line"]
+            if "software" not in params:
+                assert interpret.testbed(each) == interpret.whole(each)
+
+
+@pytest.mark.nightly
+def test_constants_of_a_half_are_what_its_works_imply():
+    """The first works' constants, found again: software.csv is not out of date."""
+    epochs = [each for each in ROWS if each["testbed"] and each["metric"] == "epoch_time_s"]
+    first = [each for each in epochs if each["paper"] in their_software.HALVES[0]]
+    told = their_software.kept(their_software.HALVES[1][0])
+    assert calibrate.fit_software(first) == pytest.approx(told, rel=0.01)
 
 
 def test_what_is_not_stated_is_not_predicted():
@@ -72,10 +94,13 @@ def test_what_is_not_stated_is_not_predicted():
 
 
 def test_ranges_hold_what_they_say_of_works_that_did_not_give_them():
-    """80 % are aimed at, of epochs on machines that nothing is known of."""
+    """80 % are aimed at, of epochs on machines that nothing is known of; epochs are off by less
+    than a third in the median."""
     epochs = [each for each in evaluate_rows(ROWS)["rows"] if "kind" in each]
-    apart = [is_inside(each) for each in epochs if each["paper"] not in GAVE_A_WIDTH]
-    assert len(apart) > 70 and 0.7 <= sum(apart) / len(apart) <= 0.9
+    inside = [is_inside(each) for each in epochs]
+    assert len(inside) > 110 and 0.7 <= sum(inside) / len(inside) <= 0.9
+    for kind, told in evaluate_rows(ROWS)["kinds"].items():
+        assert told["median"] < 1 / 3, kind
 
 
 @pytest.mark.parametrize("file", sorted(TESTBEDS.glob("*.yaml")), ids=lambda file: file.stem)
@@ -134,8 +159,6 @@ def test_epochs_are_summed_up_by_kind_and_by_gpus():
     assert kinds["mini-batches, several GPUs"]["median"] == pytest.approx(749)
     one["value"] = str(predict(one))
     assert evaluate_rows([one])["kinds"]["mini-batches, one GPU"]["in_range"] == 1
-    gave = {**one, "paper": GAVE_A_WIDTH[0]}
-    assert "in_range" not in evaluate_rows([gave])["kinds"]["mini-batches, one GPU"]
 
 
 def test_samplers_are_rivals():
@@ -150,3 +173,96 @@ def test_samplers_are_rivals():
     faster = predict(device) < predict(host)
     host["value"], device["value"] = ("3", "2") if faster else ("2", "3")
     assert evaluate_rows([host, device])["summary"]["winner"] == {"n": 1, "right": 1}
+
+
+# -- other people's software -----------------------------------------------------------------------
+
+
+def of_software(**params: object) -> float:
+    """The epoch of `row` where software samples and loads so."""
+    told = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": "dgl"} | params
+    return predict(row(paper="dgl", strategy_params=told))
+
+
+def test_more_workers_sample_faster_as_long_as_there_are_cores():
+    """A p3.16xlarge has 32 cores."""
+    few, more, most, too_many = (of_software(workers=each) for each in (1, 8, 32, 64))
+    assert few > 1.5 * more > more > most == too_many
+
+
+def test_features_in_half_width_load_faster_and_faster_yet_if_the_gpu_reads_them():
+    whole, half = of_software(workers=32), of_software(workers=32, feature_bytes=2)
+    assert whole > half > of_software(workers=32, reads="device", feature_bytes=2)
+
+
+def test_a_program_waits_for_the_slower_of_host_and_gpu():
+    """On Cora the host only launches: an epoch is as long whatever the GPU's memory moves. On
+    Reddit the GPU is behind."""
+
+    def epoch_s(dataset: str, launches: float, memory: float) -> float:
+        told = row(
+            paper="dgl",
+            testbed="p3.2xlarge",
+            dataset=dataset,
+            hidden=16,
+            strategy="graph_parallel",
+            strategy_params={"software": "dgl", "dropout": 0.5, "aggregates_first": 1},
+        )
+
+        def testbed(asked: Row) -> Cluster:
+            factors = {"device.launch": launches, "device.memory_bandwidth": memory}
+            return multiplied(interpret.testbed(asked), factors)
+
+        return predict(told, testbed)
+
+    usual = epoch_s("cora", 1, 1)
+    assert epoch_s("cora", 1, 2) == pytest.approx(usual)
+    assert epoch_s("cora", 2, 1) == pytest.approx(2 * usual)
+    assert epoch_s("reddit", 2, 1) == pytest.approx(epoch_s("reddit", 1, 1))
+
+
+def test_pyg_keeps_a_row_per_edge_and_dgl_a_number():
+    """Attention of 64 numbers a row on ogbn-arxiv: PyG moves several times as much, for the program
+    that walks rows has no walk here."""
+
+    def epoch_s(software: str) -> float:
+        params = {"software": software, "heads": 4}
+        told = row(
+            paper=software,
+            dataset="ogbn-arxiv",
+            model="gat",
+            hidden=64,
+            strategy="graph_parallel",
+            strategy_params=params,
+        )
+        return predict(told)
+
+    assert epoch_s("pyg") > 2 * epoch_s("dgl")
+
+
+def test_a_cache_by_degree_holds_what_most_vertices_read():
+    """GNNLab, fig5a: 29 % and 50 % of reads where it has 5 and 10 % of papers100M. A cache by
+    frequency holds nearly all of them."""
+
+    def loaded_s(share: float, hot: str) -> float:
+        cache = round(share * 111059956 * 512)
+        params = {"batch": 8000, "fanout": [15, 10, 5], "sampler": "device", "software": "sgnn"}
+        told = row(
+            paper="gnnlab",
+            dataset="ogbn-papers100M",
+            model="gcn",
+            layers=3,
+            strategy=f"data_parallel(cache={cache},hot='{hot}')" if share else "data_parallel",
+            strategy_params=params,
+        )
+        return their_software.parts(question(told))["load"]
+
+    alone = loaded_s(0, "degree")
+    for share, printed in ((0.05, 0.289), (0.1, 0.496)):
+        assert 1 - loaded_s(share, "degree") / alone == pytest.approx(printed, abs=0.07)
+        assert loaded_s(share, "frequency") < loaded_s(share, "degree") / 2
+
+
+def test_software_that_is_not_known_is_said():
+    with pytest.raises(Skip, match="software that we know"):
+        of_software(software="ours")
