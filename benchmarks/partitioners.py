@@ -116,7 +116,7 @@ def case(path: Path, by: str, parts: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--edges", default="")
     parser.add_argument("--graphs", default="")

@@ -99,7 +99,7 @@ def test_a_scale_of_python_is_that_of_the_command_line(plan: gnnplan.Plan):
 
 
 def test_offers_of_python_are_those_of_the_command_line():
-    offered = [f"{CLUSTER}?price=1", f"{CLUSTER}?price=4&device.gemm=500TFLOP/s"]
+    offered = [f"{CLUSTER}?price=1", f"{CLUSTER}?price=4&host.bandwidth=100GB/s"]
     words = ("--graph", GRAPH, *OPTIONS, "--scale", "1,2", "--objective", "time")
     fields = {**FIELDS, "objective": "time"}
     clusters = (word for one in offered for word in ("--cluster", one))

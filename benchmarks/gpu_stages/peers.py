@@ -136,7 +136,7 @@ def ours(problem: Problem, device: torch.device) -> Epoch:
     rank.recorder.recording = False
     strategy = parse("graph_parallel(narrow=True)").settle(problem)
     # METIS would take minutes to find that random neighbours have no order
-    with patch.object(layout, "locality_order", lambda graph: np.arange(graph.stats.vertices)):
+    with patch.object(layout, "locality_order", lambda graph, _: np.arange(graph.stats.vertices)):
         worker = open_worker(rank, problem, strategy)
     learner = worker.open_learner()
     steps, replay = itertools.count(), list[Replay[Tensor]]()

@@ -113,11 +113,8 @@ class Whole:
         saved = best.time_s - whole[0].time_s
         if saved <= 0:
             return [f"{most} are slower"]
-        times = gpu_hours(whole[0]) / gpu_hours(best)
-        hours = f"take {times:.1f} times the GPU hours"
-        if times < 1.05:
-            hours = f"take {'as many' if times > 0.95 else 'fewer'} GPU hours"
-        return [f"{most} would save {show_long(saved)} and {hours}"]
+        hours = how_many(gpu_hours(whole[0]) / gpu_hours(best))
+        return [f"{most} would save {show_long(saved)} and take {hours}"]
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         """A size's numbers, JSON-ready."""
@@ -150,6 +147,17 @@ def _is(mode: str) -> str:
 def gpu_hours(candidate: Candidate) -> float:
     """Of the GPUs that train [h]; a server that is rented whole has more, which dollars count."""
     return candidate.problem.ranks * candidate.time_s / 3600
+
+
+def how_many(times: float) -> str:
+    """GPU hours in words, beside those of the answer.
+
+    >>> how_many(1.8), how_many(1.02), how_many(0.9)
+    ('1.8 times the GPU hours', 'as many GPU hours', 'fewer GPU hours')
+    """
+    if times >= 1.05:
+        return f"{times:.1f} times the GPU hours"
+    return f"{'as many' if times > 0.95 else 'fewer'} GPU hours"
 
 
 def compare(

@@ -325,7 +325,7 @@ def table(found: Mapping[str, Mapping[str, Outcome]]) -> str:
     lines += [f"|---|{'--:|' * (len(answers) + 1)}"]
     strategies = dict.fromkeys(text for each in found.values() for text in each)
     for text in strategies:
-        each = [outcomes[text] for outcomes in found.values()]
+        each = [outcomes[text] for outcomes in found.values() if text in outcomes]
         counts = Counter(outcome.answer for outcome in each)
         shown = " | ".join(str(counts[answer]) for answer in answers)
         lines.append(f"| {text} | {shown} | {max(outcome.gap for outcome in each):.1e} |")

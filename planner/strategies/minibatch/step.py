@@ -116,11 +116,9 @@ def step(
         yield from told("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
     if not is_counted:
         yield Op("lay", work=Sampling("lay", in_all, len(layers), at_work), ahead="host")
-    laid = laid_bytes(problem, list(map(batch.facts, layers)), there)
     loaded = store.loads_of(problem, batch).host if store else loaded_bytes(problem, batch)
-    # what a process samples is packed beside training
-    packed = None if there or prefetch else laid
-    yield Op("load", work=Copy(loaded + laid, packed), ahead="copy" if prefetch else "")
+    loads = copied(problem, loaded, list(map(batch.facts, layers)), prefetch, there)
+    yield Op("load", work=loads, ahead="copy" if prefetch else "")
     if prefetch:
         # takes no time if the batch is there
         yield Op("wait", work=Compute(), idle=True)
@@ -305,6 +303,24 @@ def loaded_bytes(problem: Problem, batch: MiniBatch) -> np.ndarray:
         row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
         return np.asarray(batch.row_counts(0) * row_bytes)
     return np.array([row_bytes_read(problem, batch, [rank]) for rank in range(batch.ranks)])
+
+
+def copied(
+    problem: Problem,
+    features: np.ndarray,
+    facts: Sequence[LayerFacts],
+    prefetch: int,
+    there: bool = False,
+) -> Copy:
+    """The copy of a batch to the ranks: `features` [ranks], bytes of rows, and what was laid out.
+
+    The host packs edges first, but for those that a process samples, which are packed beside
+    training. `there`, facts: as of `laid_bytes`.
+    """
+    # rates that a GPU's sampler is given are of all that makes a batch
+    is_made_there = there or bool(problem.cluster.device_rates)
+    laid = laid_bytes(problem, facts, is_made_there)
+    return Copy(features + laid, None if is_made_there or prefetch else laid)
 
 
 def laid_bytes(problem: Problem, facts: Sequence[LayerFacts], there: bool = False) -> np.ndarray:

@@ -86,7 +86,6 @@ from gnnplan.planner.strategies.p3.periods import pipelined
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
-    Copy,
     Exchange,
     Op,
     Program,
@@ -149,9 +148,9 @@ class P3(Slices):
 
         sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
         of_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
-        laid = batchwise.laid_bytes(problem, list((facts | {1: of_peers}).values()))
+        of_layers = list((facts | {1: of_peers}).values())
         loaded = store.loads_of(problem, batch).host if store else self.loaded_bytes(problem, batch)
-        front = [Op("load", work=Copy(loaded + laid, None if self.prefetch else laid))]
+        front = [Op("load", work=batchwise.copied(problem, loaded, of_layers, self.prefetch))]
         front += batchwise.gathered(problem, batch, store)
         front[-1] = replace(front[-1], holds=holds(Batch.load))
         backward = sliced.backward(1, *blocks)
