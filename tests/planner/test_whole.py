@@ -177,7 +177,9 @@ def test_a_scale_counts_the_whole_training_too():
     assert found.best == 1 and found.fastest == 16
     assert "use 1 GPU on mini-batches with data_parallel" in str(found)
     assert str(found).count("to the end; do not distribute") == 1
-    assert all(row["training_s"] == pytest.approx(row["epochs"] * row["epoch_s"]) for row in found.rows)
+    assert all(
+        row["training_s"] == pytest.approx(row["epochs"] * row["epoch_s"]) for row in found.rows
+    )
 
 
 def test_a_simulation_says_what_no_longer_fits():

@@ -317,10 +317,10 @@ def copied(
     The host packs edges first, but for those that a process samples, which are packed beside
     training. `there`, facts: as of `laid_bytes`.
     """
-    # rates that a GPU's sampler is given are of all that makes a batch
-    is_made_there = there or bool(problem.cluster.device_rates)
-    laid = laid_bytes(problem, facts, is_made_there)
-    return Copy(features + laid, None if is_made_there or prefetch else laid)
+    if problem.cluster.device_rates:  # of all that makes a batch
+        return Copy(features)
+    laid = laid_bytes(problem, facts, there)
+    return Copy(features + laid, None if there or prefetch else laid)
 
 
 def laid_bytes(problem: Problem, facts: Sequence[LayerFacts], there: bool = False) -> np.ndarray:
