@@ -119,8 +119,8 @@ class Drawn(NamedTuple):
 class Sampler(Dataset[Sampled]):
     """Item t is the share of rank `me` in step t.
 
-    edges: the kind of each layer's edges (models.Layer). lists: which ranks have which adjacency
-    lists; None: all have all. device: where neighbours are drawn; None: on the host.
+    edges: the kind of each layer's edges (executor/layers/layer.py). lists: which ranks have which
+    adjacency lists; None: all have all. device: where neighbours are drawn; None: on the host.
     """
 
     lane = ""  # of its spans, if a thread that loads calls it
