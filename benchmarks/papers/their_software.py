@@ -42,10 +42,10 @@ from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
-# Works by name, the first, third, .. in the one half: a program that has works in both halves is
-# predicted by what others print of it.
+# Works in the order of their names go to the one half and the other in turn. So what is predicted
+# of a program that has works in both follows from what other people print of it.
 HALVES = ("dgl", "graphbolt", "pyg", "salient"), ("gnnlab", "pgl", "quiver", "salient++")
-# What is believed before a row is seen, as calibrate.py has it: so much, times or by three.
+# What is believed before a row is seen, within a factor of three (the prior of calibrate.py).
 CONSTANTS = {
     "call": 20e-6,  # [s] of a framework operation, on the host
     "dgl": 3e6,  # [edges/s] that a worker of this program draws and lays out

@@ -61,7 +61,7 @@ class KnownLayer(Layer):
         return self.kind.gather(_Tensors(self, block), self.spec, rows)
 
     def gather_beside(self, block: Block, rows: FeatureRows) -> tuple[Tensor, FeatureRows]:
-        if self.kind.beside and not self.projects_first and isinstance(rows, Tensor):
+        if self.kind.projects_own and not self.projects_first and isinstance(rows, Tensor):
             return aggregate_beside(block, rows)
         return super().gather_beside(block, rows)
 
@@ -80,7 +80,7 @@ class KnownLayer(Layer):
 
     def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
         ops, away = _Tensors(self, is_partial=True), gathered.shape[0] - own.shape[0]
-        if not (away and self.kind.beside):
+        if not (away and self.kind.projects_own):
             given = Given(gathered, _read(own), _read(own), False)
             return self.kind.update(ops, self.spec, given)
         of_own, others = torch.split(gathered, [own.shape[0], away])

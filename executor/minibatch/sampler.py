@@ -25,7 +25,7 @@ Where nobody is asked for anything and neighbours are drawn on a GPU, blocks are
 
 The sampler runs in the rank itself, or in k processes of its own that take turns (torch's
 DataLoader): process t mod k makes batch t, and k batches are made at once. Then a thread of the
-rank may load a batch while the rank trains on the one before. Samplers in processes of their own
+rank loads a batch while the rank trains on the one before. Samplers in processes of their own
 talk over Gloo to those of other ranks that make the same batches, beside the ranks. Spans and sent
 bytes come along with the share."""
 
@@ -119,8 +119,8 @@ class Drawn(NamedTuple):
 class Sampler(Dataset[Sampled]):
     """Item t is the share of rank `me` in step t.
 
-    edges: the kind of each layer's edges (models.Layer). lists: which ranks have which adjacency
-    lists; None: all have all. device: where neighbours are drawn; None: on the host.
+    edges: the kind of each layer's edges (executor/layers/layer.py). lists: which ranks have which
+    adjacency lists; None: all have all. device: where neighbours are drawn; None: on the host.
     """
 
     lane = ""  # of its spans, if a thread that loads calls it
@@ -171,7 +171,7 @@ class Sampler(Dataset[Sampled]):
         )
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends
-        if len(self.peers) > 1:
+        if splits:
             rows = rows[self._owns(rows)]
         made = Sampled(Share(rows, everyone.size, total, []))
         if pairs is not None:
@@ -312,7 +312,7 @@ class Sampler(Dataset[Sampled]):
         """Make the share's parts of what was drawn for layers 1 .. L."""
         with self._span(made, Label("lay", step)):
             made.share.parts = [
-                self._part(kind, *layer) for kind, layer in zip(self.edges, drawn, strict=True)
+                self._part(kind, layer) for kind, layer in zip(self.edges, drawn, strict=True)
             ]
 
     def _lay_there(self, made: Sampled, step: int) -> Sampled:
@@ -338,38 +338,26 @@ class Sampler(Dataset[Sampled]):
         ]
         return made
 
-    def _part(
-        self,
-        edges: str,
-        rows: Ids,
-        below: Ids,
-        indptr: Ids,
-        columns: NDArray[np.int32],
-        meets: bool,
-        halo: Ids,
-        gives: Sequence[Ids],
-        takes: NDArray[np.int64],
-        reads: Ids | None = None,
-    ) -> Part:
-        """One layer's part, from the fields of its Drawn."""
-        where, source, picks = self._where, np.concatenate([below, halo]), None
+    def _part(self, edges: str, drawn: Drawn) -> Part:
+        """One layer's part; edges: their kind."""
+        where, source, picks = self._where, np.concatenate([drawn.below, drawn.halo]), None
         where[source] = np.arange(source.size, dtype=np.int32)
-        give = [where[ids].astype(np.int64) for ids in gives]
-        if reads is not None:
-            source, picks = reads, where[reads].astype(np.int64)
+        give = [where[ids].astype(np.int64) for ids in drawn.gives]
+        if drawn.reads is not None:
+            source, picks = drawn.reads, where[drawn.reads].astype(np.int64)
             where[source] = np.arange(source.size, dtype=np.int32)
         block = weighted_block(
             self.graph,
             edges,
-            rows,
+            drawn.rows,
             source,
-            indptr,
-            where[columns],
+            drawn.indptr,
+            where[drawn.columns],
             self.workload,
             self._degrees,
             drawn=True,
         )
-        return Part(source, below.size, give, takes, meets, block, picks)
+        return Part(source, drawn.below.size, give, drawn.takes, drawn.meets, block, picks)
 
     def _swap(
         self, made: Sampled, label: Label, asked: Sequence[np.ndarray], among: Sequence[int]
@@ -463,11 +451,11 @@ def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Arriving:
-    """Shares in the order of steps, from step `first` on.
+    """A rank's shares in the order of steps, from step `first` on.
 
-    They are made when `next` is called, or so many ahead by `prefetch` processes in turn. Then a
-    thread calls `load` with each, and its step, while the step before is under way. What is laid
-    out on the device that thread makes too, before it loads.
+    Without `prefetch` a share is made when `next` is called. With it, `prefetch` processes make
+    shares ahead in turn, and a thread calls `load` with a step and its share while the step before
+    is under way. Shares that are laid out on the device are made by that thread instead.
     """
 
     def __init__(

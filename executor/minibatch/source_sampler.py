@@ -38,7 +38,7 @@ class SourceSampler(Sampler):
             made.share.parts = [
                 sums,
                 self._added(second, rows, asked, wanted),
-                *(self._part(kind, *of) for kind, of in zip(self.edges[2:], above, strict=True)),
+                *(self._part(kind, of) for kind, of in zip(self.edges[2:], above, strict=True)),
             ]
 
     def _cut(self, first: Drawn) -> tuple[list[Ids], list[np.ndarray]]:
@@ -90,7 +90,7 @@ class SourceSampler(Sampler):
 
     def _added(self, second: Drawn, rows: Ids, asked: Sequence[Ids], wanted: Sequence[Ids]) -> Part:
         """Layer 2, whose sources are sums of the partial `rows` here and of peers'."""
-        part, where = self._part(self.edges[1], *second), self._where
+        part, where = self._part(self.edges[1], second), self._where
         where[rows] = np.arange(rows.size, dtype=np.int32)
         give, take = list(second.gives), second.takes.copy()
         picks, ends = [], rows.size

@@ -35,8 +35,8 @@ class Rank:
         traced: int = 60,
         card: str = "",
     ) -> None:
-        """`backend`, `timeout_s` as of Groups, `traced` as of Recorder; `card`: the GPU, as no
-        other is called, "" without one."""
+        """`backend`, `timeout_s` as of Groups, `traced` as of Recorder; `card`: a name that no
+        other GPU has, "" without a GPU."""
         self.rank, self.world, self.device, self.card = rank, world, device, card
         self.groups = Groups(rank, world, device, backend, self.settle, timeout_s)
         self.lanes = Lanes(device, backend == "nccl")

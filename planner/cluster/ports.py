@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from gnnplan.planner.cluster.even import Alike, Ends
+from gnnplan.planner.cluster.alike import Alike, Ends
 from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
@@ -46,8 +46,8 @@ class MessagePorts:
     cluster: Cluster
     places: Places
     cores: SharedCores
-    # of messages of a byte, by who talks to whom
-    _even: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
+    # loads of an exchange (`Outer`) of a byte per message, by who talks to whom
+    _alike: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """The link there, as measured for this operation if it was."""
@@ -207,29 +207,30 @@ class MessagePorts:
     ) -> Transfer:
         """An all-to-all of `sent[i, j]` items from the group's i-th rank to its j-th."""
         if isinstance(sent, Outer):
-            return self._even_exchange(sent, group, messages, itemsize)
+            return self._alike_exchange(sent, group, messages, itemsize)
         source, target = np.nonzero(sent)
         nbytes = sent[source, target] * itemsize
         if group is not None:
             source, target = np.asarray(group)[source], np.asarray(group)[target]
         return _transfer(self.loads("exchange", source, target, nbytes, messages))
 
-    def _even_exchange(
+    def _alike_exchange(
         self, sent: Outer, group: Sequence[int] | None, messages: int, itemsize: int
     ) -> Transfer:
-        """The same of what a number per sender and one per receiver tell. Who talks to whom is
-        counted once for all sizes of messages."""
+        """The same where a number per sender and one per receiver say what is sent.
+
+        Who talks to whom is counted once for all sizes of messages."""
         members = np.arange(self.places.server.size) if group is None else np.asarray(group)
         ports, starts = dict[str, np.ndarray](), dict[str, np.ndarray]()
         latency: dict[str, Number] = {}
-        for kind in sent.kinds:
-            ends = kind.senders.tobytes(), kind.receivers.tobytes()
+        for pairs in sent.equal_pairs:
+            ends = pairs.senders.tobytes(), pairs.receivers.tobytes()
             asked = sent.groups.tobytes(), sent.same, *ends, members.tobytes()
-            if asked not in self._even:
-                alike = Alike(self.places.of_ranks(members), sent, kind)
-                self._even[asked] = list(self._each_loads("exchange", alike, members))
-            for use in self._even[asked]:
-                nbytes = float(use.link.stretched(float(kind.value * itemsize), messages))
+            if asked not in self._alike:
+                alike = Alike(self.places.of_ranks(members), sent, pairs)
+                self._alike[asked] = list(self._each_loads("exchange", alike, members))
+            for use in self._alike[asked]:
+                nbytes = float(use.link.stretched(float(pairs.value * itemsize), messages))
                 add(ports, seconds_of(use.bytes_by_port, nbytes, use.link.bandwidth))
                 add(starts, {use.kind: use.starts})
                 latency[use.kind] = use.link.latency

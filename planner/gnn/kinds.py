@@ -159,7 +159,7 @@ class Given(NamedTuple, Generic[V]):
 
 
 class Kind:
-    """A kind of layer. What is said here goes for those that say nothing else."""
+    """A kind of layer, with the defaults of all kinds."""
 
     # what the executor's block has: 'gcn' (symmetric norm, self edges), 'mean', 'one' or 'loop'
     edges: ClassVar[str] = "gcn"
@@ -173,11 +173,11 @@ class Kind:
     linear: ClassVar[bool] = True  # its gathering is a weighted sum
     attends: ClassVar[bool] = False
     sends_logits: ClassVar[bool] = False  # a projected row has a logit per head beside it
-    beside: ClassVar[bool] = False  # a product reads the destinations' own rows, too
+    projects_own: ClassVar[bool] = False  # a product reads the destinations' own rows, too
     # names of parameters [., h_in] of which P3 gives every rank some columns
     by_columns: ClassVar[tuple[str, ...]] = ()
-    needs_columns: ClassVar[str] = "reads an encoder's output"  # why there are none
-    rounds: ClassVar[bool] = True  # its rows may be bfloat16
+    lacks_columns: ClassVar[str] = "reads an encoder's output"  # why it has none of these
+    rounds_rows: ClassVar[bool] = True  # its rows may be bfloat16
     # of the model that its layers make
     encodes: ClassVar[bool] = False  # an encoder before the first layer, a decoder after the last
     reads_initial: ClassVar[bool] = False  # every layer reads what the encoder made
@@ -207,10 +207,11 @@ class Kind:
         return ops.linear([(rows, "weight")])
 
     def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+        """One row per destination, from the rows that its edges begin at."""
         return ops.aggregate(rows, spec.sums)
 
     def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
-        """What it makes of what was gathered."""
+        """The layer's output, from what was gathered."""
         raise NotImplementedError
 
 
@@ -278,7 +279,7 @@ class SAGE(Kind):
     launches = (8, 8)
     pyg = "SAGEConv lin_l.weight=weight lin_l.bias=bias lin_r.weight=weight_self"
     dgl = "SAGEConv fc_neigh.weight=weight fc_self.weight=weight_self fc_self.bias=bias"
-    beside = True
+    projects_own = True
     by_columns = ("weight", "weight_self")
 
     def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
@@ -335,7 +336,7 @@ class GAT(Kind):
         "GATConv fc.weight=weight attn_l=attention:left attn_r=attention:right bias=bias"
         " res_fc.weight=weight_residual res_fc.bias=bias"
     )
-    linear, attends, sends_logits, rounds = False, True, True, False
+    linear, attends, sends_logits, rounds_rows = False, True, True, False
     by_columns: ClassVar[tuple[str, ...]] = ("weight",)
 
     def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
@@ -376,7 +377,7 @@ class GATv2(GAT):
     )
     sends_logits = False
     by_columns = ()
-    needs_columns = "has logits of whole rows"
+    lacks_columns = "has logits of whole rows"
 
     def parameters(self, spec: Layer) -> Shapes:
         """weight: [W | W']. bias_in: [c | c']."""
@@ -405,7 +406,7 @@ class GIN(Kind):
         "GINConv apply_func.0.weight=weight apply_func.0.bias=bias"
         " apply_func.2.weight=weight_out apply_func.2.bias=bias_out"
     )
-    needs_columns = "has a second product after the sum"
+    lacks_columns = "has a second product after the sum"
 
     def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
         return replace(layer, middle=fields.hidden)
@@ -435,7 +436,7 @@ class ResGCN(Kind):
 
     edges = "one"
     launches = (9, 8)
-    linear, rounds = False, False
+    linear, rounds_rows = False, False
     encodes = activates = True
     norm = "layer"
 

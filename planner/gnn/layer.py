@@ -26,14 +26,14 @@ from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Value, Work
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """What is told of a layer on any block."""
+    """A layer's work and memory on any block, as its operations tell them."""
 
     ways: tuple[Work, Work]  # forward and backward
     project: tuple[Work, Work]  # before the exchange of projected rows
     # [B] kept from the forward to the backward pass, with the output; then what is held at the
-    # fullest moments of the forward pass, so many, and of the backward pass
+    # fullest moments of the forward pass, and at those of the backward pass
     held: Amounts
-    moments: int
+    moments: int  # fullest moments of the forward pass in `held`
     products: tuple[Product, ...]
 
 
@@ -107,7 +107,7 @@ def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value
     adds = spec.gathers_linearly and not spec.projects_first
     if adds and (setting.cached or setting.apart):
         return Value(ROWS, spec.h_in, setting.varies), own
-    if kind.beside and adds:
+    if kind.projects_own and adds:
         return ops.aggregate_beside(prepared, spec.sums)
     rows = prepared
     if spec.projects_first:

@@ -28,7 +28,7 @@ METRICS = {
 FALLING = ("mae",)  # those of which less is better
 PARTS = ("train", "val", "test")
 BALANCED = "balanced"  # what class_weights may say besides numbers
-ROUNDED_MODELS = [name for name, kind in KINDS.items() if kind.rounds]  # rows may be bfloat16
+ROUNDED_MODELS = [name for name, kind in KINDS.items() if kind.rounds_rows]
 AUTO = "auto"  # what --dtype may say besides types: the plan chooses one (decision/dtypes.py)
 MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by every layer
 

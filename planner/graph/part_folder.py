@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -49,6 +49,7 @@ VERSION = 1  # of the folder: raise it when old ones can no longer be read
 MOST_DESCRIBED = 64 << 20  # [B]
 AT_ONCE = 1 << 22  # edges that are put in their places at a time
 AGAIN = "write the folder again with gnnplan partition"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(stream, partial(blake2b, digest_size=16)).hexdigest()
 
 
-def described(kind: Any, path: Path, raw: bytes) -> Any:
-    """The JSON document of a class here. Raises SpecError."""
+def parsed(kind: type[T], path: Path, raw: bytes) -> T:
+    """What the JSON of a file says, as one of the classes here. Raises SpecError."""
     try:
         return TypeAdapter(kind).validate_json(raw)
     except ValidationError as error:
@@ -121,7 +122,7 @@ class PartFolder:
     def _read(self) -> Description:
         path = self.path / DESCRIPTION
         raw = read_bytes(path, MOST_DESCRIBED, AGAIN)
-        about = cast(Description, described(Description, path, raw))
+        about = parsed(Description, path, raw)
         if about.version != VERSION:
             raise SpecError(
                 f"{path}: is version {about.version} of such folders, this gnnplan reads {VERSION};"
@@ -146,7 +147,7 @@ class PartFolder:
                 f"{folder}: part {number} of {about.parts} is missing; copy it there, or {AGAIN}"
             )
         raw = read_bytes(folder / OF_PART, MOST_DESCRIBED, AGAIN)
-        part = cast(Part, described(Part, folder / OF_PART, raw))
+        part = parsed(Part, folder / OF_PART, raw)
         if (part.cut, part.number) != (about.cut, number):
             whose = "another graph or another cut" if part.cut != about.cut else "this graph"
             raise SpecError(
@@ -219,6 +220,7 @@ class PartFolder:
 
     @property
     def reached(self) -> Sequence[int]:
+        """Vertices within 0, 1, .. hops of training vertices."""
         return self.about.reached
 
     @property
@@ -334,7 +336,8 @@ class PartFolder:
 def _must_be_whole(path: Path, stored: Stored) -> None:
     """Raise SpecError unless a file's bytes are those that were written.
 
-    They are read once by each machine: it notes name, size and time of change of what was right."""
+    A machine reads them once for that. It notes in its cache the name, size and time of change of
+    each file that was right."""
     must_be_file(path, f"copy it there, or {AGAIN}")
     file = path.stat()
     words = path.resolve(), file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, stored.digest
@@ -441,8 +444,9 @@ def is_part_folder(path: str) -> bool:
 
 
 def read_parts(path: str, source: str, directed: bool = False) -> Graph:
-    """The graph of a folder of parts. Raises SpecError, if edges should be `directed` and are not,
-    too."""
+    """The graph of a folder of parts. Raises SpecError.
+
+    directed: refuse edges that have lost their direction."""
     folder = PartFolder(path)
     about, first = folder.about, folder.parts[0]
     if directed and not about.graph.directed:

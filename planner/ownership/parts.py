@@ -1,8 +1,7 @@
-"""A graph cut in a part per rank, on disk: written once, and read by the ranks that own the parts.
+"""Writes a folder with a part of a graph for each rank, and makes a layout of such a folder.
 
-What is written of a part is what a layout without preloading has of it, so that a layout of the
-folder reads its rank's own rows, edges and halo where another counts them. part_folder.py has the
-files."""
+A part holds what a layout without preloading has of it. So `PartLayout` reads its rank's rows,
+edges and halo, which other layouts count in the whole graph. graph/part_folder.py has the files."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from gnnplan.planner.graph.part_folder import (
     Part,
     PartFolder,
     Stored,
-    described,
+    parsed,
 )
 from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -41,11 +40,11 @@ from gnnplan.planner.vocabulary.files import read_bytes, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
-HOPS = 16  # of which it is written how many vertices they reach
+HOPS = 16  # the folder says how many vertices are within 0 .. 16 hops of training vertices
 
 
 class _Members(Sequence[tuple[np.ndarray, np.ndarray]]):
-    """(global ids, last) of each rank's rows, which are read when they are asked for."""
+    """What Layout._parts has of each rank, (global ids, last), read when it is asked for."""
 
     def __init__(self, folder: PartFolder, layers: int) -> None:
         self.folder, self.last = folder, np.int16(layers)
@@ -140,8 +139,8 @@ def write_parts(
         must_be_new(folder)
         os.rename(begun, folder)
     except OSError as error:
-        kept = len(known) and f"; {len(known)} of {parts} parts are kept in {begun}, and the same"
-        kept = f"{kept} command goes on from there" if kept else ""
+        kept = f"{len(known)} of {parts} parts are kept in {begun}, and the same command goes on"
+        kept = f"; {kept} from there" if known else ""
         if not known:
             shutil.rmtree(begun, ignore_errors=True)
         raise SpecError(
@@ -162,7 +161,7 @@ def _written(begun: Path, number: int, name: str) -> Part | None:
     folder = begun / f"part{number}"
     try:
         raw = read_bytes(folder / OF_PART, MOST_DESCRIBED)
-        part: Part = described(Part, folder / OF_PART, raw)
+        part = parsed(Part, folder / OF_PART, raw)
     except SpecError:
         return None
     return part if part.cut == name else None

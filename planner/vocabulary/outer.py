@@ -1,7 +1,7 @@
-"""What ranks send each other, told by a number per sender and one per receiver.
+"""A matrix of what ranks send each other, kept as a number per sender and one per receiver.
 
-A graph that is known by statistics gives all ranks of a group the same. So not every pair of ranks
-is written down, of which 8,192 ranks have 67 million."""
+Where a graph is known by statistics, all ranks of a group are given the same. Two vectors then say
+what a matrix would, which has 67 million entries for 8,192 ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from gnnplan.planner.vocabulary.values import Value
 
 
-class Kind(NamedTuple):
-    """Pairs that are all alike."""
+class EqualPairs(NamedTuple):
+    """Pairs of ranks of which one sends the other the same amount."""
 
     value: float | int
     senders: np.ndarray  # bool [ranks]
@@ -127,7 +127,11 @@ class Outer(Value, NDArrayOperatorsMixin):
         return bool(self.sum())
 
     def round(self, decimals: int = 0, out: None = None) -> Outer:
-        return self.changed(np.round)
+        """Of entries that are those of the sender alone, or of the receiver alone."""
+        if (self.right == 1).all():
+            return replace(self, left=np.round(self.left))
+        assert (self.left == 1).all(), "the entries of a row, or of a column, are all alike"
+        return replace(self, right=np.round(self.right))
 
     def astype(self, dtype: Any) -> Outer:
         return replace(self, left=self.left.astype(dtype), right=self.right.astype(dtype))
@@ -135,18 +139,12 @@ class Outer(Value, NDArrayOperatorsMixin):
     def setflags(self, write: bool) -> None:
         """Nobody writes to it."""
 
-    def changed(self, function: Any) -> Outer:
-        """A function of each entry, that keeps 0."""
-        if (self.right == 1).all():
-            return replace(self, left=function(self.left))
-        assert (self.left == 1).all(), "the entries of a row, or of a column, are all alike"
-        return replace(self, right=function(self.right))
-
     # -- what it is made of
 
     def reached(self, numbers: np.ndarray, *places: np.ndarray) -> np.ndarray:
-        """For each rank the sum of the numbers [.., ranks] of those whose entries may not be 0, and
-        that are in all of its places; `places`: numbers of each rank's [ranks]."""
+        """For each rank, the sum of the numbers [.., ranks] of all ranks that it exchanges with.
+
+        places: each the place of every rank [ranks]; then only ranks in the same places count."""
         grouped = sums(cells(*places, self.groups), numbers)
         if self.same:
             return np.asarray(grouped - numbers)
@@ -166,10 +164,10 @@ class Outer(Value, NDArrayOperatorsMixin):
         return alone or not self.any() or (alike and everyone)
 
     @property
-    def kinds(self) -> list[Kind]:
+    def equal_pairs(self) -> list[EqualPairs]:
         """Entries that are not 0, by their value: a few, for ranks are mostly alike."""
         return [
-            Kind(a * b, self.left == a, self.right == b)
+            EqualPairs(a * b, self.left == a, self.right == b)
             for a in np.unique(self.left).tolist()
             for b in np.unique(self.right).tolist()
             if a * b
@@ -180,7 +178,7 @@ Pairs = np.ndarray | Outer  # of ranks: numbers from row to column
 
 
 def cells(*places: np.ndarray) -> np.ndarray:
-    """The number of each rank's cell: ranks of one are alike in all these places [ranks].
+    """A number for each rank, the same for ranks that are alike in all these places [ranks].
 
     >>> cells(np.array([0, 0, 1, 1]), np.array([7, 8, 7, 7])).tolist()
     [0, 1, 2, 2]

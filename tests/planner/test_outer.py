@@ -56,7 +56,8 @@ def test_it_is_the_array_that_it_stands_for(outer: Outer):
         apart = dense[~np.eye(n, dtype=bool)]
         assert outer.is_even == (n < 2 or (apart == apart[0]).all())
         alike = [
-            np.where(k.value * np.outer(k.senders, k.receivers), k.value, 0) for k in outer.kinds
+            np.where(k.value * np.outer(k.senders, k.receivers), k.value, 0)
+            for k in outer.equal_pairs
         ]
         pairs = np.asarray(Outer.of(outer.groups, outer.same, 1))
         np.testing.assert_array_equal(pairs * sum(alike, np.zeros((n, n))), dense)

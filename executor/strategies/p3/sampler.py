@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gnnplan.executor.layers.blocks import weighted_block
-from gnnplan.executor.minibatch.sampler import Sampled, Sampler
+from gnnplan.executor.minibatch.sampler import Drawn, Sampled, Sampler
 from gnnplan.executor.minibatch.share import Part
 from gnnplan.planner.strategies.p3.slices import HEADER
 from gnnplan.planner.vocabulary.schedule import Label
@@ -34,22 +34,21 @@ class ColumnSampler(Sampler):
         super().__init__(*args, **more)
         self.rail = list(rail)
 
-    def _lay(self, made: Sampled, step: int, drawn: Sequence[tuple[Any, ...]]) -> None:
-        rows, below, indptr, columns, *_ = drawn[0]
-        position = self._where
+    def _lay(self, made: Sampled, step: int, drawn: Sequence[Drawn]) -> None:
+        first, *above = drawn
+        below, columns, position = first.below, first.columns, self._where
         position[below] = np.arange(below.size, dtype=np.int32)
-        header = np.array([below.size, rows.size, columns.size])
-        own = np.concatenate([header, below, np.diff(indptr), position[columns]]).astype(np.int32)
+        header = np.array([below.size, first.rows.size, columns.size])
+        own = np.concatenate([header, below, np.diff(first.indptr), position[columns]]).astype(
+            np.int32
+        )
         blocks, nothing = [own], own[:0]
         if len(self.rail) > 1:
             pushed = [nothing if peer == self.me else own for peer in self.rail]
             blocks = self._swap(made, Label("push", step), pushed, self.rail)
             blocks[self.rail.index(self.me)] = own
         with self._span(made, Label("lay", step)):
-            rest = [
-                self._part(kind, *layer)
-                for kind, layer in zip(self.edges[1:], drawn[1:], strict=True)
-            ]
+            rest = (self._part(kind, of) for kind, of in zip(self.edges[1:], above, strict=True))
             made.share.parts = [self._merged(blocks), *rest]
 
     def _merged(self, blocks: Sequence[np.ndarray]) -> Pushed:

@@ -2,7 +2,8 @@
 there.
 
 With one sampler an epoch takes as long as sampling, loading or the rest, whichever is longest. k
-samplers take a k-th of the time, so they need be no more than make something else the longest.
+samplers take a k-th of the time, so a plan proposes the first of 1, 2, 4, .. with which something
+else takes longest.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ NEARLY = 0.98  # an epoch that is so much shorter is worth twice the samplers
 
 
 def most_ahead(problem: Problem, there: bool = False) -> int:
-    """Samplers of a rank that have a core each, besides its own: a power of two, or 0.
+    """The most samplers of a rank that have a core each, besides its own: a power of two, or 0.
 
-    GPUs that sample do so in line, unless they lay out `there` what a thread may load meanwhile.
+    there: GPUs that sample lay out batches, too, beside which a thread may load (1). Otherwise GPUs
+    sample in line (0).
     """
     if problem.cluster.sampler == "device":
         return int(there and problem.cost.cores_each >= 2)
@@ -43,16 +45,20 @@ def one_ahead(problem: Problem, in_line: S, there: bool = False) -> S:
 
 
 def enough_ahead(problem: Problem, one: S) -> S:
-    """The strategy with as many samplers as pay, where `one` has no more than one."""
+    """The strategy with as many samplers as pay; `one` has one, or samples in line.
+
+    An epoch is shortest with the most samplers. The fewest whose share of the sampling fits in that
+    time pay; fewer, where their batches have no room.
+    """
     most, settled = most_ahead(problem), one.settle(problem)
     if not one.prefetch or most < 2 or not settled.suits(problem):
         return one
     program = settled.built(problem)
-    least = predict(problem, replace(program, samplers=most))
+    with_most = predict(problem, replace(program, samplers=most))
     ops = program.ops(next(iter(program.known())))
     sampling = {op.label(0).kind for op in ops if op.lane == "host"}
-    sampling_s = sum(float(least.by_op[kind]) for kind in sampling)
-    paying = int(np.ceil(NEARLY * sampling_s / float(least.epoch_s)))
+    sampling_s = sum(float(with_most.by_op[kind]) for kind in sampling)
+    paying = int(np.ceil(NEARLY * sampling_s / float(with_most.epoch_s)))
     doublings = min(most.bit_length() - 1, max(paying - 1, 0).bit_length())
     fewer = (_with(problem, one, 2**power) for power in range(doublings, 0, -1))
     return next(filter(None, fewer), one)

@@ -323,7 +323,7 @@ def _why_whole(problem: Problem) -> str:
         )
     return (
         f"layer 1 must be a sum over feature columns, and that of {model}"
-        f" {KINDS[model].needs_columns}: it has no scatter, transform and apply of its own; use one"
+        f" {KINDS[model].lacks_columns}: it has no scatter, transform and apply of its own; use one"
         f" of {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer"
     )
 

@@ -1,8 +1,8 @@
-"""What an exchange puts on ports where a number per sender and one per receiver tell it (`Outer`).
+"""Counts messages by where their ends sit, without a list of them (for ports.py).
 
-Ports need no list of messages then. They need, for each rank, how many others share its island, its
-PCIe switch, its server, and the group that it exchanges with: sums over cells of ranks that are
-alike in all of these. The rules of who passes which ports are those of ports.py."""
+An `Outer` says what ranks send each other by a number per sender and one per receiver. The load of
+a port then follows from counts: how many of the ranks that a rank exchanges with share its island,
+its PCIe switch or its server with it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.places import Places
-from gnnplan.planner.vocabulary.outer import Kind, Outer, cells
+from gnnplan.planner.vocabulary.outer import EqualPairs, Outer, cells
 
 
 class Ends(NamedTuple):
-    """Messages of each rank that pass something [ranks]: that it sends, and that it is sent."""
+    """How many messages of each rank pass some link or port [ranks]."""
 
-    out: np.ndarray
-    into: np.ndarray
+    out: np.ndarray  # that it sends
+    into: np.ndarray  # that it receives
 
     def plus(self, other: Ends, times: float = 1.0) -> Ends:
         return Ends(self.out + times * other.out, self.into + times * other.into)
@@ -34,7 +34,7 @@ class Alike:
 
     at: Places  # of the ranks that exchange
     pattern: Outer
-    kind: Kind
+    pairs: EqualPairs
 
     def within(self, *places: np.ndarray) -> Ends:
         """Messages between ranks that are alike in all these places, each numbered [ranks]."""
@@ -43,12 +43,13 @@ class Alike:
         return Ends(senders * reached, receivers * reaching)
 
     def to(self, receivers: np.ndarray) -> Alike:
-        """Those to some ranks alone, bool [ranks]."""
-        return replace(self, kind=self.kind._replace(receivers=self.kind.receivers & receivers))
+        """Those to these receivers alone, bool [ranks]."""
+        receivers = self.pairs.receivers & receivers
+        return replace(self, pairs=self.pairs._replace(receivers=receivers))
 
     @property
     def _ends(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.kind.senders.astype(float), self.kind.receivers.astype(float)
+        return self.pairs.senders.astype(float), self.pairs.receivers.astype(float)
 
     def between(self, place: np.ndarray, count: int) -> np.ndarray:
         """Messages from place to place [count, count]; `place`: that of each rank [ranks]."""
