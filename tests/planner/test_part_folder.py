@@ -17,6 +17,7 @@ import pytest
 
 from gnnplan.api.asking import ask
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.graph.formats import recognise
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.part_folder import PartFolder
@@ -352,6 +353,20 @@ def test_one_partition_at_a_time_writes_a_folder(tmp_path: Path) -> None:
     assert begun.exists() and not folder.exists()
     written(read(GRAPH), folder)
     assert not begun.exists()
+
+
+def test_a_folder_of_parts_is_not_converted(tmp_path: Path) -> None:
+    """It was said to be of no format that is read."""
+    folder = written(read(GRAPH), tmp_path / "parts")
+    with pytest.raises(SpecError, match=r"is a folder of parts.*give the graph that it was cut of"):
+        recognise(str(folder)).read(str(folder))
+
+
+@pytest.mark.processes
+def test_a_task_of_plans_is_refused_as_that(tmp_path: Path) -> None:
+    """`--task link` was refused with the advice to use link."""
+    done = partitioned(GRAPH, "-k", "2", "-o", str(tmp_path / "parts"), "--task", "link")
+    assert done.returncode == 2 and "--task link is what a plan trains" in done.stderr
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
