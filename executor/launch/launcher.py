@@ -6,7 +6,6 @@ rank_process.py define. The ranks themselves run rank_process.py.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
@@ -24,8 +23,7 @@ from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.meeting import loopback_only, started_by_launcher
 from gnnplan.executor.ranks.opening import SCRATCH, leave
-from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import forget_unfinished, make_folder
+from gnnplan.planner.vocabulary.files import alone_in, forget_unfinished, make_folder
 
 __all__ = [
     "Asked",
@@ -57,30 +55,9 @@ def begin(asked: Asked) -> None:
     """
     asked.settled.schedule(asked.problem, 1)  # makes the partitions, which the ranks then read
     make_folder(asked.out)
-    with _alone_in(asked.out):
+    with alone_in(asked.out, "another run trains in", "give another --out"):
         write_run(asked.out, asked.document, asked.options, asked.last)
         start(asked)
-
-
-@contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
-    """A block in which no other launcher of this machine trains in the folder. Raises SpecError.
-
-    The lock is the system's and ends with this process, however that ends.
-    """
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SpecError(
-                f"another run trains in {out}; wait for its end, or give another --out"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(folder)
 
 
 @contextmanager

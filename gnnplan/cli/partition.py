@@ -53,6 +53,11 @@ def partition(
     from gnnplan.planner.vocabulary.progress import progress
 
     must_be_new(output)
+    if task in ("node", "link"):
+        raise SpecError(
+            f"--task {task} is what a plan trains, of any folder of parts; leave it out here, and"
+            " give it to gnnplan plan"
+        )
     method, directed = reading.pop("partitioner"), reading.pop("directed")
     with progress() as notify:
         notify(f"reading {graph}")

@@ -68,7 +68,8 @@ def cached(
     path = None if there is None else there / f"{name}.npz"
     if path is not None:
         # absent or damaged: compute it again
-        with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        unread = OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile
+        with contextlib.suppress(*unread):
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
                 found, seconds = np.asarray(file["found"]), float(file["seconds"])
             whole = found.shape == (vertices,) and found.dtype == np.int32

@@ -104,9 +104,9 @@ def parsed(kind: type[T], path: Path, raw: bytes) -> T:
         return TypeAdapter(kind).validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where = "".join(f"{name}: " for name in first["loc"])
         raise SpecError(
-            f"{path}: {where}: {first['msg']}, so it describes no parts; {AGAIN}"
+            f"{path}: {where}{first['msg']}, so it describes no parts; {AGAIN}"
         ) from error
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -36,7 +37,7 @@ from gnnplan.planner.graph.part_folder import (
 )
 from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import read_bytes, remedy_of
+from gnnplan.planner.vocabulary.files import alone_in, read_bytes, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.progress import Notify, silent
 
@@ -125,24 +126,23 @@ def write_parts(
     layout = Layout(graph, owner, tuple(range(parts)), layers=1, first_varying=0, method=method)
     name = _name_of(graph, owner, method, seed)
     begun = folder.with_name(f".{folder.name}.begun")
-    known = {number: part for number in range(parts) if (part := _written(begun, number, name))}
-    if not known:
-        shutil.rmtree(begun, ignore_errors=True)
+    known: dict[int, Part] = {}
     try:
-        begun.mkdir(exist_ok=True)
-        for number in range(parts):
-            if number not in known:
-                notify(f"writing part {number + 1} of {parts}")
-                known[number] = _write_part(layout, number, name, begun)
-        notify("writing what all parts share")
-        about = _describe(layout, known, name, method, seed, begun)
-        must_be_new(folder)
-        os.rename(begun, folder)
+        with _alone_beside(folder, begun):
+            found = ((number, _written(begun, number, name)) for number in range(parts))
+            known |= {number: part for number, part in found if part is not None}
+            _keep_only({f"part{number}" for number in known}, begun)
+            for number in range(parts):
+                if number not in known:
+                    notify(f"writing part {number + 1} of {parts}")
+                    known[number] = _write_part(layout, number, name, begun)
+            notify("writing what all parts share")
+            about = _describe(layout, known, name, method, seed, begun)
+            must_be_new(folder)
+            os.rename(begun, folder)
     except OSError as error:
         kept = f"{len(known)} of {parts} parts are kept in {begun}, and the same command goes on"
         kept = f"; {kept} from there" if known else ""
-        if not known:
-            shutil.rmtree(begun, ignore_errors=True)
         raise SpecError(
             f"{folder}: cannot be written ({error.strerror or error}); {remedy_of(error)}{kept}"
         ) from error
@@ -167,6 +167,30 @@ def _written(begun: Path, number: int, name: str) -> Part | None:
     return part if part.cut == name else None
 
 
+@contextmanager
+def _alone_beside(folder: Path, begun: Path) -> Iterator[None]:
+    """A block in which no other process writes these parts; where none are written, none are left.
+
+    Raises SpecError, OSError."""
+    begun.mkdir(exist_ok=True)
+    with alone_in(begun, "another gnnplan partition writes in", "give another folder"):
+        try:
+            must_be_new(folder)  # the other one may have just been done
+            yield
+        finally:
+            with suppress(OSError):  # it has parts, or is the folder now
+                begun.rmdir()
+
+
+def _keep_only(names: set[str], begun: Path) -> None:
+    """Remove parts of other cuts, and what writers that were killed have left."""
+    for path in begun.iterdir():
+        if not path.is_dir():
+            path.unlink()
+        elif path.name not in names:
+            shutil.rmtree(path)
+
+
 def _write_part(layout: Layout, number: int, name: str, begun: Path) -> Part:
     temporary = begun / f".part{number}.{token_hex(4)}"
     temporary.mkdir()
@@ -178,7 +202,6 @@ def _write_part(layout: Layout, number: int, name: str, begun: Path) -> Part:
         vertices, edges = files["ids"].shape[0], files["indices"].shape[0]
         part = Part(name, number, vertices, edges, files)
         _save_text(temporary / OF_PART, part)
-        shutil.rmtree(begun / f"part{number}", ignore_errors=True)  # of another cut
         os.rename(temporary, begun / f"part{number}")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -276,7 +299,6 @@ def _save(path: Path, shape: tuple[int, ...], dtype: Any, pieces: Iterable[Array
 def _write(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
     """Write a new file, and wait for the disk: its size and the digest of its bytes."""
     digest = blake2b(digest_size=16)
-    path.unlink(missing_ok=True)  # of an attempt that was broken off
     with open(path, "xb") as stream:
         for piece in pieces:
             stream.write(piece)

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -195,6 +195,27 @@ def make_folder(path: Path) -> None:
         raise SpecError(
             f"{path}: the folder cannot be made ({error.strerror or error}); choose another place"
         ) from error
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, other: str, remedy: str) -> Iterator[None]:
+    """A block in which no other process of this machine is alone in the folder.
+
+    other: what the other one does there, as in 'another run trains in'. The lock is the system's
+    and ends with this process, however that ends. Raises SpecError."""
+    import fcntl  # not on Windows
+
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SpecError(f"{other} {folder}; wait for its end, or {remedy}") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(lock)
 
 
 # -- reading

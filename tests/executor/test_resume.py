@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from gnnplan.cli import app
 from gnnplan.executor import train
-from gnnplan.executor.launch import launcher
 from gnnplan.executor.launch.asked import must_go_on
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
@@ -26,6 +25,7 @@ from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import alone_in
 from gnnplan.testing.ranks import Case, ForkServer, Ranks
 from gnnplan.testing.runs import must_resume
 
@@ -315,10 +315,11 @@ def test_metrics_that_lack_epochs_refuse_before_anything_is_removed(tmp_path: Pa
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     """Two that began together ended both, and left metrics that nobody could read."""
-    again = launcher._alone_in(tmp_path)
-    with launcher._alone_in(tmp_path), pytest.raises(SpecError, match="another run trains in"):
+    words = tmp_path, "another run trains in", "give another --out"
+    again = alone_in(*words)
+    with alone_in(*words), pytest.raises(SpecError, match="another run trains in"):
         again.__enter__()
-    with launcher._alone_in(tmp_path):
+    with alone_in(*words):
         pass
 
 

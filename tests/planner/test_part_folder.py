@@ -17,6 +17,7 @@ import pytest
 
 from gnnplan.api.asking import ask
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.graph.formats import recognise
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.part_folder import PartFolder
@@ -24,6 +25,7 @@ from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.layout import Layout, reached
 from gnnplan.planner.ownership.parts import PartLayout, write_parts
 from gnnplan.planner.vocabulary.errors import OtherData, SpecError
+from gnnplan.planner.vocabulary.files import alone_in
 
 GRAPH = "synthetic:community?vertices=2500&edges=9000&features=7&classes=3&seed=1"
 N = 60
@@ -325,10 +327,46 @@ except SpecError as error:
 def test_parts_of_another_cut_are_not_gone_on_with(tmp_path: Path) -> None:
     graph, folder = read(GRAPH), tmp_path / "parts"
     written(graph, tmp_path / "earlier", 2)
-    shutil.copytree(tmp_path / "earlier", tmp_path / ".parts.begun")
+    begun = tmp_path / ".parts.begun"
+    shutil.copytree(tmp_path / "earlier", begun)
+    (begun / "part1").rename(begun / "part7")  # of a cut into more
+    (begun / ".part0.c0ffee00").mkdir()  # of a writer that was killed; both stayed in the folder
     written(graph, folder)
     assert PartFolder(str(folder)).about.parts == 3
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "part0",
+        "part1",
+        "part2",
+    ]
     assert np.array_equal(read(str(folder)).indices, graph.indices)
+
+
+def test_one_partition_at_a_time_writes_a_folder(tmp_path: Path) -> None:
+    """Two that began together removed each other's parts, and both failed."""
+    folder, begun = tmp_path / "parts", tmp_path / ".parts.begun"
+    begun.mkdir()
+    with (
+        alone_in(begun, "another", "wait"),
+        pytest.raises(SpecError, match=r"another gnnplan partition writes in .*; wait for its end"),
+    ):
+        written(read(GRAPH), folder)
+    assert begun.exists() and not folder.exists()
+    written(read(GRAPH), folder)
+    assert not begun.exists()
+
+
+def test_a_folder_of_parts_is_not_converted(tmp_path: Path) -> None:
+    """It was said to be of no format that is read."""
+    folder = written(read(GRAPH), tmp_path / "parts")
+    with pytest.raises(SpecError, match=r"is a folder of parts.*give the graph that it was cut of"):
+        recognise(str(folder)).read(str(folder))
+
+
+@pytest.mark.processes
+def test_a_task_of_plans_is_refused_as_that(tmp_path: Path) -> None:
+    """`--task link` was refused with the advice to use link."""
+    done = partitioned(GRAPH, "-k", "2", "-o", str(tmp_path / "parts"), "--task", "link")
+    assert done.returncode == 2 and "--task link is what a plan trains" in done.stderr
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:

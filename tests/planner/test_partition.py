@@ -195,6 +195,8 @@ def test_the_cache_answers_and_survives_damage(own_cache, graph, monkeypatch):
     for wrong in (part[:-1], part + 1, part.astype(np.int64), part.astype(object)):
         np.savez(path, found=wrong, seconds=1.0)
         assert np.array_equal(partition(graph, 4), part)
+    np.savez(path, found=part, seconds=[1.0, 2.0])  # that was a traceback
+    assert np.array_equal(partition(graph, 4), part)
     assert np.array_equal(np.load(path)["found"], part)  # mended
 
 

@@ -30,6 +30,7 @@ from gnnplan.planner.graph.formats import (
 )
 from gnnplan.planner.graph.formats.extras import Extras, add
 from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.part_folder import DESCRIPTION
 from gnnplan.planner.graph.parts import Parts, collect, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
@@ -75,6 +76,13 @@ def _refuse_pickle(path: str) -> Parts:
     )
 
 
+def _refuse_parts(path: str) -> Parts:
+    raise SpecError(
+        f"{path}: is a folder of parts, which plan and partition read as it is; give the graph that"
+        f" it was cut of ({path}/{DESCRIPTION} has its name)"
+    )
+
+
 def _is_graphml(file: _File) -> bool:
     return file.start.lstrip().startswith((b"<?xml", b"<graphml")) and b"<graphml" in file.start
 
@@ -86,6 +94,7 @@ PICKLE = Format(
 )
 # The first that fits reads it.
 FOLDERS: tuple[Format, ...] = (
+    Format("gnnplan's folder of parts", lambda f: f.has(DESCRIPTION), _refuse_parts),
     Format("gnnplan's folder", lambda f: f.has("src.npy"), _own),
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
     Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), graphsaint.read),
