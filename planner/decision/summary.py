@@ -132,18 +132,19 @@ def certainty(found: SearchResult) -> str:
         return "chosen by runs"
     if len(found.rivals) == 1:
         return "nothing else was compared" if found.forced else "nothing else may be chosen"
-    among, size = "", ""
+    may_be = f"another may be better by {show_percent(outlook.expected_regret, 1)} on average"
     if found.is_smaller:
-        size = f"the fewest GPUs within {show_percent(NEAR)} of the best value; it is "
+        size = f"the fewest GPUs within {show_percent(NEAR)} of the best value"
+        return f"{size}; {may_be}{settling(found)}"
+    among = ""
     if len(found.rivals) < len(found.ranked):
         of_all = show_percent(found.outlook(found.best).chance_fastest)
         among = " of exact strategies"
         if of_all != show_percent(outlook.chance_fastest):
             among += f" (of all {of_all})"
     return (
-        f"{size}the {found.objective.least} with a chance of"
-        f" {show_percent(outlook.chance_fastest)}{among}; another may be better by"
-        f" {show_percent(outlook.expected_regret, 1)} on average{settling(found)}"
+        f"the {found.objective.least} with a chance of"
+        f" {show_percent(outlook.chance_fastest)}{among}; {may_be}{settling(found)}"
     )
 
 
