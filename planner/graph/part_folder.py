@@ -45,6 +45,7 @@ from gnnplan.planner.vocabulary.numbers import ranges
 
 DESCRIPTION = "parts.json"  # tells a folder of parts
 OF_PART = "part.json"
+SHARED = {"owner", "place", "order", "degree", "sends"}  # files of the folder itself
 VERSION = 1  # of the folder: raise it when old ones can no longer be read
 MOST_DESCRIBED = 64 << 20  # [B]
 AT_ONCE = 1 << 22  # edges that are put in their places at a time
@@ -128,7 +129,7 @@ class PartFolder:
                 f"{path}: is version {about.version} of such folders, this gnnplan reads {VERSION};"
                 f" {AGAIN}"
             )
-        if len(about.digests) != about.parts:
+        if not 0 < about.parts == len(about.digests):
             raise SpecError(
                 f"{path}: describes {len(about.digests):,} parts and says {about.parts:,}; {AGAIN}"
             )
@@ -136,6 +137,13 @@ class PartFolder:
             raise SpecError(
                 f"{path}: {about.graph.vertices:,} vertices; ids of 32 bits reach"
                 f" {MOST_VERTICES:,}; take fewer"
+            )
+        if lacking := SHARED - about.files.keys():
+            raise SpecError(f"{path}: tells of no {min(lacking)}.npy; {AGAIN}")
+        if (found := sum(about.vertices)) != about.graph.vertices:
+            raise SpecError(
+                f"{path}: its parts have {found:,} vertices, and its graph"
+                f" {about.graph.vertices:,}; {AGAIN}"
             )
         self._must_be_there(self.path, about.files)
         return about

@@ -231,6 +231,9 @@ BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
     "no part's": (lambda f: changed(f / "part0/part.json", edges=1), "is not what was written"),
     "later": (lambda f: changed(f / "parts.json", version=2), "is version 2 of such folders"),
     "more": (lambda f: changed(f / "parts.json", parts=4), "describes 3 parts and says 4"),
+    "none": (lambda f: changed(f / "parts.json", parts=0, digests=[]), "describes 0 parts"),
+    "no files": (lambda f: changed(f / "parts.json", files={}), "tells of no degree.npy"),
+    "fewer": (lambda f: changed(f / "parts.json", vertices=[1, 1, 1]), "have 3 vertices, and its"),
     "bits": (lambda f: garbled(f / "part1/indices.npy"), r"indices.npy: is damaged \(its digest"),
     "x bits": (lambda f: garbled(f / "part1/x.npy"), r"x.npy: is damaged \(its digest"),
 }
