@@ -29,10 +29,11 @@ def partition(
     as_json: bool = False,
     **reading: Any,
 ) -> None:
-    """Cut a graph into a part per rank, in a folder that plan takes as --graph.
+    """Cut a graph into a folder of parts, one per rank.
 
-    A rank of the plan then reads the rows, edges and halo of its own part. Nothing of that name is
-    there before all of it is written; the same command goes on where another was broken off.
+    `plan` takes it as --graph. A rank then reads the rows, edges and halo of its own part. Nothing
+    of that name is there before all of it is written; the same command goes on where another was
+    broken off.
 
     Args:
         graph: A graph of any format that --graph takes, told by content.
