@@ -101,8 +101,8 @@ class Cost:
         each rank where there are more, unless GPUs that sample have rates of their own. What ranks
         on a CPU share is told apart.
         """
-        if self.cluster.sampler == "device" and work in self.cluster.device_rates:
-            return edges / self.cluster.device_rates[work]
+        if work in self.cluster.rates_there:
+            return edges / self.cluster.rates_there[work]
         per_layer = self.cluster.host_latency.get(work, 0.0)
         cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
         shared = 1.0 if self.cores.count else max(1.0, samplers / cores)

@@ -357,6 +357,11 @@ class Cluster(Spec):
         return self.servers * self.gpus_per_server
 
     @property
+    def rates_there(self) -> dict[HostWork, float]:
+        """`device_rates`, where the device samples: they are of all that makes a batch."""
+        return self.device_rates if self.sampler == "device" else {}
+
+    @property
     def graph_room(self) -> float:
         """Memory of a server for graph data [B].
 

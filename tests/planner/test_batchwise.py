@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.papers.formulas import p3_bytes, split_bytes
+from gnnplan.planner.cluster.doubt import constants
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.search import families, search
 from gnnplan.planner.gnn.workload import Workload
@@ -244,6 +245,17 @@ def test_what_memory_is_left_is_proposed_as_a_cache():
     slow = problem.cluster.model_copy(update={"host": Link(bandwidth=1e6, latency=1e-6)})
     found = search(replace(problem, cluster=slow), may_use_fewer=False)
     assert found.ranked[0].strategy.knobs()["cache"] == rows
+
+
+def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
+    """With them a host's batches went to the GPU without their edges."""
+    problem = problem_of(GRAPHS[0], 1, 2)
+    told = problem.cluster.model_copy(update={"device_rates": {"draw": 3e8, "lay": 3e8}})
+    with_rates = replace(problem, cluster=told)
+    assert list(constants(told)) == list(constants(problem.cluster))
+    for strategy in (DataParallel(), GSplit(group="all"), P3("rank")):
+        by_op = strategy.predict(with_rates).by_op
+        assert by_op == strategy.predict(problem).by_op and by_op["load"]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def step(
     edges = {layer: batch.facts(layer).edges for layer in layers}
     in_all = np.sum(list(edges.values()), axis=0)
     there = lays_there(problem, splits, lists)
-    is_counted = there and not problem.cluster.device_rates
+    is_counted = there and not problem.cluster.rates_there
     if is_counted:
         # a thread makes a batch and loads it, one after the other
         lane: Literal["host", "copy"] = "copy" if prefetch else "host"
@@ -317,7 +317,7 @@ def copied(
     The host packs edges first, but for those that a process samples, which are packed beside
     training. `there`, facts: as of `laid_bytes`.
     """
-    if problem.cluster.device_rates:  # of all that makes a batch
+    if problem.cluster.rates_there:
         return Copy(features)
     laid = laid_bytes(problem, facts, there)
     return Copy(features + laid, None if there or prefetch else laid)
