@@ -63,9 +63,10 @@ def stay_on_own_cores(env: Mapping[str, str]) -> None:
     if "TORCHELASTIC_RUN_ID" not in env or not hasattr(os, "sched_setaffinity"):
         return
     cores, ranks = sorted(os.sched_getaffinity(0)), int(env.get("LOCAL_WORLD_SIZE", "1"))
-    first, each = int(env.get("LOCAL_RANK", "0")), len(cores) // ranks
-    if each:
-        os.sched_setaffinity(0, cores[first * each : (first + 1) * each])
+    rank = int(env.get("LOCAL_RANK", "0"))
+    first, end = (len(cores) * turn // ranks for turn in (rank, rank + 1))
+    if len(cores) >= ranks:
+        os.sched_setaffinity(0, cores[first:end])
 
 
 def open_rank(

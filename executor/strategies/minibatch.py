@@ -68,8 +68,7 @@ class Worker(base.Worker):
         assert lists is None or isinstance(lists, Structure)
         # before the sampler forks: the fork would keep a copy of the features
         self.store = FeatureStore(rank, problem, store)
-        splits = len(set(batches.groups)) < rank.world
-        ahead = bool(strategy.prefetch) and not lays_there(problem, splits, lists)
+        ahead = bool(strategy.prefetch) and not lays_there(problem, batches.splits, lists)
         device = drawing_device(rank, problem, ahead, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
         sampler = kind(batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device)

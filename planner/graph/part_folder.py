@@ -48,7 +48,7 @@ OF_PART = "part.json"
 SHARED = {"owner", "place", "order", "degree", "sends"}  # files of the folder itself
 VERSION = 1  # of the folder: raise it when old ones can no longer be read
 MOST_DESCRIBED = 64 << 20  # [B]
-AT_ONCE = 1 << 22  # edges that are put in their places at a time
+EDGES_AT_ONCE = 1 << 22  # that are put in their places at a time
 AGAIN = "write the folder again with gnnplan partition"
 T = TypeVar("T")
 
@@ -257,9 +257,8 @@ class PartFolder:
         return out
 
     def _some(self, number: int, name: str, places: NDArray[Any]) -> Array:
-        first = int(places[0]) if places.size else 0
-        if np.array_equal(places, np.arange(first, first + places.size)):
-            return self.run(number, name, first, first + places.size)
+        if _follow_each_other(places):
+            return self.run(number, name, int(places[0]), int(places[-1]) + 1)
         return np.asarray(self.array(number, name)[places])
 
     def sparse_rows(self, ids: NDArray[Any], columns: int) -> sp.csr_matrix:
@@ -283,9 +282,8 @@ class PartFolder:
         out = np.empty(int(degree.sum()), np.int32)
         for number, at, places in self.by_part(ids):
             indptr = self.array(number, "indptr")
-            first = int(places[0])
-            if np.array_equal(places, np.arange(first, first + places.size)):
-                begin, end = int(indptr[first]), int(indptr[first + places.size])
+            if _follow_each_other(places):
+                begin, end = int(indptr[places[0]]), int(indptr[places[-1] + 1])
                 found = self.run(number, "indices", begin, end)
             else:
                 found = self.array(number, "indices")[ranges(indptr[places], degree[at])]
@@ -333,12 +331,17 @@ class PartFolder:
             ids, ends = (self.array(number, name) for name in ("ids", "indptr"))
             part, first = self.array(number, name), 0
             while first < ids.size:
-                last = int(np.searchsorted(ends, ends[first] + AT_ONCE, side="right")) - 1
+                last = int(np.searchsorted(ends, ends[first] + EDGES_AT_ONCE, side="right")) - 1
                 last = min(max(last, first + 1), ids.size)
                 degree = np.diff(ends[first : last + 1])
                 out[ranges(indptr[ids[first:last]], degree)] = part[ends[first] : ends[last]]
                 first = last
         return _frozen(out)
+
+
+def _follow_each_other(places: NDArray[Any]) -> bool:
+    """Whether these are places of rows in a file that lie side by side, in that order."""
+    return places.size > 0 and np.array_equal(places, np.arange(places[0], places[0] + places.size))
 
 
 def _must_be_whole(path: Path, stored: Stored) -> None:

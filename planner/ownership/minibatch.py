@@ -349,6 +349,11 @@ class Batches:
         edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
         self.known = max(1, min(MOST_BATCHES, MOST_EDGES // max(edges, 1)))
 
+    @property
+    def splits(self) -> bool:
+        """Whether ranks share a batch."""
+        return len(self.groups) > len(set(self.groups))
+
     def _drawn(self, step: int) -> list[Frontier]:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
         items = self.items_in(epoch)[number]

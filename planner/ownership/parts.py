@@ -33,6 +33,7 @@ from gnnplan.planner.graph.part_folder import (
     Part,
     PartFolder,
     Stored,
+    digest_of,
     parsed,
 )
 from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
@@ -260,7 +261,6 @@ def _describe(
     for of, array in arrays.items():
         files[of] = _save(begun / f"{of}.npy", *_whole(array.astype(np.int32, copy=False)))
     files["sends"] = _save(begun / "sends.npy", *_whole(np.asarray(layout.facts(1).sends)))
-    texts = [(begun / f"part{number}" / OF_PART).read_bytes() for number in range(len(known))]
     about = Description(
         VERSION,
         __version__,
@@ -274,7 +274,7 @@ def _describe(
         [known[number].files["halo"].shape[0] for number in range(len(known))],
         reached(graph, HOPS),
         files,
-        [blake2b(text, digest_size=16).hexdigest() for text in texts],
+        [digest_of(begun / f"part{number}" / OF_PART) for number in range(len(known))],
     )
     _save_text(begun / DESCRIPTION, about)
     return about

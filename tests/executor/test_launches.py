@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -120,6 +120,21 @@ def trained(
     return Result(case, 1, out), counts_after - counts, operations_after - operations
 
 
+class TrainThere(Protocol):
+    """`trained`, on this test's device."""
+
+    def __call__(
+        self, case: Case, may_wait: bool = False, sampler: str = "host"
+    ) -> tuple[Result, Counter[str], Counter[str]]: ...
+
+
+@pytest.fixture
+def train_there(
+    pretend_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> TrainThere:
+    return partial(trained, device=pretend_device, out=tmp_path, monkeypatch=monkeypatch)
+
+
 def needs(row: tuple[str, str, int]) -> set[Hashable]:
     """Every strategy, and every model on the full graph and in batches."""
     return {row[0], (row[1], row[0] in OF_BATCHES)}
@@ -140,16 +155,14 @@ def needs(row: tuple[str, str, int]) -> set[Hashable]:
 def test_a_step_waits_for_nothing(
     run_ranks: Ranks,
     graphs: dict[str, str],
-    pretend_device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_there: TrainThere,
     strategy: str,
     model: str,
     launches: int,
 ) -> None:
     case = case_of(strategy, model, graphs["rough"])
     alone = run_ranks.alone(case)
-    found, counts, operations = trained(case, pretend_device, tmp_path, monkeypatch)
+    found, counts, operations = train_there(case)
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
     assert counts["launches"] <= launches, operations.most_common()
     if strategy in OF_BATCHES:
@@ -172,16 +185,14 @@ def test_a_step_waits_for_nothing(
 def test_other_labels_features_and_numbers(
     run_ranks: Ranks,
     graphs: dict[str, str],
-    pretend_device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_there: TrainThere,
     strategy: str,
     graph: str,
     more: dict[str, object],
 ) -> None:
     case = case_of(strategy, "sage", graphs[graph], **more)
     alone = run_ranks.alone(case)
-    found, counts, operations = trained(case, pretend_device, tmp_path, monkeypatch)
+    found, counts, operations = train_there(case)
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
     assert counts["waits"] <= WAITS["waits"] * (strategy not in OF_BATCHES), operations
 
@@ -198,9 +209,7 @@ def test_other_labels_features_and_numbers(
 )
 def test_a_batch_is_loaded_as_planned(
     graphs: dict[str, str],
-    pretend_device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_there: TrainThere,
     strategy: str,
     model: str,
     more: dict[str, object],
@@ -209,7 +218,7 @@ def test_a_batch_is_loaded_as_planned(
     operation of the plan: a seventh of a step on an H200. They are loaded with the features. What
     is not counted is small: labels or pairs, and places of rows."""
     case = case_of(strategy, model, graphs["rough"], **more)
-    found, counts, _ = trained(case, pretend_device, tmp_path, monkeypatch, may_wait=True)
+    found, counts, _ = train_there(case, may_wait=True)
     planned = loads(on_a_gpu(case), case)
     assert planned == {span.label: span.nbytes for span in found.spans if span.op == "load"}
     assert 0.8 * counts["bytes"] < planned["load:s1"] <= counts["bytes"]
@@ -230,9 +239,7 @@ SAMPLED = {"sage": 308, "gcn": 369, "gat": 386}  # launches of a step of three l
 def test_a_device_samples_with_few_waits(
     run_ranks: Ranks,
     graphs: dict[str, str],
-    pretend_device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_there: TrainThere,
     model: str,
     knobs: str,
 ) -> None:
@@ -242,9 +249,7 @@ def test_a_device_samples_with_few_waits(
     cache are found where it is."""
     case = case_of(f"data_parallel({knobs})", model, graphs["rough"])
     alone = run_ranks.alone(case_of("data_parallel", model, graphs["rough"]))
-    found, counts, operations = trained(
-        case, pretend_device, tmp_path, monkeypatch, may_wait=True, sampler="device"
-    )
+    found, counts, operations = train_there(case, may_wait=True, sampler="device")
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
     problem = on_a_gpu(case, "device")
     settled = case.settled(problem)
@@ -271,16 +276,14 @@ def test_a_device_samples_with_few_waits(
 def test_a_device_samples_other_batches(
     run_ranks: Ranks,
     graphs: dict[str, str],
-    pretend_device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_there: TrainThere,
     strategy: str,
     graph: str,
     more: dict[str, object],
 ) -> None:
     case = case_of(strategy, "sage", graphs[graph], **more)
     alone = run_ranks.alone(case_of(strategy.split("(")[0], "sage", graphs[graph], **more))
-    found = trained(case, pretend_device, tmp_path, monkeypatch, may_wait=True, sampler="device")[0]
+    found = train_there(case, may_wait=True, sampler="device")[0]
     assert found.losses == pytest.approx(alone.losses, rel=1e-2 if "dtype" in more else 1e-5)
 
 
@@ -307,15 +310,13 @@ def test_launches_and_waits_of_a_sampler_are_those_that_are_priced(
 def test_offload_waits_for_its_copies_alone(
     run_ranks: Ranks,
     graphs: dict[str, str],
-    pretend_device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train_there: TrainThere,
     model: str,
 ) -> None:
     """Its rows come from the server's memory and go back there."""
     case = case_of("offload(chunks=3)", model, graphs["rough"])
     alone = run_ranks.alone(case)
-    found = trained(case, pretend_device, tmp_path, monkeypatch, may_wait=True)[0]
+    found = train_there(case, may_wait=True)[0]
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 

@@ -62,4 +62,6 @@ def test_ranks_of_torchs_agent_stay_on_cores_of_their_own(launcher: str) -> None
         assert set().union(*shares) == cores and {len(share) for share in shares} == {1}
     else:  # srun may have given each rank its own
         assert shares == [cores] * len(cores)
+    fewer = max(len(cores) - 1, 1)  # one of them has two
+    assert set().union(*(of_rank(rank, fewer) for rank in range(fewer))) == cores
     assert of_rank(0, 1) == of_rank(len(cores), len(cores) + 1) == cores

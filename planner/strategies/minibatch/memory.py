@@ -65,7 +65,7 @@ def memory(
         )
     features = np.max([_features(problem, batch) for batch in known], axis=0)
     graph = np.max([blocks(problem, batch) for batch in known], axis=0)
-    there = lays_there(problem, len(set(batches.groups)) < problem.ranks, lists)
+    there = lays_there(problem, batches.splits, lists)
     sampling = np.max([of_sampling(problem, batch, there) for batch in known], axis=0)
     if prefetch:  # samplers of their own have their own memory; the next batch is loaded
         buffers = buffers + np.maximum(sampling - graph, 0.0) * there

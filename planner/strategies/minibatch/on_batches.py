@@ -98,8 +98,7 @@ class OnRows(OnBatches):
 
     def host_memory(self, problem: Problem) -> Memory:
         batches, lists = self.batches(problem), self.lists(problem)
-        splits = len(set(batches.groups)) < problem.ranks
-        waiting = 0 if batchwise.lays_there(problem, splits, lists) else self.prefetch
+        waiting = 0 if batchwise.lays_there(problem, batches.splits, lists) else self.prefetch
         return {
             "features": of_rows(problem, self.store(problem), self.features),
             "lists": of_lists(problem, lists),

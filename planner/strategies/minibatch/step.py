@@ -361,7 +361,7 @@ def program(
     lists: Lists | None = None,
 ) -> Program:
     """A step for each mini-batch."""
-    there = lays_there(problem, len(set(batches.groups)) < problem.ranks, lists)
+    there = lays_there(problem, batches.splits, lists)
 
     @cache
     def step_on(batch: MiniBatch) -> list[Op]:

@@ -157,9 +157,8 @@ class Batch:
         if numbers is not None:
             self.sorted, self.sorting = 8 * numbers + 4 * sliced.features, 12 * numbers
             self.loaded = self.loaded - self.sorted
-            if (
-                model.layers[0].matrices > 1
-            ):  # own rows, a cut of those read, have a product of their own
+            # own rows, a cut of those read, have a product of their own
+            if model.layers[0].matrices > 1:
                 self.sorted = self.sorted + sliced.features_sorted(merged.rows)
         spec = sliced.layers[0]
         saved = spec.projects_first or spec.matrices > 1
