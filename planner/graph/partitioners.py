@@ -110,7 +110,7 @@ def by_kaminpar(
             " 'gnnplan[kaminpar]', or use --partitioner metis"
         ) from error
     kaminpar.reseed(seed)
-    cutter = kaminpar.KaMinPar(num_threads=threads, ctx=kaminpar.default_context())
+    cutter = kaminpar.KaMinPar(threads, kaminpar.default_context())
     try:  # its Python face reads graphs from files only
         with tempfile.NamedTemporaryFile(prefix="gnnplan-", suffix=".parhip") as file:
             for array in _parhip(indptr, indices, loads):
