@@ -181,7 +181,7 @@ def test_the_verb_writes_what_it_prints(
 
 
 @pytest.mark.processes
-@pytest.mark.nightly  # torchrun trains every time in test_cli.py
+@pytest.mark.nightly  # torchrun trains every time in test_elastic.py
 def test_torchrun_trains_what_the_plan_says(plan: Plan, tmp_path: Path):
     """And its runner-up: more options of `gnnplan run` go through."""
     path = plan("--ranks", 2)
