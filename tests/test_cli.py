@@ -7,21 +7,21 @@ import json
 import math
 import os
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from calls import planned, spelt
 from examples import NIGHT
 
 from gnnplan import __version__
 from gnnplan.api.running import Run
 from gnnplan.api.view import Blocks
-from gnnplan.cli import app, main
+from gnnplan.cli import main
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 CLUSTER = """name: two
@@ -46,18 +46,6 @@ class Answer(NamedTuple):
 
 
 Call = Callable[..., Answer]
-
-
-def spelt(words: Iterable[object]) -> list[str]:
-    """The words of a call: text is split as a shell does."""
-    split = [shlex.split(word) if isinstance(word, str) else [str(word)] for word in words]
-    return [word for some in split for word in some]
-
-
-def planned(path: Path, *words: object) -> Path:
-    """The plan that `gnnplan plan` writes there."""
-    app(spelt(["plan", *words, "-o", path]), standalone_mode=False)
-    return path
 
 
 @pytest.fixture

@@ -147,6 +147,15 @@ def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
     assert sorted(os.listdir(place)) == ["graph.bin"]
 
 
+def test_every_reader_has_a_file(tmp_path: Path):
+    """Who adds a reader adds a writer."""
+    read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`
+    for number, write in enumerate([*(param.values[0] for param in WRITERS), dgl_bin]):
+        (tmp_path / str(number)).mkdir()
+        read.add(formats.recognise(str(write(tmp_path / str(number)))).name)
+    assert read == {form.name for form in formats.FORMATS}
+
+
 @pytest.mark.parametrize("make", [dgl_graph, pyg_data, networkx_graph])
 def test_an_object_is_the_graph_of_its_file(tmp_path: Path, make: Callable[[], object]):
     expected = load(reference(tmp_path, ALL), directed=True).stats
