@@ -59,7 +59,7 @@ def test_they_are_fifty() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "faults"),
-    zip(CASES, CHAINS, strict=True),
+    [*zip(CASES, CHAINS, strict=True)],
     ids=lambda value: value.strategy if isinstance(value, Case) else f"{len(value)} faults",
 )
 def test_a_training_that_is_hit_again_and_again_is_the_unbroken_one(

@@ -48,6 +48,7 @@ from written import (
     ogb_binary,
     ogb_text,
     old_pt,
+    own_folder,
     parquet,
     pyg_data,
     pyg_processed,
@@ -150,7 +151,8 @@ def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
 def test_every_reader_has_a_file(tmp_path: Path):
     """Who adds a reader adds a writer."""
     read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`
-    for number, write in enumerate([*(param.values[0] for param in WRITERS), dgl_bin]):
+    writers = [*(param.values[0] for param in WRITERS), dgl_bin, own_folder]
+    for number, write in enumerate(writers):
         (tmp_path / str(number)).mkdir()
         read.add(formats.recognise(str(write(tmp_path / str(number)))).name)
     assert read == {form.name for form in formats.FORMATS}
