@@ -149,13 +149,13 @@ def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
 
 
 def test_every_reader_has_a_file(tmp_path: Path):
-    """Who adds a reader adds a writer."""
+    """Who adds a reader adds a writer; those of partitions are tested with them."""
     read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`
     writers = [*(param.values[0] for param in WRITERS), dgl_bin, own_folder]
     for number, write in enumerate(writers):
         (tmp_path / str(number)).mkdir()
         read.add(formats.recognise(str(write(tmp_path / str(number)))).name)
-    assert read == {form.name for form in formats.FORMATS}
+    assert read == {form.name for form in formats.FORMATS if "parts" not in form.name}
 
 
 @pytest.mark.parametrize("make", [dgl_graph, pyg_data, networkx_graph])

@@ -1,5 +1,4 @@
-"""Sampling: what is drawn are neighbours, uniformly, without repetition, and always the same; DGL
-is the outsider for the distribution."""
+"""Sampling: what is drawn are neighbours, uniformly, without repetition, and always the same."""
 
 from itertools import combinations
 
