@@ -37,6 +37,14 @@ def cover(rows: Sequence[T], needs: Callable[[T], Iterable[Hashable]]) -> list[T
     return [row for number, row in enumerate(rows) if number in chosen]
 
 
+def every(number: int, rows: Iterable[Any]) -> list[Any]:
+    """Every so many-th row runs every time, the others at night."""
+    return [
+        row if place % number == 0 else pytest.param(row, marks=pytest.mark.nightly)
+        for place, row in enumerate(rows)
+    ]
+
+
 def covered(
     rows: Sequence[Any], needs: Callable[[Any], Iterable[Hashable]], several: bool = True
 ) -> list[Any]:

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from calls import call, planned
 from examples import NIGHT
 from started import Start
 
-from gnnplan.cli import app
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
@@ -32,12 +32,8 @@ pytestmark = [
 
 def plan(folder: Path, ranks: int, *more: str) -> Path:
     """A plan.json on `ranks` ranks, made in this process."""
-    path = folder / "plan.json"
-    app(
-        ["plan", "--graph", GRAPH, "--ranks", str(ranks), "--hidden", "8", "-o", str(path), *more],
-        standalone_mode=False,
-    )
-    return path
+    how = f"--ranks {ranks} --hidden 8"
+    return planned(folder / "plan.json", "--graph", GRAPH, how, *more)
 
 
 def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
@@ -56,7 +52,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
     kept = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
     assert "weights.safetensors" not in {path.name for path in kept}
     with pytest.raises(SpecError, match="holds a run already"):  # what is left is not overwritten
-        app(["run", str(tmp_path / "plan.json"), "--out", str(run.out)], standalone_mode=False)
+        call("run", tmp_path / "plan.json", "--out", run.out)
     assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == kept
 
 

@@ -36,66 +36,27 @@ GRAPHS = {
 MOST_RANKS = 8  # of a graph that is really cut
 FULL = Workload(model="sage", layers=4, hidden=32, dropout=0.3)
 MINI = Workload(model="sage", layers=2, hidden=32, mode="mini", batch=96, fanout=(4, 3))
-STRATEGIES = {
-    "full": [
-        "graph_parallel",
-        "graph_parallel(narrow=True)",
-        "graph_parallel(checkpoint=True)",
-        "pipegcn",
-        "pipegcn(narrow=True)",
-        "pipegcn_f",
-        "pipegcn_g(gamma=0.5)",
-        "pipegcn_gf",
-        "graph_parallel(bits=2)",
-        "pipegcn(bits=4)",
-        "granndis(depth=0,bits=8)",
-        "gnnpipe",
-        "gnnpipe(stages=2,chunks=6)",
-        "gnnpipe(stages=1,chunks=2)",
-        "gnnpipe(shuffle=False,historical_gradients=True)",
-        "gnnpipe(checkpoint=True)",
-        "gnnpipe(stages=2,layers_per_stage=(1,3))",
-        "granndis",
-        "granndis(depth=0)",
-        "granndis(depth=1)",
-        "granndis(narrow=True)",
-        "granndis(group='island')",
-        "granndis(max_hop=2,fanout=3)",
-        "granndis(max_hop=1,fanout=5,degrees='local')",
-        "granndis(batches=2)",
-        "granndis(batches=None)",
-        "granndis(checkpoint=True)",
-        "feature_parallel",
-        "feature_parallel(order='alternating')",
-    ],
-    "mini": [
-        "data_parallel",
-        "data_parallel(prefetch=2)",
-        "data_parallel(checkpoint=True)",
-        "data_parallel(cache=20000)",
-        "data_parallel(cache=20000,shared_cache=True,hot='degree')",
-        "data_parallel(features='spread')",
-        "data_parallel(features='spread',cache=20000)",
-        "data_parallel(structure='spread')",
-        "data_parallel(structure='spread',structure_cache=4000)",
-        "gsplit",
-        "gsplit(splitter='edge')",
-        "gsplit(splitter='random')",
-        "gsplit(narrow=True)",
-        "gsplit(prefetch=1)",
-        "gsplit(group='all')",
-        "gsplit(cache=20000)",
-        "gsplit(features='spread')",
-        "gsplit(structure='spread')",
-        "p3",
-        "p3(pipelined=True)",
-        "p3(over='rank')",
-        "p3(over='rank',copies=2)",
-        "p3(prefetch=2)",
-        "p3(cache=8000)",
-        "p3(structure='spread',structure_cache=4000)",
-    ],
-}
+OF_FULL = """
+    graph_parallel graph_parallel(narrow=True) graph_parallel(checkpoint=True) pipegcn
+    pipegcn(narrow=True) pipegcn_f pipegcn_g(gamma=0.5) pipegcn_gf graph_parallel(bits=2)
+    pipegcn(bits=4) granndis(depth=0,bits=8) gnnpipe gnnpipe(stages=2,chunks=6)
+    gnnpipe(stages=1,chunks=2) gnnpipe(shuffle=False,historical_gradients=True)
+    gnnpipe(checkpoint=True) gnnpipe(stages=2,layers_per_stage=(1,3)) granndis granndis(depth=0)
+    granndis(depth=1) granndis(narrow=True) granndis(group='island') granndis(max_hop=2,fanout=3)
+    granndis(max_hop=1,fanout=5,degrees='local') granndis(batches=2) granndis(batches=None)
+    granndis(checkpoint=True) feature_parallel feature_parallel(order='alternating')
+"""
+OF_MINI = """
+    data_parallel data_parallel(prefetch=2) data_parallel(checkpoint=True)
+    data_parallel(cache=20000) data_parallel(cache=20000,shared_cache=True,hot='degree')
+    data_parallel(features='spread') data_parallel(features='spread',cache=20000)
+    data_parallel(structure='spread') data_parallel(structure='spread',structure_cache=4000)
+    gsplit gsplit(splitter='edge') gsplit(splitter='random') gsplit(narrow=True)
+    gsplit(prefetch=1) gsplit(group='all') gsplit(cache=20000) gsplit(features='spread')
+    gsplit(structure='spread') p3 p3(pipelined=True) p3(over='rank') p3(over='rank',copies=2)
+    p3(prefetch=2) p3(cache=8000) p3(structure='spread',structure_cache=4000)
+"""
+STRATEGIES = {"full": OF_FULL.split(), "mini": OF_MINI.split()}
 MODELS = {
     "gcn": Workload(model="gcn", layers=3, hidden=24, dropout=0.5),
     "gcn_batch_norm": Workload(model="gcn", layers=3, hidden=24, norm="batch"),

@@ -1,5 +1,6 @@
 """`make gpu` on the processor: the same code, small sizes. Its figures say nothing; that they are
-there does, so that the first minute on a GPU is not spent on typing errors."""
+there does, so that the first minute on a GPU is not spent on typing errors. By day kernels and
+sampling are rehearsed, at night trainings too."""
 
 import json
 import subprocess
@@ -126,6 +127,7 @@ def compared(stage: Stage, name: str) -> list[dict[str, Any]]:
     return whole(stage(name) | documents(stage(name)["out"])[name])
 
 
+@pytest.mark.nightly
 def test_one_rank(stage: Stage) -> None:
     rows = compared(stage, "one")
     assert [row["strategy"] for row in rows] == ["graph_parallel", "data_parallel"]
@@ -135,6 +137,7 @@ def test_one_rank(stage: Stage) -> None:
         assert row["memory_bytes"] is None or row["memory_bytes"] > 0 < row["predicted_bytes"]
 
 
+@pytest.mark.nightly
 def test_modules_of_users(stage: Stage) -> None:
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     (row,) = compared(stage, "modules")
@@ -143,6 +146,7 @@ def test_modules_of_users(stage: Stage) -> None:
     assert row["alone_s"] > 0 < row["epoch_s"]
 
 
+@pytest.mark.nightly
 def test_ranks_that_share_the_card(stage: Stage) -> None:
     (row,) = compared(stage, "shared")
     assert (row["strategy"], row["ranks"], row["backend"]) == ("pipegcn", 2, "gloo")
@@ -152,6 +156,7 @@ def test_ranks_that_share_the_card(stage: Stage) -> None:
     assert len(list(runs.glob("pipegcn--2-ranks/trace.rank*.json"))) == 2
 
 
+@pytest.mark.nightly
 def test_rounded_rows_and_rows_in_the_servers_memory(stage: Stage) -> None:
     """The latter in less memory than graph_parallel needs."""
     rows = whole(stage("further"))
@@ -176,6 +181,7 @@ def test_losses_that_are_not_the_cpus_are_failures(gpu: Any) -> None:
     assert device[0]["losses_off"] == pytest.approx(5e-5)
 
 
+@pytest.mark.nightly
 def test_streams(stage: Stage) -> None:
     document = stage("streams")
     rows = whole(document)
@@ -195,6 +201,7 @@ def test_sampling(stage: Stage) -> None:
         assert row["equal"] and row["edges"] > 16 and row["draw_s"] > 0 and row["all_s"] > 0
 
 
+@pytest.mark.nightly
 def test_peers(stage: Stage) -> None:
     rows = whole(stage("peers"))
     assert {row["by"] for row in rows} >= {"ours", "pyg", "pyg_edges", "ours_batches"}
@@ -280,6 +287,7 @@ def test_an_error_is_kept_with_its_words_and_the_rest_goes_on(gpu: Any, tmp_path
 # -- the page ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_page_has_every_figure_and_is_no_result(gpu: Any, stage: Stage) -> None:
     from gpu_stages.table import is_result, page
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(sources: Path, out: Path, *options: str) -> Path:
-    """The wheel of a folder of sources; the one way goes through a source distribution."""
+    """The wheel of a folder of sources; without `--wheel` it goes through a source distribution."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options]
     result = subprocess.run(
         [*command, str(sources)], capture_output=True, text=True, check=False, timeout=100
@@ -46,8 +46,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the source distribution: what others build from, without git and links."""
-    return build(sources, tmp_path_factory.mktemp("dist"))
+    """The wheel that `pip install .` makes, which follows the links."""
+    return build(sources, tmp_path_factory.mktemp("dist"), "--wheel")
 
 
 def package_files() -> set[str]:
@@ -99,9 +99,9 @@ def test_the_package_says_what_it_is_and_links_nowhere_into_the_repository(wheel
 
 
 @pytest.mark.nightly
-def test_the_repository_makes_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path):
-    """`pip install .` follows the links, a source distribution has copied them."""
-    assert names(build(sources, tmp_path, "--wheel")) == names(wheel)
+def test_a_source_distribution_makes_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path):
+    """What others build from, without git and links: it has copied them."""
+    assert names(build(sources, tmp_path)) == names(wheel)
 
 
 # -- a newcomer with nothing but the wheel -----------------------------------------------------

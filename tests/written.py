@@ -277,6 +277,12 @@ def graphml(folder: Path) -> Path:
     return folder / "graph.graphml"
 
 
+def own_folder(folder: Path) -> Path:
+    for name, array in GRAPH.items():
+        np.save(folder / f"{name}.npy", array)
+    return folder
+
+
 def npz(folder: Path) -> Path:
     np.savez(folder / "own.npz", **GRAPH)
     return folder / "own.npz"

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from crossing import Adapting, by_reader, crossed, reading, rounded, uniform
@@ -126,26 +125,6 @@ def test_narrow_rounds_projected_rows(run_ranks: Ranks, graphs: dict[str, str]) 
     result = run_ranks(3, [case])[0]
     assert result.losses == pytest.approx(losses, rel=1e-9)
     assert difference(result.weights, plain.state) <= 1e-9
-
-
-@pytest.mark.parametrize("bits", [2, pytest.param(8, marks=pytest.mark.nightly)])
-def test_the_gradient_is_the_exact_one_on_average(graphs: dict[str, str], bits: int) -> None:
-    """Of a model without ReLU, for a loss that is linear in its logits: over 300 draws no weight's
-    gradient is off by more than five standard errors."""
-    case = Case("graph_parallel", graphs["rough"], workload("sgc", dropout=0.0, layers=3))
-    plain, part = Plain(case), case.problem(3).layout().owner
-    slope = torch.from_numpy(np.random.default_rng(0).normal(size=(60, 4)))
-
-    def gradient(logits: Tensor) -> Tensor:
-        return torch.autograd.grad((logits * slope).sum(), plain.w["layers.1.weight"])[0]
-
-    exact = gradient(plain.forward(0)[0])
-    draws = torch.stack(
-        [gradient(plain.forward(step, reading(plain, part, bits, step))[0]) for step in range(300)]
-    )
-    off, error = (draws.mean(0) - exact).abs(), draws.std(0) / len(draws) ** 0.5
-    assert (error > 0).all() and (off / error).max() < 5
-    assert error.max() * len(draws) ** 0.5 > 1e-3 * exact.abs().max() / 2**bits
 
 
 def test_the_gradient_error_is_that_of_rounding(run_ranks: Ranks, graphs: dict[str, str]) -> None:

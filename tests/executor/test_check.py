@@ -217,14 +217,6 @@ def test_python_shows_what_the_command_line_prints(tmp_path: Path) -> None:
     assert by_kind._repr_html_().count("<tr>") == 1 + len(checking.tried())
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(60)
-def test_a_model_that_is_not_understood_is_bad_input(tmp_path: Path) -> None:
-    done = run("absent.py:M", cwd=tmp_path)
-    assert done.returncode == 2 and "absent.py: cannot be read" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("off", "answer"), [(0.0, "equal"), (1e-11, "equal"), (1e-8, "differs"), (math.nan, "differs")]
 )

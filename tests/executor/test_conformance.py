@@ -24,209 +24,171 @@ from gnnplan.testing.runs import Played
 pytestmark = pytest.mark.timeout(110)
 
 EPOCHS = {"full": 3 if NIGHT else 2, "mini": 2}  # of mini-batches several steps each
-SETTINGS = [  # ranks, servers, strategy, model (and more of the workload), graph, dropout
-    (2, 1, "graph_parallel", "gcn", "rough", 0.0),
-    (2, 1, "graph_parallel(narrow=True)", "sage", "rough", 0.5),
-    (2, 1, "graph_parallel", "gcnii", "islands", 0.0),  # no halo at all
-    (4, 1, "graph_parallel", "gcnii", "islands", 0.5),  # some ranks have nothing to send
-    (3, 1, "graph_parallel(narrow=True)", "gcn", "multi", 0.0),
-    (2, 1, "pipegcn", "sage", "rough", 0.5),
-    (3, 1, "pipegcn", "gcnii", "rough", 0.0),
-    (2, 1, "pipegcn_gf(narrow=True)", "gcn", "rough", 0.5),
-    (4, 2, "pipegcn", "gcn", "islands", 0.0),
-    (2, 1, "gnnpipe", "gcn", "rough", 0.0),
-    (3, 1, "gnnpipe(chunks=5,shuffle=False)", "gcnii", "multi", 0.5),
-    (4, 2, "gnnpipe(chunks=6,historical_gradients=True,period=1)", "sage", "rough", 0.5),
-    (2, 1, "gnnpipe(chunks=1)", "gcnii", "rough", 0.0),
-    (4, 1, "gnnpipe(stages=2)", "gcnii", "rough", 0.5),
-    (
-        4,
-        2,
-        "gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1))",
-        "gcn",
-        "multi",
-        0.0,
-    ),
+SETTINGS_AS_TEXT = """
+    # ranks, servers, strategy, graph, dropout, model and more of the workload
+    2 1 graph_parallel rough 0.0 gcn
+    2 1 graph_parallel(narrow=True) rough 0.5 sage
+    2 1 graph_parallel islands 0.0 gcnii  # no halo at all
+    4 1 graph_parallel islands 0.5 gcnii  # some ranks have nothing to send
+    3 1 graph_parallel(narrow=True) multi 0.0 gcn
+    2 1 pipegcn rough 0.5 sage
+    3 1 pipegcn rough 0.0 gcnii
+    2 1 pipegcn_gf(narrow=True) rough 0.5 gcn
+    4 2 pipegcn islands 0.0 gcn
+    2 1 gnnpipe rough 0.0 gcn
+    3 1 gnnpipe(chunks=5,shuffle=False) multi 0.5 gcnii
+    4 2 gnnpipe(chunks=6,historical_gradients=True,period=1) rough 0.5 sage
+    2 1 gnnpipe(chunks=1) rough 0.0 gcnii
+    4 1 gnnpipe(stages=2) rough 0.5 gcnii
+    4 2 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1)) multi 0.0 gcn
     # chunks of which nothing crosses
-    (4, 1, "gnnpipe(stages=2,chunks=3,checkpoint=True)", "sage", "islands", 0.0),
-    (2, 1, "gnnpipe(stages=1,chunks=3)", "sage", "rough", 0.5),
-    (3, 1, "gnnpipe(stages=1,chunks=40)", "gcn", "rough", 0.0),  # chunks smaller than the group
-    (2, 2, "granndis", "gcn", "rough", 0.0),
-    (3, 3, "granndis(depth=1)", "sage", "rough", 0.5),
-    (4, 2, "granndis(depth=0)", "gcn", "rough", 0.0),
-    (4, 2, "granndis(depth=1)", "gcnii", "rough", 0.5),
-    (4, 2, "granndis(depth=2,narrow=True)", "sage", "rough", 0.0),
-    (4, 2, "granndis", "gcnii", "multi", 0.5),
-    (2, 2, "granndis(max_hop=1,fanout=2)", "gcn", "rough", 0.5),
-    (4, 2, "granndis(max_hop=2,fanout=1,degrees='local')", "sage", "rough", 0.0),
-    (4, 2, "granndis(batches=2)", "gcn", "rough", 0.0),  # loads an aggregate
-    (4, 2, "granndis(batches=3,narrow=True)", "sage", "rough", 0.5),  # loads rows and their halo
+    4 1 gnnpipe(stages=2,chunks=3,checkpoint=True) islands 0.0 sage
+    2 1 gnnpipe(stages=1,chunks=3) rough 0.5 sage
+    3 1 gnnpipe(stages=1,chunks=40) rough 0.0 gcn  # chunks smaller than the group
+    2 2 granndis rough 0.0 gcn
+    3 3 granndis(depth=1) rough 0.5 sage
+    4 2 granndis(depth=0) rough 0.0 gcn
+    4 2 granndis(depth=1) rough 0.5 gcnii
+    4 2 granndis(depth=2,narrow=True) rough 0.0 sage
+    4 2 granndis multi 0.5 gcnii
+    2 2 granndis(max_hop=1,fanout=2) rough 0.5 gcn
+    4 2 granndis(max_hop=2,fanout=1,degrees='local') rough 0.0 sage
+    4 2 granndis(batches=2) rough 0.0 gcn  # loads an aggregate
+    4 2 granndis(batches=3,narrow=True) rough 0.5 sage  # loads rows and their halo
     # loads rows for the encoder
-    (3, 3, "granndis(max_hop=1,fanout=2,batches=4)", "gcnii", "multi", 0.5),
-    (2, 1, "granndis(batches=2)", "sage", "rough", 0.0),
-    (4, 1, "granndis(depth=1,group='island')", "gcn", "rough", 0.5),
-    (4, 1, "granndis(group='island',narrow=True)", "sage", "multi", 0.0),
-    (4, 2, "granndis(depth=2,group='island')", "gcnii", "rough", 0.0),
-    (4, 1, "granndis(max_hop=1,fanout=2,batches=3,group='island')", "gcn", "rough", 0.0),
-    (2, 1, "graph_parallel(narrow=True)", "gat", "rough", 0.5),
-    (2, 1, "graph_parallel(narrow=True)", "gatv2", "rough", 0.5),
-    (4, 1, "gnnpipe(stages=2,chunks=3)", "gatv2", "sparse", 0.0),
-    (4, 2, "granndis(depth=1)", "gin", "sparse", 0.5),
-    (3, 1, "gnnpipe", "gin", "rough", 0.5),
-    (2, 1, "gsplit", "gin mini", "rough", 0.5),
-    (2, 1, "data_parallel", "gatv2 mini", "sparse", 0.0),
+    3 3 granndis(max_hop=1,fanout=2,batches=4) multi 0.5 gcnii
+    2 1 granndis(batches=2) rough 0.0 sage
+    4 1 granndis(depth=1,group='island') rough 0.5 gcn
+    4 1 granndis(group='island',narrow=True) multi 0.0 sage
+    4 2 granndis(depth=2,group='island') rough 0.0 gcnii
+    4 1 granndis(max_hop=1,fanout=2,batches=3,group='island') rough 0.0 gcn
+    2 1 graph_parallel(narrow=True) rough 0.5 gat
+    2 1 graph_parallel(narrow=True) rough 0.5 gatv2
+    4 1 gnnpipe(stages=2,chunks=3) sparse 0.0 gatv2
+    4 2 granndis(depth=1) sparse 0.5 gin
+    3 1 gnnpipe rough 0.5 gin
+    2 1 gsplit rough 0.5 gin mini
+    2 1 data_parallel sparse 0.0 gatv2 mini
     # gradients in buckets: beside exchanges, stale ones, and moments; of an encoder; in batches
-    (2, 1, "graph_parallel(narrow=True,buckets=4)", "gcn", "rough", 0.0),
-    (3, 1, "graph_parallel(buckets=4)", "gcnii", "rough", 0.5),
-    (3, 1, "graph_parallel(buckets=3)", "resgcn norm=batch", "rough", 0.5),
-    (2, 1, "pipegcn(buckets=4)", "sage norm=batch", "rough", 0.5),
-    (4, 2, "granndis(batches=2,buckets=3)", "gcn", "rough", 0.0),
-    (2, 1, "bns(p=0.5,buckets=2)", "sgc", "rough", 0.0),
+    2 1 graph_parallel(narrow=True,buckets=4) rough 0.0 gcn
+    3 1 graph_parallel(buckets=4) rough 0.5 gcnii
+    3 1 graph_parallel(buckets=3) rough 0.5 resgcn norm=batch
+    2 1 pipegcn(buckets=4) rough 0.5 sage norm=batch
+    4 2 granndis(batches=2,buckets=3) rough 0.0 gcn
+    2 1 bns(p=0.5,buckets=2) rough 0.0 sgc
     # packed rows: fresh, stale and sampled ones; of ranks that send none; beside buckets
-    (3, 1, "graph_parallel(bits=2,buckets=3)", "gcnii", "rough", 0.5),
-    (4, 1, "graph_parallel(bits=4,narrow=True)", "sage", "islands", 0.0),
-    (2, 1, "graph_parallel(bits=8,checkpoint=True)", "resgcn norm=batch", "multi", 0.0),
-    (2, 1, "pipegcn(bits=2)", "sage", "rough", 0.5),
-    (3, 1, "graph_parallel(bits='adaptive')", "gcn", "rough", 0.5),
-    (3, 1, "pipegcn(bits=4,narrow=True)", "gcn", "sparse", 0.0),
-    (2, 1, "bns(p=0.5,bits=2)", "gcn", "rough", 0.5),
-    (4, 2, "granndis(depth=1,bits=2)", "gcn", "rough", 0.5),
-    (4, 2, "granndis(batches=2,bits=4)", "sage", "rough", 0.0),
-    (4, 1, "gnnpipe(stages=2,chunks=24,bits=2)", "gcnii", "rough", 0.5),  # some hand on nothing
-    (2, 1, "data_parallel(prefetch=1,buckets=4)", "sage mini", "rough", 0.5),
-    (4, 2, "gsplit(buckets=2)", "gcn mini", "rough", 0.5),
+    3 1 graph_parallel(bits=2,buckets=3) rough 0.5 gcnii
+    4 1 graph_parallel(bits=4,narrow=True) islands 0.0 sage
+    2 1 graph_parallel(bits=8,checkpoint=True) multi 0.0 resgcn norm=batch
+    2 1 pipegcn(bits=2) rough 0.5 sage
+    3 1 graph_parallel(bits='adaptive') rough 0.5 gcn
+    3 1 pipegcn(bits=4,narrow=True) sparse 0.0 gcn
+    2 1 bns(p=0.5,bits=2) rough 0.5 gcn
+    4 2 granndis(depth=1,bits=2) rough 0.5 gcn
+    4 2 granndis(batches=2,bits=4) rough 0.0 sage
+    4 1 gnnpipe(stages=2,chunks=24,bits=2) rough 0.5 gcnii  # some hand on nothing
+    2 1 data_parallel(prefetch=1,buckets=4) rough 0.5 sage mini
+    4 2 gsplit(buckets=2) rough 0.5 gcn mini
     # rows turned into columns: fewer columns than ranks, no sums in some steps, an encoder, moments
-    (4, 1, "feature_parallel", "sage", "multi", 0.0),
-    (2, 1, "feature_parallel", "gcnii", "sparse", 0.5),
-    (3, 1, "feature_parallel", "gin norm=batch", "rough", 0.5),
-    (3, 1, "feature_parallel(order='alternating')", "gcn", "rough", 0.0),
-    (4, 2, "feature_parallel(order='alternating')", "gcn", "sparse", 0.5),
-    (2, 1, "feature_parallel(order='alternating')", "sgc", "islands", 0.5),
+    4 1 feature_parallel multi 0.0 sage
+    2 1 feature_parallel sparse 0.5 gcnii
+    3 1 feature_parallel rough 0.5 gin norm=batch
+    3 1 feature_parallel(order='alternating') rough 0.0 gcn
+    4 2 feature_parallel(order='alternating') sparse 0.5 gcn
+    2 1 feature_parallel(order='alternating') islands 0.5 sgc
     # tiles of a grid: the sums of layer 1 made in every step, and once; fewer columns than ranks
-    (4, 1, "tensor3d(x=2,y=1,z=2)", "gcn", "rough", 0.5),
-    (2, 1, "tensor3d(x=2,y=1,z=1)", "sage", "multi", 0.0),
+    4 1 tensor3d(x=2,y=1,z=2) rough 0.5 gcn
+    2 1 tensor3d(x=2,y=1,z=1) multi 0.0 sage
     # moments before layers and the decoder
-    (3, 1, "graph_parallel", "resgcn norm=batch", "rough", 0.5),
-    (2, 1, "pipegcn", "sage norm=batch", "rough", 0.5),
-    (4, 2, "granndis(depth=1)", "resgcn norm=batch aggregation=sum", "multi", 0.0),
-    (3, 1, "pipegcn", "sgc", "rough", 0.5),
-    (4, 1, "gnnpipe(stages=2,chunks=3,layers_per_stage=(1,3))", "sgc", "rough", 0.0),
-    (4, 1, "gnnpipe(chunks=3)", "sgc", "rough", 0.5),  # two stages without weights
-    (2, 1, "gnnpipe", "resgcn", "rough", 0.5),
-    (2, 1, "graph_parallel(narrow=True)", "sage", "sparse", 0.5),
-    (2, 1, "pipegcn", "gat", "sparse", 0.0),
-    (4, 2, "granndis(depth=1)", "gcn", "sparse", 0.5),  # preloads and exchanges sparse rows
-    (4, 2, "granndis", "gcnii", "sparse", 0.5),
-    (4, 2, "granndis(batches=2)", "sage", "sparse", 0.0),  # loads them
-    (4, 2, "granndis(batches=2)", "gcnii", "sparse", 0.0),
-    (4, 1, "gnnpipe(stages=2,chunks=5)", "sage", "sparse", 0.5),
-    (2, 1, "gnnpipe", "gcnii", "sparse", 0.5),
-    (2, 1, "data_parallel", "sage mini", "rough", 0.5),
-    (3, 1, "data_parallel(prefetch=2)", "gcnii mini batch=7 fanout=full", "sparse", 0.0),
-    (2, 1, "gsplit", "gcn mini", "rough", 0.5),
-    (3, 1, "gsplit(splitter='random',narrow=True)", "sage mini batch=20 fanout=full", "multi", 0.0),
-    (4, 2, "gsplit(splitter='node',prefetch=2,imbalance=0.5)", "gat mini", "rough", 0.0),
-    (4, 2, "gsplit(group='all',splitter='edge')", "gcn mini", "sparse", 0.5),
-    (2, 1, "p3", "sage mini", "rough", 0.5),
-    (4, 2, "p3", "gcn mini", "sparse", 0.0),
-    (2, 2, "p3", "gat mini", "rough", 0.5),
-    (3, 1, "p3(prefetch=2)", "sage mini batch=7 fanout=full", "multi", 0.0),
-    (2, 1, "p3(pipelined=True)", "sage mini", "rough", 0.5),
-    (4, 2, "p3(pipelined=True,prefetch=2)", "gcn mini batch=9", "sparse", 0.0),
-    (2, 1, "p3(pipelined=True)", "gat mini", "multi", 0.0),
-    (2, 2, "p3(pipelined=True)", "sgc mini", "rough", 0.5),
-    (2, 1, "p3(pipelined=True)", "gcn mini batch=20", "rough", 0.5),
-    (4, 2, "p3(over='rank',copies=2,pipelined=True)", "gat mini", "rough", 0.5),
+    3 1 graph_parallel rough 0.5 resgcn norm=batch
+    2 1 pipegcn rough 0.5 sage norm=batch
+    4 2 granndis(depth=1) multi 0.0 resgcn norm=batch aggregation=sum
+    3 1 pipegcn rough 0.5 sgc
+    4 1 gnnpipe(stages=2,chunks=3,layers_per_stage=(1,3)) rough 0.0 sgc
+    4 1 gnnpipe(chunks=3) rough 0.5 sgc  # two stages without weights
+    2 1 gnnpipe rough 0.5 resgcn
+    2 1 graph_parallel(narrow=True) sparse 0.5 sage
+    2 1 pipegcn sparse 0.0 gat
+    4 2 granndis(depth=1) sparse 0.5 gcn  # preloads and exchanges sparse rows
+    4 2 granndis sparse 0.5 gcnii
+    4 2 granndis(batches=2) sparse 0.0 sage  # loads them
+    4 2 granndis(batches=2) sparse 0.0 gcnii
+    4 1 gnnpipe(stages=2,chunks=5) sparse 0.5 sage
+    2 1 gnnpipe sparse 0.5 gcnii
+    2 1 data_parallel rough 0.5 sage mini
+    3 1 data_parallel(prefetch=2) sparse 0.0 gcnii mini batch=7 fanout=full
+    2 1 gsplit rough 0.5 gcn mini
+    3 1 gsplit(splitter='random',narrow=True) multi 0.0 sage mini batch=20 fanout=full
+    4 2 gsplit(splitter='node',prefetch=2,imbalance=0.5) rough 0.0 gat mini
+    4 2 gsplit(group='all',splitter='edge') sparse 0.5 gcn mini
+    2 1 p3 rough 0.5 sage mini
+    4 2 p3 sparse 0.0 gcn mini
+    2 2 p3 rough 0.5 gat mini
+    3 1 p3(prefetch=2) multi 0.0 sage mini batch=7 fanout=full
+    2 1 p3(pipelined=True) rough 0.5 sage mini
+    4 2 p3(pipelined=True,prefetch=2) sparse 0.0 gcn mini batch=9
+    2 1 p3(pipelined=True) multi 0.0 gat mini
+    2 2 p3(pipelined=True) rough 0.5 sgc mini
+    2 1 p3(pipelined=True) rough 0.5 gcn mini batch=20
+    4 2 p3(over='rank',copies=2,pipelined=True) rough 0.5 gat mini
     # nobody to push to
-    (2, 1, "p3(copies=2)", "gat mini", "sparse", 0.0),
-    (2, 1, "gsplit(splitter='random')", "resgcn mini batch=9", "islands", 0.0),
-    (2, 1, "data_parallel(cache=480,prefetch=1)", "gcn mini", "rough", 0.0),
-    (3, 1, "data_parallel(cache=480,shared_cache=True)", "sage mini", "rough", 0.5),
-    (
-        4,
-        2,
-        "data_parallel(cache=720,shared_cache=True,features='spread')",
-        "gat mini",
-        "rough",
-        0.0,
-    ),
-    (
-        4,
-        2,
-        "data_parallel(cache=200,shared_cache=True,features='spread')",
-        "gcn mini",
-        "sparse",
-        0.5,
-    ),
-    (3, 3, "data_parallel(features='spread',cache=100,hot='degree')", "gcnii mini", "sparse", 0.0),
-    (4, 2, "gsplit(cache=240,features='spread')", "gcn mini", "rough", 0.5),
-    (
-        4,
-        2,
-        "gsplit(cache=480,features='spread',group='all',hot='degree')",
-        "sage mini",
-        "sparse",
-        0.0,
-    ),
-    (
-        3,
-        1,
-        "data_parallel(structure='spread',structure_cache=300,prefetch=3)",
-        "gcn mini",
-        "rough",
-        0.5,
-    ),
-    (4, 2, "p3(pipelined=True,structure='spread')", "sage mini batch=9", "rough", 0.0),
+    2 1 p3(copies=2) sparse 0.0 gat mini
+    2 1 gsplit(splitter='random') islands 0.0 resgcn mini batch=9
+    2 1 data_parallel(cache=480,prefetch=1) rough 0.0 gcn mini
+    3 1 data_parallel(cache=480,shared_cache=True) rough 0.5 sage mini
+    4 2 data_parallel(cache=720,shared_cache=True,features='spread') rough 0.0 gat mini
+    4 2 data_parallel(cache=200,shared_cache=True,features='spread') sparse 0.5 gcn mini
+    3 3 data_parallel(features='spread',cache=100,hot='degree') sparse 0.0 gcnii mini
+    4 2 gsplit(cache=240,features='spread') rough 0.5 gcn mini
+    4 2 gsplit(cache=480,features='spread',group='all',hot='degree') sparse 0.0 sage mini
+    3 1 data_parallel(structure='spread',structure_cache=300,prefetch=3) rough 0.5 gcn mini
+    4 2 p3(pipelined=True,structure='spread') rough 0.0 sage mini batch=9
     # link prediction: rows of edges' ends cross where ranks split a batch
-    (2, 1, "data_parallel", "sage mini batch=60 task=link negatives=2", "rough", 0.5),
-    (2, 1, "gsplit", "gcn mini batch=60 task=link", "rough", 0.5),
-    (4, 2, "dnp(group='all',cache=480)", "gat mini", "sparse", 0.5),
-    (2, 1, "dnp(prefetch=1)", "gcn mini batch=60 task=link", "rough", 0.5),
-    (4, 2, "snp(group='all',cache=480,features='spread')", "gcn mini", "sparse", 0.5),
-    (2, 1, "snp(prefetch=1)", "sage mini batch=60 task=link", "rough", 0.5),
-    (
-        4,
-        2,
-        "gsplit(splitter='random',narrow=True)",
-        "resgcn mini batch=60 task=link",
-        "sparse",
-        0.0,
-    ),
-    (2, 1, "p3(pipelined=True)", "sage mini batch=60 task=link", "rough", 0.5),
-    (4, 2, "p3(cache=200,prefetch=1)", "gat mini", "rough", 0.0),
-    (2, 1, "p3(cache=300,pipelined=True)", "gcn mini", "sparse", 0.5),
+    2 1 data_parallel rough 0.5 sage mini batch=60 task=link negatives=2
+    2 1 gsplit rough 0.5 gcn mini batch=60 task=link
+    4 2 dnp(group='all',cache=480) sparse 0.5 gat mini
+    2 1 dnp(prefetch=1) rough 0.5 gcn mini batch=60 task=link
+    4 2 snp(group='all',cache=480,features='spread') sparse 0.5 gcn mini
+    2 1 snp(prefetch=1) rough 0.5 sage mini batch=60 task=link
+    4 2 gsplit(splitter='random',narrow=True) sparse 0.0 resgcn mini batch=60 task=link
+    2 1 p3(pipelined=True) rough 0.5 sage mini batch=60 task=link
+    4 2 p3(cache=200,prefetch=1) rough 0.0 gat mini
+    2 1 p3(cache=300,pipelined=True) sparse 0.5 gcn mini
     # rows in bfloat16, weights in float32
-    (2, 1, "graph_parallel(narrow=True,buckets=2)", "gcn dtype=bfloat16 norm=layer", "rough", 0.5),
-    (3, 1, "pipegcn", "gcnii dtype=bfloat16", "multi", 0.5),
-    (4, 1, "gnnpipe(stages=2,chunks=3)", "gin dtype=bfloat16", "sparse", 0.5),
-    (4, 2, "granndis(batches=2)", "sage dtype=bfloat16", "sparse", 0.5),
-    (2, 1, "bns(p=0.5)", "sage dtype=bfloat16", "rough", 0.5),
-    (3, 1, "feature_parallel", "gcn dtype=bfloat16", "multi", 0.5),
-    (1, 1, "offload(chunks=3)", "sgc dtype=bfloat16", "rough", 0.5),
-    (
-        4,
-        2,
-        "data_parallel(cache=480,shared_cache=True,features='spread',prefetch=1)",
-        "gcnii mini dtype=bfloat16",
-        "sparse",
-        0.5,
-    ),
-    (2, 1, "gsplit(narrow=True)", "gcn mini dtype=bfloat16", "sparse", 0.5),
-    (2, 1, "dnp", "sage mini dtype=bfloat16", "multi", 0.5),
-    (2, 1, "snp", "sage mini dtype=bfloat16", "sparse", 0.5),
+    2 1 graph_parallel(narrow=True,buckets=2) rough 0.5 gcn dtype=bfloat16 norm=layer
+    3 1 pipegcn multi 0.5 gcnii dtype=bfloat16
+    4 1 gnnpipe(stages=2,chunks=3) sparse 0.5 gin dtype=bfloat16
+    4 2 granndis(batches=2) sparse 0.5 sage dtype=bfloat16
+    2 1 bns(p=0.5) rough 0.5 sage dtype=bfloat16
+    3 1 feature_parallel multi 0.5 gcn dtype=bfloat16
+    1 1 offload(chunks=3) rough 0.5 sgc dtype=bfloat16
+    4 2 data_parallel(cache=480,shared_cache=True,features='spread',prefetch=1) sparse 0.5 gcnii mini dtype=bfloat16
+    2 1 gsplit(narrow=True) sparse 0.5 gcn mini dtype=bfloat16
+    2 1 dnp multi 0.5 sage mini dtype=bfloat16
+    2 1 snp sparse 0.5 sage mini dtype=bfloat16
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
-    (1, 1, "offload(chunks=4)", "sage", "multi", 0.0),
-    (1, 1, "offload(chunks=3)", "gat", "rough", 0.5),
-    (2, 1, "offload(chunks=2,trim=True)", "sage", "multi", 0.5),
-    (2, 1, "offload(chunks=3)", "gcn norm=batch", "rough", 0.5),
-    (4, 2, "offload(chunks=2)", "sage dtype=bfloat16", "multi", 0.0),
+    1 1 offload(chunks=4) multi 0.0 sage
+    1 1 offload(chunks=3) rough 0.5 gat
+    2 1 offload(chunks=2,trim=True) multi 0.5 sage
+    2 1 offload(chunks=3) rough 0.5 gcn norm=batch
+    4 2 offload(chunks=2) multi 0.0 sage dtype=bfloat16
     # rows of all layers meet at the end
-    (4, 1, "gnnpipe(stages=2,chunks=3)", "sage met=cat", "rough", 0.5),
-    (3, 1, "gnnpipe", "gcn met=sum", "rough", 0.0),
-    (4, 2, "granndis(depth=1)", "gcn met=sum", "multi", 0.0),
-    (2, 1, "gsplit", "gcn mini met=sum-dropped", "rough", 0.5),
-    (2, 1, "p3", "sage mini met=cat-dropped", "rough", 0.5),
-]
+    4 1 gnnpipe(stages=2,chunks=3) rough 0.5 sage met=cat
+    3 1 gnnpipe rough 0.0 gcn met=sum
+    4 2 granndis(depth=1) multi 0.0 gcn met=sum
+    2 1 gsplit rough 0.5 gcn mini met=sum-dropped
+    2 1 p3 rough 0.5 sage mini met=cat-dropped
+"""
+
+
+def setting(line: str) -> tuple[int, int, str, str, str, float]:
+    """Ranks, servers, strategy, model (and more of the workload), graph, dropout."""
+    ranks, servers, strategy, graph, dropout, workload = line.partition("  #")[0].split(maxsplit=5)
+    return int(ranks), int(servers), strategy, workload.strip(), graph, float(dropout)
+
+
+LINES = [line.strip() for line in SETTINGS_AS_TEXT.splitlines()]
+SETTINGS = [setting(line) for line in LINES if line and not line.startswith("#")]
 SETTINGS += [  # of families that have none above: their own examples
     (
         example.ranks,

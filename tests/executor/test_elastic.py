@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from calls import call, planned
 
-from gnnplan.cli import app
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
 from gnnplan.executor.ranks.optimizer import Optimizer
 from gnnplan.executor.ranks.rank import Rank
@@ -150,10 +150,9 @@ def test_torchrun_ranks_go_on_with_another_plan(tmp_path: Path, fork_server: For
     out = tmp_path / "run"
 
     def run(ranks: int, *arguments: str) -> None:
-        words = ["plan", "--graph", graph, "--hidden", "8", "--ranks", str(ranks)]
-        words += ["--strategy", "graph_parallel", "-o", str(tmp_path / f"{ranks}.json")]
-        app(words, standalone_mode=False)
-        command = ["-m", "gnnplan", "run", str(tmp_path / f"{ranks}.json"), *arguments]
+        how = f"--hidden 8 --ranks {ranks} --strategy graph_parallel"
+        plan = planned(tmp_path / f"{ranks}.json", "--graph", graph, how)
+        command = ["-m", "gnnplan", "run", str(plan), *arguments]
         env = {
             "SLURM_STEP_NUM_TASKS": str(ranks),
             "SLURM_NTASKS_PER_NODE": str(ranks),
@@ -187,7 +186,7 @@ def test_torchrun_ranks_go_on_with_another_plan(tmp_path: Path, fork_server: For
     )
     assert f"note: {told}\n" in (tmp_path / "stderr0").read_text()
     with pytest.raises(SpecError, match=r"several plans \(graph_parallel on 2 ranks until epoch 4"):
-        app(["validate", str(out)], standalone_mode=False)
+        call("validate", out)
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -66,6 +66,12 @@ class Far(Kinds):
     def forward(self, x, edge_index, kind):
         return super().forward(x, edge_index, kind % 6)
 """
+
+
+def at_night(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
 FULL = {"mode": "mini", "fanout": "full", "batch": 14}  # all training vertices
 
 
@@ -132,7 +138,7 @@ def by_itself(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["Weighted", "Related", "Described", "Kinds"])
+@pytest.mark.parametrize("name", ["Weighted", "Described", *at_night("Related", "Kinds")])
 def test_two_ranks_train_as_the_module_on_its_data(
     name: str, folder: Path, run_ranks: Ranks
 ) -> None:

@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import calls
 import pytest
 from started import Start
 
-from gnnplan.cli import app
 from gnnplan.executor.launch.rank_process import _progress_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +36,7 @@ sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Hook)
 
 
 def planned(folder: Path, *more: str) -> Path:
-    path = folder / "plan.json"
-    app(
-        ["plan", "--graph", GRAPH, "--hidden", "8", "-o", str(path), *more],
-        standalone_mode=False,
-    )
-    return path
+    return calls.planned(folder / "plan.json", "--graph", GRAPH, "--hidden 8", *more)
 
 
 def installed_editable(folder: Path) -> dict[str, str]:
@@ -81,8 +76,7 @@ def test_a_plan_for_gpus_that_runs_on_processors_is_noted(
     one = ["--set", "servers=1", "--set", "gpus_per_server=1"]
     plan = planned(tmp_path, "--cluster", "l4_box", *one, "--strategy", "graph_parallel")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = ["run", str(plan), "--epochs", "2", "--out", str(tmp_path / "out")]
-    app(words, standalone_mode=False)
+    calls.call("run", plan, "--epochs 2 --out", tmp_path / "out")
     said = capfd.readouterr().err
     noted = re.findall(r"^note: device: planned NVIDIA L4 GPUs, here CPU ranks .*$", said, re.M)
     advice = "times will not be those predicted; make a plan for this machine with gnnplan plan"

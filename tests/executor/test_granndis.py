@@ -1,6 +1,5 @@
-"""GraNNDis: preload on a graph with skewed degrees is exact at any number of layers; batches and
-sampling are training with dense matrices on the same batches and on each server's own graph,
-written plainly."""
+"""GraNNDis: islands preload exactly on a graph with skewed degrees; batches and sampling are training
+with dense matrices on the same batches and on each server's own graph, written plainly."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ from gnnplan.testing.ranks import Case, Ranks, Result
 
 pytestmark = pytest.mark.timeout(110)
 
-MODELS = ("gcn", "sage", "gcnii")
 WORLDS = [(4, 2), (2, 2)]  # ranks, servers
 
 
@@ -69,21 +67,6 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 # -- preload ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("world", "servers", "layers"),
-    covered([(*world, layers) for world in WORLDS for layers in range(1, 7)], apart),
-)
-def test_full_preload_is_one_process_at_any_number_of_layers(
-    run_ranks: Ranks, skewed: str, world: int, servers: int, layers: int
-) -> None:
-    how = workload(MODELS[layers % 3], layers=layers)
-    case = Case("granndis", skewed, how, servers, epochs=3)
-    (result,) = run_ranks(world, [case])
-    alone = run_ranks.alone(replace(case, strategy="graph_parallel"))
-    assert result.losses == pytest.approx(alone.losses, rel=1e-9)
-    assert difference(result.weights, alone.weights) <= 1e-9
 
 
 @pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
@@ -287,22 +270,6 @@ def test_islands_sample_and_batch_as_servers_do(
     ]
     for case in cases if NIGHT else cases[servers - 1 :: 2]:  # by day shared out
         assert_plain_and_another(run_ranks, 4, case)
-
-
-def test_sampling_everything_is_full_preload(run_ranks: Ranks, graphs: dict[str, str]) -> None:
-    """max_hop = layers and a fanout no degree exceeds: the same to the last bit, and so is R =
-    1."""
-    for model in MODELS if NIGHT else MODELS[:1]:
-        case = Case("granndis", graphs["rough"], workload(model), 2, epochs=3)
-        cases = [
-            replace(case, strategy=f"granndis({knobs})")
-            for knobs in ("max_hop=3,fanout=60", "batches=1", "batches=None")
-        ]
-        full, *same = run_ranks(4, [case, *cases])
-        for result in same:
-            assert (
-                result.losses == full.losses and difference(result.weights, full.weights) == 0.0
-            ), str(result.case)
 
 
 def test_a_graph_with_a_server_that_has_nothing_to_evaluate(

@@ -1,8 +1,8 @@
 """Fifty faults: kinds x phases, in ranks and in the launcher (faults.py).
 
-All fifty run at night, shared out among the strategies. Every time one of them: a rank that is
-killed and started anew. That a launcher's ranks end with it is seen every time in test_lab.py, that
-what is resumed is the unbroken training in test_resume.py."""
+All fifty run at night, shared out among the strategies. Every time seen are a rank that is killed
+(test_faults.py), a launcher that starts its ranks anew (test_restarted.py) and ends them
+(test_lab.py), and that what is resumed is the unbroken training (test_resume.py)."""
 
 from __future__ import annotations
 
@@ -47,23 +47,19 @@ def shared_out(in_ranks: list[Fault], in_launcher: list[Fault], cases: int) -> l
     return chains
 
 
-# PipeGCN has something under way between two steps
-BY_DAY = (CASES[1], [Fault("SIGKILL", "exchange")])
-AT_NIGHT = zip(CASES, shared_out(IN_RANKS, IN_LAUNCHER, len(CASES)), strict=True)
-CHAINS = [BY_DAY, *(pytest.param(*chain, marks=pytest.mark.nightly) for chain in AT_NIGHT)]
+CHAINS = shared_out(IN_RANKS, IN_LAUNCHER, len(CASES))
 
 
 def test_they_are_fifty() -> None:
-    chains = shared_out(IN_RANKS, IN_LAUNCHER, len(CASES))
-    faults = [fault for chain in chains for fault in chain]
+    faults = [fault for chain in CHAINS for fault in chain]
     assert len(faults) == len(set(faults)) == 50
     assert {fault.phase for fault in faults} == set(PHASES)
-    assert set(BY_DAY[1]) <= set(faults)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "faults"),
-    CHAINS,
+    [*zip(CASES, CHAINS, strict=True)],
     ids=lambda value: value.strategy if isinstance(value, Case) else f"{len(value)} faults",
 )
 def test_a_training_that_is_hit_again_and_again_is_the_unbroken_one(

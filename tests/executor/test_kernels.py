@@ -1,8 +1,6 @@
 """Every operation against the plain one: dense products, DGL, autograd by differences, F.linear,
 exact hash values."""
 
-import os
-import warnings
 from typing import Any
 
 import numpy as np
@@ -108,13 +106,6 @@ def test_own_rows_beside_their_aggregate(block: Block, width: int) -> None:
         torch.testing.assert_close(mine.grad, plain.grad)
 
 
-def test_aggregate_by_differences() -> None:
-    block = random_block(5, 8, 17)
-    assert torch.autograd.gradcheck(
-        lambda x: aggregate(block, x), torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
-    )
-
-
 def test_means_and_weights_share_a_structure() -> None:
     block = Block(np.array([0, 2, 2, 3]), np.array([1, 2, 0]), 3)
     x = torch.tensor([[1.0], [2.0], [4.0]])
@@ -144,40 +135,6 @@ def test_a_block_refuses_what_would_read_foreign_memory(indptr, indices, n_src, 
         )
     with pytest.raises(ValueError, match="source rows"):
         aggregate(Block(np.array([0, 1]), np.array([0]), 1), torch.ones(2, 1))
-
-
-@pytest.fixture(scope="module")
-def dgl():
-    os.environ.setdefault("DGLBACKEND", "pytorch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("dgl", exc_type=ImportError)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_aggregate_equals_dgl(dgl, weighted: bool) -> None:
-    block = random_block(300, 400, 5000, weighted=weighted).to(dtype=torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DGL's own
-        graph = dgl.create_block(
-            ("csc", (block.indptr.long(), block.indices.long(), [])),
-            num_src_nodes=400,
-            num_dst_nodes=300,
-        )
-        x, y = (
-            torch.randn(400, 33, generator=torch.Generator().manual_seed(0)).requires_grad_()
-            for _ in range(2)
-        )
-        theirs = (
-            dgl.ops.u_mul_e_sum(graph, x, block.weight[:, None])
-            if weighted
-            else dgl.ops.copy_u_sum(graph, x)
-        )
-        theirs.square().sum().backward()
-    ours = aggregate(block, y)
-    ours.square().sum().backward()
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(y.grad, x.grad)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -553,29 +510,6 @@ def test_masks_do_not_depend_on_which_rows_or_in_what_order(order: list[int], so
         dropout_mask(1, 2, 3, many, 200, 0.4)[4321],
         dropout_mask(1, 2, 3, many[4321:4322], 200, 0.4)[0],
     )
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
-def test_masks_look_random(p: float) -> None:
-    """Within three to five sigma: the rate, per column too, and the agreement of neighbours in
-    every direction."""
-    rows, width = 4000, 64
-    mask = dropout_mask(7, 3, 1, torch.arange(rows), width, p).double() - (1 - p)
-    sigma = (p * (1 - p)) ** 0.5
-    assert abs(mask.mean()) < 3 * sigma / (rows * width) ** 0.5
-    assert mask.mean(0).abs().max() < 5 * sigma / rows**0.5
-    others = [
-        dropout_mask(*key, torch.arange(rows), width, p).double() - (1 - p)
-        for key in ((7, 4, 1), (7, 3, 2), (8, 3, 1), (3, 7, 1))
-    ]
-    pairs = [
-        (mask[1:], mask[:-1]),
-        (mask[:, 1:], mask[:, :-1]),
-        (mask[:, 4:], mask[:, :-4]),
-        *((mask, other) for other in others),
-    ]
-    for a, b in pairs:
-        assert abs((a * b).mean()) < 4 * sigma**2 / a.numel() ** 0.5
 
 
 def test_dropout_scales_and_passes_the_same_gradient() -> None:

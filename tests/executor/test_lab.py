@@ -13,9 +13,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+from calls import call, planned
 from started import Start
 
-from gnnplan.cli import app
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.planner.decision.plan import question, read
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -69,13 +69,8 @@ def gone(mark: str) -> bool:
 
 
 def plan(folder: Path, servers: int, each: int, *more: str) -> Path:
-    path = folder / "plan.json"
-    shape = ["--set", f"servers={servers}", "--set", f"gpus_per_server={each}"]
-    app(
-        ["plan", "--graph", GRAPH, *shape, "--hidden", "8", "-o", str(path), *more],
-        standalone_mode=False,
-    )
-    return path
+    shape = f"--set servers={servers} --set gpus_per_server={each} --hidden 8"
+    return planned(folder / "plan.json", "--graph", GRAPH, shape, *more)
 
 
 @needs_namespaces
@@ -119,15 +114,12 @@ def unbroken(plan: Path, epochs: int, run_ranks: Ranks) -> Result:
 @needs_namespaces
 def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks: Ranks):
     path, out = plan(tmp_path, 2, 1, "--strategy", "graph_parallel"), tmp_path / "lab"
-    app(
-        ["run", str(path), "--epochs", "3", "--out", str(out), "--emulate", "100Mbit/s"],
-        standalone_mode=False,
-    )
+    call("run", path, "--epochs 3 --out", out, "--emulate 100Mbit/s")
     told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     plain = unbroken(path, 3, run_ranks).metrics
     assert [row["loss"] for row in told] == [row["loss"] for row in plain]
     assert [row["bytes"] for row in told] == [row["bytes"] for row in plain]
-    app(["validate", str(out)], standalone_mode=False)
+    call("validate", out)
 
 
 @needs_namespaces

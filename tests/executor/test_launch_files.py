@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from calls import call, planned
 
 from gnnplan.api.running import Run
-from gnnplan.cli import app
 from gnnplan.cli.emit import FILES
 from gnnplan.executor.emit.kubernetes import kubernetes
 from gnnplan.executor.emit.launch import Launch, slurm, torchrun
@@ -67,10 +67,8 @@ def plan(graph: Path) -> Plan:
     """plan(words of `gnnplan plan`) -> a plan beside the graph."""
 
     def make(*words: object) -> Path:
-        path = graph.parent / "plan.json"
-        asked = ["plan", "--graph", graph, "--hidden", 8, "--layers", 2, *words, "-o", path]
-        app([str(word) for word in asked], standalone_mode=False)
-        return path
+        how = ("--hidden 8 --layers 2", *words)
+        return planned(graph.parent / "plan.json", "--graph", graph, *how)
 
     return make
 
@@ -173,15 +171,15 @@ def test_the_verb_writes_what_it_prints(
 ):
     path, out = two_servers(plan, tmp_path, "cpu", 1), tmp_path / "file"
     capsys.readouterr()
-    app(["emit", str(path), "--for", target], standalone_mode=False)
+    call("emit", path, "--for", target)
     printed = capsys.readouterr().out
-    app(["emit", str(path), "--for", target, "-o", str(out)], standalone_mode=False)
+    call("emit", path, "--for", target, "-o", out)
     assert out.read_text() == printed and printed.startswith("#")
     assert f"written to {out}; next: " in capsys.readouterr().out
 
 
 @pytest.mark.processes
-@pytest.mark.nightly  # torchrun trains every time in test_cli.py
+@pytest.mark.nightly  # torchrun trains every time in test_elastic.py
 def test_torchrun_trains_what_the_plan_says(plan: Plan, tmp_path: Path):
     """And its runner-up: more options of `gnnplan run` go through."""
     path = plan("--ranks", 2)

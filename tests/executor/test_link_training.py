@@ -14,7 +14,7 @@ from test_minibatch_exactness import drawn_operator
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.executor.layers.links import LinkTargets, compared
+from gnnplan.executor.layers.links import compared
 from gnnplan.planner.graph.links import Pairs, edges_of, held_out_pairs, pairs_of
 from gnnplan.planner.graph.sampling import frontier
 from gnnplan.testing.plain import Plain, difference
@@ -148,20 +148,6 @@ def test_a_run_goes_on_as_if_it_had_not_ended(run_ranks: Ranks, graphs: dict[str
     assert [[row[n] for n in names] for row in resumed.metrics] == [
         [row[n] for n in names] for row in whole.metrics
     ]
-
-
-def test_the_loss_is_that_of_pyg() -> None:
-    """GAE's is the mean over edges plus the mean over as many negatives: twice ours."""
-    gae = pytest.importorskip("torch_geometric.nn.models.autoencoder", exc_type=ImportError)
-    torch.manual_seed(0)
-    rows, rng = torch.randn(30, 8, dtype=torch.float64), np.random.default_rng(0)
-    pairs = Pairs(rng.integers(0, 30, 40), rng.integers(0, 30, (40, 2)))
-    ours = LinkTargets(pairs, 30, 40).loss(rows)
-    edges, negatives = (
-        torch.from_numpy(np.stack([pairs.heads, pairs.tails[:, column]])) for column in (0, 1)
-    )
-    theirs = gae.GAE(torch.nn.Identity()).recon_loss(rows, edges, negatives)
-    assert 2 * ours.item() == pytest.approx(theirs.item(), rel=1e-9)
 
 
 def test_ties_count_half() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from calls import planned
 from started import Start, Started
 
-from gnnplan.cli import app
 from gnnplan.executor.ranks import meeting
 from gnnplan.executor.ranks.comm import gather_all, gather_bytes
 from gnnplan.executor.ranks.meeting import (
@@ -58,23 +58,9 @@ def listening(run: Started) -> dict[tuple[str, int], set[int]]:
 def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: Start) -> None:
     """The store, Gloo and the samplers' Gloo listened on all interfaces. Whoever reached the store
     could set keys of any run there."""
-    plan = tmp_path / "plan.json"
-    mini = [
-        "--mode",
-        "mini",
-        "--batch",
-        "256",
-        "--fanout",
-        "5,5",
-        "--layers",
-        "2",
-        "--strategy",
-        "gsplit",
-    ]
-    app(
-        ["plan", "--graph", GRAPH, *mini, "--hidden", "8", "--ranks", "2", "-o", str(plan)],
-        standalone_mode=False,
-    )
+    mini = "--mode mini --batch 256 --fanout 5,5 --layers 2 --strategy gsplit"
+    how = f"{mini} --hidden 8 --ranks 2"
+    plan = planned(tmp_path / "plan.json", "--graph", GRAPH, how)
     run = start(plan, "--epochs", "1000000", CUDA_VISIBLE_DEVICES="")
     run.until_training()
     places = listening(run)

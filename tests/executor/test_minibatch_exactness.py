@@ -2,7 +2,7 @@
 training written plainly does.
 
 Batches and samples follow from seed, epoch, batch, layer and vertex: the plain training draws them
-with planner/graph/sampling.py, whose distribution tests/planner/test_sampling.py holds against DGL."""
+with planner/graph/sampling.py, whose distribution tests/planner/test_sampling.py holds."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""Layers against DGL's and torch's, models against dense matrices, and weights that do not depend
-on who holds them."""
+"""Models against dense matrices, and weights that do not depend on who holds them. Layers of DGL and
+PyG are trained beside ours in test_user_modules.py."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,16 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.layers.layer import keep
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.ranks.learner import Gradients
 from gnnplan.executor.ranks.optimizer import Optimizer
-from gnnplan.planner.gnn.kinds import KINDS, Layer
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
 from gnnplan.testing.plain import Plain
 from gnnplan.testing.ranks import Case, Ranks
 
@@ -42,31 +35,6 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(scope="module")
-def dgl() -> ModuleType:
-    os.environ.setdefault("DGLBACKEND", "pytorch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # at import, DGL's own
-        return pytest.importorskip("dgl", exc_type=ImportError)
-
-
-@pytest.fixture(params=[False, True], ids=["undirected", "directed"])
-def graph(request: pytest.FixtureRequest, graphs: dict[str, str]) -> Graph:
-    found = load(graphs["rough"], directed=request.param)
-    assert isinstance(found, Graph) and (found.degree == 0).sum() >= 6
-    return found
-
-
-def layer_of(
-    kind: str, h_in: int, h_out: int, projects_first: bool = False, number: int = 2, **fields: Any
-) -> KnownLayer:
-    """Layer `number` of a model of three; fields: of its shape, or of the workload."""
-    own = {name: fields.pop(name) for name in ("activates", "norm") if name in fields}
-    workload = Workload(model=kind, layers=max(3, number + 1), **fields)
-    shape = KINDS[kind].shaped(Layer(h_in, h_out, kind, projects_first), workload, number - 1)
-    return KnownLayer(replace(shape, **own), KINDS[kind].constants(workload, number))
-
-
 def block_of(graph: Graph, edges: str, dtype: torch.dtype) -> Block:
     """The whole graph with a layer's edge weights, as one rank has it."""
     everything = np.arange(graph.stats.vertices)
@@ -76,129 +44,13 @@ def block_of(graph: Graph, edges: str, dtype: torch.dtype) -> Block:
     )
 
 
-def theirs_of(dgl: ModuleType, graph: Graph, self_edges: bool):  # type: ignore[no-untyped-def]
-    dst = np.repeat(np.arange(graph.stats.vertices), graph.degree)
-    found = dgl.graph(
-        (torch.from_numpy(graph.indices.astype(np.int64)), torch.from_numpy(dst)),
-        num_nodes=graph.stats.vertices,
-    )
-    return dgl.add_self_loop(found) if self_edges else found
-
-
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(dtype)
 
 
-def with_gradients(run: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
-    """Output, then the gradient of each leaf, for one fixed gradient of the output."""
-    for leaf in leaves:
-        leaf.grad = None
-        leaf.requires_grad_()
-    out = run(*leaves)
-    out.backward(random(*out.shape, dtype=out.dtype, seed=9))
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
-    """Where terms cancel, rounding is that of the terms, which the largest element stands for."""
-    assert len(ours) == len(theirs)
-    rtol, atol = (TOLERANCE[dtype][name] for name in ("rtol", "atol"))
-    for a, b in zip(ours, theirs, strict=True):
-        largest = float(b.abs().max()) if b.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol * max(1.0, largest))
-
-
-# -- layers against DGL ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("projects_first", [False, True])
-def test_gcn_layer_is_dgls(
-    dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool
-) -> None:
-    """GraphConv norm='both' on A + I; its weight is ours transposed."""
-    layer = layer_of("gcn", 12, 5, projects_first)
-    layer.weight.data, layer.bias.data = (
-        random(5, 12, dtype=dtype, seed=1),
-        random(5, dtype=dtype, seed=2),
-    )
-    x = random(graph.stats.vertices, 12, dtype=dtype)
-    ours = with_gradients(
-        lambda x, w, b: layer(block_of(graph, "gcn", dtype), x), x, layer.weight, layer.bias
-    )
-    conv = dgl.nn.GraphConv(12, 5, norm="both").to(dtype)
-    conv.weight.data, conv.bias.data = layer.weight.data.t().clone(), layer.bias.data.clone()
-    looped = theirs_of(dgl, graph, self_edges=True)
-    theirs = with_gradients(lambda x, w, b: conv(looped, x), x, conv.weight, conv.bias)
-    theirs[2] = theirs[2].t()
-    assert_same(ours, theirs, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("projects_first", [False, True])
-def test_sage_layer_is_dgls(
-    dgl: ModuleType, graph: Graph, dtype: torch.dtype, projects_first: bool
-) -> None:
-    layer = layer_of("sage", 12, 5, projects_first)
-    layer.weight.data, layer.weight_self.data = (
-        random(5, 12, dtype=dtype, seed=1),
-        random(5, 12, dtype=dtype, seed=2),
-    )
-    layer.bias.data = random(5, dtype=dtype, seed=3)
-    x = random(graph.stats.vertices, 12, dtype=dtype)
-    parameters = (layer.weight, layer.weight_self, layer.bias)
-    ours = with_gradients(lambda x, *_: layer(block_of(graph, "mean", dtype), x), x, *parameters)
-    conv = dgl.nn.SAGEConv(12, 5, "mean").to(dtype)
-    conv.fc_neigh.weight.data, conv.fc_self.weight.data, conv.fc_self.bias.data = (
-        p.data.clone() for p in parameters
-    )
-    plain = theirs_of(dgl, graph, self_edges=False)
-    theirs = with_gradients(
-        lambda x, *_: conv(plain, x),
-        x,
-        conv.fc_neigh.weight,
-        conv.fc_self.weight,
-        conv.fc_self.bias,
-    )
-    assert_same(ours, theirs, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["aggregates first", "multiplies first"])
-def test_sgc_is_dgls(
-    dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, layers: int, dropout: float
-) -> None:
-    """All of its layers are one SGConv on A + I. On undirected graphs: it normalises both ends by
-    the in-degree."""
-    graph = load(graphs["rough"])
-    assert isinstance(graph, Graph)
-    workload = Workload(
-        model="sgc",
-        layers=layers,
-        dropout=dropout,
-        dtype="float64" if dtype == torch.float64 else "float32",
-    )
-    net = Net(describe(workload, 12, 5), workload)
-    assert net.layer(1).projects_first == (dropout > 0)
-    (weight, bias), block = net.parameters(), block_of(graph, "gcn", dtype)
-    bias.data = random(5, dtype=dtype, seed=2)
-
-    def run(x: Tensor, *_: Tensor) -> Tensor:
-        for number in range(1, layers + 1):
-            x = net.layer(number)(block, x, relu=net.relu_after(number))
-        return x
-
-    x = random(graph.stats.vertices, 12, dtype=dtype)
-    ours = with_gradients(run, x, weight, bias)
-    conv = dgl.nn.SGConv(12, 5, k=layers).to(dtype)
-    conv.fc.weight.data, conv.fc.bias.data = weight.data.clone(), bias.data.clone()
-    looped = theirs_of(dgl, graph, self_edges=True)
-    assert_same(
-        ours, with_gradients(lambda x, *_: conv(looped, x), x, conv.fc.weight, conv.fc.bias), dtype
-    )
+# -- what layers touch ------------------------------------------------------------------------------
 
 
 class Touched(TorchDispatchMode):
@@ -262,101 +114,6 @@ def test_rows_that_meet_touch_what_torch_says(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", [1, 7])
-def test_gcnii_layer_is_dgls(
-    dgl: ModuleType, graphs: dict[str, str], dtype: torch.dtype, number: int
-) -> None:
-    """On undirected graphs: GCN2Conv normalises both ends by the in-degree. Its weight is ours
-    transposed."""
-    graph = load(graphs["rough"])
-    assert isinstance(graph, Graph)
-    layer = layer_of("gcnii", 8, 8, number=number, alpha=0.2, theta=0.7)
-    layer.weight.data = random(8, 8, dtype=dtype, seed=1)
-    x, x0 = (
-        random(graph.stats.vertices, 8, dtype=dtype),
-        random(graph.stats.vertices, 8, dtype=dtype, seed=5),
-    )
-    ours = with_gradients(
-        lambda x, x0, w: layer(block_of(graph, "gcn", dtype), x, keep, x0), x, x0, layer.weight
-    )
-    conv = dgl.nn.GCN2Conv(
-        8, number, alpha=0.2, lambda_=0.7, project_initial_features=True, bias=False
-    ).to(dtype)
-    conv.weight1.data = layer.weight.data.t().clone()
-    looped = theirs_of(dgl, graph, self_edges=True)
-    theirs = with_gradients(lambda x, x0, w: conv(looped, x, x0), x, x0, conv.weight1)
-    theirs[3] = theirs[3].t()
-    assert_same(ours, theirs, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [1, 3])
-def test_gat_layer_is_dgls(dgl: ModuleType, graph: Graph, dtype: torch.dtype, heads: int) -> None:
-    """GATConv on A + I, without attention dropout; its heads are an axis, ours lie side by side."""
-    layer = layer_of("gat", 12, 6, True, heads=heads, hidden=6)
-    for i, parameter in enumerate(layer.parameters()):
-        parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
-    x = random(graph.stats.vertices, 12, dtype=dtype)
-    parameters = (layer.weight, layer.bias, layer.attention)
-    ours = with_gradients(lambda x, *_: layer(block_of(graph, "loop", dtype), x), x, *parameters)
-    conv = dgl.nn.GATConv(12, 6 // heads, heads, negative_slope=0.2).to(dtype)
-    conv.fc.weight.data, conv.bias.data = layer.weight.data.clone(), layer.bias.data.clone()
-    left, right = (half.clone()[None] for half in layer.attention.data.chunk(2, 1))
-    conv.attn_l.data, conv.attn_r.data = left, right
-    looped = theirs_of(dgl, graph, self_edges=True)
-    theirs = with_gradients(
-        lambda x, *_: conv(looped, x).flatten(1),
-        x,
-        conv.fc.weight,
-        conv.bias,
-        conv.attn_l,
-        conv.attn_r,
-    )
-    theirs[4:] = [torch.cat([theirs[4][0], theirs[5][0]], 1)]
-    assert_same(ours, theirs, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("aggregation", ["softmax", "sum"])
-@pytest.mark.parametrize("norm", [None, "layer"])
-def test_gen_layer_is_the_dense_formula(
-    graph: Graph, dtype: torch.dtype, aggregation: str, norm: str | None
-) -> None:
-    """DeeperGCN's block; without a norm as its first layer, which neither activates nor adds its
-    inputs."""
-    more = {"activates": norm is not None, "norm": norm or "none", "aggregation": aggregation}
-    layer = layer_of("resgcn", 7, 7, **more)
-    for i, parameter in enumerate(layer.parameters()):
-        parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
-    n = graph.stats.vertices
-    adjacency = torch.zeros(n, n, dtype=dtype)
-    adjacency[
-        torch.from_numpy(np.repeat(np.arange(n), graph.degree)),
-        torch.from_numpy(graph.indices.astype(np.int64)),
-    ] = 1
-
-    def dense(x: Tensor, *_: Tensor) -> Tensor:
-        own = (
-            x
-            if norm is None
-            else torch.nn.functional.layer_norm(x, (7,), layer.norm.weight, layer.norm.bias).relu()
-        )
-        messages = own.relu() + 1e-7
-        if aggregation == "sum":
-            gathered = adjacency @ messages
-        else:
-            weight = messages.exp()[None] * adjacency[:, :, None]
-            gathered = (weight * messages).sum(1) / weight.sum(1).clamp(min=1e-9)
-        return (gathered + own) @ layer.weight.T + layer.bias + (0.0 if norm is None else x)
-
-    x = random(n, 7, dtype=dtype)
-    ours = with_gradients(
-        lambda x, *_: layer(block_of(graph, "one", dtype), x), x, *layer.parameters()
-    )
-    assert_same(ours, with_gradients(dense, x, *layer.parameters()), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
     """Rows of three ranks, by hand as the executor does it: outputs, gradients and running moments
     over several steps; then evaluation. The columns' means are far from zero, where a plain sum of
@@ -396,53 +153,6 @@ def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
         ours.running_var, theirs.running_var, rtol=1e-3 if dtype == torch.float32 else 1e-12, atol=0
     )
     torch.testing.assert_close(ours(x, None), theirs.eval()(x), rtol=1e-3, atol=1e-3)
-
-
-# -- layers against themselves ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "edges"), [("gcn", "gcn"), ("sage", "mean")])
-@pytest.mark.parametrize("relu", [False, True])
-def test_projecting_first_changes_nothing(
-    graph: Graph, kind: str, edges: str, relu: bool, dtype: torch.dtype
-) -> None:
-    """(A x) W = A (x W), with the ReLU inside or not, output and all gradients."""
-    results = []
-    for projects_first in (False, True):
-        layer = layer_of(kind, 12, 5, projects_first)
-        for i, parameter in enumerate(layer.parameters()):
-            parameter.data = random(*parameter.shape, dtype=dtype, seed=i)
-        x = random(graph.stats.vertices, 12, dtype=dtype, seed=8)
-        block = block_of(graph, edges, dtype)
-        results.append(
-            with_gradients(
-                lambda x, *_, layer=layer, block=block: layer(block, x, relu=relu),
-                x,
-                *layer.parameters(),
-            )
-        )
-    assert_same(*results, dtype)
-
-
-def test_isolated_vertices_keep_their_own_row_only(graph: Graph) -> None:
-    """GCN: x W + b (a self edge of weight 1); GraphSAGE: x W_self + b (the mean of nothing is
-    zero)."""
-    alone = torch.from_numpy(
-        np.flatnonzero(
-            (graph.degree == 0) & (np.bincount(graph.indices, minlength=graph.stats.vertices) == 0)
-        )
-    )
-    assert len(alone) >= 6
-    x = random(graph.stats.vertices, 12, dtype=torch.float64)
-    for layer, edges, own in (
-        (layer_of("gcn", 12, 5), "gcn", "weight"),
-        (layer_of("sage", 12, 5), "mean", "weight_self"),
-    ):
-        for i, parameter in enumerate(layer.parameters()):
-            parameter.data = random(*parameter.shape, dtype=torch.float64, seed=i)
-        out = layer(block_of(graph, edges, torch.float64), x)[alone]
-        torch.testing.assert_close(out, x[alone] @ getattr(layer, own).T + layer.bias)
 
 
 # -- the whole model -------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from calls import planned
 from torch.distributed import HashStore, PrefixStore
 
-from gnnplan.cli import app
 from gnnplan.executor.launch import peers
 from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.options import Options
@@ -165,9 +165,8 @@ def test_what_one_refuses_all_refuse(refusing: int, problem: Problem) -> None:
 def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path: Path) -> None:
     """Rank 0, whose plan is of other data, hosts the store where they meet. Rank 1 waited for it
     until --timeout, and then did not know why."""
-    plan = tmp_path / "plan.json"
-    words = ["--ranks", "2", "--strategy", "graph_parallel", "-o", str(plan)]
-    app(["plan", "--graph", GRAPH, "--hidden", "8", *words], standalone_mode=False)
+    how = "--hidden 8 --ranks 2 --strategy graph_parallel"
+    plan = planned(tmp_path / "plan.json", "--graph", GRAPH, how)
     document = json.loads(plan.read_text())
     document["graph"]["hash"] = "00"
     (tmp_path / "other.json").write_text(json.dumps(document))

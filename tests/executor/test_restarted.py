@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import planned
 
-from gnnplan.cli import app
 from gnnplan.executor.launch.asked import last_of, must_be_new
 from gnnplan.executor.launch.launcher import unwound_by_signals
 from gnnplan.executor.ranks.checkpoint import onwards
@@ -29,11 +29,11 @@ Attempt = Callable[..., tuple[int, str]]
 @pytest.fixture
 def plans(tmp_path: Path) -> list[Path]:
     """Two of one training: they go on from each other's checkpoints where a user asks for it."""
-    made = [tmp_path / "one.json", tmp_path / "other.json"]
-    for plan, strategy in zip(made, ("graph_parallel", "granndis"), strict=True):
-        words = ["plan", "--graph", GRAPH, "--hidden", "8", "--ranks", "1"]
-        app([*words, "--strategy", strategy, "-o", str(plan)], standalone_mode=False)
-    return made
+    made = {"one.json": "graph_parallel", "other.json": "granndis"}
+    return [
+        planned(tmp_path / name, "--graph", GRAPH, f"--hidden 8 --ranks 1 --strategy {strategy}")
+        for name, strategy in made.items()
+    ]
 
 
 @pytest.fixture

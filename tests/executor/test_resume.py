@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from calls import planned
 from examples import NIGHT
 from safetensors.torch import save_file
 
-from gnnplan.cli import app
 from gnnplan.executor import train
 from gnnplan.executor.launch.asked import must_go_on
 from gnnplan.executor.ranks import checkpoint
@@ -145,26 +145,9 @@ def test_servers_with_disks_of_their_own_resume_from_these(
     tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """A rank on each of two, as srun starts them: each finds plan and options in its own folder."""
-    plan = tmp_path / "plan.json"
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
-    app(
-        [
-            "plan",
-            "--graph",
-            graph,
-            "--hidden",
-            "8",
-            "--set",
-            "servers=2",
-            "--set",
-            "gpus_per_server=1",
-            "--strategy",
-            "pipegcn",
-            "-o",
-            str(plan),
-        ],
-        standalone_mode=False,
-    )
+    how = "--hidden 8 --set servers=2 --set gpus_per_server=1 --strategy pipegcn"
+    plan = planned(tmp_path / "plan.json", "--graph", graph, how)
     slurm = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NTASKS_PER_NODE": "1",

@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from calls import planned
 
-from gnnplan.cli import app
 from gnnplan.executor.launch import scalars
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.rank_process import follow
@@ -45,9 +45,8 @@ def test_tensorboard_reads_what_a_run_recorded(
     for name, number in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, number)
     plan, out, board = (tmp_path / name for name in ("plan.json", "run", "board"))
-    asked = ["plan", "--graph", GRAPH, "--ranks", 1, "--hidden", 8, "--layers", 2, "-o", plan]
-    asked += ["--strategy", "graph_parallel"]
-    app([str(word) for word in asked], standalone_mode=False)
+    how = "--ranks 1 --hidden 8 --layers 2 --strategy graph_parallel"
+    planned(plan, "--graph", GRAPH, how)
     given = {"epochs": 4, "eval_every": 3, "checkpoint_every": 2, "tensorboard": board}
     options = Options.of(out, given, resume=False)
     assert follow(plan, out, options) == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import every
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -460,7 +462,11 @@ def logits_of(net: Net, problem: Problem) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", MODULES)
+PLAIN = [name for name in MODULES if not re.search("residual|sum|cat", name)]
+
+
+# of residuals and rows that meet, every third by day
+@pytest.mark.parametrize("name", [*PLAIN, *every(3, [n for n in MODULES if n not in PLAIN])])
 def test_a_module_trains_here_as_in_its_own_library(
     name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
 ) -> None:
@@ -872,7 +878,7 @@ def test_what_cannot_be_trained_is_refused_by_name(what: str, tmp_path: Path) ->
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize("what", CARRIED)
+@pytest.mark.parametrize("what", every(3, CARRIED))
 def test_what_our_layers_lack_is_run_as_it_is_written(what: str, tmp_path: Path) -> None:
     """`read` proves that the pieces compute what the module does."""
     file = tmp_path / "model.py"

@@ -3,7 +3,7 @@ batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal
 
 import numpy as np
@@ -247,6 +247,9 @@ def test_what_memory_is_left_is_proposed_as_a_cache():
     assert found.ranked[0].strategy.knobs()["cache"] == rows
 
 
+NIGHTLY = pytest.mark.nightly
+
+
 def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
     """With them a host's batches went to the GPU without their edges."""
     problem = problem_of(GRAPHS[0], 1, 2)
@@ -261,15 +264,15 @@ def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
 @pytest.mark.parametrize(
     ("kind", "told", "ahead"),
     [
-        ("cuda", {}, {2, 4, 8}),
+        pytest.param("cuda", {}, {2, 4, 8}, marks=NIGHTLY),
         ("cuda", {"cores": 10}, {2, 4}),
         ("cuda", {"cores": 4}, {1}),
-        ("cuda", {"cores": 3}, {0}),
+        pytest.param("cuda", {"cores": 3}, {0}, marks=NIGHTLY),
         ("cuda", {"sampler": "device"}, {0, 1}),  # those who ask each other: 0
-        ("cuda", {"sampler": "device", "cores": 3}, {0}),
+        pytest.param("cuda", {"sampler": "device", "cores": 3}, {0}, marks=NIGHTLY),
         ("cpu", {}, {0}),
-        ("cpu", {"cores": 2}, {0}),
-        ("cpu", {"cores": 4}, {1}),
+        pytest.param("cpu", {"cores": 2}, {0}, marks=NIGHTLY),
+        pytest.param("cpu", {"cores": 4}, {1}, marks=NIGHTLY),
         ("cpu", {"cores": 4, "one_machine": True}, {0}),
     ],
 )
@@ -323,9 +326,16 @@ def test_as_many_samplers_are_proposed_as_ranks_wait_for():
         assert epochs[0] > epochs[1] / 0.98 and epochs[1] <= epochs[2] / 0.98
 
 
-@pytest.mark.parametrize("samplers", [1, 2, 4, 8])
+SAMPLED = [DataParallel(), DataParallel(structure="spread"), GSplit(group="all"), P3("rank")]
+BY_DAY = list(zip((1, 2, 4, 8), SAMPLED, strict=True))
+
+
 @pytest.mark.parametrize(
-    "strategy", [DataParallel(), DataParallel(structure="spread"), GSplit(group="all"), P3("rank")]
+    ("samplers", "strategy"),
+    [
+        pair if pair in BY_DAY else pytest.param(*pair, marks=NIGHTLY)
+        for pair in product((1, 2, 4, 8), SAMPLED)
+    ],
 )
 def test_samplers_make_so_many_batches_at_once(samplers: int, strategy: DataParallel | GSplit | P3):
     """Each takes as long as ever; cores that are too few for them are shared."""

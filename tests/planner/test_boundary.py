@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -98,13 +96,6 @@ def test_fewer_rows_and_edges_are_held_and_computed():
     assert (facts(0, 2).edges == within).all()
     held = [sum(BNS(p=p).memory(problem()).values()).max() for p in (0.1, 0.9)]
     assert held[0] < held[1]
-
-
-def test_a_graph_known_by_statistics_is_planned():
-    stats = replace(GRAPH.stats, known=False, halo_rows={4: 900})
-    asked = replace(problem(), stats=stats, graph=None)
-    seconds = [float(BNS(p=p).predict(asked).epoch_s) for p in (0.1, 0.5, 0.9)]
-    assert seconds == sorted(seconds)
 
 
 @pytest.mark.parametrize("graph", ["reddit", "ogbn-products", "yelp"])

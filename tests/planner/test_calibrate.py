@@ -5,6 +5,7 @@ import csv
 from functools import partial
 
 import numpy as np
+import printed_rows
 import pytest
 from examples import NIGHT
 
@@ -12,7 +13,6 @@ from gnnplan.papers import calibrate
 from gnnplan.papers.calibrate import FITS, MOST, Fit, fit_testbed, scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.question import Row
-from gnnplan.papers.rows import COLUMNS
 from gnnplan.planner.problem.fitted import CONSTANTS
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.files import QUOTED
@@ -24,22 +24,8 @@ def figure(
     dataset: str, model: str, strategy: str, metric: str, factors: dict[str, float]
 ) -> dict[str, str]:
     """What would be printed if these were the testbed's constants."""
-    row = {
-        **dict.fromkeys(COLUMNS, ""),
-        "paper": "made up",
-        "source": "Table 1",
-        "testbed": "gnnpipe_a5000",
-        "dataset": dataset,
-        "model": model,
-        "layers": "8",
-        "hidden": "1000",
-        "num_nodes": "2",
-        "gpus_per_node": "4",
-        "strategy": strategy,
-        "strategy_params": "{}",
-        "metric": metric,
-        "value": "1",
-    }
+    job = f"made-up gnnpipe_a5000 {dataset} {model} 8x1000 2x4 {strategy}"
+    row = printed_rows.row(job, metric=metric)
     return {**row, "value": str(predict(row, partial(scaled, factors=factors)))}
 
 

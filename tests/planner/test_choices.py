@@ -5,33 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import printed_rows
 import pytest
 from choices import Choice, comparisons, reliability, score
 
 from gnnplan.papers import calibrate
 from gnnplan.papers.question import Row
-from gnnplan.papers.rows import COLUMNS, read
+from gnnplan.papers.rows import read
 
 FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"
 PRINTED = read(str(FIGURES))
 
 
 def row(strategy: str, value: float, metric: str = "epoch_time_s", baseline: str = "") -> Row:
-    return {
-        **dict.fromkeys(COLUMNS, ""),
-        "paper": "gnnpipe",
-        "testbed": "gnnpipe_a5000",
-        "dataset": "reddit",
-        "model": "gcn",
-        "layers": "32",
-        "hidden": "100",
-        "num_nodes": "2",
-        "gpus_per_node": "4",
-        "strategy": strategy,
-        "metric": metric,
-        "baseline": baseline,
-        "value": str(value),
-    }
+    job = f"gnnpipe gnnpipe_a5000 reddit gcn 32x100 2x4 {strategy}"
+    told = {"metric": metric, "baseline": baseline, "value": value}
+    return printed_rows.row(job, **told, source="", strategy_params="")
 
 
 def test_epochs_of_a_job_are_compared_and_a_speedup_with_its_baseline():

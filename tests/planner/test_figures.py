@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import printed_rows
 import pytest
 
 from gnnplan.papers.figures import predict
@@ -24,28 +25,11 @@ PIPELINE = '{"alpha": 23, "chunks": 32, "group": 1, "stages": 8}'
 
 def row(**changed: object) -> dict[str, str]:
     """A cell of GNNPipe Table 4: GCN, 32 layers of 1000, on Squirrel."""
-    plain: dict[str, object] = {
-        "paper": "gnnpipe",
-        "source": "Table 4",
-        "testbed": "gnnpipe_a5000",
-        "dataset": "squirrel",
-        "model": "gcn",
-        "layers": 32,
-        "hidden": 1000,
-        "num_nodes": 2,
-        "gpus_per_node": 4,
-        "strategy": "gnnpipe_pipeline",
-        "strategy_params": PIPELINE,
-        "metric": "comm_volume_bytes",
-        "baseline": "",
-        "value": 289910292,
-        "unit_as_printed": "GB",
-        "note": "",
-    }
-    return {
-        **{name: "" for name in COLUMNS},
-        **{name: str(value) for name, value in (plain | changed).items()},
-    }
+    job = "gnnpipe gnnpipe_a5000 squirrel gcn 32x1000 2x4 gnnpipe_pipeline"
+    plain = {"strategy_params": PIPELINE, "metric": "comm_volume_bytes", "value": 289910292}
+    return printed_rows.row(
+        job, **({"unit_as_printed": "GB", "source": "Table 4"} | plain | changed)
+    )
 
 
 def file_of(tmp_path: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> Path:

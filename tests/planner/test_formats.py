@@ -48,6 +48,7 @@ from written import (
     ogb_binary,
     ogb_text,
     old_pt,
+    own_folder,
     parquet,
     pyg_data,
     pyg_processed,
@@ -145,6 +146,16 @@ def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
     mapped = load(str(tmp_path / "mapped"), directed=True)
     assert mapped.stats.hash == graph.stats.hash and isinstance(mapped.x, np.memmap)
     assert sorted(os.listdir(place)) == ["graph.bin"]
+
+
+def test_every_reader_has_a_file(tmp_path: Path):
+    """Who adds a reader adds a writer; those of partitions are tested with them."""
+    read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`
+    writers = [*(param.values[0] for param in WRITERS), dgl_bin, own_folder]
+    for number, write in enumerate(writers):
+        (tmp_path / str(number)).mkdir()
+        read.add(formats.recognise(str(write(tmp_path / str(number)))).name)
+    assert read == {form.name for form in formats.FORMATS if "parts" not in form.name}
 
 
 @pytest.mark.parametrize("make", [dgl_graph, pyg_data, networkx_graph])

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import printed_rows
 import pytest
 
 from gnnplan.papers import calibrate, interpret, their_software
@@ -25,25 +26,10 @@ ROWS = read(PRINTED / "others.csv")
 
 def row(**changed: object) -> dict[str, str]:
     """GraphSAGE on ogbn-products, sampled by a V100."""
-    plain: dict[str, object] = {
-        "paper": "some work",
-        "source": "Table 1",
-        "testbed": "p3.16xlarge",
-        "dataset": "ogbn-products",
-        "model": "sage",
-        "layers": 2,
-        "hidden": 256,
-        "num_nodes": 1,
-        "gpus_per_node": 1,
-        "strategy": "data_parallel",
-        "strategy_params": {"batch": 1000, "fanout": [10, 25], "sampler": "host"},
-        "metric": "epoch_time_s",
-        "value": 2.0,
-        "unit_as_printed": "s",
-    }
-    told = plain | changed
-    told["strategy_params"] = json.dumps(told["strategy_params"])
-    return {name: str(told.get(name, "")) for name in COLUMNS}
+    job = "some_work p3.16xlarge ogbn-products sage 2x256 1x1 data_parallel"
+    params = {"batch": 1000, "fanout": [10, 25], "sampler": "host"}
+    plain = {"strategy_params": params, "metric": "epoch_time_s", "value": 2.0}
+    return printed_rows.row(job, **({"unit_as_printed": "s"} | plain | changed))
 
 
 def test_rows_say_where_they_are_printed():

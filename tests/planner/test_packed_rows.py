@@ -119,13 +119,6 @@ def test_more_bits_take_longer_and_hold_more():
         assert not np.any(GraphParallel(bits=bits).memory(asked)["halo"])
 
 
-def test_a_graph_known_by_statistics_is_planned():
-    stats = replace(GRAPH.stats, known=False, halo_rows={4: 900})
-    asked = replace(problem(), stats=stats, graph=None)
-    whole, packed = (GraphParallel(bits=bits).predict(asked) for bits in (None, 2))
-    assert packed.bytes["halo"] == pytest.approx(whole.bytes["halo"] / 10, rel=1e-3)
-
-
 PACKED: list[Strategy] = [
     GraphParallel(bits=2),
     GraphParallel(bits="adaptive"),

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from printed_rows import row
 
 from gnnplan.papers import interpret
 from gnnplan.papers.calibrate import scaled
@@ -13,43 +14,18 @@ from gnnplan.papers.question import Skip
 from gnnplan.planner.cluster.spec import HOST_RATE
 from gnnplan.planner.strategies import DataParallel, GSplit
 
-P3 = {
-    "paper": "p3",
-    "source": "Table 4",
-    "testbed": "p3_p100",
-    "dataset": "ogbn-products",
-    "model": "sage",
-    "layers": "2",
-    "hidden": "32",
-    "num_nodes": "4",
-    "gpus_per_node": "4",
-    "strategy": "p3_push_pull",
-    "baseline": "",
-    "value": "1",
-    "unit_as_printed": "s",
-    "note": "",
-    "strategy_params": '{"batch": 1000, "fanout": [25, 10], "partitioner": "hash"}',
-}
-SPLIT = {
-    **P3,
-    "paper": "gsplit",
-    "source": "Table 3",
-    "testbed": "gsplit_p3_8xlarge",
-    "dataset": "orkut",
-    "layers": "3",
-    "hidden": "256",
-    "num_nodes": "1",
-    "strategy": "gsplit",
-    "strategy_params": '{"batch": 1024, "fanout": 15}',
-}
+P3 = row(
+    "p3 p3_p100 ogbn-products sage 2x32 4x4 p3_push_pull",
+    strategy_params={"batch": 1000, "fanout": [25, 10], "partitioner": "hash"},
+)
+SPLIT = row(
+    "gsplit gsplit_p3_8xlarge orkut sage 3x256 1x4 gsplit",
+    source="Table 3",
+    strategy_params={"batch": 1024, "fanout": 15},
+)
 COUNTS = {
     **SPLIT,
-    "source": "Table 1",
-    "testbed": "",
-    "model": "",
-    "hidden": "",
-    "num_nodes": "",
-    "gpus_per_node": "",
+    **dict.fromkeys(("testbed", "model", "hidden", "num_nodes", "gpus_per_node"), ""),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from printed_rows import row
 
 from gnnplan.papers import figures
 from gnnplan.papers import full_graph as published_full
@@ -15,37 +16,16 @@ from gnnplan.papers.calibrate import scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.full_graph import InOrder, among, trained_on
 from gnnplan.papers.interpret import question
-from gnnplan.papers.rows import COLUMNS
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of
 from gnnplan.planner.ownership.layout import Expansion
 
-GRANNDIS = {
-    **dict.fromkeys(COLUMNS, ""),
-    "paper": "granndis",
-    "testbed": "granndis_a6000_pcie",
-    "dataset": "reddit",
-    "model": "resgcn+",
-    "layers": "28",
-    "hidden": "64",
-    "num_nodes": "4",
-    "gpus_per_node": "4",
-    "strategy": "granndis",
-    "value": "1",
-    "strategy_params": '{"fanout": 15, "max_hop": 1}',
-}
-PIPEGCN = {
-    **GRANNDIS,
-    "paper": "pipegcn",
-    "testbed": "pipegcn_2080ti",
-    "model": "sage",
-    "layers": "4",
-    "hidden": "256",
-    "num_nodes": "1",
-    "strategy": "pipegcn",
-    "strategy_params": "{}",
-}
+GRANNDIS = row(
+    "granndis granndis_a6000_pcie reddit resgcn+ 28x64 4x4 granndis",
+    strategy_params={"fanout": 15, "max_hop": 1},
+)
+PIPEGCN = row("pipegcn pipegcn_2080ti reddit sage 4x256 1x4 pipegcn")
 
 
 def told(row: dict[str, str], metric: str, **more: Any) -> float:

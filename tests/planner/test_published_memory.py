@@ -4,37 +4,15 @@ it."""
 from typing import Any
 
 import pytest
+from printed_rows import row
 
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
-from gnnplan.papers.rows import COLUMNS
 from gnnplan.papers.their_memory import EDGE, UNCOUNTED, fits, gave_a_factor, needed
 
-PIPEGCN = {
-    **dict.fromkeys(COLUMNS, ""),
-    "paper": "pipegcn",
-    "testbed": "pipegcn_2080ti",
-    "dataset": "ogbn-products",
-    "model": "sage",
-    "layers": "3",
-    "hidden": "128",
-    "num_nodes": "1",
-    "gpus_per_node": "5",
-    "strategy": "graph_parallel",
-    "value": "1",
-    "metric": "fits_in_memory",
-}
-GRANNDIS = {
-    **PIPEGCN,
-    "paper": "granndis",
-    "testbed": "granndis_a6000_pcie",
-    "dataset": "reddit",
-    "model": "resgcn+",
-    "layers": "112",
-    "hidden": "256",
-    "num_nodes": "4",
-    "gpus_per_node": "4",
-}
+ASKED = {"metric": "fits_in_memory", "strategy_params": ""}
+PIPEGCN = row("pipegcn pipegcn_2080ti ogbn-products sage 3x128 1x5 graph_parallel", **ASKED)
+GRANNDIS = row("granndis granndis_a6000_pcie reddit resgcn+ 112x256 4x4 graph_parallel", **ASKED)
 
 
 def bytes_of(row: dict[str, str], **more: Any) -> float:
@@ -95,21 +73,9 @@ def test_pipegcns_least_partitions(
     dataset: str, layers: str, hidden: str, testbed: str, parts: int
 ) -> None:
     """Sec. 4."""
-    assert (
-        predict(
-            {
-                **PIPEGCN,
-                "dataset": dataset,
-                "layers": layers,
-                "hidden": hidden,
-                "testbed": testbed,
-                "num_nodes": "",
-                "gpus_per_node": "",
-                "metric": "min_partitions",
-            }
-        )
-        == parts
-    )
+    asked = {"dataset": dataset, "layers": layers, "hidden": hidden, "testbed": testbed}
+    asked |= {"num_nodes": "", "gpus_per_node": "", "metric": "min_partitions"}
+    assert predict({**PIPEGCN, **asked}) == parts
 
 
 def test_more_parts_and_more_batches_need_less() -> None:
@@ -128,24 +94,15 @@ def test_granndis_takes_as_many_batches_as_it_needs() -> None:
     small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}
     one, five = (
         question(
-            {
-                **small,
-                "strategy": "granndis",
-                "strategy_params": f'{{"updates_per_epoch": {count}}}',
-            }
+            small | {"strategy": "granndis", "strategy_params": f'{{"updates_per_epoch": {count}}}'}
         )
         for count in (1, 5)
     )
-    assert (
-        not fits(one, any_batches=False)
-        and fits(one, any_batches=True)
-        and fits(five, any_batches=False)
-    )
+    assert not fits(one, any_batches=False) and fits(one, any_batches=True)
+    assert fits(five, any_batches=False)
     assert predict(small) == 0.0
-    assert predict({**small, "strategy": "granndis"}) == 1.0
-    assert (
-        gave_a_factor({**small, "strategy": "granndis"})
-        and not gave_a_factor(small)
-        and not gave_a_factor(GRANNDIS)
-    )
+    preloaded = {**small, "strategy": "granndis"}
+    assert predict(preloaded) == 1.0
+    assert gave_a_factor(preloaded)
+    assert not gave_a_factor(small) and not gave_a_factor(GRANNDIS)
     assert UNCOUNTED["granndis_2080ti_1gbe"] > 1

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
+from calls import call
 
-from gnnplan.cli import app
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.hta import write_for_hta
 from gnnplan.planner.vocabulary.trace import Span, merge_traces, write_traces
@@ -73,15 +73,14 @@ def test_spans_become_kernels_on_streams(traces: Path, tmp_path: Path):
 
 
 def test_the_verb(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    app(["trace", str(traces), "-o", str(tmp_path / "all.json")], standalone_mode=False)
+    call("trace", traces, "-o", tmp_path / "all.json")
     assert "https://ui.perfetto.dev" in capsys.readouterr().out
-    words = ["trace", str(traces), "--for", "hta", "-o", str(tmp_path / "hta")]
-    app(words, standalone_mode=False)
+    call("trace", traces, "--for hta -o", tmp_path / "hta")
     assert sorted(path.name for path in (tmp_path / "hta").iterdir()) == [
         "rank0.json",
         "rank1.json",
     ]
     with pytest.raises(SpecError, match="already there"):
-        app(words, standalone_mode=False)
+        call("trace", traces, "--for hta -o", tmp_path / "hta")
     with pytest.raises(SpecError, match="did you mean hta"):
-        app([*words[:3], "htta", *words[4:]], standalone_mode=False)
+        call("trace", traces, "--for htta -o", tmp_path / "hta")
