@@ -114,8 +114,9 @@ def test_the_matrix_adds_up_to_the_bytes_and_links_carry_them(facts: Facts):
     assert between == pytest.approx(said["bytes_by_link"]["inter_node"], rel=1e-9)
     loads = traffic.loads(facts.candidate, sent)
     assert sum(one.nbytes for one in loads if one.port[0] == "nic_out") == pytest.approx(between)
-    drawn = traffic.links(facts).figure.data
-    assert {"rank 0", "rank 3", "NIC 1", "network 0"} <= set(drawn[-1].hovertext)
+    [bars] = traffic.links(facts).figure.data
+    assert list(bars.x) == sorted(bars.x, reverse=True)
+    assert {"NIC 0 -> network 0", "network 0 -> NIC 1"} <= set(bars.y)
 
 
 def test_the_framed_field_is_the_plan(facts: Facts):

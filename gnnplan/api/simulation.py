@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of, whole
@@ -44,11 +45,11 @@ USUAL, MOST_REPEATED = 20, 500_000
 class Playing:
     """How schedules are played, as `Plan.simulate` says. Raises SpecError for wrong numbers."""
 
-    steps: int
-    jitter: float
-    stragglers: Mapping[int, float]
-    repetitions: int
-    seed: int
+    steps: int = 3
+    jitter: float = 0.0
+    stragglers: Mapping[int, float] = MappingProxyType({})
+    repetitions: int = 20
+    seed: int = 0
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "repetitions": 1, "seed": 0}

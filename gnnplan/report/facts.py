@@ -80,7 +80,7 @@ class Facts:
     @property
     def leaders(self) -> list[Answer]:
         """The plan's candidates, its choice first."""
-        return [_leader(one) for one in (self.document["best"], *self.document["alternatives"])]
+        return [Answer.of(one) for one in (self.document["best"], *self.document["alternatives"])]
 
     @cached_property
     def epoch(self) -> Schedule:
@@ -166,19 +166,4 @@ def gather(
                 f" give runs of this plan, as `gnnplan run plan.json --out {folder}` makes them"
             )
         runs.append(run)
-    facts = Facts(document, evaluate(problem, plans.chosen(document)), runs, notify)
-    assert facts.leaders  # checks them
-    return facts
-
-
-def _leader(answer: Any) -> Answer:
-    """Raises SpecError where it is not what `gnnplan plan` writes."""
-    try:
-        found = Answer.of(answer)
-        for field in ("compute_s", "comm_s", "bubble_s"):
-            float(found.predicted[field])
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(
-            f"a candidate of the plan lacks or garbles {error}; make it again with `gnnplan plan`"
-        ) from error
-    return found
+    return Facts(document, evaluate(problem, plans.chosen(document)), runs, notify)

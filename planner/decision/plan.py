@@ -176,7 +176,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
 # -- reading -----------------------------------------------------------------------------------
 
 
-class _Predicted(TypedDict, total=False):
+class _Predicted(TypedDict):
     """A prediction as `answer` writes it, as far as it is read again."""
 
     epoch_s: Finite
@@ -201,7 +201,7 @@ class _Answer(TypedDict, total=False):
     epoch_high_s: Finite | None
     chance_fastest: Finite | None
     expected_regret: Finite | None
-    predicted: _Predicted
+    predicted: Required[_Predicted]
 
 
 class _Epochs(TypedDict):
