@@ -11,8 +11,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from gnnplan.planner.evidence.validate import MOVED, describe_operation, operation
 from gnnplan.planner.evidence.validate import WAITING as WAITS
-from gnnplan.planner.evidence.validate import describe_operation, operation
 from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.trace import BELOW, Span, place_of
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
@@ -21,21 +21,13 @@ from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, uni
 
 MOST_RANKS = 16  # drawn
 MOST_MARKS = 8_000  # of a panel, which bounds the size of the page
-# what strangers ask about: lanes and operations
+# what strangers ask about: lanes, and operations as MOVED has them
 TERMS = {
     "comm": "exchanges between ranks",
     "reduce": "sums of gradients over ranks",
     "copy": "copies to the device",
     "host": "sampling",
-    "halo": "rows of neighbours that other ranks hold",
-    "to_columns": "own rows, cut into columns of all rows",
-    "to_rows": "columns of all rows, joined to own rows",
-    "sum_aggregates": "sums over edges, added up along an axis of the grid",
-    "sum_outputs": "products, added up along an axis",
-    "sum_inputs": "gradients of inputs, added up along an axis",
-    "gather_weights": "shares of a tile of the weights, put together",
-    "scatter_weights": "gradients of weights, shared out",
-    "pipeline": "rows to the next stage, and their gradients back",
+    **MOVED,
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,11 +113,11 @@ def _runs_disagree(found: SearchResult) -> bool:
 
 
 def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iterator[str]:
-    """The nearest smaller and larger number of layers at which another family wins.
+    """The nearest of a half, a quarter and twice the layers at which another family wins.
 
-    As 'at 8 layers or fewer granndis wins'. Every number that is asked about takes a search, so a
-    plan asks only where all reasons are wanted. Nothing where runs have
-    decided otherwise than predictions would.
+    As 'at 8 layers granndis wins'. Every number that is asked about takes a search, so a plan asks
+    only where all reasons are wanted. Nothing where runs have decided otherwise than predictions
+    would.
     """
     best = found.best
     problem, layers = best.problem, best.problem.workload.layers
@@ -142,15 +143,8 @@ def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iter
         except GnnplanError:
             return ""
 
-    for far, word in ((layers // 4, "fewer"), (layers * 2, "more")):
-        near = layers
-        if not far or (name := winner(far)) in ("", best.strategy.name):
-            continue
-        while abs(near - far) > 1:
-            middle = (near + far) // 2
-            other = winner(middle)
-            if other == best.strategy.name:
-                near = middle
-            else:
-                far, name = middle, other or name
-        yield f"at {far} layers or {word} {name} wins"
+    for counts in ((layers // 2, layers // 4), (layers * 2,)):
+        winners = ((count, winner(count)) for count in counts if count)
+        others = ((count, name) for count, name in winners if name not in ("", best.strategy.name))
+        for count, name in islice(others, 1):
+            yield f"at {show_count(count, 'layer')} {name} wins"

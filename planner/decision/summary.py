@@ -26,7 +26,6 @@ from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
     measured_errors,
-    nearly_full,
     rounded_products,
     within_doubt,
 )
@@ -47,6 +46,7 @@ from gnnplan.planner.vocabulary.units import (
 )
 
 MOST_CHANGES = 2  # told
+NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
 WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 WORTH_SAYING = 0.005  # of regret
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
@@ -154,8 +154,19 @@ def inputs(problem: Problem) -> str:
     if problem.workload.dtype in ("bfloat16", "tf32"):
         words.append(rounded_products(problem))
     if not problem.stats.known:
-        words.append("sizes of halos and frontiers are estimated from statistics")
+        words.append(estimates(problem))
     return "; ".join(words)
+
+
+def estimates(problem: Problem) -> str:
+    """Say what is estimated where only statistics of the graph are known."""
+    counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
+    source = f"halo sizes follow from those counted at {counted} parts"
+    if problem.workload.mode == "mini":
+        source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
+    elif not counted:
+        source = "halo sizes are usual ones"
+    return f"the graph is known by statistics only: {source}"
 
 
 def tested(problem: Problem) -> str:
@@ -229,6 +240,21 @@ def costs(best: Candidate) -> str:
     if best.objective.of in ("cost", "energy"):
         words.append(f"{best.objective.show(best.value)} {best.objective.span}")
     return "; ".join(words)
+
+
+def nearly_full(best: Candidate) -> list[str]:
+    """A warning where the fullest rank leaves its device little memory.
+
+    It says how far a prediction may be too low, and how to ask for a strategy with more room."""
+    room = best.problem.cluster.device.memory
+    share = best.memory_bytes / room
+    if share <= NEARLY_FULL:
+        return []
+    return [
+        f"{show_percent(share)} full: where memory is predicted more than"
+        f" {show_percent(1 / share - 1, 1)} too low, training runs out of it; --set"
+        f" device.memory={NEARLY_FULL * room / 1e9:.3g}GB plans with room to spare"
+    ]
 
 
 def alone(problem: Problem, best: Candidate) -> str:

@@ -10,11 +10,11 @@ import pytest
 from examples import NIGHT
 from pairwise import covered
 
-from gnnplan.planner.decision.explain import NEARLY_FULL, nearly_full
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.plan import make
 from gnnplan.planner.decision.scale import Scaling, problem_of, scale, sizes_of
 from gnnplan.planner.decision.search import search
+from gnnplan.planner.decision.summary import NEARLY_FULL, nearly_full
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
@@ -245,4 +245,3 @@ def test_a_plan_warns_where_the_fullest_rank_is_nearly_full():
         document = make(tight, found)
         told = nearly_full(found.best)
         assert bool(told) == warns == ("% full: " in document["summary"]["cost"])
-        assert set(told) <= set(document["explanation"])
