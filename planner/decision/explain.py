@@ -13,26 +13,19 @@ from typing import Any
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import ONE, in_mode
+from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.recommendation import SURE_SHARE
-from gnnplan.planner.decision.search import SearchResult, evaluate_all, recommend
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
 from gnnplan.planner.vocabulary.files import quoted
-from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
 
 
-def explain(
-    problem: Problem,
-    found: SearchResult,
-    exact: bool,
-    turning_points: Sequence[str],
-    notify: Notify = silent,
-) -> list[str]:
+def explain(problem: Problem, found: SearchResult, turning_points: Sequence[str]) -> list[str]:
     """All reasons, the most important first; `turning_points` is what sensitivity.py says."""
     best = found.best
     out = [
@@ -47,12 +40,9 @@ def explain(
         *within_doubt(found),
         *turning_points,
     ]
-    if problem.workload.mode == "full":
-        return out + of_families(problem, found)
-    out += [batches_of(problem, best.strategy), *of_families(problem, found)]
-    if found.forced or problem.workload.task == "link":  # on the full graph there is none
-        return out
-    return out + full_graph(problem, best, exact, notify)
+    if problem.workload.mode == "mini":
+        out.append(batches_of(problem, best.strategy))
+    return out + of_families(problem, found)
 
 
 # -- the recommendation ------------------------------------------------------------------------
@@ -323,23 +313,3 @@ def batches_of(problem: Problem, strategy: Strategy) -> str:
         f"An epoch is {strategy.steps(problem)} updates of the weights, each on a batch of"
         f" {workload.batch:,} {items} with neighbours drawn {fanouts} (from the seeds outwards)"
     )
-
-
-def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -> list[str]:
-    """The best strategy for the same GNN on the full graph, where runs tell in how many epochs it
-    reaches the same accuracy: nothing else compares an epoch of one update with one of many."""
-    whole, objective = in_mode(problem, "full"), best.objective
-    if objective.target is None or not objective.target.tells_of(whole):
-        return [
-            "In how many epochs the full graph reaches the same accuracy is unknown; runs of it"
-            " (--mode full) and of mini-batches tell, by --target-accuracy and --evidence"
-        ]
-    notify("evaluating the full graph too")
-    ranked, _ = evaluate_all(whole, exact, objective=objective)
-    if not ranked:
-        return ["The full graph does not fit: only mini-batches train this"]
-    other = recommend(sorted(ranked, key=lambda candidate: candidate.value))
-    return [
-        f"On the full graph {other.strategy} takes {objective.show(other.value)} {objective.span},"
-        f" {other.value / best.value:.2g} times as much"
-    ]

@@ -85,7 +85,7 @@ def make(
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(problem, found, turning_points),
-        "explanation": explain(problem, found, exact, reasons, notify),
+        "explanation": explain(problem, found, reasons),
     }
 
 

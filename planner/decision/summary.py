@@ -7,7 +7,7 @@ close, what would change it.
     inputs    ...        where the numbers come from
     tested    ...        what predictions have been compared with
     cost      ...        epoch, memory, bytes, dollars
-    close     ...        the runner-up, and the fastest exact strategy or other family
+    close     ...        the runner-up
     change    ...        where another family takes over
 
 explain.py has all reasons.
@@ -47,7 +47,6 @@ from gnnplan.planner.vocabulary.units import (
 
 MOST_CHANGES = 2  # told
 NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
-WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
 WORTH_SAYING = 0.005  # of regret
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "over NVLink"}
@@ -274,8 +273,7 @@ def alone(problem: Problem, best: Candidate) -> str:
 def rivals(found: SearchResult) -> str:
     """The lossy strategy that was passed over, or the runner-up and why it lost.
 
-    Names are whole, as --strategy takes them. After a runner-up also the fastest exact strategy or
-    other family, if it fits in WIDEST_RIVALS columns.
+    Names are whole, as --strategy takes them.
     """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
@@ -286,20 +284,13 @@ def rivals(found: SearchResult) -> str:
         return "nothing else fits"
     if others[0].value < best.value:
         return doubted(others[0], best)
-    exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
-    families = [c for c in others if c.strategy.family != best.strategy.family]
     if within_doubt(found):
         why = ": within doubt"
         if found.objective.is_plain:
             why += ", try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
-    told = _loss(others[0], best) + why
-    for kind, candidates in (("exact", exact), ("another kind", families)):
-        if candidates and candidates[0] is not others[0]:
-            more = f"{told}; {kind}: {_loss(candidates[0], best)}"
-            return more if len(more) <= WIDEST_RIVALS else told
-    return told
+    return _loss(others[0], best) + why
 
 
 def _loss(candidate: Candidate, best: Candidate) -> str:

@@ -275,7 +275,7 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
         Workload(mode="mini", batch=20, fanout=(4, 3), layers=2, hidden=16),
         where,
     )
-    lines = explain.explain(problem, search(problem), False, [])
+    lines = explain.explain(problem, search(problem), [])
     told = next(line for line in lines if line.startswith("P3 stops paying"))
     facts = [batch.facts(1) for batch in problem.minibatches((0, 1)).first()]
     rows, inputs = sum(f.rows.sum() for f in facts), sum(f.sources.sum() for f in facts)
