@@ -43,27 +43,21 @@ def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
     if _runs_disagree(found) or (not best.stats.known and cluster.ranks > MOST_ESTIMATED):
         return []
     notify("asking what would change the choice", "links and devices")
-    out: list[str] = []
+    asked = list[tuple[str, Scaled, float | None]]()
     if cluster.servers > 1 and cluster.inter_node:
         bandwidth = cluster.inter_node.bandwidth
-        out += _of_links(found, "the bandwidth between servers", ["inter_node"], bandwidth)
+        asked.append(("the bandwidth between servers", _links("inter_node"), bandwidth))
     if cluster.gpus_per_server > 1:
-        inside = inside_servers(cluster)
+        inside = [name for name in ("island", "switch") if getattr(cluster, name)]
         # of several links there is no one bandwidth to name
-        only = None if len(inside) > 1 else cluster.intra_node.bandwidth
-        out += _of_links(found, "the bandwidth inside servers", inside, only)
-    return [*out, *_of(found, "the device's speed", scaled.device, None)]
+        only = None if inside else cluster.intra_node.bandwidth
+        asked.append(("the bandwidth inside servers", _links("intra_node", *inside), only))
+    asked.append(("the device's speed", scaled.device, None))
+    return [sentence for one in asked for sentence in _of(found, *one)]
 
 
-def _of_links(
-    found: SearchResult, name: str, links: list[str], bandwidth: float | None
-) -> Iterator[str]:
-    return _of(found, name, lambda cluster, by: scaled.links(cluster, by, links), bandwidth)
-
-
-def inside_servers(cluster: Cluster) -> list[str]:
-    """The names of the links inside its servers."""
-    return ["intra_node", *(name for name in ("island", "switch") if getattr(cluster, name))]
+def _links(*names: str) -> Scaled:
+    return lambda cluster, by: scaled.links(cluster, by, names)
 
 
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
