@@ -14,7 +14,9 @@ Everything that is listed here is public; what is imported from other modules ma
 exceptions with the words that the command line prints: all are GnnplanError.
 """
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,36 +52,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-# where a public name is; it is imported when it is first used, so that `import gnnplan` is quick
-_HOMES = {
-    "api.checking": ("Check", "check"),
-    "api.measuring": ("measure",),
-    "api.planning": ("Plan", "load_plan", "plan"),
-    "api.running": ("Preflight", "Run"),
-    "api.scaling": ("Offers", "Scale", "offers", "scale"),
-    "api.simulation": ("Simulation", "Sweep"),
-    "api.tuning": ("Tuned", "tune"),
-    "api.validation": ("Validation", "Validations", "validate"),
-    "planner.cluster.spec": ("Cluster",),
-    "planner.decision.answer": ("Answer",),
-    "planner.gnn.workload": ("Workload",),
-    "planner.graph.formats": ("convert",),
-    "planner.vocabulary.errors": (
-        "GnnplanError",
-        "Infeasible",
-        "LostRank",
-        "Mismatch",
-        "SpecError",
-    ),
-    "planner.vocabulary.progress": ("progress",),
-}
-__all__ = [name for names in _HOMES.values() for name in names]
+# public names and where they are, as listed above; each is imported when it is first used, so that
+# `import gnnplan` is quick
+_LISTED = r"^    from (gnnplan\.\S+) import (\w+) as"
+_HOMES = {name: home for home, name in re.findall(_LISTED, Path(__file__).read_text(), re.M)}
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"gnnplan.{home}"), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gnnplan' has no attribute {name!r}")
 
 

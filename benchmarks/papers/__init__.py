@@ -3,7 +3,6 @@
 `gnnplan validate --published` answers by it, so it is installed, as gnnplan.papers. No plan reads
 it.
 
-formulas.py      closed forms as papers print them, which tests compare with
 published.py     all figures of a file: errors, and whether the faster strategy is named
 rows.py          reads and checks the file
 question.py      what a row asks of the model

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.papers.formulas import p3_bytes
 from gnnplan.papers.question import Params, Question, System
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch, expected_frontier
@@ -215,5 +214,5 @@ def volume(asked: Question) -> float:
     need = expected_frontier(problem.stats, seeds, problem.workload.fanouts)
     if isinstance(asked.strategy, P3):
         width = model.layers[0].h_out
-        return float(p3_bytes(problem.ranks, need.rows[1], width, model.itemsize, ways=1))
+        return float((problem.ranks - 1) * need.rows[1] * width * model.itemsize)
     return need.rows[0] * model.features * model.itemsize

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.api.asking import Overrides, Question, ask, several
-from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
@@ -123,7 +122,10 @@ def plan(
     >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
     (True, True, True)
     """
-    asked = wish(objective, target_accuracy, evidence, per)
+    forced = (
+        None if strategy is None else parse(strategy)
+    )  # a mistake is told before a graph is read
+    wished = wish(objective, target_accuracy, evidence, per)
     question = ask(
         graph,
         cluster,
@@ -140,41 +142,47 @@ def plan(
         notify=notify,
         **fields,
     )
-    found = answer(question, exact, strategy, ranks is None, notify, asked, depths)
+    counted, modes = wished(question), modes_of(question, forced)
+    wholes = dict[str, Whole]()  # by the type of rows
+
+    def searched(problem: Problem) -> SearchResult:
+        is_cut = problem.graph is not None and problem.graph.cut is not None
+        may_use_fewer = ranks is None and not is_cut  # there is a part per rank
+        return search(problem, exact, forced, may_use_fewer, notify, counted)
+
+    def find(problem: Problem) -> SearchResult:
+        if counted.stated is None:
+            return searched(problem)
+        whole = compare(problem, modes, counted.stated, searched)
+        wholes[problem.workload.dtype] = whole
+        return whole.found
+
+    problem, choice = question.problem, None
+    if question.chooses_dtype:
+        # imported here: it takes a tenth of a second, which a run need not wait
+        from gnnplan.planner.decision.dtypes import choose
+
+        choice = choose(problem, find, exact)
+        problem, result = choice.problem, choice.found
+    else:
+        result = find(problem)
+    whole = wholes.get(problem.workload.dtype)
+    problem = whole.problem if whole else problem
+    document = documents.make(problem, result, exact, notify, depths)
+    for told in (whole, choice):
+        document = told.told_in(document) if told else document
+    found = Plan(document, problem.placed(documents.placement(document)))
     found.notes = question.notes
     return found
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A user's wish: an objective, of an epoch, a training, or the way to an accuracy."""
-
-    of: str | None = None
-    per: str | None = None
-    target: Target | None = None
-
-    def objective(self, question: Question) -> Objective:
-        """The objective for a question."""
-        problem, given = question.problem, question.given
-        is_gpu = problem.cluster.device.kind != "cpu"
-        per = self.per or ("training" if is_gpu and self.target is None else "epoch")
-        if per == "epoch":
-            return Objective(self.of or "time", self.target)
-        asked = problem.workload.epochs if "epochs" in given else None
-        mode = problem.workload.mode if "mode" in given else None
-        return Objective(self.of or "value", stated=stated(problem.stats.name, asked, mode))
-
-
-ANY = Wish()
-
-
 def wish(
-    objective: str | None = None,
-    target_accuracy: float | None = None,
-    evidence: Iterable[str | os.PathLike[str]] = (),
-    per: str | None = None,
-) -> Wish:
-    """The wish that options describe; the evidence is read.
+    objective: str | None,
+    target_accuracy: float | None,
+    evidence: Iterable[str | os.PathLike[str]],
+    per: str | None,
+) -> Callable[[Question], Objective]:
+    """The objective that options describe, of a question; the evidence is read.
 
     Raises SpecError, and Mismatch where another version made a run.
     """
@@ -183,29 +191,40 @@ def wish(
         Objective(objective)
     if per not in (None, *PER):
         raise SpecError(f"--per {per!r}: must be training or epoch")
-    if target_accuracy is None:
-        if folders:
-            raise SpecError(
-                f"--evidence {folders[0]}: runs tell in how many epochs an accuracy is reached; say"
-                " which, as --target-accuracy 0.93"
-            )
-        if objective == "value" and per == "epoch":
-            raise SpecError(
-                "--objective value weighs a whole training against the GPUs that it takes; leave"
-                " --per epoch out, or use time, cost or energy"
-            )
-        return Wish(objective, per)
-    if per is not None:
+    if target_accuracy is None and folders:
+        raise SpecError(
+            f"--evidence {folders[0]}: runs tell in how many epochs an accuracy is reached; say"
+            " which, as --target-accuracy 0.93"
+        )
+    if target_accuracy is None and objective == "value" and per == "epoch":
+        raise SpecError(
+            "--objective value weighs a whole training against the GPUs that it takes; leave"
+            " --per epoch out, or use time, cost or energy"
+        )
+    if target_accuracy is not None and per is not None:
         raise SpecError(
             f"--per {per} and --target-accuracy {target_accuracy:g} both say how many epochs count;"
             " leave one out"
         )
-    if not 0 < target_accuracy < 1:
+    if target_accuracy is not None and not 0 < target_accuracy < 1:
         raise SpecError(
             f"--target-accuracy {target_accuracy:g}: a share of right answers, above 0 and below 1;"
             " write 0.93 for 93 %"
         )
-    return Wish(objective, None, Target(target_accuracy, trainings(folders)))
+    target = None
+    if target_accuracy is not None:
+        target = Target(target_accuracy, trainings(folders))
+
+    def of(question: Question) -> Objective:
+        problem, given = question.problem, question.given
+        is_gpu = problem.cluster.device.kind != "cpu"
+        if (per or ("training" if is_gpu and target is None else "epoch")) == "epoch":
+            return Objective(objective or "time", target)
+        asked = problem.workload.epochs if "epochs" in given else None
+        mode = problem.workload.mode if "mode" in given else None
+        return Objective(objective or "value", stated=stated(problem.stats.name, asked, mode))
+
+    return of
 
 
 def modes_of(question: Question, forced: Strategy | None) -> list[str]:
@@ -217,55 +236,6 @@ def modes_of(question: Question, forced: Strategy | None) -> list[str]:
     if "mode" in question.given or workload.task == "link" or workload.module:
         return [workload.mode]
     return list(MODES) if forced is None else [forced.mode]
-
-
-def answer(
-    question: Question,
-    exact: bool = False,
-    strategy: str | None = None,
-    may_use_fewer: bool = True,
-    notify: Notify = silent,
-    wished: Wish = ANY,
-    depths: bool = False,
-) -> Plan:
-    """The plan of a question; `depths` as of `plan`.
-
-    Raises SpecError, Infeasible.
-    """
-    forced = parse(strategy) if strategy is not None else None
-    objective, modes = wished.objective(question), modes_of(question, forced)
-    wholes = dict[str, Whole]()  # by the type of rows
-
-    def searched(problem: Problem) -> SearchResult:
-        is_cut = problem.graph is not None and problem.graph.cut is not None
-        may = may_use_fewer and not is_cut  # there is a part per rank
-        return search(problem, exact, forced, may, notify, objective)
-
-    def find(problem: Problem) -> SearchResult:
-        if objective.stated is None:
-            return searched(problem)
-        whole = compare(problem, modes, objective.stated, searched)
-        wholes[problem.workload.dtype] = whole
-        return whole.found
-
-    def made(problem: Problem, found: SearchResult) -> dict[str, Any]:
-        whole = wholes.get(problem.workload.dtype)
-        if whole is None:
-            return documents.make(problem, found, exact, notify, depths)
-        return whole.told_in(documents.make(whole.problem, found, exact, notify, depths))
-
-    problem = question.problem
-    if question.chooses_dtype:
-        # imported here: it takes a tenth of a second, which a run need not wait
-        from gnnplan.planner.decision.dtypes import choose
-
-        choice = choose(problem, find, exact)
-        problem = choice.problem
-        document = choice.told_in(made(problem, choice.found))
-    else:
-        document = made(problem, find(problem))
-    asked = wholes[problem.workload.dtype].problem if wholes else problem
-    return Plan(document, asked.placed(documents.placement(document)))
 
 
 def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
@@ -392,13 +362,9 @@ class Plan(View):
         self,
         fields: Mapping[str, Iterable[object]] | Sequence[str],
         *,
-        steps: int = 3,
         overrides: Overrides = (),
-        jitter: float = 0.0,
-        stragglers: Mapping[int, float] | None = None,
-        repetitions: int = 20,
-        seed: int = 0,
         notify: Notify = silent,
+        **playing: Any,
     ) -> Sweep:
         """Plan and play every combination of values, as {'servers': [1, 2, 4]}.
 
@@ -406,7 +372,7 @@ class Plan(View):
         SpecError."""
         from gnnplan.api.simulation import Playing, Sweep
 
-        playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
+        played = Playing(**playing)
         if "target_accuracy" in self.document:
             raise SpecError(
                 "a sweep compares epochs, and this plan trainings to an accuracy (target_accuracy:"
@@ -415,7 +381,7 @@ class Plan(View):
         exact = documents.is_exact(self.document)
         objective = objective_of(self.document)
         return Sweep(
-            self.problem, self.strategy, exact, fields, playing, overrides, notify, objective
+            self.problem, self.strategy, exact, fields, played, overrides, notify, objective
         )
 
     def run(

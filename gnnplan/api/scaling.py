@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api.asking import Overrides, Question, ask
-from gnnplan.api.defaults import DEFAULT_GRAPH
+from gnnplan.api import DEFAULT_GRAPH
+from gnnplan.api.asking import Question, ask
 from gnnplan.api.planning import (
-    ANY,
-    Wish,
     counted_columns,
     describe_question,
     describe_training,
@@ -29,7 +26,6 @@ from gnnplan.planner.decision.epochs import MODES
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
@@ -57,15 +53,8 @@ def scale(
     evidence: Iterable[str | os.PathLike[str]] = (),
     exact: bool = False,
     strategy: str | None = None,
-    overrides: Overrides = (),
-    partitioner: str = "auto",
-    directed: bool = False,
-    features: str | None = None,
-    labels: str | None = None,
-    split: str | None = None,
-    task: str | None = None,
     notify: Notify = silent,
-    **fields: Any,
+    **asked: Any,
 ) -> Scale:
     """Plan on each number of GPUs, and say which is best: whether to distribute at all.
 
@@ -85,41 +74,13 @@ def scale(
     >>> [row["gpus"] for row in found.rows], found.best in (1, 8, 16)
     ([1, 8, 16], True)
     """
-    sizes_of(gpus := gpus if isinstance(gpus, str) else list(gpus))  # before the graph is read
-    asked = wish(objective, target_accuracy, evidence, per)
-    question = ask(
-        graph,
-        cluster,
-        workload,
-        features=features,
-        labels=labels,
-        split=split,
-        task=task,
-        overrides=overrides,
-        partitioner=partitioner,
-        directed=directed,
-        notify=notify,
-        **fields,
-    )
-    return scale_of(question, gpus, asked, exact, strategy, notify)
-
-
-def scale_of(
-    question: Question,
-    gpus: str | Iterable[int],
-    wished: Wish = ANY,
-    exact: bool = False,
-    strategy: str | None = None,
-    notify: Notify = silent,
-) -> Scale:
-    """The answer to a question.
-
-    Raises SpecError, Infeasible.
-    """
-    forced = parse(strategy) if strategy is not None else None
-    objective, modes = wished.objective(question), modes_of(question, forced)
-    found = scaling(question.problem, sizes_of(gpus), objective, exact, forced, notify, modes)
-    return Scale(question.problem, found, exact, strategy)
+    sizes = sizes_of(gpus)  # mistakes are told before the graph is read
+    forced = None if strategy is None else parse(strategy)
+    wished = wish(objective, target_accuracy, evidence, per)
+    question = ask(graph, cluster, workload, notify=notify, **asked)
+    modes = modes_of(question, forced)
+    found = scaling(question.problem, sizes, wished(question), exact, forced, notify, modes)
+    return Scale(question, found, exact, strategy)
 
 
 def offers(
@@ -159,9 +120,15 @@ def offers(
     for name in ("evidence", "overrides"):  # every cluster reads them
         if name in options and not isinstance(options[name], Mapping):
             options[name] = list(options[name])
-    return compared(
-        {name: partial(scale, graph, one, workload, gpus=sizes, **options) for name, one in named}
-    )
+    scales, refused = dict[str, Scale](), dict[str, Infeasible]()
+    for name, one in named:
+        try:
+            scales[name] = scale(graph, one, workload, gpus=sizes, **options)
+        except Infeasible as why:
+            refused[name] = why
+    if not scales:
+        raise Infeasible("\n".join(f"{name}: {_in_short(why)}" for name, why in refused.items()))
+    return Offers(scales, refused)
 
 
 def _name(cluster: str | Path | Mapping[str, Any] | Cluster) -> str:
@@ -170,26 +137,13 @@ def _name(cluster: str | Path | Mapping[str, Any] | Cluster) -> str:
     return cluster.name if isinstance(cluster, Cluster) else str(cluster)
 
 
-def compared(asked: Mapping[str, Callable[[], Scale]]) -> Offers:
-    """The scales of several clusters, by their names, side by side.
-
-    Raises SpecError, and Infeasible where nothing fits on any.
-    """
-    scales, refused = dict[str, Scale](), dict[str, Infeasible]()
-    for name, ask_one in asked.items():
-        try:
-            scales[name] = ask_one()
-        except Infeasible as why:
-            refused[name] = why
-    if not scales:
-        raise Infeasible("\n".join(f"{name}: {_in_short(why)}" for name, why in refused.items()))
-    return Offers(scales, refused)
-
-
 class Scale(View):
     """The answer to `scale`: `rows`, a size each, the `best` of them, and where things change."""
 
-    def __init__(self, problem: Problem, found: Scaling, exact: bool, strategy: str | None) -> None:
+    def __init__(
+        self, question: Question, found: Scaling, exact: bool, strategy: str | None
+    ) -> None:
+        problem, self.notes = question.problem, question.notes
         self._problem, self._found = problem, found
         self.rows = [_row(found, size) for size in found.sizes]
         """The numbers of every size; pandas.DataFrame takes them."""
@@ -241,6 +195,7 @@ class Offers(View):
 
     def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, Infeasible]) -> None:
         self.scales, self._refused = dict(scales), dict(refused)
+        self.notes = tuple(dict.fromkeys(note for one in scales.values() for note in one.notes))
         marked = self._marked
         self.best = marked["best"][0], marked["best"][1].gpus
         """The cluster and the number of its GPUs to use, by the objective."""
@@ -268,7 +223,7 @@ class Offers(View):
         return marked
 
     def blocks(self) -> list[str | Table]:
-        shown, marked = _short(self.scales), self._marked
+        marked = self._marked
         first = next(iter(self.scales.values()))
         lines: list[str | Table] = [
             describe_training(first.document["graph"], first._problem.workload),
@@ -280,7 +235,7 @@ class Offers(View):
             gpus = show_count(size.gpus, _unit(size.best.problem.cluster))
             price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
             lines.append(
-                f"{', '.join(marks)}: {shown[place[0]]}, {gpus} with {size.best.strategy}:"
+                f"{', '.join(marks)}: {place[0]}, {gpus} with {size.best.strategy}:"
                 f" {show_time(size.time_s)}{price} {span}"
             )
         return lines + [f"{name}: {_in_short(why)}" for name, why in self._refused.items()]
@@ -290,12 +245,6 @@ def _in_short(why: Infeasible) -> str:
     """Say what does not fit, and the smallest change that would make it fit."""
     lines = str(why).splitlines()
     return "; ".join(dict.fromkeys([lines[0].rstrip(":"), lines[-1]]))
-
-
-def _short(names: Collection[str]) -> dict[str, str]:
-    """Names of clusters without the fields that they set, where that tells them apart."""
-    heads = {name: name.partition("?")[0] for name in names}
-    return {n: head if [*heads.values()].count(head) == 1 else n for n, head in heads.items()}
 
 
 def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], list[str]]:
@@ -309,12 +258,12 @@ def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], l
 def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) -> Table:
     """A row per size; of several clusters a row says which it is of."""
     several, first = len(scales) > 1, next(iter(scales.values()))
-    shown, marks = _short(scales), _by_place(marked)
+    marks = _by_place(marked)
     unit = _unit(first._problem.cluster)
     rows = [
         {
             **numbers,
-            "cluster": shown[name],
+            "cluster": name,
             "recommended": numbers["strategy"] or _lacks(size, one._problem.cluster),
             "marks": ", ".join(marks.get((name, size.gpus), [])),
         }
@@ -404,10 +353,6 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
     if found.enough is not fastest:
         slower = show_percent(found.enough.time_s / fastest.time_s - 1, 1)
         lines.append(f"nearly as fast: {count(found.enough.gpus)}, {slower} slower")
-    lines += [
-        f"{count(size.gpus)} are slower than {other.gpus} ({_likely(size, other)})"
-        for size, other in found.dips
-    ]
     if size := found.slower_from:
         use = f": use {fastest.gpus}" if found.best is fastest else ""
         lines.append(f"{more(size)} slower than {fastest.gpus} ({_likely(size, fastest)}){use}")

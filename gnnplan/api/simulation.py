@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,16 @@ from gnnplan.simulator.noise import Noise, epochs, percentiles
 from gnnplan.simulator.player import Played, TaskGraph, critical_path, play, serial
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
-# repetitions that every plan may have, and tasks of all repetitions where there are more: seconds
-USUAL, MOST_REPEATED = 20, 500_000
-
 
 @dataclass(frozen=True)
 class Playing:
     """How schedules are played, as `Plan.simulate` says. Raises SpecError for wrong numbers."""
 
-    steps: int
-    jitter: float
-    stragglers: Mapping[int, float]
-    repetitions: int
-    seed: int
+    steps: int = 3
+    jitter: float = 0.0
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    repetitions: int = 20
+    seed: int = 0
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "repetitions": 1, "seed": 0}
@@ -79,34 +76,23 @@ class Playing:
                     f" counted from 0); use rank {ranks - 1} or less"
                 )
 
-    @property
-    def most_tasks(self) -> int:
-        """How many are played in all."""
-        return MOST_TASKS if self.times <= USUAL else MOST_REPEATED
-
     def must_be_short(self, tasks: int) -> None:
         """Raise SpecError where so many tasks a step would take minutes to play."""
-        if tasks * self.steps * self.times <= self.most_tasks:
-            return
-        most = max(1, self.most_tasks // tasks)
         if tasks > MOST_TASKS:
             raise SpecError(
                 f"an epoch has {tasks:,} tasks, and at most {MOST_TASKS:,} are played, so not even"
                 " --steps 1; take the plan's prediction, or play a plan with a larger --batch or on"
                 " fewer --ranks"
             )
-        if self.noise:
-            times = f" {self.repetitions:,} times"
-            least = USUAL if tasks * self.steps * USUAL <= MOST_TASKS else 1
-            fewer_times = max(most // self.steps, least)
-            fewer_steps = self.steps if least > 1 else min(self.steps, max(most // 2, 1))
-            less = f"--steps {fewer_steps} --repetitions {fewer_times}"
-        else:
-            times, less = "", f"--steps {most}"
-        raise SpecError(
-            f"--steps {self.steps:,} of {tasks:,} tasks each{times} are more than"
-            f" {self.most_tasks:,} tasks; use {less} or less"
-        )
+        steps = min(self.steps, MOST_TASKS // tasks)
+        times = min(self.times, MOST_TASKS // (tasks * steps))
+        if (steps, times) != (self.steps, self.times):
+            repeated = f" {self.repetitions:,} times" if self.noise else ""
+            less = f"--steps {steps}" + (f" --repetitions {times}" if self.noise else "")
+            raise SpecError(
+                f"--steps {self.steps:,} of {tasks:,} tasks each{repeated} are more than"
+                f" {MOST_TASKS:,} tasks; use {less} or less"
+            )
 
     def __call__(self, candidate: Candidate) -> dict[str, float]:
         """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
@@ -115,7 +101,7 @@ class Playing:
         if batches * problem.ranks > MOST_TASKS:
             return {}
         once: Schedule = strategy.schedule(problem, batches)
-        if len(once.tasks) * self.steps * self.times > self.most_tasks:
+        if len(once.tasks) * self.steps * self.times > MOST_TASKS:
             return {}
         schedule, cost = strategy.schedule(problem, self.steps * batches), problem.cost
         task_graph = TaskGraph(schedule, cost)

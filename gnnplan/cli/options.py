@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 from collections.abc import Callable, Container
 from functools import cached_property, partial
@@ -21,7 +22,6 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.units import number_of
 
 PACKAGE = Path(__file__).parents[1]
 API, FIELDS = PACKAGE / "api", PACKAGE / "planner" / "gnn" / "fields.py"
@@ -162,6 +162,8 @@ class Verb(TyperCommand):
         )
         kind: Any = typer.Argument if told.by_place else partial(typer.Option, *flags)
         hint: Any = told.hint
+        if float in (hint, *get_args(hint)):
+            known["callback"] = _finite
         annotation = Annotated[hint, kind(**{**known, "help": text})]
         return Parameter(name, Parameter.KEYWORD_ONLY, default=told.default, annotation=annotation)
 
@@ -181,23 +183,6 @@ class Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return list(self.whole.get_params(ctx))
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises SpecError for a number that is not finite, or in other digits than 0 to 9.
-
-        typer takes these; whether it takes the rest is its own to say."""
-        kinds = {one.name: get_args(one.annotation)[0] for one in self.parameters}
-        numeric = {
-            flag
-            for one in self.whole.params
-            if {int, float}.intersection((kinds[one.name], *get_args(kinds[one.name])))
-            for flag in one.opts
-        }
-        for word, after in pairwise([*args, ""]):
-            flag, equals, value = word.partition("=")
-            if flag in numeric:
-                _must_be_number(flag, value if equals else after)
-        return super().parse_args(ctx, args)
-
     def invoke(self, ctx: Any) -> Any:
         return self.whole.invoke(ctx)
 
@@ -206,14 +191,8 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _must_be_number(flag: str, text: str) -> None:
-    try:
-        float(text)
-    except ValueError:
-        return
-    try:
-        number_of(text, float)
-    except ValueError:
-        raise SpecError(
-            f"{flag}: must be a finite number in the digits 0 to 9, as 12 or 0.5, not {text!r:.80}"
-        ) from None
+def _finite(param: typer.CallbackParam, value: Any) -> Any:
+    """A number that is given. Raises SpecError where it is not finite, which typer takes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(f"{param.opts[0]}: must be a finite number, as 12 or 0.5, not {value}")
+    return value

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.defaults import DEFAULT_GRAPH
+from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_fields, of_function
 
 if TYPE_CHECKING:
-    from gnnplan.api.asking import Question
     from gnnplan.planner.problem.problem import Problem
-    from gnnplan.planner.vocabulary.progress import Notify
 
 
 @verb(
@@ -66,18 +63,12 @@ def plan(
             other numbers of layers another family wins (takes as long as several plans).
         report: Draw the plan as a page too; `gnnplan report` adds what runs measured.
     """
-    from gnnplan.api.asking import ask
-    from gnnplan.api.planning import answer, wish
-    from gnnplan.api.scaling import compared, scale_of
-    from gnnplan.planner.strategies import parse
+    from gnnplan.api import planning, scaling
     from gnnplan.planner.vocabulary.files import must_be_writable
     from gnnplan.planner.vocabulary.progress import progress, say
 
     clusters = list(dict.fromkeys(cluster or ["local"]))
-    exact, strategy, ranks = given.pop("exact"), given.pop("strategy"), given["ranks"]
-    sizes = _sizes(scale, clusters, output, report, depths, ranks)
-    objective, accuracy = given.pop("objective"), given.pop("target_accuracy")
-    wanted = wish(objective, accuracy, evidence or [], given.pop("per"))
+    sizes = _sizes(scale, clusters, output, report, depths, given["ranks"])
     if output:
         must_be_writable(output)
     if report:
@@ -85,36 +76,22 @@ def plan(
 
         must_be_writable(report)
         must_have_plotly()
-    if strategy is not None:
-        parse(strategy)  # a typing mistake is told before the graph is read
-
-    def question_of(cluster: str, notify: Notify) -> Question:
-        return ask(
-            graph,
-            cluster,
-            workload,
-            overrides=set_ or [],
-            may_choose_dtype=not sizes,
-            notify=notify,
-            **given,
-        )
-
-    with progress() as notify:
-        questions = {name: question_of(name, notify) for name in clusters}
-    for note in dict.fromkeys(note for one in questions.values() for note in one.notes):
-        say(f"note: {note}")
+    given |= {"overrides": set_ or [], "evidence": evidence or []}
     if sizes:
+        del given["ranks"]
+        where: Any = clusters if clusters[1:] else clusters[0]
         with progress() as notify:
-            scales = {
-                name: partial(scale_of, one, sizes, wanted, exact, strategy, notify)
-                for name, one in questions.items()
-            }
-            scaled = compared(scales) if len(scales) > 1 else scales[clusters[0]]()
+            ask = scaling.offers if clusters[1:] else scaling.scale
+            scaled = ask(graph, where, workload, gpus=sizes, notify=notify, **given)
+        for note in scaled.notes:
+            say(f"note: {note}")
         show(scaled, as_json)
         return
-    question = questions[clusters[0]]
     with progress() as notify:
-        found = answer(question, exact, strategy, ranks is None, notify, wanted, depths)
+        found = planning.plan(graph, clusters[0], workload, depths=depths, notify=notify, **given)
+    for note in found.notes:
+        say(f"note: {note}")
+    found.notes = ()
     if output:
         found.write(output)
     if report:
@@ -129,7 +106,7 @@ def plan(
         print(
             f"--explain prints all reasons, the placement, and what was rejected ({len(rejected)})"
         )
-    show_next(output, question.problem)
+    show_next(output, found.problem)
     if report:
         print(f"drawn in {report}; open it with a browser")
 

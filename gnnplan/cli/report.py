@@ -17,9 +17,8 @@ def report(
 ) -> None:
     """Draw a plan and its runs as one page that opens offline.
 
-    What epochs are made of, who does what when, memory, traffic, and where another strategy wins;
-    of runs also the errors of the prediction, losses and accuracies. Needs plotly: pip install
-    'gnnplan[report]'.
+    What epochs are made of, who does what when, memory and traffic; of runs also the errors of the
+    prediction, losses and accuracies. Needs plotly: pip install 'gnnplan[report]'.
 
     Args:
         runs: Folders of finished runs of this plan.

@@ -1,4 +1,4 @@
-"""Pictures of the choice: what epochs are made of, what memory holds, where it flips."""
+"""Pictures of the choice: what epochs are made of, what memory holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from statistics import median
 import numpy as np
 import plotly.graph_objects as go
 
-from gnnplan.planner import strategies
 from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
-from gnnplan.report.facts import FACTORS, Facts
+from gnnplan.report.facts import Facts
 from gnnplan.report.picture import (
     COLOURS,
     COMMUNICATION,
@@ -22,7 +21,6 @@ from gnnplan.report.picture import (
     TIMES,
     WAITING,
     Picture,
-    categories,
     figure,
     unit_of,
 )
@@ -35,7 +33,6 @@ PARTS = (
     ("bubble_s", "waiting", WAITING),
 )
 FAR = 5  # the device's memory is drawn where the fullest rank has more than 1/FAR of it
-NOTHING = "nothing fits"
 
 
 def epochs(facts: Facts) -> Picture:
@@ -165,59 +162,3 @@ def memory(facts: Facts) -> Picture:
     ]
     numbers = Table("", ["rank", *uses, "together"], rows)
     return Picture("memory", "What memory holds", see, drawn, numbers)
-
-
-def flips(facts: Facts) -> Picture:
-    """Which strategy wins by the link's bandwidth and the hidden width. Raises Absent."""
-    found = facts.flips
-    bandwidths = [f"{show_bytes(bandwidth)}/s" for bandwidth in found.bandwidths]
-    widths = [str(width) for width in found.widths]
-    names = [[w.strategy.name for w in row] or [NOTHING] * len(FACTORS) for row in found.winners]
-    told = [
-        [f"{w.strategy}, {show_time(s)}" for w, s in zip(row, taken, strict=True)]
-        or [NOTHING] * len(FACTORS)
-        for row, taken in zip(found.winners, found.seconds, strict=True)
-    ]
-    kinds = [name for name in (*strategies.names(), NOTHING) if any(name in row for row in names)]
-    colours = dict(zip((*strategies.names(), NOTHING), COLOURS * 2, strict=False))
-    field = go.Heatmap(
-        x=bandwidths,
-        y=widths,
-        z=[[kinds.index(name) for name in row] for row in names],
-        zmin=-0.5,
-        zmax=len(kinds) - 0.5,
-        colorscale=[
-            [place / len(kinds), colours[kind]]
-            for i, kind in enumerate(kinds)
-            for place in (i, i + 1)
-        ],
-        showscale=False,
-        xgap=2,
-        ygap=2,
-        text=[[name.replace("_", "<br>") for name in row] for row in names],
-        texttemplate="%{text}",
-        textfont_size=11,
-        customdata=told,
-        hovertemplate="%{x}, hidden %{y}<br>%{customdata}<extra></extra>",
-    )
-    drawn = figure([field], 110 + 56 * len(widths))
-    categories(drawn, f"bandwidth {found.link}", "hidden width")
-    # on two lines, or a phone turns them
-    drawn.update_xaxes(tickvals=bandwidths, ticktext=[b.replace(" ", "<br>") for b in bandwidths])
-    x, y = len(FACTORS) // 2, widths.index(str(facts.problem.workload.hidden))
-    frame = {"color": "#ffffff", "width": 3}
-    drawn.add_shape(x0=x - 0.44, x1=x + 0.44, y0=y - 0.4, y1=y + 0.4, line=frame)
-    lossy = {w.strategy.name for row in found.winners for w in row if not w.strategy.exact}
-    others = [k + " (lossy)" * (k in lossy) for k in kinds if k != names[y][x]]
-    see = f"{names[y][x]} wins everywhere in this grid."
-    if others:
-        see = f"Another colour is another winner: {', '.join(others)}."
-    see += (
-        " The framed field is this plan's link and width. Each row is planned anew; along a row"
-        " only the link changes."
-    )
-    if found.shrunk:
-        see += f" There is one row: {found.shrunk}."
-    rows = [[width, *cells] for width, cells in zip(widths, told, strict=True)]
-    numbers = Table("", ["hidden width", *bandwidths], rows)
-    return Picture("flips", "Where the answer flips", see, drawn, numbers)

@@ -1,31 +1,19 @@
-"""The facts that a report draws, gathered once: the plan predicted and played again, its runs, and
-which strategy wins elsewhere."""
+"""The facts that a report draws, gathered once: the plan predicted and played again, its runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gnnplan.planner.cluster import scaling
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.decision.candidate import Candidate, evaluate
-from gnnplan.planner.decision.search import search
-from gnnplan.planner.decision.sensitivity import (
-    MOST_EDGES,
-    MOST_ESTIMATED,
-    REACH,
-    best_at,
-    inside_servers,
-)
 from gnnplan.planner.evidence.runs import question_of
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import Span
@@ -34,24 +22,10 @@ from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import Replay, must_be_playable, replay
 
 MOST_TASKS = 400_000  # of an epoch that are played: some seconds
-FACTORS = np.geomspace(1 / REACH, REACH, 5)  # of the link's bandwidth
-WIDTHS = (0.25, 0.5, 1, 2, 4)  # times the plan's hidden width
 
 
 class Absent(Exception):
     """A picture cannot be drawn of this plan; the message says why, for the page."""
-
-
-@dataclass(frozen=True)
-class Flips:
-    """The winner at each hidden width (rows) and bandwidth (columns)."""
-
-    link: str
-    bandwidths: list[float]  # [B/s]
-    widths: list[int]
-    winners: list[list[Candidate]]
-    seconds: list[list[float]]  # of their epochs [s]
-    shrunk: str  # why there is one width only; or empty
 
 
 @dataclass(frozen=True)
@@ -80,7 +54,7 @@ class Facts:
     @property
     def leaders(self) -> list[Answer]:
         """The plan's candidates, its choice first."""
-        return [_leader(one) for one in (self.document["best"], *self.document["alternatives"])]
+        return [Answer.of(one) for one in (self.document["best"], *self.document["alternatives"])]
 
     @cached_property
     def epoch(self) -> Schedule:
@@ -104,42 +78,6 @@ class Facts:
         self.notify("playing the schedule")
         schedule = self.candidate.strategy.schedule(self.problem, steps)
         return play(schedule, self.problem.cost).spans
-
-    @cached_property
-    def flips(self) -> Flips:
-        """Which strategy wins on slower and faster links, at other hidden widths. Raises Absent."""
-        whole = replace(self.problem, placement=())
-        cluster, workload = whole.cluster, whole.workload
-        if cluster.ranks == 1:
-            raise Absent("one rank sends nothing, so no link matters")
-        if not whole.stats.known and cluster.ranks > MOST_ESTIMATED:
-            raise Absent(f"more than {MOST_ESTIMATED} GPUs would take minutes")
-        between = cluster.servers > 1 and cluster.inter_node
-        links = ["inter_node"] if between else inside_servers(cluster)
-        link = "between servers" if between else "inside servers"
-        shrunk = ""
-        if workload.module:
-            shrunk = "the model's own module fixes its width"
-        elif whole.stats.known and whole.stats.edges > MOST_EDGES:
-            shrunk = f"other widths of a graph of more than {MOST_EDGES:,} edges take minutes"
-        times = (1.0,) if shrunk else WIDTHS
-        widths = sorted({max(1, round(workload.hidden * factor)) for factor in times})
-        winners: list[list[Candidate]] = []
-        seconds: list[list[float]] = []
-        for width in widths:
-            self.notify("asking where the answer flips", f"hidden width {width}")
-            asked = replace(whole, workload=workload.model_copy(update={"hidden": width}))
-            try:
-                found = search(asked, plans.is_exact(self.document))
-            except Infeasible:
-                winners.append([])
-                seconds.append([])
-                continue
-            best, taken = best_at(found, lambda c, f: scaling.links(c, f, links), FACTORS)
-            winners.append(best)
-            seconds.append(taken.tolist())
-        bandwidth = getattr(cluster, links[-1]).bandwidth
-        return Flips(link, (FACTORS * bandwidth).tolist(), widths, winners, seconds, shrunk)
 
 
 def gather(
@@ -166,19 +104,4 @@ def gather(
                 f" give runs of this plan, as `gnnplan run plan.json --out {folder}` makes them"
             )
         runs.append(run)
-    facts = Facts(document, evaluate(problem, plans.chosen(document)), runs, notify)
-    assert facts.leaders  # checks them
-    return facts
-
-
-def _leader(answer: Any) -> Answer:
-    """Raises SpecError where it is not what `gnnplan plan` writes."""
-    try:
-        found = Answer.of(answer)
-        for field in ("compute_s", "comm_s", "bubble_s"):
-            float(found.predicted[field])
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(
-            f"a candidate of the plan lacks or garbles {error}; make it again with `gnnplan plan`"
-        ) from error
-    return found
+    return Facts(document, evaluate(problem, plans.chosen(document)), runs, notify)

@@ -73,7 +73,6 @@ def draw(facts: Facts, notify: Notify = silent) -> tuple[list[Picture], dict[str
         ("What memory holds", decision.memory),
         ("Who sends whom", traffic.matrix),
         ("Which links are busy", traffic.links),
-        ("Where the answer flips", decision.flips),
         ("Where the prediction was off", outcome.errors),
         ("What training achieved", outcome.losses),
     ]

@@ -77,13 +77,3 @@ def unit_of(most: float, units: Sequence[tuple[float, str]]) -> tuple[str, float
     """
     size, unit = next((pair for pair in units if most >= pair[0]), units[-1])
     return unit, 1 / size
-
-
-def path(segments: Sequence[tuple[Any, Any, Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """Lines from (x, y) to (x, y) with gaps between them, as plotly draws them at once.
-
-    >>> path([(0, 1, 2, 3)])
-    ([0, 2, None], [1, 3, None])
-    """
-    x = [value for ax, _, bx, _ in segments for value in (ax, bx, None)]
-    return x, [value for _, ay, _, by in segments for value in (ay, by, None)]

@@ -11,33 +11,24 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from gnnplan.planner.evidence.validate import MOVED, describe_operation, operation
 from gnnplan.planner.evidence.validate import WAITING as WAITS
-from gnnplan.planner.evidence.validate import describe_operation, operation
 from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.trace import BELOW, Span, place_of
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
-from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, path, unit_of
+from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, unit_of
 
 MOST_RANKS = 16  # drawn
 MOST_MARKS = 8_000  # of a panel, which bounds the size of the page
-# what strangers ask about: lanes and operations
+# what strangers ask about: lanes, and operations as MOVED has them
 TERMS = {
     "comm": "exchanges between ranks",
     "reduce": "sums of gradients over ranks",
     "copy": "copies to the device",
     "host": "sampling",
-    "halo": "rows of neighbours that other ranks hold",
-    "to_columns": "own rows, cut into columns of all rows",
-    "to_rows": "columns of all rows, joined to own rows",
-    "sum_aggregates": "sums over edges, added up along an axis of the grid",
-    "sum_outputs": "products, added up along an axis",
-    "sum_inputs": "gradients of inputs, added up along an axis",
-    "gather_weights": "shares of a tile of the weights, put together",
-    "scatter_weights": "gradients of weights, shared out",
-    "pipeline": "rows to the next stage, and their gradients back",
+    **MOVED,
 }
-FINENESS = (16_000, 8_000, 4_000, 2_000, 1_000, 500)  # shares of the window that are not joined
 
 
 @dataclass(frozen=True)
@@ -145,12 +136,10 @@ def marks(window: Window) -> list[Span]:
         span for span in window.spans if span.rank < MOST_RANKS and place_of(span.lane) < BELOW
     ]
     spans.sort(key=lambda span: (span.rank, span.lane, span.start, span.end))
-    found: list[Span] = []
-    for fineness in FINENESS:
-        lanes = groupby(spans, key=lambda span: (span.rank, span.lane))
-        found = [mark for _, lane in lanes for mark in thinned(lane, window.seconds / fineness)]
-        if len(found) <= MOST_MARKS:
-            break
+    lanes = [list(lane) for _, lane in groupby(spans, key=lambda span: (span.rank, span.lane))]
+    shortest = window.seconds / 16_000
+    while len(found := [m for lane in lanes for m in thinned(lane, shortest)]) > MOST_MARKS:
+        shortest *= 2
     return found
 
 
@@ -174,17 +163,14 @@ def _lines(
 ) -> Any:
     """An operation's marks as thick lines with gaps between them: one path, quick to draw."""
     height = {place: i for i, place in enumerate(places)}
-    at = [height[mark.rank, mark.lane] for mark in own]
-    times = [[float(f"{t * scale:.5g}") for t in (mark.start, mark.end)] for mark in own]
-    x, y = path([(start, i, end, i) for (start, end), i in zip(times, at, strict=True)])
     name = own[0].op
     return go.Scatter(
         name=name.replace(":f", " forward").replace(":b", " backward") + " (waits)" * _waits(name),
         legendgroup=name,
         mode="lines",
-        x=x,
-        y=y,
-        text=[text for mark in own for text in (mark.label, mark.label, None)],
+        x=[x and float(f"{x * scale:.5g}") for m in own for x in (m.start, m.end, None)],
+        y=[y for m in own for y in (height[m.rank, m.lane],) * 2 + (None,)],
+        text=[text for m in own for text in (m.label, m.label, None)],
         line={"width": 12, "color": colour},
         hovertemplate=f"%{{text}}, %{{x:.4g}} {unit}<extra></extra>",
     )

@@ -1,4 +1,4 @@
-"""Who sends whom, and over which links: a matrix of ranks, and the cluster as a graph."""
+"""Who sends whom, and over which links: a matrix of ranks, and the busiest links."""
 
 from __future__ import annotations
 
@@ -9,45 +9,20 @@ from typing import NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from gnnplan.planner.cluster import topology
-from gnnplan.planner.cluster.fabric import Node
 from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
 from gnnplan.report.facts import Absent, Facts
-from gnnplan.report.picture import (
-    COMMUNICATION,
-    COMPUTATION,
-    MEASURED,
-    SIZES,
-    WAITING,
-    Picture,
-    categories,
-    figure,
-    path,
-    unit_of,
-)
+from gnnplan.report.picture import COMMUNICATION, SIZES, Picture, categories, figure, unit_of
 
-MOST_RANKS = 64  # of the matrix and of the drawing; beyond, servers stand for their ranks
+MOST_RANKS = 64  # of the matrix; beyond, servers stand for their ranks
 EVEN = 1.01  # pairs that differ by less send the same
 MOST_TOLD = 3  # links in words
-MOST_NAMED = 32  # places with their number beside them
+MOST_LINKS = 24  # drawn
 MOST_WRITTEN = 4  # ranks whose bytes are written into the fields
-# from the idlest: name, the least and the most share of the epoch, colour, width
-CLASSES = (
-    ("idle", 0.0, 1e-12, WAITING, 1),
-    ("below 1 % of the epoch", 1e-12, 0.01, COMPUTATION, 2),
-    ("1 % to 10 % of the epoch", 0.01, 0.1, COMMUNICATION, 3),
-    ("10 % of the epoch or more", 0.1, np.inf, MEASURED, 5),
-)
-# floors of the drawing, from the bottom; what else joins servers is on floor JOINS
-FLOORS = {"gpu": 0, "island": 1, "switch": 2, "host": 3, "nic": 4, "spine": 6}
-JOINS = 5
-BESIDE = 0.3  # NICs stand beside their switch, or GPUs' ways to both would be one line
-WORDS = {"gpu": "rank", "nic": "NIC"}
 
 
 class Load(NamedTuple):
@@ -89,7 +64,7 @@ def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
             re.sub(
                 r"GPU \d+",  # as the drawing has them; and ranks may be CPUs
                 lambda gpu: rank_of.get(gpu[0], gpu[0]),
-                topology.describe_port(problem.cluster, placement, (port, number)),
+                describe_port(problem.cluster, placement, (port, number)),
             ),
             nbytes,
             nbytes / float(kind.link.bandwidth) / epoch_s,
@@ -141,50 +116,19 @@ def matrix(facts: Facts) -> Picture:
 
 
 def links(facts: Facts) -> Picture:
-    """The cluster as a graph, its links by how long an epoch keeps them busy. Raises Absent."""
-    cluster, placement = facts.problem.cluster, facts.problem.cost.placement
+    """How long an epoch keeps links busy, the busiest first. Raises Absent."""
     found = loads(facts.candidate, _sent(facts))
-    if cluster.ranks > MOST_RANKS:
-        raise Absent(f"the cluster has {cluster.ranks:,} GPUs, too many for a drawing")
-    busy = {
-        (kind, placement[number] if kind.startswith(("gpu", "island")) else number): load.share
-        for load in found
-        for kind, number in [load.port]
-    }
-    shares = _edges(cluster, busy)
-    place = _places({node for edge in shares for node in edge}, shares)
-    traces = []
-    for name, least, most, colour, width in CLASSES:
-        edges = [sorted(edge) for edge, share in shares.items() if least <= share < most]
-        x, y = path([(*place[a], *place[b]) for a, b in edges])
-        how = {"mode": "lines", "line": {"color": colour, "width": width}, "hoverinfo": "skip"}
-        if edges:
-            traces.append(go.Scatter(name=name, x=x, y=y, **how))
-    rank_of = {("gpu", gpu): f"rank {rank}" for rank, gpu in enumerate(placement)}
-    rank_of |= {node: "GPU free" for node in place if node[0] == "gpu" and node not in rank_of}
-    names = [rank_of.get(node, f"{WORDS.get(node[0], node[0])} {node[1]}") for node in place]
-    traces.append(
-        go.Scatter(
-            mode="markers+text",
-            x=[x for x, _ in place.values()],
-            y=[y for _, y in place.values()],
-            text=[name.split()[1] for name in names] if len(names) <= MOST_NAMED else None,
-            textposition=["bottom center" if n[0] == "gpu" else "top center" for n in place],
-            hovertext=names,
-            hoverinfo="text",
-            marker={"size": 14, "color": [WAITING if "free" in n else COMPUTATION for n in names]},
-            showlegend=False,
-        )
+    shown = found[:MOST_LINKS]
+    bars = go.Bar(
+        orientation="h",
+        y=[one.name for one in shown],
+        x=[100 * one.share for one in shown],
+        marker_color=COMMUNICATION,
+        hovertemplate="%{y}: %{x:.3g} %<extra></extra>",
     )
-    floors = {y: WORDS.get(node[0], node[0]) for node, (_, y) in place.items()}
-    drawn = figure(traces, 90 + 80 * len(floors)).update_xaxes(visible=False)
-    drawn.update_yaxes(
-        showgrid=False,
-        zeroline=False,
-        range=[-0.5, len(floors) - 0.6],
-        tickvals=list(floors),
-        ticktext=list(floors.values()),
-    )
+    drawn = figure([bars], 90 + 22 * len(shown))
+    drawn.update_xaxes(title_text="% of the epoch", rangemode="tozero")
+    drawn.update_yaxes(autorange="reversed", tickfont_size=11)
     top = ", ".join(f"{one.name} ({show_percent(one.share, 1)})" for one in found[:MOST_TOLD])
     see = (
         "Links by the share of an epoch that their bytes need at full bandwidth. The busiest:"
@@ -200,33 +144,3 @@ def _sent(facts: Facts) -> np.ndarray:
     if not sent.any():
         raise Absent("nothing is sent")
     return sent
-
-
-def _edges(cluster: Cluster, busy: dict[Port, float]) -> dict[frozenset[Node], float]:
-    """The links of the cluster, and the share of the epoch that the busier direction is busy.
-
-    A way that has no port of its own is drawn only if it leads to a NIC that is in use.
-    """
-    shares: dict[frozenset[Node], float] = {}
-    for a, b, port in topology.edges(cluster):
-        to_nic = "nic" in (a[0], b[0])
-        if (to_nic and cluster.servers > 1) or (port is not None and not to_nic):
-            edge = frozenset((a, b))
-            shares[edge] = max(shares.get(edge, 0.0), busy.get(port, 0.0) if port else 0.0)
-    return shares
-
-
-def _places(
-    nodes: set[Node], edges: dict[frozenset[Node], float]
-) -> dict[Node, tuple[float, float]]:
-    """GPUs side by side, the others in the middle above what they join."""
-    floor = {node: FLOORS.get(node[0], JOINS) for node in nodes}
-    used = sorted(set(floor.values()))
-    place: dict[Node, tuple[float, float]] = {}
-    for node in sorted(nodes, key=lambda node: (floor[node], node[0], node[1])):
-        joined = {other for edge in edges if node in edge for other in edge}
-        below = [place[other][0] for other in joined if floor[other] < floor[node]]
-        middle = float(np.mean(below)) if below else float(node[1])
-        across = middle + (BESIDE if node[0] == "nic" else 0.0)
-        place[node] = across, float(used.index(floor[node]))
-    return place

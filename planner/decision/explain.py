@@ -13,37 +13,26 @@ from typing import Any
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.topology import describe_port
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import ONE, in_mode
-from gnnplan.planner.decision.recommendation import SURE_SHARE, range_of
-from gnnplan.planner.decision.search import SearchResult, evaluate_all, recommend
+from gnnplan.planner.decision.epochs import ONE
+from gnnplan.planner.decision.recommendation import SURE_SHARE
+from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
 from gnnplan.planner.vocabulary.files import quoted
-from gnnplan.planner.vocabulary.progress import Notify, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
-NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
 
 
-def explain(
-    problem: Problem,
-    found: SearchResult,
-    exact: bool,
-    turning_points: Sequence[str],
-    notify: Notify = silent,
-) -> list[str]:
+def explain(problem: Problem, found: SearchResult, turning_points: Sequence[str]) -> list[str]:
     """All reasons, the most important first; `turning_points` is what sensitivity.py says."""
     best = found.best
     out = [
         f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
         f" {best.predicted.bottleneck}",
-        *to_the_objective(best),
         *why_these_gpus(problem, found),
         *tightest(best),
-        *nearly_full(best),
-        *estimates(problem),
         *rounded_rows(problem),
         *before_the_first_epoch(best),
         *convergence(best.strategy, problem.workload.model),
@@ -51,30 +40,12 @@ def explain(
         *within_doubt(found),
         *turning_points,
     ]
-    if problem.workload.mode == "full":
-        return out + of_families(problem, found)
-    out += [batches_of(problem, best.strategy), *of_families(problem, found)]
-    if found.forced or problem.workload.task == "link":  # on the full graph there is none
-        return out
-    return out + full_graph(problem, best, exact, notify)
+    if problem.workload.mode == "mini":
+        out.append(batches_of(problem, best.strategy))
+    return out + of_families(problem, found)
 
 
 # -- the recommendation ------------------------------------------------------------------------
-
-
-def to_the_objective(best: Candidate) -> list[str]:
-    """The number that the best has least of, and the epochs in it; empty for an epoch's time."""
-    objective = best.objective
-    if objective.is_plain:
-        return []
-    low, high = (objective.show(value) for value in range_of(best.drawn))
-    out = [
-        f"Compared by {objective.of} {objective.span}: {objective.show(best.value)}, within {low}"
-        f" to {high} (80 %)"
-    ]
-    if best.epochs != ONE:
-        out.append(f"Epochs to the accuracy, without the set-up: {best.epochs}")
-    return out
 
 
 def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
@@ -130,35 +101,6 @@ def tightest(best: Candidate) -> list[str]:
         f" {describe_port(cluster, cost.placement, first)} busy longest"
         + (f" (of other links {words})" if words else "")
     ]
-
-
-def nearly_full(best: Candidate) -> list[str]:
-    """A warning where the fullest rank leaves its device little memory.
-
-    It says how far a prediction may be too low, and how to ask for a strategy with more room."""
-    room = best.problem.cluster.device.memory
-    share = best.memory_bytes / room
-    if share <= NEARLY_FULL:
-        return []
-    return [
-        f"{show_percent(share)} full: where memory is predicted more than"
-        f" {show_percent(1 / share - 1, 1)} too low, training runs out of it; --set"
-        f" device.memory={NEARLY_FULL * room / 1e9:.3g}GB plans with room to spare"
-    ]
-
-
-def estimates(problem: Problem) -> list[str]:
-    """Say what is estimated where only statistics of the graph are known."""
-    if problem.stats.known:
-        return []
-    counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
-    if problem.workload.mode == "mini":
-        source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
-    elif counted:
-        source = f"halo sizes follow from those counted at {counted} parts"
-    else:
-        source = "halo sizes are usual ones"
-    return [f"The graph is known by statistics only: {source}, and the plan cannot be run."]
 
 
 def rounded_rows(problem: Problem) -> list[str]:
@@ -371,23 +313,3 @@ def batches_of(problem: Problem, strategy: Strategy) -> str:
         f"An epoch is {strategy.steps(problem)} updates of the weights, each on a batch of"
         f" {workload.batch:,} {items} with neighbours drawn {fanouts} (from the seeds outwards)"
     )
-
-
-def full_graph(problem: Problem, best: Candidate, exact: bool, notify: Notify) -> list[str]:
-    """The best strategy for the same GNN on the full graph, where runs tell in how many epochs it
-    reaches the same accuracy: nothing else compares an epoch of one update with one of many."""
-    whole, objective = in_mode(problem, "full"), best.objective
-    if objective.target is None or not objective.target.tells_of(whole):
-        return [
-            "In how many epochs the full graph reaches the same accuracy is unknown; runs of it"
-            " (--mode full) and of mini-batches tell, by --target-accuracy and --evidence"
-        ]
-    notify("evaluating the full graph too")
-    ranked, _ = evaluate_all(whole, exact, objective=objective)
-    if not ranked:
-        return ["The full graph does not fit: only mini-batches train this"]
-    other = recommend(sorted(ranked, key=lambda candidate: candidate.value))
-    return [
-        f"On the full graph {other.strategy} takes {objective.show(other.value)} {objective.span},"
-        f" {other.value / best.value:.2g} times as much"
-    ]

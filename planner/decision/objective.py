@@ -174,22 +174,15 @@ class Target:
     def why_not(self, problem: Problem, strategy: Strategy) -> str:
         """Why `epochs` knows nothing of the strategy, and which run would tell."""
         runs = self.like(problem, strategy)
-        told = "no run given" if not runs else f"{show_count(len(runs), 'run')} given"
-        which = (
-            "of an exact strategy"
-            if strategy.exact
-            else f"of it on {show_count(problem.ranks, 'rank')}"
-        )
-        seen = ""
+        ranks = show_count(problem.ranks, "rank")
+        which = "an exact strategy" if strategy.exact else f"it on {ranks}"
+        told, seen = "no run given", ""
         if runs:
-            last = max(runs, key=_length)
-            seen = (
-                f" (best accuracy {max(run.best for run in runs):.3f}; not in each of them, or not"
-                f" yet after {show_count(_length(last), 'epoch')})"
-            )
+            told = f"{show_count(len(runs), 'run')} given"
+            seen = f" in each of them (best accuracy {max(run.best for run in runs):.3f})"
         return (
-            f"not covered: {told} {which} shows in how many epochs it reaches a validation accuracy"
-            f" of {self.accuracy:g}{seen}"
+            f"not covered: {told} of {which} shows in how many epochs it reaches a validation"
+            f" accuracy of {self.accuracy:g}{seen}"
         )
 
     def must_cover(self, problem: Problem, strategies: Iterable[Strategy]) -> None:
@@ -197,25 +190,25 @@ class Target:
         asked = [strategy.settle(problem) for strategy in strategies]
         if any(self.epochs(problem, strategy) for strategy in asked):
             return
-        rule = f"--target-accuracy {self.accuracy:g}: no run shows in how many epochs"
+        rule = f"--target-accuracy {self.accuracy:g}: no run shows in how many epochs it is reached"
         if not problem.stats.known:
             raise SpecError(
-                f"{rule} it is reached, and none can, since only statistics of"
-                f" {problem.stats.name} are known; give the graph itself (--graph FILE or FOLDER),"
-                " or leave --target-accuracy out"
+                f"{rule}, and none can, since only statistics of {problem.stats.name} are known;"
+                " give the graph itself (--graph FILE or FOLDER), or leave --target-accuracy out"
             )
         here = self.of_question(problem)
-        found = f"{show_count(len(self.trainings), 'run')} given"
+        found = [f"{show_count(len(self.trainings), 'run')} given"]
         if others := len(self.trainings) - len(here):
-            found += f", {others} of another graph, model or options"
+            found.append(f"{others} of another graph, model or options")
         if here:
             best = max(here, key=lambda run: run.best)
-            found += f"; the best accuracy is {best.best:.4f}, in {best.folder}"
-            found += f" ({best.strategy} on {show_count(best.ranks, 'rank')})"
+            found.append(
+                f"the best accuracy is {best.best:.4f}, in {best.folder} ({best.strategy} on"
+                f" {show_count(best.ranks, 'rank')})"
+            )
         runs = [run for strategy in asked for run in self.like(problem, strategy)]
-        if behind := [run for run in runs if not run.reached(self.accuracy)]:
-            last = max(behind, key=_length)
-            found += f"; {last.folder} is not there after {show_count(_length(last), 'epoch')}"
+        behind = [run for run in runs if not run.reached(self.accuracy)]
+        if last := max(behind, key=_length, default=None):
             remedy = f"gnnplan run --resume {last.folder} --epochs {2 * _length(last)}"
         else:
             is_exact = any(strategy.exact for strategy in asked)
@@ -225,10 +218,10 @@ class Target:
                 f" first.json --epochs {problem.workload.epochs} --eval-every 5 --out runs/first"
             )
         raise SpecError(
-            f"{rule} a validation accuracy of {self.accuracy:g} is reached ({found}). This would"
-            f" tell: {remedy}; then plan again with --evidence and the run's folder. A run of an"
-            " exact strategy, on any number of ranks, counts for all exact ones; a lossy one needs"
-            " a run of its own (gnnplan run --strategy)"
+            f"{rule} ({', '.join(found)}). This would tell: {remedy}; then plan again with"
+            " --evidence and the run's folder. A run of an exact strategy, on any number of ranks,"
+            " counts for all exact ones; a lossy one needs a run of its own (gnnplan run"
+            " --strategy)"
         )
 
 

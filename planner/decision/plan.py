@@ -85,7 +85,7 @@ def make(
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(problem, found, turning_points),
-        "explanation": explain(problem, found, exact, reasons, notify),
+        "explanation": explain(problem, found, reasons),
     }
 
 
@@ -176,7 +176,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
 # -- reading -----------------------------------------------------------------------------------
 
 
-class _Predicted(TypedDict, total=False):
+class _Predicted(TypedDict):
     """A prediction as `answer` writes it, as far as it is read again."""
 
     epoch_s: Finite
@@ -193,6 +193,12 @@ class _Predicted(TypedDict, total=False):
     by_op: dict[str, Finite]
 
 
+class _Place(TypedDict):
+    rank: int
+    server: int
+    gpu: int
+
+
 class _Answer(TypedDict, total=False):
     strategy: Required[dict[str, Any]]
     exact: Required[bool]
@@ -201,7 +207,8 @@ class _Answer(TypedDict, total=False):
     epoch_high_s: Finite | None
     chance_fastest: Finite | None
     expected_regret: Finite | None
-    predicted: _Predicted
+    predicted: Required[_Predicted]
+    placement: list[_Place]
 
 
 class _Epochs(TypedDict):
@@ -308,7 +315,7 @@ def _rule(mistake: ErrorDetails) -> str:
     if kind == "dict_type" and mistake["loc"][-1] == "strategy":
         return f"{where}: must be an object with a name and knobs"
     if kind in _KINDS:
-        return f"{where} must be {_KINDS[kind]}, is {_JSON.get(type(mistake['input']), 'empty')}"
+        return f"{where} must be {_KINDS[kind]}"
     return f"{where}: {mistake['msg'].replace('Input should be', 'must be')}"
 
 
@@ -317,14 +324,6 @@ _KINDS = {
     "string_type": "text",
     "bool_type": "true or false",
     "list_type": "a list",
-}
-_JSON = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
 }
 
 
@@ -401,36 +400,25 @@ def placement(document: dict[str, Any]) -> tuple[int, ...]:
 
     Raises SpecError.
     """
-    cluster, places = Cluster.model_validate(document["cluster"]), document["best"].get("placement")
+    cluster = Cluster.model_validate(document["cluster"])
     servers, each = cluster.servers, cluster.gpus_per_server
-    if not isinstance(places, list) or not places:
-        raise SpecError(f"must be a list with the rank, server and gpu of every rank; {AGAIN}")
-    found: dict[int, int] = {}
-    for place in places:
-        numbers = (
-            [place[name] for name in ("rank", "server", "gpu") if type(place.get(name)) is int]
-            if isinstance(place, dict)
-            else []
-        )
-        if len(numbers) < 3:
-            raise SpecError(
-                f"every rank needs whole numbers rank, server and gpu, found {str(place)[:80]};"
-                f" {AGAIN}"
-            )
-        rank, server, gpu = numbers
+    found = sorted(
+        (place["rank"], place["server"], place["gpu"])
+        for place in document["best"].get("placement", ())
+    )
+    for rank, server, gpu in found:
         if not (0 <= server < servers and 0 <= gpu < each):
             raise SpecError(
                 f"rank {rank} sits on GPU {gpu} of server {server}, but there are {servers} servers"
                 f" of {each} GPUs, counted from 0; {AGAIN}"
             )
-        if rank in found or server * each + gpu in found.values():
-            raise SpecError(
-                f"a rank or a GPU is there twice (rank {rank}, server {server}, GPU {gpu}); {AGAIN}"
-            )
-        found[rank] = server * each + gpu
-    if sorted(found) != list(range(len(found))):
-        raise SpecError(f"ranks must count from 0 to {len(found) - 1} without a gap; {AGAIN}")
-    return tuple(found[rank] for rank in range(len(found)))
+    gpus = tuple(server * each + gpu for _, server, gpu in found)
+    ranks = [rank for rank, _, _ in found]
+    if not ranks or ranks != list(range(len(ranks))) or len(set(gpus)) < len(gpus):
+        raise SpecError(
+            f"must have a GPU of its own for every rank, counted from 0 without a gap; {AGAIN}"
+        )
+    return gpus
 
 
 def write(path: str | Path, document: dict[str, Any]) -> None:

@@ -127,16 +127,6 @@ class Scaling:
         return next(s for s in self.fitting if s.time_s <= (1 + NEAR) * self.fastest.time_s)
 
     @property
-    def dips(self) -> list[tuple[Size, Size]]:
-        """Sizes below the fastest that are slower than a smaller one, with the fastest smaller."""
-        out, before = [], self.first
-        for size in self.fitting:
-            if size.gpus < self.fastest.gpus and size.time_s > before.time_s:
-                out.append((size, before))
-            before = min(before, size, key=lambda one: one.time_s)
-        return out
-
-    @property
     def takes_over(self) -> list[tuple[int, str, str]]:
         """Where another strategy is recommended than on fewer GPUs: (GPUs, from, to)."""
         pairs = (

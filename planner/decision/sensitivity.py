@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,27 +43,21 @@ def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
     if _runs_disagree(found) or (not best.stats.known and cluster.ranks > MOST_ESTIMATED):
         return []
     notify("asking what would change the choice", "links and devices")
-    out: list[str] = []
+    asked = list[tuple[str, Scaled, float | None]]()
     if cluster.servers > 1 and cluster.inter_node:
         bandwidth = cluster.inter_node.bandwidth
-        out += _of_links(found, "the bandwidth between servers", ["inter_node"], bandwidth)
+        asked.append(("the bandwidth between servers", _links("inter_node"), bandwidth))
     if cluster.gpus_per_server > 1:
-        inside = inside_servers(cluster)
+        inside = [name for name in ("island", "switch") if getattr(cluster, name)]
         # of several links there is no one bandwidth to name
-        only = None if len(inside) > 1 else cluster.intra_node.bandwidth
-        out += _of_links(found, "the bandwidth inside servers", inside, only)
-    return [*out, *_of(found, "the device's speed", scaled.device, None)]
+        only = None if inside else cluster.intra_node.bandwidth
+        asked.append(("the bandwidth inside servers", _links("intra_node", *inside), only))
+    asked.append(("the device's speed", scaled.device, None))
+    return [sentence for one in asked for sentence in _of(found, *one)]
 
 
-def _of_links(
-    found: SearchResult, name: str, links: list[str], bandwidth: float | None
-) -> Iterator[str]:
-    return _of(found, name, lambda cluster, by: scaled.links(cluster, by, links), bandwidth)
-
-
-def inside_servers(cluster: Cluster) -> list[str]:
-    """The names of the links inside its servers."""
-    return ["intra_node", *(name for name in ("island", "switch") if getattr(cluster, name))]
+def _links(*names: str) -> Scaled:
+    return lambda cluster, by: scaled.links(cluster, by, names)
 
 
 def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
@@ -112,11 +107,11 @@ def _runs_disagree(found: SearchResult) -> bool:
 
 
 def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iterator[str]:
-    """The nearest smaller and larger number of layers at which another family wins.
+    """The nearest of a half, a quarter and twice the layers at which another family wins.
 
-    As 'at 8 layers or fewer granndis wins'. Every number that is asked about takes a search, so a
-    plan asks only where all reasons are wanted. Nothing where runs have
-    decided otherwise than predictions would.
+    As 'at 8 layers granndis wins'. Every number that is asked about takes a search, so a plan asks
+    only where all reasons are wanted. Nothing where runs have decided otherwise than predictions
+    would.
     """
     best = found.best
     problem, layers = best.problem, best.problem.workload.layers
@@ -142,15 +137,8 @@ def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iter
         except GnnplanError:
             return ""
 
-    for far, word in ((layers // 4, "fewer"), (layers * 2, "more")):
-        near = layers
-        if not far or (name := winner(far)) in ("", best.strategy.name):
-            continue
-        while abs(near - far) > 1:
-            middle = (near + far) // 2
-            other = winner(middle)
-            if other == best.strategy.name:
-                near = middle
-            else:
-                far, name = middle, other or name
-        yield f"at {far} layers or {word} {name} wins"
+    for counts in ((layers // 2, layers // 4), (layers * 2,)):
+        winners = ((count, winner(count)) for count in counts if count)
+        others = ((count, name) for count, name in winners if name not in ("", best.strategy.name))
+        for count, name in islice(others, 1):
+            yield f"at {show_count(count, 'layer')} {name} wins"

@@ -7,7 +7,7 @@ close, what would change it.
     inputs    ...        where the numbers come from
     tested    ...        what predictions have been compared with
     cost      ...        epoch, memory, bytes, dollars
-    close     ...        the runner-up, and the fastest exact strategy or other family
+    close     ...        the runner-up
     change    ...        where another family takes over
 
 explain.py has all reasons.
@@ -26,7 +26,6 @@ from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
     measured_errors,
-    nearly_full,
     rounded_products,
     within_doubt,
 )
@@ -47,7 +46,7 @@ from gnnplan.planner.vocabulary.units import (
 )
 
 MOST_CHANGES = 2  # told
-WIDEST_RIVALS = 92  # columns that 'close' grows to: a line of 100 with its label
+NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
 WORTH_SAYING = 0.005  # of regret
 MOST_LISTED = 8  # ranks whose GPUs are named one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "over NVLink"}
@@ -154,8 +153,19 @@ def inputs(problem: Problem) -> str:
     if problem.workload.dtype in ("bfloat16", "tf32"):
         words.append(rounded_products(problem))
     if not problem.stats.known:
-        words.append("sizes of halos and frontiers are estimated from statistics")
+        words.append(estimates(problem))
     return "; ".join(words)
+
+
+def estimates(problem: Problem) -> str:
+    """Say what is estimated where only statistics of the graph are known."""
+    counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
+    source = f"halo sizes follow from those counted at {counted} parts"
+    if problem.workload.mode == "mini":
+        source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
+    elif not counted:
+        source = "halo sizes are usual ones"
+    return f"the graph is known by statistics only: {source}"
 
 
 def tested(problem: Problem) -> str:
@@ -231,6 +241,21 @@ def costs(best: Candidate) -> str:
     return "; ".join(words)
 
 
+def nearly_full(best: Candidate) -> list[str]:
+    """A warning where the fullest rank leaves its device little memory.
+
+    It says how far a prediction may be too low, and how to ask for a strategy with more room."""
+    room = best.problem.cluster.device.memory
+    share = best.memory_bytes / room
+    if share <= NEARLY_FULL:
+        return []
+    return [
+        f"{show_percent(share)} full: where memory is predicted more than"
+        f" {show_percent(1 / share - 1, 1)} too low, training runs out of it; --set"
+        f" device.memory={NEARLY_FULL * room / 1e9:.3g}GB plans with room to spare"
+    ]
+
+
 def alone(problem: Problem, best: Candidate) -> str:
     """Say what one GPU would take on the full graph: whether to distribute at all."""
     on_gpus = problem.cluster.device.kind != "cpu" and best.objective.stated is None
@@ -248,8 +273,7 @@ def alone(problem: Problem, best: Candidate) -> str:
 def rivals(found: SearchResult) -> str:
     """The lossy strategy that was passed over, or the runner-up and why it lost.
 
-    Names are whole, as --strategy takes them. After a runner-up also the fastest exact strategy or
-    other family, if it fits in WIDEST_RIVALS columns.
+    Names are whole, as --strategy takes them.
     """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
@@ -260,20 +284,13 @@ def rivals(found: SearchResult) -> str:
         return "nothing else fits"
     if others[0].value < best.value:
         return doubted(others[0], best)
-    exact = [c for c in others if c.strategy.exact] if not best.strategy.exact else []
-    families = [c for c in others if c.strategy.family != best.strategy.family]
     if within_doubt(found):
         why = ": within doubt"
         if found.objective.is_plain:
             why += ", try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
-    told = _loss(others[0], best) + why
-    for kind, candidates in (("exact", exact), ("another kind", families)):
-        if candidates and candidates[0] is not others[0]:
-            more = f"{told}; {kind}: {_loss(candidates[0], best)}"
-            return more if len(more) <= WIDEST_RIVALS else told
-    return told
+    return _loss(others[0], best) + why
 
 
 def _loss(candidate: Candidate, best: Candidate) -> str:

@@ -170,20 +170,46 @@ def halve(
     worse than the best; the best comparable one stays while it may be as good. It ends where more
     rounds would tell nothing new. restarts: every turn starts a run. None: none has run.
     """
-    competition = _Competition(contenders, measure, budget_s, restarts)
+    spent_s, start_s = 0.0, START_S
+
+    def turn_s(contender: Contender, is_new: bool) -> float:
+        return _turn_s(contender, start_s * (is_new or restarts), restarts)
+
     alive, rounds = list(contenders), 0
     for rung in range(MOST_RUNGS):
         for _ in range(FIRST if rung == 0 else rounds):
-            alive, is_time_left = competition.round(alive[::-1] if rounds % 2 else alive)
+            ran: list[Contender] = []
+            for contender in alive[::-1] if rounds % 2 else alive:
+                is_new = not contender.readings
+                needed_s = turn_s(contender, is_new)
+                if is_new and len(ran) >= FEWEST:  # it must leave time for a second round
+                    needed_s += sum(turn_s(one, False) for one in (*ran, contender))
+                if spent_s + needed_s > budget_s and is_new and len(ran) >= FEWEST:
+                    continue
+                if spent_s + needed_s > budget_s:
+                    known = [one for one in alive if one.readings and not one.failed]
+                    return _result(contenders, known, spent_s)
+                epochs = _turn_epochs(contender, restarts)
+                reading = measure(contenders.index(contender), epochs, budget_s - spent_s)
+                spent_s += reading.wall_s
+                contender.failed = reading.failed
+                if not reading.epochs_s:
+                    continue
+                contender.readings.append(reading)
+                if is_new:
+                    in_epochs_s = sum(reading.epochs_s) + WARM_UP * contender.epoch_s
+                    start_s = max(0.0, reading.wall_s - in_epochs_s)
+                if not reading.failed:
+                    ran.append(contender)
             rounds += 1
-            alive = sorted(alive, key=contenders.index)
-            if not is_time_left:
-                return _result(contenders, alive, competition.spent_s)
+            alive = sorted(ran, key=contenders.index)
+            if spent_s >= budget_s:
+                return _result(contenders, alive, spent_s)
         alive = _survivors(alive)
         ordered = _in_order(alive)
         if all(difference(c, ordered[0]).is_settled for c in ordered[1:]):
             break
-    return _result(contenders, alive, competition.spent_s)
+    return _result(contenders, alive, spent_s)
 
 
 def least_s(contenders: Sequence[Contender], restarts: bool = False) -> float:
@@ -192,49 +218,6 @@ def least_s(contenders: Sequence[Contender], restarts: bool = False) -> float:
     return sum(
         n * _turn_s(c, START_S * starts, restarts) for starts, n in turns for c in contenders
     )
-
-
-@dataclass(eq=False)
-class _Competition:
-    """The budget, what is spent of it, and what a run's start takes."""
-
-    contenders: Sequence[Contender]
-    measure: Measure
-    budget_s: float
-    restarts: bool
-    spent_s: float = 0.0
-    start_s: float = START_S
-
-    def round(self, order: Sequence[Contender]) -> tuple[list[Contender], bool]:
-        """A turn of each, in this order: those that are not out, and whether time was left."""
-        ran: list[Contender] = []
-        for contender in order:
-            is_new = not contender.readings
-            # a third and a fourth must leave time for a second round
-            again = [*ran, contender] if is_new and len(ran) >= FEWEST else []
-            turns = [(contender, is_new), *((one, False) for one in again)]
-            if self.spent_s + sum(self._expected_s(*turn) for turn in turns) > self.budget_s:
-                if again:
-                    continue
-                return [c for c in order if c.readings and not c.failed], False
-            epochs = _turn_epochs(contender, self.restarts)
-            index = list(self.contenders).index(contender)
-            reading = self.measure(index, epochs, self.budget_s - self.spent_s)
-            self.spent_s += reading.wall_s
-            contender.failed = reading.failed
-            if not reading.epochs_s:
-                continue
-            contender.readings.append(reading)
-            if is_new:
-                in_epochs_s = sum(reading.epochs_s) + WARM_UP * contender.epoch_s
-                self.start_s = max(0.0, reading.wall_s - in_epochs_s)
-            if not reading.failed:
-                ran.append(contender)
-        return ran, self.spent_s < self.budget_s
-
-    def _expected_s(self, contender: Contender, is_new: bool) -> float:
-        starts = is_new or self.restarts
-        return _turn_s(contender, self.start_s * starts, self.restarts)
 
 
 def _turn_epochs(contender: Contender, restarts: bool) -> int:

@@ -143,7 +143,7 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
     try:
         info = data["distributedInfo"]
         found, world = int(info["rank"]), int(info["world_size"])
-        events = [event for event in data["traceEvents"] if event["ph"] == "X"]
+        spans = [_span(rank, event) for event in data["traceEvents"] if event["ph"] == "X"]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SpecError(
             f"{path}: distributedInfo or traceEvents lacks or garbles {error}; record it again"
@@ -153,7 +153,13 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
             f"{path}: distributedInfo.rank is {found!r}, the file's name says {rank}; do not rename"
             " traces"
         )
-    return world, [_span(path, rank, i, event) for i, event in enumerate(events)]
+    for span in spans:
+        if not -LONGEST < span.start <= span.end < LONGEST:
+            raise SpecError(
+                f"{path}: {span.label} runs from {span.start} s to {span.end} s; a span ends after"
+                " it starts"
+            )
+    return world, spans
 
 
 def merge_traces(directory: str | Path, path: str | Path) -> None:
@@ -241,29 +247,10 @@ def _load(path: Path) -> dict[str, Any]:
     return data
 
 
-def _span(path: Path, rank: int, index: int, event: dict[str, Any]) -> Span:
-    try:
-        args = event["args"]
-        span = Span(
-            str(event["name"]),
-            str(args["op"]),
-            rank,
-            str(args["lane"]),
-            float(args["start_s"]),
-            float(args["end_s"]),
-            int(args["bytes"]),
-            int(args["step"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise SpecError(
-            f"{path}: span {index} of traceEvents lacks or garbles {error}; record it again"
-        ) from error
-    if not -LONGEST < span.start <= span.end < LONGEST:
-        raise SpecError(
-            f"{path}: span {index} ({span.label}) runs from {span.start} s to {span.end} s; a span"
-            " ends after it starts"
-        )
-    return span
+def _span(rank: int, event: dict[str, Any]) -> Span:
+    args = event["args"]
+    when = float(args["start_s"]), float(args["end_s"]), int(args["bytes"]), int(args["step"])
+    return Span(str(event["name"]), str(args["op"]), rank, str(args["lane"]), *when)
 
 
 # -- what spans say

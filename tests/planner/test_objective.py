@@ -4,7 +4,6 @@ reached."""
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -399,35 +398,6 @@ def test_a_size_has_the_better_of_full_graph_and_mini_batches():
     forced = Objective(target=Target(0.9, [full, quick]))
     found = scale(problem, [1], forced, forced=parse("graph_parallel"))
     assert found.sizes[0].mode == "full"
-
-
-def test_a_plan_of_mini_batches_says_what_the_full_graph_would_take():
-    problem = problem_of(mode="mini", batch=64)
-    runs = [training("data_parallel", (1, 0.95), mode="mini", batch=64)]
-    whole = training("graph_parallel", *REACHED)
-    for more, said in (
-        ([], "reaches the same accuracy is unknown"),
-        ([whole], "On the full graph .* takes .* to an accuracy of 0.9, .* times as much"),
-    ):
-        objective = Objective(target=Target(0.9, [*runs, *more]))
-        found = search(problem, may_use_fewer=False, objective=objective)
-        reasons = plan.make(problem, found)["explanation"]
-        assert any(re.search(said, line) for line in reasons)
-
-
-def test_a_full_graph_that_reaches_the_accuracy_with_some_seeds_is_not_compared_by_it():
-    """One seed trained as long and did not get there: the plan of mini-batches ended in an error
-    about the full graph."""
-    problem = problem_of(mode="mini", batch=64)
-    late = training("graph_parallel", (200, 0.5), seed=1)
-    runs = [
-        training("data_parallel", (1, 0.95), mode="mini", batch=64),
-        training("graph_parallel", *REACHED),
-        late,
-    ]
-    found = search(problem, may_use_fewer=False, objective=Objective(target=Target(0.9, runs)))
-    reasons = plan.make(problem, found)["explanation"]
-    assert any("reaches the same accuracy is unknown" in line for line in reasons)
 
 
 def test_fewer_gpus_are_asked_where_few_vertices_train():

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from gnnplan.papers.formulas import bubble_share, pipeline_time
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
@@ -83,6 +82,11 @@ def test_the_all_reduce_is_the_whole_difference_between_gcn_and_sage(dataset: Ca
 # -- the bubble ------------------------------------------------------------------------------------
 
 
+def bubble_share(stages: int, chunks: int) -> float:
+    """GPipe's bubble, as GNNPipe Sec. 3.2 and 4.6 have it: of equal stages and chunks."""
+    return (stages - 1) / (chunks + stages - 1)
+
+
 def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule:
     """The pipeline's order with equal stages and chunks, and nothing else to do: what the formula
     speaks of. At 1 flop/s."""
@@ -112,7 +116,7 @@ def test_bubble_of_equal_stages_is_the_formula(stages: int, chunks: int, shuffle
         GNNPipe(stages, chunks, shuffle=shuffle).settle(problem).schedule(problem, 3), 1e6, 2e6
     )
     played = play(schedule, Cost(problem.cluster))
-    assert played.step_s == pytest.approx(pipeline_time(stages, chunks, 1.0, 2.0), rel=1e-6)
+    assert played.step_s == pytest.approx((chunks + stages - 1) * (1.0 + 2.0), rel=1e-6)
     assert 1 - chunks * 3.0 / played.step_s == pytest.approx(bubble_share(stages, chunks), abs=1e-6)
     assert f"{bubble_share(8, 32):.1%}" == "17.9%"
 

@@ -10,11 +10,11 @@ import pytest
 from examples import NIGHT
 from pairwise import covered
 
-from gnnplan.planner.decision.explain import NEARLY_FULL, nearly_full
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.plan import make
 from gnnplan.planner.decision.scale import Scaling, problem_of, scale, sizes_of
 from gnnplan.planner.decision.search import search
+from gnnplan.planner.decision.summary import NEARLY_FULL, nearly_full
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
@@ -144,16 +144,7 @@ def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
     assert scale(question("reddit", "dgx_a100"), [1, 2, 4, 8]).slower_from is None
 
 
-def test_a_size_below_the_fastest_may_be_slower_than_a_smaller_one():
-    base = question("reddit", "granndis_2080ti_1gbe", layers=3)
-    found = scale(base, [8, 16, 32, 64], forced=parse("graph_parallel"))
-    eight, sixteen, *_, most = found.sizes
-    assert found.dips == [(sixteen, eight)] and found.fastest is most
-    assert found.slower_from is None
-
-
-def test_every_size_below_the_fastest_that_a_smaller_one_beats_is_a_dip():
-    """Only the first of several dips was told once, each with the size before it."""
+def test_the_fastest_size_and_those_near_it_in_any_order():
     base = question("reddit", "granndis_2080ti_1gbe", layers=3)
     sizes = scale(base, [2, 8, 16, 32], forced=parse("graph_parallel")).sizes
     assert len({size.time_s for size in sizes}) == 4
@@ -161,12 +152,6 @@ def test_every_size_below_the_fastest_that_a_smaller_one_beats_is_a_dip():
         found = Scaling([replace(s, gpus=n) for s, n in zip(order, (1, 2, 4, 8), strict=True)], ())
         times = {size.gpus: size.time_s for size in found.sizes}
         fastest = min(times, key=times.__getitem__)
-        beaten = [
-            (gpus, min((n for n in times if n < gpus), key=times.__getitem__))
-            for gpus in times
-            if gpus < fastest and any(times[n] < times[gpus] for n in times if n < gpus)
-        ]
-        assert [(dip.gpus, before.gpus) for dip, before in found.dips] == beaten
         near = [gpus for gpus in times if times[gpus] <= 1.1 * times[fastest]]
         assert found.enough.gpus == min(near)
         slower = [gpus for gpus in times if gpus > fastest]
@@ -245,4 +230,3 @@ def test_a_plan_warns_where_the_fullest_rank_is_nearly_full():
         document = make(tight, found)
         told = nearly_full(found.best)
         assert bool(told) == warns == ("% full: " in document["summary"]["cost"])
-        assert set(told) <= set(document["explanation"])

@@ -451,7 +451,7 @@ def test_explanations_of_one_server_and_of_statistics():
     )
     problem = problem_of()
     guess = replace(problem, stats=replace(problem.stats, known=False), graph=None)
-    assert any("statistics only" in line for line in plan.make(guess, search(guess))["explanation"])
+    assert "statistics only" in plan.make(guess, search(guess))["summary"]["inputs"]
 
 
 def test_a_plan_can_be_asked_about_another_cluster(document: dict[str, Any]):

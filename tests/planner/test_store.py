@@ -14,7 +14,6 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.papers.formulas import remote_feature_bytes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -376,7 +375,7 @@ def test_remote_rows_are_those_of_the_formula() -> None:
     problem, strategy = problem_of(4, 1, method="random", batch=64), DataParallel(features="spread")
     read = int(rows_of_an_epoch(strategy, problem).sum())
     assert strategy.predict(problem).bytes["fetch"] == pytest.approx(
-        remote_feature_bytes(4, read, 40), rel=0.03
+        (1 - 1 / 4) * read * 40 * 4, rel=0.03
     )
 
 

@@ -49,7 +49,7 @@ all stages:
                               a model whose layers' rows are summed hands the sum on; with `bits`
                               such a row of d numbers is ceil(d bits / 8) + 4 bytes (bits.py)
     2 b sum_l H_{l-1} halo    hybrid: over layers whose input varies; halo: rows that other members
-                              of the group read, in whichever chunk (papers/formulas.py)
+                              of the group read, in whichever chunk (Sec. 3.2.3)
     2 (g-1) W b               hybrid: all-reduces, each of a stage's weights in its group
 
 Without groups no term has a factor L. Source: GNNPipe (arXiv 2308.10087), Alg. 1 and Sec. 3.2.

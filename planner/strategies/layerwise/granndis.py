@@ -49,7 +49,7 @@ loss).
 
 Bytes per epoch: as graph parallelism, where layers l <= depth + 1 exchange halos inside groups only
 (for depth 0 everywhere), plus 2 (M-1) W b per batch; the preloaded features cross once, before the
-first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. Its Eq. 3-9 (papers/formulas.py)
+first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. Its Eq. 3-9
 decide nothing: plans use the counted rows of every layer.
 
 See also step.py and memory.py in this folder, account.py and schedule.py in ../program;

@@ -3,7 +3,7 @@
 A server that preloads holds its own part and the rows around it; `growth` says how many times its
 own part that is, as a mean over servers. In return fewer bytes pass between servers. The conditions
 that the paper prints (Eq. 3-9) leave the links inside servers out and describe other times than our
-epoch; benchmarks/papers/formulas.py has them.
+epoch.
 """
 
 from __future__ import annotations
