@@ -21,8 +21,9 @@ from gnnplan.executor.layers.blocks import lengths_of
 from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, on_device
 from gnnplan.executor.layers.kernels.page_locked import mapped
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.minibatch.arriving import Arriving
 from gnnplan.executor.minibatch.feature_store import FeatureStore
-from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler, drawing_device
+from gnnplan.executor.minibatch.sampler import Sampled, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.modules.nets import net_of

@@ -24,7 +24,8 @@ from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
+from gnnplan.executor.minibatch.arriving import Arriving
+from gnnplan.executor.minibatch.sampler import drawing_device
 from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
