@@ -135,9 +135,8 @@ class Worker(base.Worker):
         """Rows of the server's memory that layer 1 or the encoder reads, with room for a halo, and
         what else a worker has on the device."""
         own, room = self._own(share.parts[0])
-        ids, device = self.store.in_host(own), self.rank.device
-        nbytes = int(self.problem.features_bytes(ids).sum()) + share.laid_bytes(device)
-        with span(nbytes):
+        (ids, nbytes), device = self.store.in_host(own), self.rank.device
+        with span(nbytes + share.laid_bytes(device)):
             loaded = self.store.load(ids, room), on_device(beside, device)
         return self._used_here(loaded)
 

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import Block, backward, gradient_of
+from gnnplan.executor.layers.kernels import Block, backward, gradient_of, on_device
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.minibatch.arriving import Arriving
+from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import drawing_device
 from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
@@ -35,7 +36,6 @@ from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill, named
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
 from gnnplan.executor.strategies.whole import Scored, Whole
@@ -109,7 +109,7 @@ class Worker(base.Worker):
         self.arriving = Arriving(
             rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
         )
-        self.features = Columns(rank, problem, self.columns, store)
+        self.features = FeatureStore(rank, problem, store, self.columns)
         trained = rank, problem.workload, self.gradients(self.sliced)
         self.learner: Learner
         if strategy.pipelined:
@@ -219,9 +219,12 @@ class Worker(base.Worker):
             targets_of(problem, share, HOST, share.total),
         )
         read = part.block, part.vertices, Exchange(rank, give, take, at=HOST)
-        x, ((block, vertices, exchange), above) = self.features.read(
-            part.source, step, (read, above), share.laid_bytes(rank.device)
-        )
+        ids, nbytes = self.features.in_host(part.source)
+        nbytes += share.laid_bytes(rank.device)
+        with rank.recorder.span(Label("load", step), "copy", nbytes):
+            loaded = self.features.load(ids)
+            (block, vertices, exchange), above = on_device((read, above), rank.device)
+        x = self.features.complete(loaded, part.source, step)
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
         with ExitStack() as spans:
             first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
@@ -237,7 +240,7 @@ class Worker(base.Worker):
             # a user's module may leave its features whole
             rows = drop(x) if problem.model.layers[0].drops else x
             partial = partial_sums(layer, block, rows, sync)
-        del x, rows  # autograd keeps what it needs of them
+        del loaded, x, rows  # autograd keeps what it needs of them
         return Flight(step, net, share, exchange, above, partial, own)
 
     def _total_over_peers(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
