@@ -26,6 +26,7 @@ from gnnplan.executor.layers.kernels import (
     Block,
     backward,
     gradient_of,
+    keep_until_used,
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.models import Net
@@ -84,14 +85,6 @@ class _Loaded:
     outgoing: Tensor | None = None  # rows of other ranks' halos
     gradient: Tensor | None = None  # of h_l [R, H_l], for a backward pass
     targets: Targets | None = None  # for a loss
-
-    def used_on(self, stream: object) -> None:
-        """Keep its memory from being handed out again before this stream has used it."""
-        of_block = vars(self.block).values() if self.block else ()
-        of_loss = [self.targets.y, self.targets.train] if self.targets else []
-        for each in (*vars(self).values(), *of_block, *of_loss):
-            if isinstance(each, Tensor) and each.is_cuda:
-                each.record_stream(stream)  # type: ignore[arg-type]
 
 
 class Worker(base.Worker):
@@ -304,7 +297,8 @@ class Worker(base.Worker):
         if following < len(self.chunks):
             self.coming = self._submit(partial(load, self.chunks[following]))
         if self.rank.device.type == "cuda":
-            loaded.used_on(torch.cuda.current_stream(self.rank.device))
+            stream = torch.cuda.current_stream(self.rank.device)
+            keep_until_used(stream, loaded, loaded.block, loaded.targets)
         return loaded
 
     def _read(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:

@@ -12,10 +12,10 @@ Open
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
     few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random
     mixed_bits.py      for `pack_mixed`, `Mix`: rows of 8, 4 or 2 bits beside each other
-    gpu.py             for `triton_kernels`: the next file, where a GPU takes it
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
-    page_locked.py     for `sent`, `on_device`, `pinned`: copies to a GPU that nobody waits for
-    runtime.py         for typed autograd calls, `backward`, the allocator's settings
+    page_locked.py     for `sent`, `on_device`: copies to a GPU that nobody waits for
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings, and
+                       `triton_kernels`: whether a GPU takes them
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
 (H_in and H_out for a linear layer)."""
@@ -38,7 +38,12 @@ from gnnplan.executor.layers.kernels.matmul import (
     weight_gradient,
 )
 from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
-from gnnplan.executor.layers.kernels.page_locked import on_device, pinned, sent, together
+from gnnplan.executor.layers.kernels.page_locked import (
+    keep_until_used,
+    on_device,
+    sent,
+    together,
+)
 from gnnplan.executor.layers.kernels.runtime import (
     backward,
     give_back,
@@ -68,6 +73,7 @@ __all__ = [
     "give_back",
     "gradient_of",
     "keep_allocator",
+    "keep_until_used",
     "linear",
     "linear_sum",
     "mix",
@@ -75,7 +81,6 @@ __all__ = [
     "pack",
     "pack_mixed",
     "pin_no_more_than_asked",
-    "pinned",
     "sent",
     "softmax_aggregate",
     "together",
