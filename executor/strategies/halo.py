@@ -14,7 +14,7 @@ label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -146,8 +146,8 @@ class Halo:
             return Fresh(whole, None, None)
         if turn not in self._parts:
             positions, ids = whole.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
-            rows = ids[positions], whole.gives, ids[ids.size - sum(whole.take) :], whole.take
             crossing = Crossing(self.seed, step, layer, self.rank.rank)
+            rows = ids, positions, whole.gives, whole.take
             given, taken = fresh_places(self.policy, *rows, crossing)
             give, take = [positions[places] for places in given], np.array([*map(len, taken)])
             both = (torch.from_numpy(np.concatenate(each)) for each in (given, taken))
@@ -398,25 +398,26 @@ def halo_of(
 
 def fresh_places(
     policy: Policy,
-    given: Ids,
+    ids: Ids,
+    positions: Ids,
     gives: Sequence[int],
-    taken: Ids,
     takes: Sequence[int],
     crossing: Crossing,
 ) -> tuple[list[Ids], list[Ids]]:
     """Which rows of those given to each peer, and taken from each, are fresh: places among all.
 
-    given, taken: ids, peer after peer, so many of each. crossing: with this rank as the reader.
+    ids: of a layer's sources, the halo last. positions: there, of the rows given. gives, takes: how
+    many, by peer. crossing: with this rank as the reader.
     """
 
-    def places(ids: Ids, counts: Sequence[int], readers: Iterable[int]) -> list[Ids]:
-        some = zip(pairwise(np.cumsum([0, *counts]).tolist()), readers, strict=True)
+    def places(some: Ids, counts: Sequence[int], readers: Sequence[int]) -> list[Ids]:
+        parts = zip(pairwise(np.cumsum([0, *counts]).tolist()), readers, strict=True)
         return [
-            start + policy.fresh(ids[start:end], crossing._replace(reader=reader))
-            for (start, end), reader in some
+            start + policy.fresh(some[start:end], crossing._replace(reader=reader))
+            for (start, end), reader in parts
         ]
 
     return (
-        places(given, gives, range(len(gives))),
-        places(taken, takes, [crossing.reader] * len(takes)),
+        places(ids[positions], gives, range(len(gives))),
+        places(ids[ids.size - sum(takes) :], takes, [crossing.reader] * len(takes)),
     )
