@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -66,13 +66,13 @@ class Worker(base.Worker):
         assert lists is None or isinstance(lists, Structure)
         # before the sampler forks: the fork would keep a copy of the features
         self.store = FeatureStore(rank, problem, store)
+        self.rows = self.store.rows  # that it has read, by where they were
         ahead = bool(strategy.prefetch) and not lays_there(problem, batches.splits, lists)
         device = drawing_device(rank, problem, ahead, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
         sampler = kind(batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first, self._load_ahead)
         self.stream = torch.cuda.current_stream(rank.device) if rank.device.type == "cuda" else None
-        self.whole: Whole | None = None  # made for the first evaluation
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
@@ -151,16 +151,14 @@ class Worker(base.Worker):
         lengths = lengths_of(self.problem.data, first.source[first.local :])
         return SparseRows.cat([rows, exchange.fetch_sparse(label, rows, lengths)])
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows that this rank has read from its feature store, by where they were."""
-        return dict(self.store.rows)
+    @cached_property
+    def whole(self) -> Whole:
+        """What it evaluates on."""
+        return Whole(self.rank, self.problem, self.net)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the full graph, without dropout."""
-        if self.whole is None:
-            self.whole = Whole(self.rank, self.problem, self.net)
         self.scored_by = [self.whole.targets]
         return self.whole.worker.evaluate(step)
 
@@ -169,8 +167,4 @@ class Worker(base.Worker):
         self.arriving.close()
 
 
-def open_worker(
-    rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int
-) -> Worker:
-    """This rank's part of the strategy."""
-    return Worker(rank, problem, strategy, first)
+open_worker = Worker

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -110,6 +111,7 @@ class Worker(base.Worker):
             rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
         )
         self.features = FeatureStore(rank, problem, store, self.columns)
+        self.rows = self.features.rows  # that it has read columns of, by where they were
         trained = rank, problem.workload, self.gradients(self.sliced)
         self.learner: Learner
         if strategy.pipelined:
@@ -121,7 +123,6 @@ class Worker(base.Worker):
         self.flights: dict[int, Flight] = {}  # by batch
         self.scored_by: list[Scored] = []
         self.tail_spans = ExitStack()  # those of the tail that is running
-        self.whole: Whole | None = None
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -376,17 +377,15 @@ class Worker(base.Worker):
                 self._tail(self.flights.pop(batch))
         return done
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows whose columns this rank has read, by where they were."""
-        return dict(self.features.rows)
+    @cached_property
+    def whole(self) -> Whole:
+        """What it evaluates on."""
+        return Whole(self.rank, self.problem, self.net)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits on the full graph, with the weights of all columns."""
         self._assemble()
-        if self.whole is None:
-            self.whole = Whole(self.rank, self.problem, self.net)
         self.scored_by = [self.whole.targets]
         return self.whole.worker.evaluate(step)
 
