@@ -296,7 +296,7 @@ class QuantizedHalo(Halo):
 
 @dataclass
 class AdaptiveHalo(QuantizedHalo):
-    """Quantized rows of 4 bits on average, more where rounding counts more (mixed_bits.py).
+    """Quantized rows of 4 bits on average, more where rounding counts more (few_bits.py).
 
     Sender and receiver choose alike, from the rows that have crossed.
     """

@@ -10,8 +10,8 @@ Open
     sparse_rows.py     for `SparseRows`: features of which most are zero
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
-    few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random
-    mixed_bits.py      for `pack_mixed`, `Mix`: rows of 8, 4 or 2 bits beside each other
+    few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random; and for
+                       `Mix`: rows of 8, 4 or 2 bits beside each other
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
     page_locked.py     for `sent`, `on_device`: copies to a GPU that nobody waits for
     runtime.py         for typed autograd calls, `backward`, the allocator's settings, and
@@ -27,7 +27,7 @@ from gnnplan.executor.layers.kernels.aggregation import (
 )
 from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
-from gnnplan.executor.layers.kernels.few_bits import pack, unpack
+from gnnplan.executor.layers.kernels.few_bits import Mix, pack, pack_mixed, unpack, unpack_mixed
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import (
     Shapes,
@@ -37,7 +37,6 @@ from gnnplan.executor.layers.kernels.matmul import (
     warm_up,
     weight_gradient,
 )
-from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
 from gnnplan.executor.layers.kernels.page_locked import (
     keep_until_used,
     on_device,
