@@ -150,12 +150,8 @@ def found(device: torch.device) -> str:
 
 
 def _own_words(error: Exception) -> str:
-    """What an error of another library says, in a line.
-
-    torch's DataLoader puts a sampler's traceback before the sampler's own words.
-    """
-    lines = str(error).strip().splitlines() or [""]
-    return lines[-1 if "Original Traceback" in str(error) else 0][:FOREIGN_TEXT]
+    """What an error of another library says, in a line."""
+    return str(error).strip().partition("\n")[0][:FOREIGN_TEXT]
 
 
 def _describe(error: Exception) -> str:

@@ -64,6 +64,9 @@ def features(
 
 def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> np.ndarray:
     """Copy rows of x into `out` and return it. `rows` are not checked."""
+    if not x.flags.c_contiguous:  # some columns of a mapped file, which numpy would read first
+        out[:] = x[rows]
+        return out
     # with mode='raise' numpy would copy twice, for the sake of indices out of range
     return np.take(x, rows, axis=0, out=out, mode="clip")
 
@@ -71,12 +74,10 @@ def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> np.ndarray:
 def sparse_features(
     graph: Graph, rows: Ids, workload: Workload, device: torch.device
 ) -> SparseRows:
-    """Features [rows, F] of a graph whose features are sparse."""
-    return sparse_rows(graph.x[rows], workload, device)
+    """Features [rows, F] of a graph whose features are sparse.
 
-
-def sparse_rows(x: sp.csr_matrix, workload: Workload, device: torch.device) -> SparseRows:
-    """A scipy matrix as SparseRows, which share its memory if they may write there."""
+    They share the graph's memory if they may write there."""
+    x: sp.csr_matrix = graph.x[rows]
     indices, data = (
         array if array.flags.writeable else array.copy() for array in (x.indices, x.data)
     )

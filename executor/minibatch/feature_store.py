@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -37,13 +38,19 @@ LARGE = 16 << 20  # [B] of features that are worth a file
 class FeatureStore:
     """One rank's side of the store; without a planned `store` all rows are in host memory.
 
-    rows: how many rows it has read, by class.
+    columns: those of the rows that it reads (P3); None: all. rows: how many rows it has read, by
+    class.
     """
 
-    def __init__(self, rank: Rank, problem: Problem, store: Store | None) -> None:
+    def __init__(
+        self, rank: Rank, problem: Problem, store: Store | None, columns: range | None = None
+    ) -> None:
         self.rank, self.problem, self.graph, self.store = rank, problem, problem.data, store
-        self.rows: Counter[str] = Counter()
-        _share_features(rank, problem)
+        self.columns, self.rows = columns, Counter[str]()
+        if columns is None:
+            _share_features(rank, problem)
+        else:
+            self.graph = _of_columns(problem.data, columns)
         if store is not None:
             self.cached = self._fill_cache(store)
             asks = store.asks
@@ -56,9 +63,11 @@ class FeatureStore:
             )
             self.meets = bool(asks.any())
 
-    def in_host(self, ids: Ids) -> Ids:
-        """Those of these vertices whose features `load` has to bring."""
-        return ids if self.store is None else ids[self.store.of(self.rank.rank, ids)[0] == HOST]
+    def in_host(self, ids: Ids) -> tuple[Ids, int]:
+        """Those of these vertices whose features `load` has to bring, and the bytes of these."""
+        if self.store is not None:
+            ids = ids[self.store.of(self.rank.rank, ids)[0] == HOST]
+        return ids, int(self.problem.features_bytes(ids, self.columns).sum())
 
     def load(self, ids: Ids, room: int = 0) -> FeatureRows:
         """Features of vertices `in_host` on the device; no other rank has a part in it.
@@ -90,14 +99,14 @@ class FeatureStore:
         self._count(kind)
         hits = np.flatnonzero(kind == HIT)
         parts: list[tuple[Ids, FeatureRows]] = [(np.flatnonzero(kind == HOST), loaded)]
-        if any(rows.size for rows in store.cached):
+        if store.caches:
             with rank.recorder.span(Label("pick", step), "compute"):
                 parts.append((hits, self._from_cache(ids[hits])))
         if self.meets:
             away = np.flatnonzero(provider != rank.rank)
             away = away[np.argsort(provider[away], kind="stable")]
             parts.append((away, self._from_ranks(ids[away], provider[away], step)))
-        rows = merged(parts, ids.size, rank.device)
+        rows = _merged(parts, ids.size, rank.device)
         if room and isinstance(rows, Tensor):
             rows = torch.cat([rows, rows.new_empty(room, rows.shape[1])])
         return rows
@@ -174,7 +183,7 @@ class FeatureStore:
             rows = self._host(np.concatenate(wanted))
             with rank.recorder.span(label, "comm", rank.recorder.count(label, rows.nbytes)):
                 parts.append((away, self._swap(exchange, rows, ids[away])))
-        return merged(parts, ids.size, self.rank.device)
+        return _merged(parts, ids.size, self.rank.device)
 
     def _host(self, ids: Ids, room: int = 0) -> FeatureRows:
         """Rows from the server's memory; dense ones with `room` more rows."""
@@ -202,20 +211,24 @@ class FeatureStore:
             (np.flatnonzero(held), self._from_cache(ids[held])),
             (np.flatnonzero(~held), self._host(ids[~held])),
         ]
-        return merged(parts, ids.size, self.rank.device)
+        return _merged(parts, ids.size, self.rank.device)
 
     def _count(self, kind: np.ndarray) -> None:
+        """Count rows by class; kind [R] has their places in CLASSES."""
         if self.rank.recorder.recording:
-            self.rows.update(by_class(kind))
+            counts = np.bincount(kind, minlength=len(CLASSES)).tolist()
+            self.rows.update(dict(zip(CLASSES, counts, strict=True)))
 
 
-def by_class(kind: np.ndarray) -> dict[str, int]:
-    """How many rows are of each class; kind [R] has their places in CLASSES."""
-    counts = np.bincount(kind, minlength=len(CLASSES)).tolist()
-    return dict(zip(CLASSES, counts, strict=True))
+def _of_columns(graph: Graph, columns: range) -> Graph:
+    """The graph with some columns of the features, which lie side by side if they are in memory."""
+    x = graph.x[:, columns.start : columns.stop]
+    if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
+        x = np.ascontiguousarray(x)
+    return replace(graph, x=x, stats=replace(graph.stats, features=len(columns)))
 
 
-def merged(parts: list[tuple[Ids, FeatureRows]], size: int, device: torch.device) -> FeatureRows:
+def _merged(parts: list[tuple[Ids, FeatureRows]], size: int, device: torch.device) -> FeatureRows:
     """Rows [size, F] on the device where they are; each part is (places, rows there)."""
     parts = [(places, rows) for places, rows in parts if places.size or not size]
     if len(parts) == 1 or not size:

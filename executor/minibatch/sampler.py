@@ -23,34 +23,17 @@ sampler has a share of them. Then
 Where nobody is asked for anything and neighbours are drawn on a GPU, blocks are laid out there, too
 (device_sampling.py).
 
-The sampler runs in the rank itself, or in k processes of its own that take turns (torch's
-DataLoader): process t mod k makes batch t, and k batches are made at once. Then a thread of the
-rank loads a batch while the rank trains on the one before. Samplers in processes of their own
-talk over Gloo to those of other ranks that make the same batches, beside the ranks. Spans and sent
-bytes come along with the share."""
+The sampler runs in the rank itself, or in processes of its own (arriving.py). These talk over Gloo
+to those of other ranks that make the same batches, beside the ranks. Spans and sent bytes come
+along with the share."""
 
 from __future__ import annotations
 
-import gc
 import itertools
-import math
-import multiprocessing
-import os
-import re
-import signal
-import time
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from multiprocessing.synchronize import Event
-from pathlib import Path
-from threading import Thread
-from types import FrameType
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -58,16 +41,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gnnplan.executor.layers.blocks import weighted_block
-from gnnplan.executor.layers.kernels import pinned, together
 from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.meeting import join, launcher_env
-from gnnplan.executor.ranks.opening import SCRATCH, die_with_parent
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
@@ -77,12 +57,10 @@ from gnnplan.planner.ownership.minibatch import Batches, shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.strategies.minibatch.step import ID, Features, Lists, lists_there
-from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span, sampler_lane
 
-LOOK_S = 0.25  # [s] between two looks at a sampler
 _opened = itertools.count()  # samplers of this process: all ranks open them in the same order
 
 
@@ -93,13 +71,6 @@ class Sampled:
     share: Share
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
-
-    def pin_memory(self) -> Sampled:
-        """Itself, with edges in page-locked memory, for one copy to a GPU; DataLoader calls it."""
-        blocks = together([part.block for part in self.share.parts], pinned)
-        for part, block in zip(self.share.parts, blocks, strict=True):
-            part.block = block
-        return self
 
 
 class Drawn(NamedTuple):
@@ -116,7 +87,7 @@ class Drawn(NamedTuple):
     reads: Ids | None = None  # sources, if not all of `below` and `halo` in this order
 
 
-class Sampler(Dataset[Sampled]):
+class Sampler:
     """Item t is the share of rank `me` in step t.
 
     edges: the kind of each layer's edges (executor/layers/layer.py). lists: which ranks have which
@@ -124,6 +95,7 @@ class Sampler(Dataset[Sampled]):
     """
 
     lane = ""  # of its spans, if a thread that loads calls it
+    turn, samplers = 0, 1  # of several samplers of a rank, which take turns
     pushes: ClassVar[bool] = False  # other ranks are sent edges that it has drawn
 
     def __init__(
@@ -400,9 +372,8 @@ class Sampler(Dataset[Sampled]):
         ranks = tuple(among)
         if ranks not in self._process_groups:
             limit = timedelta(seconds=self.timeout_s)
-            store, info = join(launcher_env(), limit), get_worker_info()
-            turn = info.id if info else 0
-            named = PrefixStore(f"sampler {self.number} {turn} {ranks}", store)
+            store = join(launcher_env(), limit)
+            named = PrefixStore(f"sampler {self.number} {self.turn} {ranks}", store)
             self._process_groups[ranks] = dist.ProcessGroupGloo(
                 named, ranks.index(self.me), len(ranks), limit
             )
@@ -410,8 +381,7 @@ class Sampler(Dataset[Sampled]):
 
     def _note(self, made: Sampled, label: Label, began: float, nbytes: int = 0) -> None:
         """Record a span that ends now."""
-        info = get_worker_info()
-        lane = self.lane or sampler_lane(label.step, info.num_workers if info else 1)
+        lane = self.lane or sampler_lane(label.step, self.samplers)
         made.spans.append(
             Span(str(label), label.op, self.me, lane, began, now(), nbytes, label.step)
         )
@@ -448,202 +418,3 @@ def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     """In-degrees and out-degrees [N]."""
     ins = graph.degree
     return ins, graph.out_degree if graph.stats.directed else ins
-
-
-class Arriving:
-    """A rank's shares in the order of steps, from step `first` on.
-
-    Without `prefetch` a share is made when `next` is called. With it, `prefetch` processes make
-    shares ahead in turn, and a thread calls `load` with a step and its share while the step before
-    is under way. Shares that are laid out on the device are made by that thread instead.
-    """
-
-    def __init__(
-        self,
-        rank: Rank,
-        sampler: Sampler,
-        prefetch: int,
-        first: int = 0,
-        load: Callable[[int, Sampled], Sampled] | None = None,
-    ) -> None:
-        self.rank, self.sampler, self.prefetch, self.load = rank, sampler, prefetch, load
-        self.first = first
-        self.ahead: Iterator[Sampled] | None = None
-        self.loading: Future[Sampled] | None = None  # the next one, if there is a `load`
-        # the rank waits for a batch of this step, and a sampler has been asked for the next one
-        self.awaited, self.waits_since, self.asked_since = first, math.inf, math.inf
-        self.is_silent = False
-        self.processes: Sequence[int] = ()  # of samplers
-        if prefetch and sampler.lays_there:
-            sampler.lane = "copy"
-            self.ahead = map(sampler.__getitem__, itertools.count(first))
-        elif prefetch:
-            watched = weakref.ref(self)  # it must not keep the samplers
-            self.ahead = self._fork(watched)
-            Thread(target=_watch, args=(watched,), name="samplers' watch", daemon=True).start()
-
-    def _fork(self, watched: weakref.ref[Arriving]) -> Iterator[Sampled]:
-        """Start the samplers' processes; their items."""
-        gc.collect()
-        # A fork has none of our threads. If it collected a process group of ours it would wait for
-        # them for ever: it collects nothing until it has frozen what it inherits (_begin).
-        is_collecting = gc.isenabled()
-        gc.disable()
-        context = multiprocessing.get_context("fork")
-        all_forked, processes = context.Event(), context.RawArray("i", self.prefetch)
-        self.processes = processes
-        try:
-            with warnings.catch_warnings():  # of samplers that share cores; a plan knows of it
-                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-                items = iter(
-                    DataLoader(
-                        self.sampler,
-                        batch_size=None,
-                        sampler=itertools.count(self.first),
-                        num_workers=self.prefetch,
-                        prefetch_factor=1,
-                        multiprocessing_context="fork",
-                        worker_init_fn=partial(_begin, all_forked, processes),
-                        pin_memory=self.rank.device.type == "cuda",
-                    )
-                )
-        finally:
-            if is_collecting:
-                gc.enable()
-        torch_hears = signal.getsignal(signal.SIGCHLD)
-        if callable(torch_hears):  # in a main thread
-            signal.signal(signal.SIGCHLD, partial(_hear, watched, torch_hears))
-        # A rank that forks while another's sampler connects to the store in this process would
-        # copy the name resolver's lock as taken, for ever. So samplers begin when all have forked.
-        self.rank.groups.await_all(self.rank.groups.exchanges)
-        all_forked.set()
-        return items
-
-    def next(self, step: int) -> Sampled:
-        """The share of this step; steps are asked for in order."""
-        rank = self.rank
-        if self.ahead is None:
-            rank.recorder.activity.begin("host", str(Label("draw", step)))
-            made = self._whole(self.sampler[step])
-            rank.recorder.activity.end("host")
-        else:
-            with rank.recorder.span(Label("wait", step), "compute"):
-                made = self._await(self.ahead, step)
-        if rank.recorder.recording:
-            for op, nbytes in made.sent.items():
-                rank.recorder.sent[op] = rank.recorder.sent.get(op, 0) + nbytes
-            if step < rank.recorder.traced:
-                rank.recorder.spans += made.spans
-        return made
-
-    def _whole(self, made: Sampled) -> Sampled:
-        """The same, with what did not cross from the sampler."""
-        for part in made.share.parts:
-            part.block.whole = None if part.block.source is None else self.sampler.whole
-        return made
-
-    def _loading(
-        self, ahead: Iterator[Sampled], step: int, load: Callable[[int, Sampled], Sampled]
-    ) -> Future[Sampled]:
-        """A step's share, loaded by a thread."""
-        return self.rank.lanes.in_thread("load", lambda: load(step, self._taken(ahead)))
-
-    def _taken(self, ahead: Iterator[Sampled]) -> Sampled:
-        """The samplers' next."""
-        self.asked_since = time.monotonic()
-        try:
-            return self._whole(next(ahead))
-        finally:
-            self.asked_since = math.inf
-
-    def _await(self, ahead: Iterator[Sampled], step: int) -> Sampled:
-        """The step's share. Raises LostRank if its sampler is lost, or silent for too long."""
-        self.awaited, self.waits_since = step, time.monotonic()
-        try:
-            if self.load is None:
-                return self._taken(ahead)
-            made = (self.loading or self._loading(ahead, step, self.load)).result()
-            self.loading = self._loading(ahead, step + 1, self.load)
-            return made
-        except (RuntimeError, OSError, EOFError, LostRank) as error:
-            if not self.is_silent:
-                if isinstance(error, ConnectionError | EOFError):
-                    time.sleep(LOOK_S)  # the signal of a killed sampler (_hear) says more
-                raise self.lost(error) from None
-            with suppress(ValueError):  # torch would tell of the killed samplers once more
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            raise self.lost(error) from error
-        finally:
-            self.waits_since = math.inf
-
-    def lost(self, error: Exception) -> Exception:
-        """LostRank with the sampler's name, if one is silent or has ended; else its own error."""
-        turn, said = (self.awaited - self.first) % self.prefetch, ""
-        if self.is_silent:
-            said = (
-                f"has said nothing for {self.rank.groups.timeout_s:g} s; was it stopped? Batches"
-                " that take longer need a longer --timeout"
-            )
-        elif isinstance(error, ConnectionError | EOFError):
-            said = f"was lost: {error or 'no answer'}"
-        elif found := re.search(r"DataLoader worker \(pid\D*(\d+).*?\) (.*)", str(error)):
-            said = found[2].strip().rstrip(".").replace("is killed", "was killed")
-            turn = {process: i for i, process in enumerate(self.processes)}.get(int(found[1]), turn)
-        name = "sampler" if self.prefetch == 1 else f"sampler {turn + 1} of {self.prefetch}"
-        return LostRank(f"its {name}, a process of its own, {said}") if said else error
-
-    def close(self) -> None:
-        """End the samplers' processes, when the batch that is being loaded has come."""
-        if self.loading is not None:
-            self.waits_since = time.monotonic()
-            wait([self.loading])
-        self.ahead = self.loading = None
-
-
-def _watch(watched: weakref.ref[Arriving]) -> None:
-    """Kill samplers one of which says nothing: DataLoader's own time-out does not bound all waits.
-
-    It asks a sampler for the memory of every tensor, and a stopped one does not answer. What counts
-    is how long the rank has waited for a sampler: not for a load, nor while it still trained.
-    """
-    looked, since, waited = time.monotonic(), math.inf, 0.0
-    while (arriving := watched()) is not None and arriving.ahead is not None:
-        limit, now_s = arriving.rank.groups.timeout_s, time.monotonic()
-        if (latest := max(arriving.waits_since, arriving.asked_since)) != since:
-            since, waited = latest, 0.0
-        elif since < math.inf:  # a process that was stopped itself has not looked
-            waited += min(now_s - looked, 2 * LOOK_S)
-        looked = now_s
-        if waited > limit:
-            arriving.is_silent = True
-            for sampler in multiprocessing.active_children():
-                sampler.kill()
-            return
-        del arriving
-        time.sleep(LOOK_S)
-
-
-def _hear(
-    watched: weakref.ref[Arriving],
-    torch_hears: Callable[[int, FrameType | None], object],
-    number: int,
-    frame: FrameType | None,
-) -> None:
-    """A child has ended. Called anywhere in the main thread. Raises LostRank if it was lost."""
-    try:
-        torch_hears(number, frame)
-    except RuntimeError as error:
-        arriving = watched()
-        raise (arriving.lost(error) if arriving else error) from None
-
-
-def _begin(all_forked: Event, processes: MutableSequence[int], turn: int) -> None:
-    """The first thing that a sampler's process does."""
-    processes[turn] = os.getpid()
-    gc.freeze()
-    gc.enable()
-    die_with_parent()
-    if os.path.isdir(scratch := os.environ.get(SCRATCH, "")):
-        Path(scratch, str(os.getpid())).touch()
-    torch.set_num_threads(1)
-    all_forked.wait()

@@ -57,6 +57,20 @@ class Exchange:
         self.positions = positions.to(at or rank.device)
         self.gives = [len(positions) for positions in give]
 
+    @classmethod
+    def of_ids(
+        cls, rank: Rank, wanted: Sequence[np.ndarray], owner: np.ndarray, own: np.ndarray
+    ) -> Exchange:
+        """Rows of vertices, each of which one rank has: wanted[i] are the ids of what rank i wants.
+
+        owner: the rank of each vertex [N]. own: ids of this rank's rows. What comes is grouped by
+        owner, in the order of the ids.
+        """
+        place = np.empty(owner.size, dtype=np.int64)
+        place[own] = np.arange(own.size)
+        give = [place[ids[owner[ids] == rank.rank]] for ids in wanted]
+        return cls(rank, give, np.bincount(owner[wanted[rank.rank]], minlength=rank.world))
+
     def pack(self, rows: Rows, into: Tensor | None = None) -> Rows:
         """A copy of the rows for all peers [sum gives, H]; the source may then be overwritten.
 

@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+
+from gnnplan.executor.layers.kernels import keep_until_used
 
 T = TypeVar("T")
 
@@ -33,12 +34,6 @@ class _Enqueued(Future[T]):
 def _streams(device: torch.device) -> Any:
     """torch's module for the device: `torch.cuda`, or `torch.cpu` whose streams do nothing."""
     return torch.get_device_module(device)
-
-
-def keep_until_used(stream: Any, value: object) -> None:
-    """Keep memory from being handed out again before this stream has used it."""
-    if isinstance(value, Tensor) and value.is_cuda:
-        value.record_stream(stream)
 
 
 class Lanes:

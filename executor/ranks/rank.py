@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnnplan.executor.layers.kernels import keep_until_used
 from gnnplan.executor.ranks.groups import Groups
-from gnnplan.executor.ranks.lanes import Lanes, keep_until_used
+from gnnplan.executor.ranks.lanes import Lanes
 from gnnplan.executor.ranks.memory import MemoryWatch
 from gnnplan.executor.ranks.recorder import Recorder
 

@@ -7,7 +7,6 @@ They are named as in planner/strategies/, and record their spans under the label
     layerwise.py        its step, forward and backward
     halo.py             its exchanges: which rows are fresh, which stay or lag; in few bits
     constant_rows.py    its features, fetched at set-up
-    vanishing.py        graph parallel over blocks from which rows vanish that are not fresh (bns)
     gradient_errors.py  how far a step's gradient is from the exact one
     feature_parallel.py sums over edges on columns of all rows
     tensor3d.py         a tile of every tensor on each rank of a grid

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Protocol
 
 import torch
@@ -15,7 +17,8 @@ from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.buckets import Bucket
+from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 
 
 class Scored(Protocol):
@@ -40,6 +43,7 @@ class Worker(ABC):
     rank: Rank
     problem: Problem
     net: Net
+    options: ExchangeOptions = ExchangeOptions()
     learner: Learner | None = None
     clock: Tensor | None = None  # the number of the step, int64 [], where a replayed step reads it
     scored_by: Sequence[Scored] = ()  # what the last logits are of, which follow each other
@@ -78,12 +82,13 @@ class Worker(ABC):
         See layers/targets.py.
         """
         shares = torch.split(logits, [each.size for each in self.scored_by])
-        return sum(each.counts(its) for each, its in zip(self.scored_by, shares, strict=True))
+        found = [each.counts(its) for each, its in zip(self.scored_by, shares, strict=True)]
+        return reduce(add, found) if found else 0
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """In which gradients are summed beside the backward pass; none: all are after it."""
-        return ()
+        return buckets_of(self.problem, self.options.buckets, self.options.narrow)
 
     def open_learner(self) -> Learner:
         """What sums the gradients over ranks and updates the weights; asked for once."""

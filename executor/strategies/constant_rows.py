@@ -35,9 +35,10 @@ def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | Spar
     # what is fetched: ids by owner, and the place of each
     fetched: list[tuple[Label, Exchange, Ids, Ids]] = []
     if layout.preloaded().any():
-        give, take, order = _preload(layout, me)
-        exchange = Exchange(rank, give, take)
-        fetched.append((PRELOAD, exchange, rows[own.size :][order], own.size + order))
+        wanted = [layout.rows(peer, 0)[layout.own(peer).size :] for peer in range(layout.ranks)]
+        exchange = Exchange.of_ids(rank, wanted, layout.owner, own)
+        order = np.argsort(layout.owner[wanted[me]], kind="stable")
+        fetched.append((PRELOAD, exchange, wanted[me][order], own.size + order))
     if problem.model.first_varying == 1 and layout.facts(1).sends.any():
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
         places = rows.size + np.arange(piece.halo.size)
@@ -64,24 +65,6 @@ def own_again(rank: Rank, problem: Problem, layout: Layout) -> Callable[[], Tens
     if layout.rows(rank.rank, 1).size > own.size:
         return None
     return partial(features, problem.data, own, problem.workload, rank.device)
-
-
-def _preload(layout: Layout, me: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """The exchange of features that this rank computes with but does not own.
-
-    Returns, per peer, the positions of own rows that it computes with too; the number of rows that
-    come from each owner; and the place of each of these rows among this rank's external ones.
-    """
-    give = []
-    position = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
-    position[layout.own(me)] = np.arange(layout.own(me).size)
-    for peer in range(layout.ranks):
-        wanted = layout.rows(peer, 0)[layout.own(peer).size :]
-        wanted = wanted[np.argsort(layout.owner[wanted], kind="stable")]
-        give.append(position[wanted[layout.owner[wanted] == me]])
-    external = layout.rows(me, 0)[layout.own(me).size :]
-    owner = layout.owner[external]
-    return give, np.bincount(owner, minlength=layout.ranks), np.argsort(owner, kind="stable")
 
 
 class ConstantRows:

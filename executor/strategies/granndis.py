@@ -22,7 +22,6 @@ from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
-from gnnplan.planner.strategies.layerwise.buckets import Bucket
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -48,6 +47,7 @@ class CoBatches(base.Worker):
 
     def __init__(self, rank: Rank, problem: Problem, strategy: GraNNDis, layout: Layout) -> None:
         self.rank, self.problem, self.strategy = rank, problem, strategy
+        self.options = strategy.exchange_options
         self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.kept = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
         self.batches = []
@@ -63,7 +63,7 @@ class CoBatches(base.Worker):
             self.rank,
             self.problem,
             share,
-            self.strategy.exchange_options,
+            self.options,
             self.net,
             batch=share.total,
         )
@@ -75,10 +75,6 @@ class CoBatches(base.Worker):
             Label("load", step), "copy", sum(rows.nbytes for rows in chosen)
         ):
             worker.features, worker.cached = self.kept.on_device(chosen)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self.batches[0][0].buckets
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.

@@ -14,7 +14,7 @@ label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -71,34 +71,32 @@ class Halo:
 
     def rows(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
         """Exchange rows [local, H] before a layer -> a function that lays out what it reads."""
-        return self._fetch(step, layer, rows) if layer in self.exchanges else lambda: rows
+        if layer not in self.exchanges:
+            return lambda: rows
+        source, way = self._room(layer, rows), "f"
+        # to write nothing behind own rows would still count as a change of them
+        halo = None if source is rows else source[len(rows) :]
+        with self._swapped(step, layer, way, rows, None if self.policy.stays else halo) as came:
+            used = self._last(step, layer, way, came)
+            if halo is not None and used is not halo:
+                halo[:] = 0.0 if used is None else used
+            self._measure(layer, way, rows, used)
+        return lambda: _with_own(source, rows)
 
     def home(self, step: int, layer: int, gradient: Tensor) -> Tensor:
         """The gradient of what a layer read -> that of own rows, with what other readers send."""
         if layer not in self.exchanges:
             return gradient
-        local = len(gradient) - self.exchanges[layer].rows("f")[1]
-        own, halo = gradient[:local], gradient[local:]
-        self._send_home(step, layer, own, halo)
+        exchange, way = self.exchanges[layer], "b"
+        own, halo = gradient.tensor_split([len(gradient) - exchange.rows("f")[1]])
+        with self._swapped(step, layer, way, halo) as came:
+            used = self._last(step, layer, way, came)
+            self._measure(layer, way, halo, used)
+            if used is not None:
+                exchange.add_home(own, used)
         return own
 
-    def _fetch(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
-        source, stays = self._room(layer, rows), self.policy.stays
-        # to write nothing behind own rows would still count as a change of them
-        halo = None if source is rows else source[len(rows) :]
-        with self._swapped(step, layer, "f", rows, None if stays else halo) as came:
-            if stays and halo is not None:
-                halo.copy_(self._last(step, layer, "f", came))
-                self._measure(layer, "f", rows, halo)
-        return lambda: _with_own(source, rows)
-
-    def _send_home(self, step: int, layer: int, own: Tensor, halo: Tensor) -> None:
-        with self._swapped(step, layer, "b", halo) as came:
-            used = self._last(step, layer, "b", came)
-            self._measure(layer, "b", halo, used)
-            self.exchanges[layer].add_home(own, used)
-
-    def _measure(self, layer: int, way: str, rows: Tensor, used: Tensor) -> None:
+    def _measure(self, layer: int, way: str, rows: Tensor, used: Tensor | None) -> None:
         """How far rows that stayed are from this step's: all cross once more, and nobody counts."""
         if self.policy.stays and self.rank.staleness_errors:
             whole = self.exchanges[layer]
@@ -114,17 +112,18 @@ class Halo:
     @contextmanager
     def _swapped(
         self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
-    ) -> Iterator[Tensor]:
-        """Fresh ones of these rows leave, and those of peers have come, in `into` if given."""
+    ) -> Iterator[Tensor | None]:
+        """Fresh ones of these rows leave, and those of peers have come, in `into` if given; None in
+        the first step of those that lag."""
         fresh = self._fresh(step, layer)
         with self._recorded(step, layer, way, rows):
             if (leaving := fresh.leaving(way)) is not None:
                 rows = rows.index_select(0, leaving)
             yield fresh.exchange.swap(way, rows, into)
 
-    def _last(self, step: int, layer: int, way: str, came: Tensor) -> Tensor:
+    def _last(self, step: int, layer: int, way: str, came: Tensor | None) -> Tensor | None:
         """All rows as they came last, of which some have come now."""
-        if not self.policy.stays:
+        if came is None or not self.policy.stays:
             return came
         key, fresh = (way, layer), self._fresh(step, layer)
         places = fresh.taken if way == "f" else fresh.given
@@ -146,8 +145,8 @@ class Halo:
             return Fresh(whole, None, None)
         if turn not in self._parts:
             positions, ids = whole.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
-            rows = ids[positions], whole.gives, ids[ids.size - sum(whole.take) :], whole.take
             crossing = Crossing(self.seed, step, layer, self.rank.rank)
+            rows = ids, positions, whole.gives, whole.take
             given, taken = fresh_places(self.policy, *rows, crossing)
             give, take = [positions[places] for places in given], np.array([*map(len, taken)])
             both = (torch.from_numpy(np.concatenate(each)) for each in (given, taken))
@@ -216,32 +215,17 @@ class StaleHalo(Halo):
     arriving: Tensor = field(default_factory=lambda: torch.empty(0))
     leaving: dict[_Key, Tensor] = field(default_factory=dict, init=False)  # buffers
 
-    def _fetch(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
-        used = self._arrived("f", layer)
+    @contextmanager
+    def _swapped(
+        self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
+    ) -> Iterator[Tensor | None]:
+        """What came one step ago. Then rows leave on the comm lane, for the next step to use.
 
-        def lay_out() -> Tensor:
-            source = _with_own(self._room(layer, rows), rows)
-            if source is not rows:
-                source[len(rows) :] = 0.0 if used is None else used
-            self._send_for_next(step, layer, "f", rows, used)
-            return source
-
-        return lay_out
-
-    def _send_home(self, step: int, layer: int, own: Tensor, halo: Tensor) -> None:
-        used = self._arrived("b", layer)
-        if used is not None:
-            self.exchanges[layer].add_home(own, used)
-        self._send_for_next(step, layer, "b", halo, used)
-
-    def _send_for_next(
-        self, step: int, layer: int, way: str, rows: Tensor, used: Tensor | None
-    ) -> None:
-        """Send rows on the comm lane, for the next step to use.
-
-        used: what this step uses, from the exchange one step ago. That exchange is over, however
-        far the lane lags behind, so its buffers can be filled again, unless `used` is still needed.
+        The exchange one step ago is over, however far the lane lags behind, so its buffers can be
+        filled again, unless what came is still needed.
         """
+        used = self._arrived(way, layer)
+        yield used
         exchange, key, width = self.exchanges[layer], (way, layer), rows.shape[1]
         sends, receives = exchange.rows(way)
         if key not in self.leaving:
@@ -279,7 +263,7 @@ class QuantizedHalo(Halo):
     @contextmanager
     def _swapped(
         self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[Tensor | None]:
         fresh, key, vertices = self._fresh(step, layer), (way, layer), self.vertices[layer]
         positions = fresh.leaving(way)
         numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
@@ -292,7 +276,7 @@ class QuantizedHalo(Halo):
         with self.rank.recorder.span(Label("unpack", step, way, layer), "compute"):
             if into is None:
                 into = rows.new_empty(fresh.exchange.rows(way)[1], rows.shape[1])
-            yield into.zero_() if packed is None else self._unpack(key, packed, into)
+            yield None if packed is None else self._unpack(key, packed, into)
 
     def _late(self, key: _Key, cross: Callable[[], Tensor]) -> Tensor | None:
         """Begin to cross, for the next step to use -> what was sent one step ago."""
@@ -312,7 +296,7 @@ class QuantizedHalo(Halo):
 
 @dataclass
 class AdaptiveHalo(QuantizedHalo):
-    """Quantized rows of 4 bits on average, more where rounding counts more (mixed_bits.py).
+    """Quantized rows of 4 bits on average, more where rounding counts more (few_bits.py).
 
     Sender and receiver choose alike, from the rows that have crossed.
     """
@@ -398,25 +382,26 @@ def halo_of(
 
 def fresh_places(
     policy: Policy,
-    given: Ids,
+    ids: Ids,
+    positions: Ids,
     gives: Sequence[int],
-    taken: Ids,
     takes: Sequence[int],
     crossing: Crossing,
 ) -> tuple[list[Ids], list[Ids]]:
     """Which rows of those given to each peer, and taken from each, are fresh: places among all.
 
-    given, taken: ids, peer after peer, so many of each. crossing: with this rank as the reader.
+    ids: of a layer's sources, the halo last. positions: there, of the rows given. gives, takes: how
+    many, by peer. crossing: with this rank as the reader.
     """
 
-    def places(ids: Ids, counts: Sequence[int], readers: Iterable[int]) -> list[Ids]:
-        some = zip(pairwise(np.cumsum([0, *counts]).tolist()), readers, strict=True)
+    def places(some: Ids, counts: Sequence[int], readers: Sequence[int]) -> list[Ids]:
+        parts = zip(pairwise(np.cumsum([0, *counts]).tolist()), readers, strict=True)
         return [
-            start + policy.fresh(ids[start:end], crossing._replace(reader=reader))
-            for (start, end), reader in some
+            start + policy.fresh(some[start:end], crossing._replace(reader=reader))
+            for (start, end), reader in parts
         ]
 
     return (
-        places(given, gives, range(len(gives))),
-        places(taken, takes, [crossing.reader] * len(takes)),
+        places(ids[positions], gives, range(len(gives))),
+        places(ids[ids.size - sum(takes) :], takes, [crossing.reader] * len(takes)),
     )

@@ -8,7 +8,7 @@ schedule's names (planner/strategies/layerwise/).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -25,7 +25,7 @@ from gnnplan.executor.layers.kernels import (
     gradient_of,
     together,
 )
-from gnnplan.executor.layers.kernels.gpu import triton_kernels
+from gnnplan.executor.layers.kernels.runtime import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, keep, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import Moments
@@ -36,7 +36,6 @@ from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.halo import Halo, RowWeights, halo_of
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -70,7 +69,7 @@ class Worker(base.Worker):
     rank: Rank
     problem: Problem
     share: InitVar[Share]
-    options: ExchangeOptions
+    options: ExchangeOptions = field()  # has no default here
     net: Net
     weights: InitVar[RowWeights | None] = None  # of adaptive bits (halo.py)
     batch: float | None = None  # if the share is of a batch: what its loss is the mean over
@@ -123,10 +122,6 @@ class Worker(base.Worker):
     def _current_halo(self) -> Halo:
         """How this pass's rows cross: evaluation's do so whole, in the step that reads them."""
         return self.halo if self.training else self.plain_halo
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return buckets_of(self.problem, self.options.buckets, self.options.narrow)
 
     @property
     def replays(self) -> bool:
@@ -419,9 +414,6 @@ class Worker(base.Worker):
         self.training = False
         drop = self.drop(step, len(self.layers) + 1, self.own_vertices)
         return self.net.decode(self.forward(step)[0][-1].leaf, drop)
-
-    def counts(self, logits: Tensor) -> Tensor | int:
-        return self.scored_by[0].counts(logits)  # a sum would be one launch more
 
     def drain(self) -> None:
         self.halo.drain()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,22 +18,21 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import lengths_of
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, on_device
-from gnnplan.executor.layers.kernels.page_locked import mapped
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, keep_until_used, on_device
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.minibatch.arriving import Arriving
 from gnnplan.executor.minibatch.feature_store import FeatureStore
-from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler, drawing_device
+from gnnplan.executor.minibatch.sampler import Sampled, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base, layerwise
-from gnnplan.executor.strategies.whole import Scored, Whole
+from gnnplan.executor.strategies.whole import Whole
 from gnnplan.planner.graph.batches import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.strategies.minibatch.step import lays_there
@@ -41,7 +40,6 @@ from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
 T = TypeVar("T")
-L = TypeVar("L")
 _Recorded = Callable[[int], AbstractContextManager[None]]  # a block that loads so many bytes
 
 
@@ -60,7 +58,7 @@ class Worker(base.Worker):
     def __init__(
         self, rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int = 0
     ) -> None:
-        self.rank, self.problem, self.exchange_options = rank, problem, strategy.exchange_options
+        self.rank, self.problem, self.options = rank, problem, strategy.exchange_options
         self.net = net_of(problem.model, problem.workload).to(rank.device)
         batches = strategy.batches(problem)
         store, lists = strategy.store(problem), strategy.lists(problem)
@@ -68,19 +66,13 @@ class Worker(base.Worker):
         assert lists is None or isinstance(lists, Structure)
         # before the sampler forks: the fork would keep a copy of the features
         self.store = FeatureStore(rank, problem, store)
+        self.rows = self.store.rows  # that it has read, by where they were
         ahead = bool(strategy.prefetch) and not lays_there(problem, batches.splits, lists)
         device = drawing_device(rank, problem, ahead, store, lists)
         kind = SourceSampler if batches.split == "source" else Sampler
         sampler = kind(batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device)
         self.arriving = Arriving(rank, sampler, strategy.prefetch, first, self._load_ahead)
         self.stream = torch.cuda.current_stream(rank.device) if rank.device.type == "cuda" else None
-        self.whole: Whole | None = None  # made for the first evaluation
-        self.scored: Scored | None = None  # what the last logits are counted by
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        options = self.exchange_options
-        return buckets_of(self.problem, options.buckets, options.narrow)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
@@ -98,7 +90,7 @@ class Worker(base.Worker):
             )
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
-        self.scored = worker.targets
+        self.scored_by = [worker.targets]
         loss, logits = worker.step(step)
         items = count_items(self.problem.workload, self.problem.stats)
         return loss * (share.everyone / items), logits
@@ -109,9 +101,8 @@ class Worker(base.Worker):
     def _open(self, share: Share, span: _Recorded) -> layerwise.Worker:
         """What trains on a share, with rows of the server's memory as its features."""
         total, bring = share.total, partial(self._load, share, span)
-        options = self.exchange_options
         return layerwise.Worker(
-            self.rank, self.problem, share, options, self.net, batch=total, bring=bring
+            self.rank, self.problem, share, self.options, self.net, batch=total, bring=bring
         )
 
     def _load_ahead(self, step: int, made: Sampled) -> Sampled:
@@ -134,23 +125,12 @@ class Worker(base.Worker):
         """Rows of the server's memory that layer 1 or the encoder reads, with room for a halo, and
         what else a worker has on the device."""
         own, room = self._own(share.parts[0])
-        ids, device = self.store.in_host(own), self.rank.device
-        nbytes = int(self.problem.features_bytes(ids).sum()) + share.laid_bytes(device)
-        with span(nbytes):
+        (ids, nbytes), device = self.store.in_host(own), self.rank.device
+        with span(nbytes + share.laid_bytes(device)):
             loaded = self.store.load(ids, room), on_device(beside, device)
-        return self._used_here(loaded)
-
-    def _used_here(self, loaded: L) -> L:
-        """The same, of which no memory is handed out before the rank's own stream has used it."""
-        stream = self.stream
-        if stream is None:
-            return loaded
-
-        def used(tensor: Tensor) -> Tensor:
-            tensor.record_stream(stream)
-            return tensor
-
-        return mapped(loaded, used)
+        if self.stream is not None:
+            keep_until_used(self.stream, *loaded)
+        return loaded
 
     def _own(self, first: Part) -> tuple[np.ndarray, int]:
         """Vertices of a rank's own rows of what layer 1 or the encoder reads, and halo rows."""
@@ -171,30 +151,20 @@ class Worker(base.Worker):
         lengths = lengths_of(self.problem.data, first.source[first.local :])
         return SparseRows.cat([rows, exchange.fetch_sparse(label, rows, lengths)])
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows that this rank has read from its feature store, by where they were."""
-        return dict(self.store.rows)
+    @cached_property
+    def whole(self) -> Whole:
+        """What it evaluates on."""
+        return Whole(self.rank, self.problem, self.net)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the full graph, without dropout."""
-        if self.whole is None:
-            self.whole = Whole(self.rank, self.problem, self.net)
-        self.scored = self.whole.targets
+        self.scored_by = [self.whole.targets]
         return self.whole.worker.evaluate(step)
-
-    def counts(self, logits: Tensor) -> Tensor:
-        assert self.scored is not None
-        return self.scored.counts(logits)
 
     def close(self) -> None:
         """End the sampler."""
         self.arriving.close()
 
 
-def open_worker(
-    rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int
-) -> Worker:
-    """This rank's part of the strategy."""
-    return Worker(rank, problem, strategy, first)
+open_worker = Worker

@@ -26,6 +26,7 @@ from gnnplan.executor.layers.kernels import (
     Block,
     backward,
     gradient_of,
+    keep_until_used,
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.models import Net
@@ -85,20 +86,17 @@ class _Loaded:
     gradient: Tensor | None = None  # of h_l [R, H_l], for a backward pass
     targets: Targets | None = None  # for a loss
 
-    def used_on(self, stream: object) -> None:
-        """Keep its memory from being handed out again before this stream has used it."""
-        of_block = vars(self.block).values() if self.block else ()
-        of_loss = [self.targets.y, self.targets.train] if self.targets else []
-        for each in (*vars(self).values(), *of_block, *of_loss):
-            if isinstance(each, Tensor) and each.is_cuda:
-                each.record_stream(stream)  # type: ignore[arg-type]
-
 
 class Worker(base.Worker):
     """A rank, and what it keeps in the server's memory."""
 
     def __init__(
-        self, rank: Rank, problem: Problem, strategy: Offload, net: Net | None = None
+        self,
+        rank: Rank,
+        problem: Problem,
+        strategy: Offload,
+        first: int = 0,
+        net: Net | None = None,
     ) -> None:
         """net: of the worker that this one evaluates for."""
         self.rank, self.problem, self.strategy = rank, problem, strategy
@@ -285,12 +283,10 @@ class Worker(base.Worker):
         labels = targets.y.nbytes + targets.train.nbytes
         return nbytes + (labels if layer == self.last else 0)
 
-    def _store_rows(self, step: int, layer: int, chunk: _Chunk, out: Tensor) -> None:
-        label = Label("store", step, "f", layer, chunk.number)
-
+    def _store(self, label: Label, nbytes: int, write: Callable[[], object]) -> None:
         def store() -> None:
-            with self.rank.recorder.span(label, "copy", out.nbytes):
-                self.hidden[layer][chunk.own[layer]].copy_(out, non_blocking=True)
+            with self.rank.recorder.span(label, "copy", nbytes):
+                write()
 
         self.storing = self._submit(store)
 
@@ -304,7 +300,8 @@ class Worker(base.Worker):
         if following < len(self.chunks):
             self.coming = self._submit(partial(load, self.chunks[following]))
         if self.rank.device.type == "cuda":
-            loaded.used_on(torch.cuda.current_stream(self.rank.device))
+            stream = torch.cuda.current_stream(self.rank.device)
+            keep_until_used(stream, loaded, loaded.block, loaded.targets)
         return loaded
 
     def _read(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
@@ -340,16 +337,14 @@ class Worker(base.Worker):
             near = gradient[: len(chunk.parts[layer].places)]
             home = self._halo_home(step, layer, chunk, gradient)
         nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
-        label = Label("store", step, "b", layer, chunk.number)
 
-        def store() -> None:
-            with self.rank.recorder.span(label, "copy", nbytes):
-                if logits is not None:
-                    self.logits[chunk.own[self.last]].copy_(logits, non_blocking=True)
-                if near is not None:
-                    self._add(layer, chunk, near, home)
+        def write() -> None:
+            if logits is not None:
+                self.logits[chunk.own[self.last]].copy_(logits, non_blocking=True)
+            if near is not None:
+                self._add(layer, chunk, near, home)
 
-        self.storing = self._submit(store)
+        self._store(Label("store", step, "b", layer, chunk.number), nbytes, write)
 
     def _add(self, layer: int, chunk: _Chunk, near: Tensor, home: Tensor | None) -> None:
         """Add gradients of rows that a layer of the chunk read, and of those that it gave."""
@@ -392,7 +387,9 @@ class Worker(base.Worker):
         with self.rank.recorder.span(label, "compute"), torch.no_grad():
             out = self._compute(step, layer, loaded)
             self._add_to_moments(layer + 1, chunk, out)
-        self._store_rows(step, layer, chunk, out)
+        stored = self.hidden[layer][chunk.own[layer]]
+        label = label._replace(op="store", way="f")
+        self._store(label, out.nbytes, lambda: stored.copy_(out, non_blocking=True))
 
     def _add_to_moments(self, layer: int, chunk: _Chunk, rows: Tensor) -> None:
         """Batch norm before a layer: sums of the chunk's rows."""
@@ -407,11 +404,6 @@ class Worker(base.Worker):
         if norm is not None and self.training:
             all_reduce(self.rank, Label("moments", step, "f", layer), self.sums, self.reduce_group)
             self.moments[layer] = Moments.of(norm, self.sums, self.problem.stats.vertices)
-
-    def _complete_gradient_of_moments(self, step: int, layer: int) -> None:
-        if layer in self.moments:
-            label, gradient = Label("moments", step, "b", layer), self.moments[layer].gradient
-            all_reduce(self.rank, label, gradient, self.reduce_group)
 
     def _forward_and_backward(self, step: int, chunk: _Chunk) -> Tensor:
         """The last layer, forward and backward; returns the chunk's part of the loss."""
@@ -460,7 +452,9 @@ class Worker(base.Worker):
         self._forward_to_the_last(step)
         loss = torch.stack([self._forward_and_backward(step, chunk) for chunk in self.chunks]).sum()
         for layer in range(self.last - 1, 0, -1):
-            self._complete_gradient_of_moments(step, layer + 1)
+            if (moments := self.moments.get(layer + 1)) is not None:
+                label = Label("moments", step, "b", layer + 1)
+                all_reduce(self.rank, label, moments.gradient, self.reduce_group)
             for chunk in self.chunks:
                 self._backward(step, layer, chunk)
         self.storing.result()
@@ -471,7 +465,8 @@ class Worker(base.Worker):
         """Logits [own, C] without dropout, chunk after chunk; of all rows, though fewer are trained
         on: their edges are made for each evaluation."""
         if self.strategy.trim:
-            whole = Worker(self.rank, self.problem, replace(self.strategy, trim=False), self.net)
+            every = replace(self.strategy, trim=False)
+            whole = Worker(self.rank, self.problem, every, step, self.net)
             self.scored_by = whole.scored_by
             return whole.evaluate(step)
         self.training = False
@@ -482,6 +477,4 @@ class Worker(base.Worker):
         return self.logits
 
 
-def open_worker(rank: Rank, problem: Problem, strategy: Offload, first: int) -> Worker:
-    """This rank's part of the strategy."""
-    return Worker(rank, problem, strategy)
+open_worker = Worker

@@ -29,7 +29,7 @@ from gnnplan.executor.layers.kernels import (
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.ranks.comm import Turn, all_reduce, swap
+from gnnplan.executor.ranks.comm import Turn, all_reduce
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
@@ -105,6 +105,11 @@ class Worker(base.Worker):
                     self.groups[axis] = group
         self.net = net_of(model, workload).to(device)
         self.weights = [Weights(self.net, tiles, rank.rank, self.places) for tiles in self.layers]
+        # from all of a tile's numbers in a row on every rank along the axis to a share of them
+        self.shares = [
+            Turn(rank, spans(len(weights.runs), len(weights.runs)), weights.runs, self.groups[axis])
+            for axis, weights in zip((t.axes.rows for t in self.layers), self.weights, strict=True)
+        ]
         both = orders(graph.stats.vertices, workload.seed)
         self.tiles: dict[int, Tile] = {}  # by what layers have in common
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -127,15 +132,11 @@ class Worker(base.Worker):
         self.targets = Targets(graph, whole, workload, device)
         # ranks along the axis of columns have the same logits: the first of them counts
         self.counting = self.places[last.axes.columns] == 0
-        self.columns = [
-            spans(tiles.spec.h_in, self.grid.size(tiles.axes.columns))[
-                self.places[tiles.axes.columns]
-            ]
-            for tiles in self.layers
-        ]
         if self.layers[0].is_summed:
             src = self._run(both[0], self.layers[0].axes.sources)
-            self.features = features(graph, src, workload, device)[:, self.columns[0]].clone()
+            self.features = features(graph, src, workload, device)[
+                :, self.weights[0].columns
+            ].clone()
         else:
             self.features = self._sum_features(both)
 
@@ -152,7 +153,7 @@ class Worker(base.Worker):
     def _sum_features(self, both: tuple[Ids, Ids]) -> Tensor:
         """Layer 1's sums [rows, m D tile]; they stay the same. A rank makes its own, run by run."""
         graph, workload, device = self.problem.data, self.problem.workload, self.rank.device
-        first, columns = self.layers[0], self.columns[0]
+        first, columns = self.layers[0], self.weights[0].columns
         dst, edges = self._run(both[1], first.axes.rows), self.net.layer(1).edges
         width = columns.stop - columns.start
         dtype = self.weights[0].own.dtype
@@ -173,32 +174,12 @@ class Worker(base.Worker):
         all_reduce(self.rank, label, tensor, self.groups[axis])
         return tensor
 
-    def _exchange(
-        self, label: Label, axis: Axis, outs: list[Tensor], ins: list[Tensor]
-    ) -> list[Tensor]:
-        """Send outs[i] to the i-th rank along an axis, and fill ins[i] with what it sends.
-
-        All are contiguous. What comes, and this rank's own, is on the rank's device.
-        """
-        rank, group, me = self.rank, self.groups[axis], self.places[axis]
-        if len(group) == 1:
-            return [outs[me]]
-        nbytes = sum(out.numel() for i, out in enumerate(outs) if i != me) * outs[me].itemsize
-        with rank.recorder.sending(label, "comm", nbytes):
-            come = [into.to(rank.groups.wire_device) for into in ins]
-            swap(rank, [rank.staged(out) for out in outs], come, rank.groups.exchanges, group)
-            return [outs[me] if i == me else rank.unstaged(each) for i, each in enumerate(come)]
-
     def _gather_weights(self, step: int, tiles: Tiles, way: str) -> tuple[Tensor, Tensor | None]:
         """The layer's tile of the weights, and the bias where it is here."""
-        weights, label = (
-            self.weights[tiles.layer - 1],
-            Label("gather_weights", step, way, tiles.layer),
-        )
-        own = weights.own.detach()
-        ins = [own.new_empty(run.stop - run.start) for run in weights.runs]
-        pieces = self._exchange(label, tiles.axes.rows, [own] * len(ins), ins)
-        return weights.split(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+        weights, turn = self.weights[tiles.layer - 1], self.shares[tiles.layer - 1]
+        label = Label("gather_weights", step, way, tiles.layer)
+        for_all = weights.own.detach().expand(len(turn.group), -1)
+        return weights.split(turn.together(turn.to_rows(label, for_all))[0])
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -229,7 +210,7 @@ class Worker(base.Worker):
         with self.rank.recorder.span(Label("aggregate", step, "f", layer), "compute"):
             if relu:
                 inputs.relu_()
-            seed, first = self.problem.workload.seed, self.columns[layer - 1].start
+            seed, first = self.problem.workload.seed, self.weights[layer - 1].columns.start
             x = dropout(inputs, seed, step, layer, self.sources[layer - 1], p, first)
             stopped = None
             if self.training and tiles.varies and relu:
@@ -268,14 +249,11 @@ class Worker(base.Worker):
             if tiles.varies:
                 to_sums = linear(gradient, matrix.t().contiguous())
             del matrix, bias, gradient
-        label = Label("scatter_weights", step, "b", layer)
-        outs = [flat[run] for run in weights.runs]
-        ins = [torch.empty_like(weights.own.detach()) for _ in outs]
-        own = weights.own.grad
-        assert own is not None
-        for piece in self._exchange(label, axes.rows, outs, ins):
-            own += piece
-        del flat, outs, ins
+        turn, label = self.shares[layer - 1], Label("scatter_weights", step, "b", layer)
+        of_all = turn.to_columns(label, turn.pieces(flat[None]))
+        del flat
+        gradient_of(weights.own).add_(of_all.sum(0))
+        del of_all
         if to_sums is None:
             return None
         self._sum(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)

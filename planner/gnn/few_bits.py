@@ -1,7 +1,7 @@
 """Rows in few bits per number: their bytes on the wire, and the work of packing and unpacking.
 
-executor/layers/kernels/few_bits.py packs them, and says how; mixed_bits.py beside it packs
-ADAPTIVE rows, of 8, 4 or 2 bits each, in the bytes of 4. `bits` None: rows cross as they are.
+executor/layers/kernels/few_bits.py packs them, and says how; and ADAPTIVE rows, of 8, 4 or 2 bits
+each, in the bytes of 4. `bits` None: rows cross as they are.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ A layer's sum over neighbours is on average that of its inputs; what ReLU and th
 not unbiased. Each number is off by up to one of 2^bits - 1 spacings, which is the price of 2 bits.
 
 With bits='adaptive' rows have 8, 4 or 2 bits, 4 on average: 2 ceil(d / 4) + 4 a row.
-Both ends choose them alike, from the ranges of rows that crossed before (mixed_bits.py beside
-few_bits.py).
+Both ends choose them alike, from the ranges of rows that crossed before (few_bits.py).
 
 Source: Wan et al., AdaQP (MLSys 2023), Sec. 3.1 and 3.2. There a program weighs variance against
 seconds, so bytes follow from ranges, and rows whose neighbours are all local are computed

@@ -159,7 +159,7 @@ def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int
     store, total = FeatureStore(rank, problem, planned), np.zeros(4, dtype=int)
     drawn = [batch.rows(0, 0) for batch in strategy.batches(problem).first()]
     for step, ids in enumerate([*drawn, np.zeros(0, np.int64), np.arange(60)[::-1]]):
-        in_host, loads = store.in_host(ids), planned.loads(problem, [ids])
+        (in_host, nbytes), loads = store.in_host(ids), planned.loads(problem, [ids])
         rows = store.complete(store.load(in_host), ids, step)
         whole = (features if graph == "rough" else sparse_features)(
             problem.graph, ids, problem.workload, rank.device
@@ -172,7 +172,7 @@ def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int
                 rows.values, whole.values
             )
         total += loads.rows[0]
-        assert problem.features_bytes(in_host).sum() == loads.host[0]
+        assert nbytes == loads.host[0]
     assert store.rows == {name: n for name, n in zip(CLASSES, total.tolist(), strict=True)}
     assert store.rows["hit"] and store.rows["peer"] == store.rows["remote"] == 0
 
@@ -277,6 +277,6 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse: bool) -> None:
     ids = np.random.default_rng(1).permutation(6000)[:4000]
     loads = planned.loads(problem, [ids])
     arriving = int((loads.host + loads.hits)[0])
-    rows, left, most = counted(lambda: store.complete(store.load(store.in_host(ids)), ids, 0))
+    rows, left, most = counted(lambda: store.complete(store.load(store.in_host(ids)[0]), ids, 0))
     assert left == rows.nbytes == arriving  # all of them came from here
     assert most == pytest.approx(rows.nbytes + arriving, rel=0.05)

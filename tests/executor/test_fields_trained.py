@@ -18,7 +18,8 @@ from written import quiet
 
 import gnnplan
 from gnnplan.api.asking import ask
-from gnnplan.executor.minibatch.sampler import Arriving, Sampler
+from gnnplan.executor.minibatch.arriving import Arriving
+from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.modules.bind import GraphFields, bound
 from gnnplan.executor.modules.read import with_user_module
 from gnnplan.executor.ranks.rank import Rank

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from gnnplan.executor import train as module
-from gnnplan.executor.minibatch.sampler import Arriving, Sampled, Sampler
+from gnnplan.executor.minibatch.arriving import Arriving
+from gnnplan.executor.minibatch.sampler import Sampled, Sampler
 from gnnplan.executor.ranks.groups import Groups
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
@@ -67,14 +68,14 @@ def arriving(
     )
 
 
-KILLED = r"a process of its own, (was killed by .*Killed|exited unexpectedly)"
+KILLED = r"a process of its own, was killed by .*Killed"
 
 
 @pytest.mark.parametrize(
     ("kind", "samplers", "words"),
     [
-        (Broken, 1, "(?s)Traceback.*no such neighbour"),
-        (Broken, 2, "(?s)Traceback.*no such neighbour"),
+        (Broken, 1, "no such neighbour"),
+        (Broken, 2, "no such neighbour"),
         (Killed, 1, f"^its sampler, {KILLED}"),
         (Killed, 2, f"^its sampler 1 of 2, {KILLED}"),
         (Killed, 3, f"^its sampler 3 of 3, {KILLED}"),
@@ -93,7 +94,7 @@ def test_a_sampler_that_stops_is_named(graphs: dict[str, str]) -> None:
     """Of several, those that are alive wait for their turn."""
     shares = arriving(Sampler, graphs, 3, timeout_s=1)
     shares.next(0)
-    os.kill(shares.processes[1], signal.SIGSTOP)
+    os.kill(shares.processes[1][0].pid or 0, signal.SIGSTOP)
     words = r"^its sampler 2 of 3, a process of its own, has said nothing for 1 s; was it stopped"
     with pytest.raises(LostRank, match=words):
         for step in range(1, 20):
@@ -116,19 +117,15 @@ def test_a_slow_load_is_not_the_samplers_fault(graphs: dict[str, str]) -> None:
 
 
 def test_a_connection_that_ends_is_a_lost_sampler(graphs: dict[str, str]) -> None:
-    """Once in some hundred faults it ended before the signal came that tells of a killed sampler."""
-    shares = arriving(Sampler, graphs, 1)
-    ahead = shares.ahead
-    assert ahead is not None
+    """Of a sampler that is alive, a peer of its own may be gone."""
 
-    def ends() -> Iterator[Sampled]:
-        yield next(ahead)
-        raise ConnectionResetError("Connection reset by peer")
+    class Cut(Sampler):
+        def __getitem__(self, step: int) -> Sampled:
+            raise ConnectionResetError("Connection reset by peer")
 
-    shares.ahead = ends()
-    shares.next(0)
     with pytest.raises(LostRank, match=r"^its sampler, .*, was lost: Connection reset by peer"):
-        shares.next(1)
+        arriving(Cut, graphs, 1).next(0)
+    assert not multiprocessing.active_children()
 
 
 def test_a_sampler_leaves_what_it_inherits_alone(graphs: dict[str, str], tmp_path: Path) -> None:
@@ -204,9 +201,10 @@ def test_samplers_take_turns(graphs: dict[str, str], tmp_path: Path) -> None:
         assert np.array_equal(ahead.next(step).share.own, line.next(step).share.own)
         made = [int(row.split()[0]) for row in told.read_text().splitlines()]
         assert max(made) <= step + 3
+    pids = [process.pid for process, _ in ahead.processes]
     ahead.close()
     by_step = dict(map(int, row.split()) for row in told.read_text().splitlines())
-    assert [by_step[step] for step in range(7)] == [ahead.processes[step % 3] for step in range(7)]
+    assert [by_step[step] for step in range(7)] == [pids[step % 3] for step in range(7)]
 
 
 def test_a_run_ends_its_samplers(monkeypatch: pytest.MonkeyPatch) -> None:

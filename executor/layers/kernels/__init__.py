@@ -10,12 +10,12 @@ Open
     sparse_rows.py     for `SparseRows`: features of which most are zero
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
-    few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random
-    mixed_bits.py      for `pack_mixed`, `Mix`: rows of 8, 4 or 2 bits beside each other
-    gpu.py             for `triton_kernels`: the next file, where a GPU takes it
+    few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random; and for
+                       `Mix`: rows of 8, 4 or 2 bits beside each other
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
-    page_locked.py     for `sent`, `on_device`, `pinned`: copies to a GPU that nobody waits for
-    runtime.py         for typed autograd calls, `backward`, the allocator's settings
+    page_locked.py     for `sent`, `on_device`: copies to a GPU that nobody waits for
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings, and
+                       `triton_kernels`: whether a GPU takes them
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
 (H_in and H_out for a linear layer)."""
@@ -27,7 +27,7 @@ from gnnplan.executor.layers.kernels.aggregation import (
 )
 from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
-from gnnplan.executor.layers.kernels.few_bits import pack, unpack
+from gnnplan.executor.layers.kernels.few_bits import Mix, pack, pack_mixed, unpack, unpack_mixed
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import (
     Shapes,
@@ -37,8 +37,12 @@ from gnnplan.executor.layers.kernels.matmul import (
     warm_up,
     weight_gradient,
 )
-from gnnplan.executor.layers.kernels.mixed_bits import Mix, pack_mixed, unpack_mixed
-from gnnplan.executor.layers.kernels.page_locked import on_device, pinned, sent, together
+from gnnplan.executor.layers.kernels.page_locked import (
+    keep_until_used,
+    on_device,
+    sent,
+    together,
+)
 from gnnplan.executor.layers.kernels.runtime import (
     backward,
     give_back,
@@ -68,6 +72,7 @@ __all__ = [
     "give_back",
     "gradient_of",
     "keep_allocator",
+    "keep_until_used",
     "linear",
     "linear_sum",
     "mix",
@@ -75,7 +80,6 @@ __all__ = [
     "pack",
     "pack_mixed",
     "pin_no_more_than_asked",
-    "pinned",
     "sent",
     "softmax_aggregate",
     "together",

@@ -12,16 +12,40 @@ a clamp would be a bias. Rows of one number lose nothing, nor does a zero in row
 
 u has 16 bits of a hash of (numbers of the caller, vertex, column), so a mean is off by at most
 2^-17 of the spacing. Source: AdaQP (MLSys 2023), Eq. 4 and 5; there the parameters are rounded to
-the nearest."""
+the nearest.
+
+`Mix`: rows of 8, 4 or 2 bits per number, which together fill the bytes of as many rows of 4 bits.
+
+    bits of four rows         4      8      2  2
+    their planes              a a    b b b b    c  d         a plane: w = ceil(d / 4) bytes
+    as they cross             |a a|p0|  |b b|p1|  |b b|p2|  |c d|p3|        2 w + 4 bytes a row
+
+A row takes a plane per two bits, and planes follow one another. Wherever a row rises from 4 to 8
+bits two others of the same peer fall to 2, so a peer's rows end where its bytes end. A row's lowest
+number and spacing stay in the row's own place.
+
+`assigned` chooses the bits from ranges. Rounding a number to one of 2^bits levels has a variance
+that grows with the square of the spacing, range / (2^bits - 1), of which it is a sixth on average.
+So a row counts as range^2 / (2^bits - 1)^2, times the sum of squares of what its readers multiply
+it by (gradients are added as they are). Of a peer's rows the j-th widest rises while that lowers
+the sum, with the j-th narrowest pair. Both ends know the ranges of the rows that crossed: they are
+spacing (2^bits - 1). So both choose alike, and nothing about bits crosses. The first exchange has 4
+bits for all; bits are chosen after it, and then every PERIOD exchanges.
+
+Source: AdaQP (MLSys 2023), Sec. 3.2, whose program weighs variance against seconds."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix, vertex_keys
-from gnnplan.planner.gnn.few_bits import AT_ONCE, PARAMETERS, row_bytes
+from gnnplan.planner.gnn.few_bits import ADAPTIVE, AT_ONCE, BITS, PARAMETERS, row_bytes
 
+PERIOD = 10  # exchanges after which bits are chosen anew
 LEAST = 2.0**-126  # of a spacing: its inverse is a float32, too
 
 
@@ -96,3 +120,95 @@ def _together(scaled: Tensor, bits: int) -> Tensor:
         columns = codes[:, place * stride : (place + 1) * stride]
         together = torch.add(together, columns, alpha=1 << (place * bits))
     return together
+
+
+@dataclass
+class Mix:
+    """Bits of each row that crosses, uint8 [R], and for how many exchanges more."""
+
+    bits: Tensor
+    left: int
+    # per number of bits: which rows have it, int64 [r], and the places of their planes, int64
+    groups: dict[int, tuple[Tensor, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        planes = self.bits.long() // 2
+        first, self.groups = planes.cumsum(0) - planes, {}
+        for bits in BITS:
+            rows = (self.bits == bits).nonzero()[:, 0]
+            places = first[rows, None] + torch.arange(bits // 2, device=rows.device)
+            self.groups[bits] = rows, places.flatten()
+
+    @classmethod
+    def even(cls, count: int, device: torch.device) -> Mix:
+        """4 bits for all of `count` rows, of which no range is known yet."""
+        return cls(torch.full((count,), 4, dtype=torch.uint8, device=device), 1)
+
+    def after(self, packed: Tensor, peers: Sequence[int], weights: Tensor | None = None) -> Mix:
+        """What the next exchange takes, after one of these rows [R, bytes]; peers: rows of each.
+
+        weights: of each row's variance, float32 [R]; None: 1.
+        """
+        if self.left > 1:
+            self.left -= 1
+            return self
+        spacing = packed[:, -2:].clone(memory_format=torch.contiguous_format)
+        spacing = spacing.view(torch.bfloat16)[:, 0].double()
+        ranges = spacing * (2.0 ** self.bits.double() - 1)
+        return Mix(
+            assigned(ranges if weights is None else ranges * weights.double().sqrt(), peers), PERIOD
+        )
+
+
+def assigned(ranges: Tensor, peers: Sequence[int]) -> Tensor:
+    """Bits of each row, uint8 [R], with the least rounding variance in the bytes of 4 bits.
+
+    ranges: highest less lowest number of each row, float64 [R], grouped by peer, times the root of
+    its variance's weight.
+    """
+    bits = torch.full(ranges.shape, 4, dtype=torch.uint8, device=ranges.device)
+    risen, fallen = 1 / 15**2 - 1 / 255**2, 1 / 3**2 - 1 / 15**2
+    for of_peer, chosen in zip(
+        torch.split(ranges, list(peers)), torch.split(bits, list(peers)), strict=True
+    ):
+        widest_first = of_peer.argsort(descending=True, stable=True)
+        square, most = of_peer[widest_first].square(), len(of_peer) // 3
+        pairs = square.flip(0)[: 2 * most].view(most, 2).sum(1)
+        rise = int((square[:most] * risen > pairs * fallen).sum())
+        chosen[widest_first[:rise]] = 8
+        chosen[widest_first[len(of_peer) - 2 * rise :]] = 2
+    return bits
+
+
+def pack_mixed(
+    rows: Tensor, positions: Tensor | None, its: Mix, vertices: Tensor, *numbers: int
+) -> Tensor:
+    """As `pack`, with the bits of each row: uint8 [R, row_bytes]."""
+    count, width = len(vertices), rows.shape[1]
+    nbytes = row_bytes(width, rows.element_size(), ADAPTIVE)
+    packed = torch.zeros(count, nbytes, dtype=torch.uint8, device=rows.device)
+    planes = _planes(packed)
+    for bits, (chosen, places) in its.groups.items():
+        where = chosen if positions is None else positions[chosen]
+        alone = pack(rows, where, bits, vertices[chosen], *numbers)
+        codes, room = alone[:, :-PARAMETERS], bits // 2 * planes.shape[2]
+        codes = torch.nn.functional.pad(codes, (0, room - codes.shape[1]))
+        planes[places // 2, places % 2] = codes.reshape(len(places), planes.shape[2])
+        packed[chosen, -PARAMETERS:] = alone[:, -PARAMETERS:]
+    return packed
+
+
+def unpack_mixed(packed: Tensor, its: Mix, into: Tensor) -> Tensor:
+    """`into` [R, H], filled with the rows that were packed."""
+    planes, width = _planes(packed), into.shape[1]
+    for bits, (chosen, places) in its.groups.items():
+        codes = planes[places // 2, places % 2].view(len(chosen), bits // 2 * planes.shape[2])
+        codes = codes[:, : row_bytes(width, into.element_size(), bits) - PARAMETERS]
+        alone = torch.cat([codes, packed[chosen, -PARAMETERS:]], 1)
+        into[chosen] = unpack(alone, bits, into.new_empty(len(chosen), width))
+    return into
+
+
+def _planes(packed: Tensor) -> Tensor:
+    """The packed rows' codes as planes [R, 2, w]."""
+    return packed[:, :-PARAMETERS].view(len(packed), 2, -1)

@@ -32,6 +32,8 @@ def mapped(
         made = {name: mapped(each, function, copies) for name, each in things.items()}
     elif isinstance(things, list | tuple):
         made = type(things)(mapped(each, function, copies) for each in things)
+    elif not hasattr(things, "__dict__"):
+        pass
     elif id(things) in copies:
         made = copies[id(things)]
     else:
@@ -48,6 +50,17 @@ def together(things: T, move: Callable[[Sequence[Tensor]], Sequence[Tensor]]) ->
     mapped(things, lambda tensor: found.setdefault(id(tensor), tensor))
     moved = dict(zip(found, move(list(found.values())), strict=True))
     return mapped(things, lambda tensor: moved[id(tensor)])
+
+
+def keep_until_used(stream: Any, *things: Any) -> None:
+    """Keep memory of tensors, as in `mapped`, from being handed out before a stream has used it."""
+
+    def used(tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        return tensor
+
+    mapped(things, used)
 
 
 def on_device(things: T, device: torch.device) -> T:

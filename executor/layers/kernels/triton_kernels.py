@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Sums over edges, attention over edges and dropout on GPUs, in Triton.
 
-CUDA builds of torch bring Triton; `gpu.triton_kernels` imports this module where it works.
+CUDA builds of torch bring Triton; `runtime.triton_kernels` imports this module where it works.
 
 A program makes one row (of one head). It adds its edges up in their order, in float32 (rows of
 float64 in float64), so a call repeats itself to the bit. Backward passes go over the transposed

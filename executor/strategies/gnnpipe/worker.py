@@ -42,6 +42,7 @@ class Worker(base.Worker):
     """One rank: member `member` of stage `stage`."""
 
     net: Net
+    inputs: Inputs  # what the first stage reads
 
     def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe, first: int = 0) -> None:
         graph, workload, device = problem.data, problem.workload, rank.device
@@ -57,6 +58,7 @@ class Worker(base.Worker):
                 rank.groups.of(tuple(strategy.group(problem, stage)))
         rank.groups.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload), workload.seed
+        self.bits = strategy.bits if isinstance(strategy.bits, int) else None
         self.net = net_of(self.shapes, workload, self.layers).to(device)
         cut = problem.cut(settled(strategy.chunks), self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
@@ -71,9 +73,8 @@ class Worker(base.Worker):
             else []
         )
         self.scored_by = self.targets  # in chunk order; no stage but the last has some
-        self._inputs = (
-            Inputs(rank, problem, self.net, self.chunks, kept, self.own) if self.is_first else None
-        )
+        if self.is_first:
+            self.inputs = Inputs(rank, problem, self.net, self.chunks, kept, self.own)
         self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
         widths = {layer: self.shapes.input_width(layer) for layer in self.varying}
         self.history = History(
@@ -109,7 +110,11 @@ class Worker(base.Worker):
         # epoch t = step + 1 becomes the history of the next `period` epochs
         refresh = (step + 1) % self.strategy.period == 0
         with self.rank.recorder.span(Label("history", step), "compute"):
-            self._begin_step(step)
+            for layer in self.varying:
+                drops = (self.drop(at, layer, self.vertices) for at in (step - 1, step))
+                self.history.begin_step(layer, *drops)
+            if self.is_first:
+                self.inputs.prepare(self.drop(step, 1, self.vertices))
         before, behind = self.rank.rank - self.members, self.rank.rank + self.members
         arrivals = self._expect(order, before)
         kept: dict[int, tuple[Passage, dict[int, Kept | Constant]]] = {}
@@ -147,16 +152,6 @@ class Worker(base.Worker):
             departure.result()
         return loss, logits
 
-    def _begin_step(self, step: int) -> None:
-        for layer in self.varying:
-            self.history.begin_step(
-                layer,
-                self.drop(step - 1, layer, self.vertices),
-                self.drop(step, layer, self.vertices),
-            )
-        if self._inputs is not None:
-            self._inputs.prepare(self.drop(step, 1, self.vertices))
-
     def _expect(self, order: list[int], peer: int) -> dict[int, Arrival]:
         """Buffers for what the peer will send, by chunk, in its order."""
         if not 0 <= peer < self.rank.world:
@@ -167,7 +162,7 @@ class Worker(base.Worker):
     def _message_like(self, peer: int) -> tuple[int, torch.dtype]:
         """Columns and type of what this stage and the peer's hand each other."""
         below = min(peer // self.members, self.stage)
-        if self.strategy.bits is None:
+        if self.bits is None:
             return self.strategy.boundary(self.problem, below), self.dtype
         return self.strategy.handed_bytes(self.problem, below), torch.uint8
 
@@ -182,24 +177,12 @@ class Worker(base.Worker):
         is_sent = self.chunks[c].size > 0
         with self.rank.recorder.span(label, "receive") if is_sent else nullcontext():
             message = arrivals.pop(c).wait()
-        return message if self.strategy.bits is None else self._unpack(step, c, way, message)
-
-    def _pack(self, step: int, c: int, way: str, rows: Tensor) -> Tensor:
-        """Chunk c's rows, or their gradients, as bytes [size, handed_bytes]."""
-        # the layer that reads the rows, on the stage after
-        layer = self.layers.stop if way == "f" else self.layers.start
-        assert isinstance(self.strategy.bits, int)
-        numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
-        with self.rank.recorder.span(Label("pack", step, way, chunk=c), "compute"):
-            whose = self.vertices[self.chunks[c].rows]
-            return pack(rows, None, self.strategy.bits, whose, *numbers)
-
-    def _unpack(self, step: int, c: int, way: str, message: Tensor) -> Tensor:
+        if self.bits is None:
+            return message
         width = self.strategy.boundary(self.problem, self.stage - (way == "f"))
-        assert isinstance(self.strategy.bits, int)
-        with self.rank.recorder.span(Label("unpack", step, way, chunk=c), "compute"):
+        with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
             rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
-            return unpack(message, self.strategy.bits, rows)
+            return unpack(message, self.bits, rows)
 
     def _send(
         self, step: int, c: int, way: str, peer: int, rows: Tensor | None
@@ -207,11 +190,15 @@ class Worker(base.Worker):
         """Send chunk c's rows on the send lane; nothing if there are no rows or no peer."""
         if rows is None or not 0 <= peer < self.rank.world:
             return []
-        if self.strategy.bits is not None:
-            rows = self._pack(step, c, way, rows)
+        label = Label("pipeline", step, way, chunk=c, peer=peer)
+        if self.bits is not None:
+            # the layer that reads the rows, on the stage after
+            layer = self.layers.stop if way == "f" else self.layers.start
+            numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
+            with self.rank.recorder.span(label._replace(op="pack", peer=None), "compute"):
+                rows = pack(rows, None, self.bits, self.vertices[self.chunks[c].rows], *numbers)
         if not rows.shape[0]:
             return []
-        label = Label("pipeline", step, way, chunk=c, peer=peer)
         recorded = self.rank.recorder.sending(label, "send", rows.nbytes)
 
         def leave() -> None:
@@ -222,12 +209,6 @@ class Worker(base.Worker):
 
     def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
         return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
-
-    @property
-    def inputs(self) -> Inputs:
-        """What the first stage reads."""
-        assert self._inputs is not None
-        return self._inputs
 
     def _halo(self, step: int, way: str, layer: int, c: int, rows: Tensor) -> Tensor:
         """Exchange a chunk's rows between the members of the stage.
@@ -396,7 +377,16 @@ class Worker(base.Worker):
                 if layer in self.history.mixed:
                     h = with_far(self.chunks, h)
                     self.history.mixed[layer].copy_(h)
-                h = torch.cat(self._layer_exactly(layer, h, carried))
+                part, relu = self.net.layer(layer), self.net.relu_after(layer)
+                x0 = carried if self.net.initial else None
+                prepared, outs = part.prepare(h, keep), list[Tensor]()
+                for chunk in self.chunks:
+                    of_chunk = chunk.gather(part, prepared), prepared[chunk.rows], h[chunk.rows]
+                    initial = None if x0 is None else x0[chunk.rows]
+                    outs.append(part.update(*of_chunk, initial, relu))
+                del prepared, of_chunk
+                h = torch.cat(outs)
+                del outs
             if self.net.jump:
                 if carried is None:
                     carried = h.new_zeros(self.own, self.net.jumped)
@@ -427,16 +417,6 @@ class Worker(base.Worker):
             h = self.net.encode(self.inputs.features)
             return h, h if self.net.initial else None
         return None, None
-
-    def _layer_exactly(self, layer: int, h: Tensor, x0: Tensor | None) -> list[Tensor]:
-        """The layer's output for each chunk, from all rows that it reads."""
-        part, relu = self.net.layer(layer), self.net.relu_after(layer)
-        outs, rows = [], part.prepare(h, keep)
-        for chunk in self.chunks:
-            gathered = chunk.gather(part, rows)
-            own_x0 = x0[chunk.rows] if x0 is not None and self.net.initial else None
-            outs.append(part.update(gathered, rows[chunk.rows], h[chunk.rows], own_x0, relu))
-        return outs
 
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the last stage, else nothing; without dropout or history."""

@@ -3,7 +3,6 @@
 planner/strategies/p3/ draws the pipeline. Which file to open:
 
     worker.py    a training step: front, body and tail of a batch, three batches under way at once
-    columns.py   what a rank reads of the features: its columns, some of them cached
     sampler.py   batches whose first block is pushed to all peers
     learner.py   the update with the gradient of three batches ago
 """

@@ -13,18 +13,21 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import Block, backward, gradient_of
+from gnnplan.executor.layers.kernels import Block, backward, gradient_of, on_device
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.minibatch.sampler import Arriving, drawing_device
+from gnnplan.executor.minibatch.arriving import Arriving
+from gnnplan.executor.minibatch.feature_store import FeatureStore
+from gnnplan.executor.minibatch.sampler import drawing_device
 from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
@@ -34,7 +37,6 @@ from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill, named
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.p3.columns import Columns
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
 from gnnplan.executor.strategies.whole import Scored, Whole
@@ -108,7 +110,8 @@ class Worker(base.Worker):
         self.arriving = Arriving(
             rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
         )
-        self.features = Columns(rank, problem, self.columns, store)
+        self.features = FeatureStore(rank, problem, store, self.columns)
+        self.rows = self.features.rows  # that it has read columns of, by where they were
         trained = rank, problem.workload, self.gradients(self.sliced)
         self.learner: Learner
         if strategy.pipelined:
@@ -120,7 +123,6 @@ class Worker(base.Worker):
         self.flights: dict[int, Flight] = {}  # by batch
         self.scored_by: list[Scored] = []
         self.tail_spans = ExitStack()  # those of the tail that is running
-        self.whole: Whole | None = None
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -218,9 +220,12 @@ class Worker(base.Worker):
             targets_of(problem, share, HOST, share.total),
         )
         read = part.block, part.vertices, Exchange(rank, give, take, at=HOST)
-        x, ((block, vertices, exchange), above) = self.features.read(
-            part.source, step, (read, above), share.laid_bytes(rank.device)
-        )
+        ids, nbytes = self.features.in_host(part.source)
+        nbytes += share.laid_bytes(rank.device)
+        with rank.recorder.span(Label("load", step), "copy", nbytes):
+            loaded = self.features.load(ids)
+            (block, vertices, exchange), above = on_device((read, above), rank.device)
+        x = self.features.complete(loaded, part.source, step)
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
         with ExitStack() as spans:
             first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
@@ -236,7 +241,7 @@ class Worker(base.Worker):
             # a user's module may leave its features whole
             rows = drop(x) if problem.model.layers[0].drops else x
             partial = partial_sums(layer, block, rows, sync)
-        del x, rows  # autograd keeps what it needs of them
+        del loaded, x, rows  # autograd keeps what it needs of them
         return Flight(step, net, share, exchange, above, partial, own)
 
     def _total_over_peers(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
@@ -372,17 +377,15 @@ class Worker(base.Worker):
                 self._tail(self.flights.pop(batch))
         return done
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows whose columns this rank has read, by where they were."""
-        return dict(self.features.rows)
+    @cached_property
+    def whole(self) -> Whole:
+        """What it evaluates on."""
+        return Whole(self.rank, self.problem, self.net)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits on the full graph, with the weights of all columns."""
         self._assemble()
-        if self.whole is None:
-            self.whole = Whole(self.rank, self.problem, self.net)
         self.scored_by = [self.whole.targets]
         return self.whole.worker.evaluate(step)
 

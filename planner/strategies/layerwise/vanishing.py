@@ -2,7 +2,7 @@
 
 A rank lays its blocks out anew where they are (`lay`), and keeps the whole ones for evaluation.
 Edges of the rows that come weigh as much more as there are fewer of them, which is right in a
-weighted sum alone. In the executor it is executor/strategies/vanishing.py.
+weighted sum alone. In the executor it is executor/strategies/graph_parallel.py.
 """
 
 from __future__ import annotations
