@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from pathlib import Path
 
 from gnnplan.executor.launch.asked import Asked, write_run
@@ -48,16 +50,22 @@ def new_folder(name: str) -> Path:
     return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
 
 
-def begin(asked: Asked) -> None:
+class TimeIsUp(Exception):
+    """A run was stopped because it took longer than it may."""
+
+
+def begin(asked: Asked, most_s: float = inf) -> None:
     """Train a plan's strategy in a folder that gets all that a run leaves.
 
-    This machine can hold its ranks (`must_start`). Raises SpecError, LostRank.
+    This machine can hold its ranks (`must_start`). Raises SpecError, LostRank, and TimeIsUp after
+    `most_s` seconds.
     """
+    until = time.monotonic() + most_s
     asked.settled.schedule(asked.problem, 1)  # makes the partitions, which the ranks then read
     make_folder(asked.out)
     with alone_in(asked.out, "another run trains in", "give another --out"):
         write_run(asked.out, asked.document, asked.options, asked.last)
-        start(asked)
+        start(asked, until)
 
 
 @contextmanager
@@ -100,12 +108,12 @@ def unwound_by_signals() -> Iterator[Callable[[], None]]:
         unwind()
 
 
-def start(asked: Asked) -> None:
+def start(asked: Asked, until: float = inf) -> None:
     """Start the local ranks of a run whose folder has its plan and options, and wait for them.
 
     A plan's servers are played as namespaces where that is asked for (emulation.py). No process is
     left behind, also by signals. Raises LostRank, naming the rank that failed first, when no
-    restart is left.
+    restart is left, and TimeIsUp where the monotonic clock is past `until`.
     """
     from gnnplan.executor.launch import agent
 
@@ -116,7 +124,13 @@ def start(asked: Asked) -> None:
             env = {name: value for name, value in env.items() if name not in os.environ}
             env |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
             places = [problem.servers[rank] for rank in problem.by_gpu]
-            watchdog = Watchdog(out, problem, options.timeout_s, asked.predicted, unwind)
+
+            def go_on() -> None:
+                unwind()
+                if time.monotonic() > until:
+                    raise TimeIsUp
+
+            watchdog = Watchdog(out, problem, options.timeout_s, asked.predicted, go_on)
             words = ["launch", str(out)]
             agent.run(words, env, places, servers, folder, watchdog, options.restarts)
     finally:

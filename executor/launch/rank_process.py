@@ -53,8 +53,6 @@ from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_time
 
 HEAD_START = 2.0  # [s] in which the launcher sees the rank that failed by itself before its peers
-TURNS = "turns"  # in the run's folder: how many epochs may be trained, or "end"
-LOOK_S = 0.02  # [s] between two looks at it
 
 
 def work(out: Path) -> int:
@@ -184,7 +182,6 @@ class _Process:
                 options.eval_every,
                 report,
                 checkpoints,
-                self._may_train,
             )
         # The first rank that ends may read what all ranks have left. Not torch's barrier, which
         # would have to guess this rank's GPU.
@@ -243,22 +240,6 @@ class _Process:
             if number.isdecimal() and int(number) % rank.world == rank.rank:
                 path.unlink(missing_ok=True)
         (out / "weights.safetensors").unlink(missing_ok=True)
-
-    def _may_train(self, epoch: int) -> bool:
-        """Whether an epoch, counted from 0, is to be trained."""
-        if not self.options.turns:
-            return True
-        self.activity.begin("phase", f"waiting for its turn, epoch {epoch + 1}")
-        return may_train(self.out, epoch)
-
-
-def may_train(out: Path, epoch: int) -> bool:
-    """Wait until this epoch, counted from 0, may be trained -> False: no more will be (turns.py)"""
-    while (turns := (out / TURNS).read_text()) != "end":
-        if epoch < int(turns):
-            return True
-        time.sleep(LOOK_S)
-    return False
 
 
 @contextmanager

@@ -4,11 +4,11 @@
     rung 2   C A   A C   C A   A C                     the faster half goes on
     rung 3   A C   C A   ...                           for as many rounds as all before
 
-A turn is a second of epochs of a run that waits between its turns. Every strategy takes one in each
-round, so a machine whose pace changes in minutes is equally slow for all. The best has the shortest
-epochs, or the least of what else the plan's objective counts of them. It ends when the order is
-certain or the budget is used up. The file decides only: `measure` gives the turns
-(executor/launch/turns.py), or a test makes them up.
+A turn is a run of a few seconds of epochs. Every strategy takes one in each round, so a machine
+whose pace changes in minutes is equally slow for all. The best has the shortest epochs, or the
+least of what else the plan's objective counts of them. It ends when the order is certain or the
+budget is used up. The file decides only: `measure` gives the turns (executor/launch/tune.py), or a
+test makes them up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scipy.special import ndtri, stdtrit
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.vocabulary.units import show_percent
 
-TURN_S = 1.0  # [s] of a turn's epochs, at least; one epoch where that takes longer
+TURN_S = 2.0  # [s] of a turn's epochs, at least; one epoch where that takes longer
 WARM_UP = 1  # epochs before them, not compared: caches are cold, and no message is under way
 FIRST = 4  # rounds of the first rung
 MOST_RUNGS = 5
@@ -159,18 +159,16 @@ def _gap(worse: Contender, better: Contender) -> str:
     return f"{show_percent(expm1(found.more))}{doubt}"
 
 
-def halve(
-    contenders: Sequence[Contender], measure: Measure, budget_s: float, restarts: bool = False
-) -> Result | None:
+def halve(contenders: Sequence[Contender], measure: Measure, budget_s: float) -> Result | None:
     """Give the contenders turns until it is certain which is best, or the budget is used up.
 
     A turn begins only if it is expected to fit what is left of the budget, and is told how much
     that is. If time is short, the first round skips contenders so that a second one fits. A
     contender that fails is out. After a rung the worse half is out, and all that are certainly
     worse than the best; the best comparable one stays while it may be as good. It ends where more
-    rounds would tell nothing new. restarts: every turn starts a run. None: none has run.
+    rounds would tell nothing new. None: none has run.
     """
-    competition = _Competition(contenders, measure, budget_s, restarts)
+    competition = _Competition(contenders, measure, budget_s)
     alive, rounds = list(contenders), 0
     for rung in range(MOST_RUNGS):
         for _ in range(FIRST if rung == 0 else rounds):
@@ -186,12 +184,9 @@ def halve(
     return _result(contenders, alive, competition.spent_s)
 
 
-def least_s(contenders: Sequence[Contender], restarts: bool = False) -> float:
+def least_s(contenders: Sequence[Contender]) -> float:
     """Seconds of the fewest rounds that can make anything certain, as predicted."""
-    turns = [(True, 1), (restarts, FEWEST - 1)]  # whether they start a run, and how many
-    return sum(
-        n * _turn_s(c, START_S * starts, restarts) for starts, n in turns for c in contenders
-    )
+    return sum(FEWEST * _turn_s(contender, START_S) for contender in contenders)
 
 
 @dataclass(eq=False)
@@ -201,7 +196,6 @@ class _Competition:
     contenders: Sequence[Contender]
     measure: Measure
     budget_s: float
-    restarts: bool
     spent_s: float = 0.0
     start_s: float = START_S
 
@@ -212,14 +206,14 @@ class _Competition:
             is_new = not contender.readings
             # a third and a fourth must leave time for a second round
             again = [*ran, contender] if is_new and len(ran) >= FEWEST else []
-            turns = [(contender, is_new), *((one, False) for one in again)]
-            if self.spent_s + sum(self._expected_s(*turn) for turn in turns) > self.budget_s:
+            expected_s = sum(_turn_s(one, self.start_s) for one in (contender, *again))
+            if self.spent_s + expected_s > self.budget_s:
                 if again:
                     continue
                 return [c for c in order if c.readings and not c.failed], False
-            epochs = _turn_epochs(contender, self.restarts)
             index = list(self.contenders).index(contender)
-            reading = self.measure(index, epochs, self.budget_s - self.spent_s)
+            left_s = self.budget_s - self.spent_s
+            reading = self.measure(index, _turn_epochs(contender), left_s)
             self.spent_s += reading.wall_s
             contender.failed = reading.failed
             if not reading.epochs_s:
@@ -232,19 +226,15 @@ class _Competition:
                 ran.append(contender)
         return ran, self.spent_s < self.budget_s
 
-    def _expected_s(self, contender: Contender, is_new: bool) -> float:
-        starts = is_new or self.restarts
-        return _turn_s(contender, self.start_s * starts, self.restarts)
 
-
-def _turn_epochs(contender: Contender, restarts: bool) -> int:
+def _turn_epochs(contender: Contender) -> int:
     """Epochs of a turn, after those that warm up."""
-    return max(1, ceil((START_S if restarts else TURN_S) / contender.epoch_s))
+    return max(1, ceil(TURN_S / contender.epoch_s))
 
 
-def _turn_s(contender: Contender, start_s: float, restarts: bool) -> float:
+def _turn_s(contender: Contender, start_s: float) -> float:
     """Expected seconds of a turn."""
-    return start_s + (WARM_UP + _turn_epochs(contender, restarts)) * contender.epoch_s
+    return start_s + (WARM_UP + _turn_epochs(contender)) * contender.epoch_s
 
 
 def _in_order(contenders: Sequence[Contender]) -> list[Contender]:
