@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
-from gnnplan.executor.launch.watchdog import Watch
+from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
 
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
@@ -35,7 +35,7 @@ NO_LOGS = DefaultLogsSpecs(os.devnull)
 class _Agent(LocalElasticAgent):
     """An agent with a watchdog, which says whether lost ranks are restarted."""
 
-    def __init__(self, spec: WorkerSpec, watchdog: Watch) -> None:
+    def __init__(self, spec: WorkerSpec, watchdog: Watchdog) -> None:
         super().__init__(spec, NO_LOGS, start_method="spawn")
         self.watchdog = watchdog
 
@@ -99,7 +99,7 @@ def run(
     places: Sequence[int],
     servers: Sequence[Server],
     folder: Path,
-    watchdog: Watch,
+    watchdog: Watchdog,
     restarts: int = 0,
 ) -> None:
     """Run a program of ours (executor/__main__.py) in a process per rank, until all are done.

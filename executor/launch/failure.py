@@ -20,6 +20,7 @@ from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, wr
 from gnnplan.planner.vocabulary.units import show_bytes
 
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
+HEAD_START = 2.0  # [s] in which the launcher sees the rank that failed by itself before its peers
 OWN_EXIT_CODES = (1, 2, 3)  # of errors whose message says everything
 MOST_SAID = 10_000  # letters of a message: all of them are at most 60 kB of JSON
 # Python's RuntimeError where the kernel gives no thread: too many there are, or a stack has no room
@@ -44,8 +45,6 @@ class Failure:
     exit_code: int
     message: str
     activity: str  # the operation it was in
-    rank: int
-    server: int | None  # None: it has not read its plan
     waited_s: float = 0.0  # for its peers, if that is known [s]
 
     @property
@@ -65,6 +64,11 @@ class Failure:
         return any(part in self.message for part in TIMED_OUT)
 
 
+def name_of(rank: int, server: int, host: str = "") -> str:
+    """A rank in messages."""
+    return f"rank {rank} (server {server}{host and f', {host}'})"
+
+
 def error_of(message: str, exit_code: int) -> GnnplanError:
     """The error that another process has met."""
     error = GnnplanError(message)
@@ -73,12 +77,16 @@ def error_of(message: str, exit_code: int) -> GnnplanError:
 
 
 def explain(
-    error: Exception, out: Path, number: int, device: torch.device, predicted: Mapping[str, float]
+    error: Exception,
+    out: Path | None,
+    number: int,
+    device: torch.device,
+    predicted: Mapping[str, float],
 ) -> tuple[int, str]:
     """The exit code and the words of an error of rank `number`.
 
     It is a rule of ours, memory that ran out, a system that refuses, a peer that is gone, or a
-    bug, whose traceback is kept in `out`. predicted: memory of the fullest rank by use [B].
+    bug, whose traceback is kept in `out`, if any. predicted: memory of the fullest rank by use [B].
     """
     if isinstance(error, GnnplanError):
         return error.exit_code, str(error)
@@ -101,7 +109,10 @@ def explain(
         isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
     ):
         return FAILED_WITH_OTHERS, f"its peers did not answer ({reason})"
-    return LostRank.exit_code, f"{_describe(error)} ({_keep_traceback(error, out, number)})"
+    return (
+        LostRank.exit_code,
+        f"{_describe(error)}{f' ({_keep_traceback(error, out, number)})' if out else ''}",
+    )
 
 
 def ran_out(error: BaseException) -> bool:

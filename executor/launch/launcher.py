@@ -17,11 +17,12 @@ from pathlib import Path
 
 from gnnplan.executor.launch.asked import Asked, write_run
 from gnnplan.executor.launch.emulation import Emulated, Server, lab
+from gnnplan.executor.launch.failure import name_of
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.launch.scratch import scratch
-from gnnplan.executor.launch.watchdog import Watchdog
+from gnnplan.executor.launch.watchdog import Watchdog, kept
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.meeting import loopback_only, started_by_launcher
 from gnnplan.executor.ranks.opening import SCRATCH, leave
@@ -124,13 +125,18 @@ def start(asked: Asked, until: float = inf) -> None:
             env = {name: value for name, value in env.items() if name not in os.environ}
             env |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
             places = [problem.servers[rank] for rank in problem.by_gpu]
+            names = [name_of(*each) for each in zip(problem.by_gpu, places, strict=True)]
 
             def go_on() -> None:
                 unwind()
                 if time.monotonic() > until:
                     raise TimeIsUp
 
-            watchdog = Watchdog(out, problem, options.timeout_s, asked.predicted, go_on)
+            def safe() -> str:
+                return f"All ranks were stopped; {kept(out, problem.by_gpu)}"
+
+            limit_s, predicted = options.timeout_s, asked.predicted
+            watchdog = Watchdog(out, names, limit_s, go_on, safe, predicted)
             words = ["launch", str(out)]
             agent.run(words, env, places, servers, folder, watchdog, options.restarts)
     finally:

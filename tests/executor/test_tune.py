@@ -257,12 +257,12 @@ def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file: Path, tmp_pat
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_a_strategy_that_fails_is_left_out_with_its_words(plan_file: Path, tmp_path: Path):
-    """Here all do, since no rank finds the interface: the error has the words of each."""
+    """Here all do, since no rank is told its threads: the error has the words of each."""
     words = ["tune", plan_file, "--epochs", 10**7, "--out", tmp_path / "runs"]
-    done = gnnplan(*words, GLOO_SOCKET_IFNAME="nosuch0")
+    done = gnnplan(*words, GNNPLAN_THREADS="x")
     assert done.returncode == 4, done.stderr
     assert "none of the strategies ran to its end" in done.stderr
-    assert done.stderr.count("GLOO_SOCKET_IFNAME names nosuch0") >= 2
+    assert done.stderr.count("GNNPLAN_THREADS is 'x'") >= 2
 
 
 @pytest.mark.nightly
