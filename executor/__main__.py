@@ -2,7 +2,7 @@
 
 python -P -m gnnplan.executor launch ...     trains as one rank
 python -P -m gnnplan.executor measure ...    measures as one rank
-python -P -m gnnplan.executor check ...      compares gradients, by ranks that it forks
+python -P -m gnnplan.executor check ...      compares gradients as one rank
 """
 
 import gc

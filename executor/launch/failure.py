@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
+from gnnplan.executor.ranks.activity import Activity, seen
 from gnnplan.executor.ranks.machine import process_room
 from gnnplan.executor.ranks.memory import allocated, free_memory, resident
-from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.executor.ranks.opening import die_with_parent, leave
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -71,9 +76,32 @@ def name_of(rank: int, server: int, host: str = "") -> str:
 
 def error_of(message: str, exit_code: int) -> GnnplanError:
     """The error that another process has met."""
-    error = GnnplanError(message)
-    error.exit_code = exit_code
-    return error
+    kinds = (SpecError, Infeasible, LostRank)
+    return next((kind for kind in kinds if kind.exit_code == exit_code), GnnplanError)(message)
+
+
+def be_rank(out: Path, work: Callable[[Path, Activity], None]) -> NoReturn:
+    """Be a rank that a launcher of ours started: do its work for what it was asked in `out`.
+
+    Leaves a note of how it failed.
+    """
+    die_with_parent()
+    activity = Activity(seen(out, int(os.environ["RANK"])))
+    activity.begin("phase", "start")
+    try:
+        work(out, activity)
+    except Exception as error:
+        code, said = explain(error, None, 0, torch.device("cpu"), {})
+        activity.leave(Failure(code, said, str(activity)).note)
+        end(code)
+    leave(0)
+
+
+def end(code: int) -> NoReturn:
+    """End a rank that has left a note; first those that failed by themselves."""
+    if code == FAILED_WITH_OTHERS:
+        time.sleep(HEAD_START)
+    leave(code)
 
 
 def explain(

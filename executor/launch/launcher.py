@@ -6,7 +6,7 @@ rank_process.py define. The ranks themselves run rank_process.py.
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import threading
 import time
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from gnnplan.executor.launch.asked import Asked, write_run
 from gnnplan.executor.launch.emulation import Emulated, Server, lab
@@ -24,7 +25,7 @@ from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.launch.scratch import scratch
 from gnnplan.executor.launch.watchdog import Watchdog, kept
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.meeting import loopback_only, started_by_launcher
+from gnnplan.executor.ranks.meeting import started_by_launcher
 from gnnplan.executor.ranks.opening import SCRATCH, leave
 from gnnplan.planner.vocabulary.files import alone_in, forget_unfinished, make_folder
 
@@ -34,6 +35,7 @@ __all__ = [
     "Options",
     "Row",
     "begin",
+    "compare",
     "follow",
     "leave",
     "look",
@@ -121,9 +123,7 @@ def start(asked: Asked, until: float = inf) -> None:
     out, problem, options = asked.out, asked.problem, asked.options
     try:
         with unwound_by_signals() as unwind, scratch(out) as folder, _servers(asked) as servers:
-            env = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
-            env = {name: value for name, value in env.items() if name not in os.environ}
-            env |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
+            env = {SCRATCH: str(folder), "TMPDIR": str(folder)}
             places = [problem.servers[rank] for rank in problem.by_gpu]
             names = [name_of(*each) for each in zip(problem.by_gpu, places, strict=True)]
 
@@ -138,10 +138,25 @@ def start(asked: Asked, until: float = inf) -> None:
             limit_s, predicted = options.timeout_s, asked.predicted
             watchdog = Watchdog(out, names, limit_s, go_on, safe, predicted)
             words = ["launch", str(out)]
-            agent.run(words, env, places, servers, folder, watchdog, options.restarts)
+            agent.run(words, watchdog, places, servers, folder, env, options.restarts)
     finally:
         activity.forget(out)
         forget_unfinished(out)
+
+
+def compare(out: Path) -> dict[str, Any]:
+    """The answer to the question in a folder (check.py), by two ranks of this machine.
+
+    Raises SpecError, LostRank.
+    """
+    from gnnplan.executor.launch import agent
+
+    with unwound_by_signals() as unwind:
+        names = [f"rank {rank} of gnnplan check" for rank in range(2)]
+        watchdog = Watchdog(out, names, 60.0, unwind, lambda: "No strategy was judged", {})
+        agent.run(["check", str(out)], watchdog, [0, 0], (), out, {})
+    answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
+    return answer
 
 
 def _servers(asked: Asked) -> AbstractContextManager[Sequence[Server]]:

@@ -27,7 +27,7 @@ from gnnplan.executor.launch.asked import (
     taken_over,
     write_run,
 )
-from gnnplan.executor.launch.failure import HEAD_START, Failure, explain
+from gnnplan.executor.launch.failure import Failure, end, explain
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import (
     Agreement,
@@ -64,9 +64,7 @@ def work(out: Path) -> int:
         return 0
     with suppress(MemoryError):
         process.activity.leave(failure.note)
-    if failure.is_consequence:
-        time.sleep(HEAD_START)
-    return failure.exit_code
+    end(failure.exit_code)
 
 
 def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -> int:

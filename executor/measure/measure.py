@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,22 +21,16 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch import emulation as lab
-from gnnplan.executor.launch.failure import (
-    FAILED_WITH_OTHERS,
-    HEAD_START,
-    Failure,
-    explain,
-    name_of,
-)
+from gnnplan.executor.launch.failure import be_rank, name_of
 from gnnplan.executor.launch.preflight import must_meet
 from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
 from gnnplan.executor.ranks.activity import Activity, read, seen
 from gnnplan.executor.ranks.comm import gather_all
-from gnnplan.executor.ranks.meeting import launcher_env, loopback_only, store_of_all
+from gnnplan.executor.ranks.meeting import launcher_env, store_of_all
 from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.opening import connect, die_with_parent, leave, place_rank
+from gnnplan.executor.ranks.opening import connect, place_rank
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
@@ -79,7 +72,7 @@ def measure(
     check_dtype(dtype)
     notify = progress or (lambda what: None)
     memory = free_memory() / (ranks * servers)
-    env = {**loopback_only(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     places = [rank // ranks for rank in range(ranks * servers)]
     playing: AbstractContextManager[list[lab.Server]]
     playing = lab.lab(servers, emulated) if servers > 1 else nullcontext([])
@@ -96,7 +89,7 @@ def measure(
 
         names = [name_of(rank, server) for rank, server in enumerate(places)]
         watchdog = Watchdog(folder, names, STUCK, listen, lambda: "Nothing is measured", {})
-        agent.run(words, env, places, played, folder, watchdog)
+        agent.run(words, watchdog, places, played, folder, env)
         found: dict[str, Any] = json.loads((folder / FOUND).read_text())
     # asked here, a GPU would give this process a context
     memory = found["free_on_gpu"] or memory
@@ -170,28 +163,21 @@ def _attempt(
 def main() -> None:
     """`python -m gnnplan.executor measure FOLDER SECONDS DTYPE EACH`.
 
-    EACH: ranks of a server. What was found, and a failure, is in the folder.
+    EACH: ranks of a server. What was found is then in the folder.
     """
-    folder, seconds, dtype, each = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
-    rank = int(os.environ["RANK"])
-    die_with_parent()
     for stream in (1, 2):  # Gloo writes there
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    be_rank(Path(sys.argv[1]), _measure)
 
-    activity = Activity(seen(folder, rank))
+
+def _measure(folder: Path, activity: Activity) -> None:
+    seconds, dtype, each = float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    rank = int(os.environ["RANK"])
 
     def notify(what: str) -> None:
         activity.begin("phase", what)
 
-    try:
-        found = _attempt(seconds, dtype, notify, one_machine=True, server=rank // int(each))
-        dist.barrier()
-        if rank == 0:
-            (folder / FOUND).write_text(json.dumps(found))
-    except Exception as error:
-        code, said = explain(error, None, rank, torch.device("cpu"), {})
-        activity.leave(Failure(code, said, str(activity)).note)
-        if code == FAILED_WITH_OTHERS:
-            time.sleep(HEAD_START)
-        leave(code)
-    leave(0)
+    found = _attempt(seconds, dtype, notify, one_machine=True, server=rank // each)
+    dist.barrier()
+    if rank == 0:
+        (folder / FOUND).write_text(json.dumps(found))
