@@ -4,8 +4,8 @@
     python benchmarks/tune.py table                         a table of them, as Markdown
 
 A question is a graph with a GNN on a cluster that this machine plays. For each one the cluster's
-constants are measured, then `plan` and `tune` answer, and then every strategy is started anew and
-all take turns for ROUNDS rounds, a round's order being that of the one before turned round. Regret
+constants are measured, then `plan` and `tune` answer, and then all strategies take turns for ROUNDS
+rounds, each a new run, a round's order being that of the one before turned round. Regret
 is how much slower than the fastest of these the chosen one is. `tune` may spend SHARE of a training
 that is predicted to take TRAINING seconds. Rows go to traces/measured/tune.csv with the machine's
 pace before and after. It needs Linux, root and iproute2, and a machine that does nothing else.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import product
 from math import ceil, exp, log
@@ -31,14 +30,14 @@ import gnnplan
 from gnnplan import GnnplanError, Plan
 from gnnplan.api.running import rate_of
 from gnnplan.executor.launch.launcher import Emulated
-from gnnplan.executor.launch.turns import InTurns
+from gnnplan.executor.launch.tune import train_briefly
 from gnnplan.planner.evidence.halving import TURN_S
 
 ROWS = TRACES / "tune.csv"
 GRAPHS = ("physics", "squirrel")
 CLUSTERS = ((1, 2, ""), (1, 4, ""), (2, 2, "400Mbit/s"), (2, 2, "100Mbit/s"))
 TRAINING, SHARE = 900.0, 0.1  # [s], and of it
-ROUNDS, WARM_UP = 12, 2  # turns of every strategy, and epochs before the first
+ROUNDS, WARM_UP = 12, 2  # turns of every strategy, and epochs that each begins with
 LONGEST = 300.0  # [s] of a turn
 
 
@@ -47,31 +46,26 @@ def measured(plans: dict[str, Plan], emulate: str | None) -> dict[str, float]:
 
     Of each strategy the median, over all rounds, of how it compares with the round's mean."""
     servers = None if emulate is None else Emulated(rate_of(emulate))
-    with tempfile.TemporaryDirectory() as out, ExitStack() as ends:
-        runs: dict[str, InTurns] = {}
-        for number, (strategy, plan) in enumerate(plans.items()):
-            runs[strategy] = InTurns(plan.document, Path(out) / str(number), servers)
-            ends.callback(runs[strategy].close)
-            must_work(strategy, runs[strategy].turn(WARM_UP, LONGEST))
-        rounds: dict[str, list[float]] = {strategy: [] for strategy in plans}
-        for turn in range(ROUNDS):
-            for strategy in list(plans) if turn % 2 == 0 else list(plans)[::-1]:
-                run, before = runs[strategy], len(runs[strategy].metrics())
-                epoch_s = float(run.metrics()[-1]["epoch_s"])
-                must_work(strategy, run.turn(1 + ceil(TURN_S / epoch_s), LONGEST))
-                epochs = run.metrics()[before + 1 :]
-                rounds[strategy].append(log(median(row["epoch_s"] for row in epochs)))
+    rounds: dict[str, list[float]] = {strategy: [] for strategy in plans}
+    with tempfile.TemporaryDirectory() as out:
+
+        def turn(number: int, strategy: str, epochs: int) -> float:
+            folder, document = Path(out) / f"{number}-{strategy}", plans[strategy].document
+            rows, why, _ = train_briefly(document, folder, WARM_UP + epochs, LONGEST, servers)
+            if why:
+                raise SystemExit(f"{strategy}: {why}")
+            return median(row["epoch_s"] for row in rows[WARM_UP:])
+
+        epochs_s = {strategy: turn(-1, strategy, 1) for strategy in plans}
+        for number in range(ROUNDS):
+            for strategy in list(plans) if number % 2 == 0 else list(plans)[::-1]:
+                epochs_s[strategy] = turn(number, strategy, ceil(TURN_S / epochs_s[strategy]))
+                rounds[strategy].append(log(epochs_s[strategy]))
     means = [fmean(of_round) for of_round in zip(*rounds.values(), strict=True)]
     return {
         strategy: exp(fmean(means) + median(a - b for a, b in zip(logs, means, strict=True)))
         for strategy, logs in rounds.items()
     }
-
-
-def must_work(strategy: str, why: str) -> None:
-    """Stop where a run has failed."""
-    if why:
-        raise SystemExit(f"{strategy}: {why}")
 
 
 def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source: str) -> None:

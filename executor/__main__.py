@@ -2,8 +2,7 @@
 
 python -P -m gnnplan.executor launch ...     trains as one rank
 python -P -m gnnplan.executor measure ...    measures as one rank
-python -P -m gnnplan.executor check ...      compares gradients, by ranks that it forks
-python -P -m gnnplan.executor turns ...      launches a run that trains in turns
+python -P -m gnnplan.executor check ...      compares gradients as one rank
 """
 
 import gc
@@ -14,7 +13,6 @@ PROGRAMS = {
     "launch": "gnnplan.executor.launch.rank_process",
     "measure": "gnnplan.executor.measure.measure",
     "check": "gnnplan.executor.launch.check",
-    "turns": "gnnplan.executor.launch.turns",
 }
 
 # What is imported stays. To look for reference cycles in it took a seventh of a rank's start.

@@ -70,20 +70,18 @@ def train(
     eval_every: int = 10,
     report: Report = lambda row: None,
     checkpoints: Checkpoints | None = None,
-    may_train: Callable[[int], bool] = lambda epoch: True,
 ) -> Net:
     """Train all epochs from `checkpoints.first` on, and return the model with its final weights.
 
     Every epoch has as many steps as the strategy has batches. Rank 0 appends a line per epoch to
     metrics.jsonl in `out`, and reports it. eval_every: epochs from one evaluation to the next; the
-    last epoch always has one. may_train: asked before every epoch, counted from 0; training ends
-    where it says no. Raises GnnplanError if the loss is not finite.
+    last epoch always has one. Raises GnnplanError if the loss is not finite.
     """
     torch.backends.cuda.matmul.allow_tf32 = problem.workload.dtype == "tf32"
     with Shapes.varying(strategy.mode == "mini"):
         training = _Training(rank, problem, strategy, out, epochs, checkpoints)
         for epoch in range(training.first, epochs):
-            if training.ends or not may_train(epoch):
+            if training.ends:
                 training.epochs = epoch
                 break
             is_evaluated = epoch == epochs - 1 or (eval_every > 0 and (epoch + 1) % eval_every == 0)

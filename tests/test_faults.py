@@ -211,7 +211,14 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
     from gnnplan.executor.launch.watchdog import blame
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
-    error = blame({0: Gone(75, 1), 1: Gone(-9, 2)}, tmp_path, [0, 0], 3.0, told)
+    error = blame(
+        {0: Gone(75, 1), 1: Gone(-9, 2)},
+        tmp_path,
+        ["rank 0 (server 0)", "rank 1 (server 0)"],
+        3.0,
+        "All ranks were stopped",
+        told,
+    )
     words = [
         r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes"
         r" when memory runs out\. the plan "
@@ -302,7 +309,8 @@ def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path:
 
     for rank, message in notes.items():
         waited_s = 600.0 * ("NCCL" in message)
-        failure = Failure(failures[rank].exitcode, message, "halo", rank, rank, waited_s)
+        failure = Failure(failures[rank].exitcode, message, "halo", waited_s)
         Activity(seen(tmp_path, rank)).leave(failure.note)
-    error = blame(failures, tmp_path, range(len(failures)), 3.0)
+    names = [f"rank {rank} (server {rank})" for rank in range(len(failures))]
+    error = blame(failures, tmp_path, names, 3.0, "All ranks were stopped")
     assert str(error).startswith(words) and error.exit_code == code

@@ -15,7 +15,6 @@ Which file to open:
     failure.py        how a rank fails, in its own words
     scalars.py        a run's metrics for TensorBoard
     tune.py           runs the few strategies that are within doubt, and plans by what they took
-    turns.py          runs beside each other that train in turns, for tune.py
     check.py          what strategies make of a model's gradients, on a small graph
 
 This room may import all rooms of the executor except measure/.

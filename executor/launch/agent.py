@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
-from gnnplan.executor.launch.watchdog import Watch
-from gnnplan.executor.ranks.meeting import LOOPBACK, store_of_this_machine
+from gnnplan.executor.launch.watchdog import Watchdog
+from gnnplan.executor.ranks.meeting import LOOPBACK, loopback_only, store_of_this_machine
 
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -35,7 +35,7 @@ NO_LOGS = DefaultLogsSpecs(os.devnull)
 class _Agent(LocalElasticAgent):
     """An agent with a watchdog, which says whether lost ranks are restarted."""
 
-    def __init__(self, spec: WorkerSpec, watchdog: Watch) -> None:
+    def __init__(self, spec: WorkerSpec, watchdog: Watchdog) -> None:
         super().__init__(spec, NO_LOGS, start_method="spawn")
         self.watchdog = watchdog
 
@@ -95,19 +95,21 @@ class _Here(StaticTCPRendezvous):
 
 def run(
     words: Sequence[str],
-    env: Mapping[str, str],
+    watchdog: Watchdog,
     places: Sequence[int],
     servers: Sequence[Server],
     folder: Path,
-    watchdog: Watch,
+    env: Mapping[str, str],
     restarts: int = 0,
 ) -> None:
     """Run a program of ours (executor/__main__.py) in a process per rank, until all are done.
 
-    env: added to its environment. places: the server of every process. servers: that this machine
-    plays; none: ranks are on it alone. folder: for links to servers. No process is left behind.
+    places: the server of every process. servers: that this machine plays; none: ranks are on it
+    alone. folder: for links to servers. env: added to its environment. No process is left behind.
     Raises the watchdog's error.
     """
+    usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
+    env = {name: value for name, value in usual.items() if name not in os.environ} | dict(env)
     # -P: a folder named gnnplan in the working directory must not hide the package
     command = [sys.executable, "-P", "-m", "gnnplan.executor", *words]
     address = servers[places[0]].address if servers else ""  # where rank 0 offers the store

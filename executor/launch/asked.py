@@ -190,7 +190,7 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
 def must_have_rates(options: Options, workload: Workload) -> None:
     """Raise SpecError if more epochs are asked for than the workload has learning rates for."""
     asked, known = options.epochs or workload.epochs, workload.epochs
-    if workload.ends_on_time and asked > known and not options.turns:
+    if workload.ends_on_time and asked > known:
         raise SpecError(
             f"--epochs {asked:,}: the plan's {workload.schedule} schedule brings the learning rate"
             f" to 0 in {known:,} epochs; plan with --epochs {asked}, or ask for {known:,} or less"

@@ -5,10 +5,8 @@ Gloo. What the weights have moved by is then the gradient, and it must equal one
 Mini-batch strategies take all training vertices as their one batch. A strategy of a single rank
 (offload) is trained by rank 0, while rank 1 goes on.
 
-This is the program of a process that `gnnplan.check` starts (gnnplan/api/checking.py). It imports
-torch and reads the model once, forks the two ranks, and is the one process itself while they
-train. The ranks are two processes and one process group for all strategies. It forks before it has
-threads, which is why it is a process of its own: a notebook has threads."""
+This is the program of the ranks that `launcher.compare` starts. They are one process group for all
+strategies."""
 
 from __future__ import annotations
 
@@ -16,38 +14,23 @@ import gc
 import json
 import math
 import os
-import signal
 import sys
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from multiprocessing import get_context
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkProcess
-from operator import itemgetter
 from pathlib import Path
-from secrets import token_hex
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gnnplan.executor.launch.failure import be_rank
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.own import names_layer, own_layers
-from gnnplan.executor.modules.read import (
-    Source,
-    read,
-    read_again,
-    state_of,
-    with_module,
-)
-from gnnplan.executor.ranks.meeting import listen, on_this_machine, store_of_this_machine
-from gnnplan.executor.ranks.opening import die_with_parent, leave, open_rank
+from gnnplan.executor.modules.read import Source, read, state_of, with_module
+from gnnplan.executor.ranks.activity import Activity
+from gnnplan.executor.ranks.opening import open_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -58,14 +41,13 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Example, Strategy, families, parse
-from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
 
 RANKS = 2
 FEATURES, CLASSES = 12, 4  # of the graph, where the model has no widths of its own
 STEP = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64"}
-FAILED = "failed"  # the file of the rank that fails first: its number, and why
-SECONDS = 300.0  # after which ranks that do not answer are lost
+SECONDS = 60.0  # after which a peer that does not answer is lost
 WITHIN = 1e-9  # of a gradient's largest number
 # A gradient this much smaller than the model's largest is rounding: that of a bias before a norm.
 ROUNDING = 1e-6
@@ -111,23 +93,11 @@ class Task(NamedTuple):
         strategy.check(problem)
         return cls(text, problem, strategy)
 
-    @property
-    def mode(self) -> str:
-        return self.problem.workload.mode
-
 
 def main() -> None:
-    """Answer the question in the folder that is named: question.json -> answer.json."""
-    die_with_parent()
-    torch.set_num_threads(1)  # no pool of threads that forks would miss
-    gc.disable()  # to look for cycles in what a user's file imports took half a second
-    out = Path(sys.argv[1])
-    answer: dict[str, Any]
-    try:
-        answer = _answer(json.loads((out / "question.json").read_text()), out)
-    except GnnplanError as error:
-        answer = {"error": type(error).__name__, "message": str(error)}
-    write_atomically(out / "answer.json", json.dumps(answer))
+    """`python -m gnnplan.executor check FOLDER`: be a rank that answers the folder's question."""
+    os.dup2(2, 1)  # what a user's file prints is no answer
+    be_rank(Path(sys.argv[1]), answer)
 
 
 def tried() -> list[tuple[str, Example]]:
@@ -140,45 +110,52 @@ def tried() -> list[tuple[str, Example]]:
     ]
 
 
-def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """What was compared, and the verdict on each strategy.
+def answer(out: Path, activity: Activity) -> None:
+    """Train all strategies as one of two ranks; rank 0 writes answer.json.
 
-    question: `model` as the command line takes it, with `fields` of the Workload that the user has
-    set, `features` and `classes` (None: the model's own, else as below); or the `workload` of a
-    live module. Raises SpecError where the model itself is not understood, and LostRank."""
-    workload, features, classes = _asked(question)
+    It has what was compared, and the verdict on each strategy. The folder's question.json has
+    `model` as the command line takes it, with `fields` of the Workload that the user has set,
+    `features` and `classes` (None: the model's own, else as below); or the `workload` of a live
+    module. Raises SpecError where the model itself is not understood."""
+    workload, features, classes = _asked(json.loads((out / "question.json").read_text()))
     graph = load(
         f"synthetic:community?vertices=60&edges=400&features={features}&classes={classes}&seed=0"
     )
     assert isinstance(graph, Graph)
-    verdicts: dict[int, Verdict] = {}
-    tasks: dict[int, Task] = {}
+    base = open_rank(timeout_s=SECONDS, on_cpu=True)
+    base.recorder.activity = activity
+    start = _initial(workload, features, classes)
+    gc.freeze()  # every training begins with a collection
     whole_batch = {"mode": "mini", "batch": graph.stats.train_vertices, "fanout": "full"}
+    alone: dict[str, dict[str, Tensor]] = {}
+    verdicts = []
     for number, (mode, example) in enumerate(tried()):
         text, changes = example.strategy, whole_batch if mode == "mini" else {}
+        activity.begin("phase", "")
+        activity.begin("strategy", text)
+        here = out / str(number)
+        rank = base.anew()  # what it records is of one training
+        if example.ranks == 1 and base.rank:  # of one process, beside which this rank goes on
+            continue
+        if example.ranks == 1:
+            rank = Rank(0, 1, base.device, base.backend)
         try:
             its = checked(Workload, workload.model_dump() | changes, "", ["mode"])
-            task = tasks[number] = Task.of(text, graph, its, example.ranks, example.servers)
-            import_module(task.strategy.executor)  # ranks that are forks need not do it again
-            (out / str(number)).mkdir()
-        except SpecError as error:
-            verdicts[number] = Verdict(text, "cannot", None, str(error).removeprefix("mode: "))
-    start = _initial(workload, features, classes)
-    if workload.is_module:
-        for task in tasks.values():  # ranks that are forks need not read the module again
-            read_again(task.problem.workload)
-    gc.freeze()  # every training begins with a collection
-    with _ranks(out, tasks) as ranks:
-        alone: dict[str, dict[str, Tensor]] = {}
-        for task in tasks.values():
-            if task.mode not in alone:
-                one = Task.of(ALONE[task.mode], graph, task.problem.workload)
-                alone[task.mode] = _alone(one, out / task.mode)
-        _wait_for(ranks, out)
-    for number, task in tasks.items():
-        verdicts[number] = _verdict(task, out / str(number), start, alone[task.mode])
+            task = Task.of(text, graph, its, example.ranks, example.servers)
+            here.mkdir(exist_ok=True)
+            train(rank, task.problem, task.strategy, here, 1, 0)
+        except SpecError as error:  # on all ranks alike: what the model lacks
+            verdicts.append(Verdict(text, "cannot", None, str(error).removeprefix("mode: ")))
+            continue
+        if mode not in alone:  # on both ranks, which open their samplers in the same order
+            alone[mode] = _alone(Task.of(ALONE[mode], graph, its), out / f"{mode}{base.rank}")
+        if base.rank == 0:
+            verdicts.append(_verdict(task, here, start, alone[mode]))
+    base.close()
+    if base.rank:
+        return
     stats = graph.stats
-    return {
+    found = {
         "module": _told(workload),
         "graph": {
             "vertices": stats.vertices,
@@ -189,8 +166,9 @@ def _answer(question: Mapping[str, Any], out: Path) -> dict[str, Any]:
         "ranks": RANKS,
         "dtype": "float64",
         "within": WITHIN,
-        "strategies": [asdict(verdicts[number]) for number in sorted(verdicts)],
+        "strategies": [asdict(verdict) for verdict in verdicts],
     }
+    write_atomically(out / "answer.json", json.dumps(found))
 
 
 def _told(workload: Workload) -> str:
@@ -254,9 +232,6 @@ def _verdict(
     text, workload = task.text, task.problem.workload
     # a row of a batch that two ranks compute counts twice, as in torch.nn.SyncBatchNorm
     is_synced = workload.mode == "mini" and workload.norm == "batch" and text != "gsplit"
-    failed = out / "error.txt"
-    if failed.exists():
-        return Verdict(text, "cannot", None, failed.read_text())
     found = load_file(out / "weights.safetensors")
     gradients = {name: (alone[name] - start[name]).abs().max().item() for name in start}
     least = max(ROUNDING * max(gradients.values()), sys.float_info.min)
@@ -284,91 +259,3 @@ def _verdict(
     return Verdict(
         text, "differs", gap, f"the gradient of {name} is off by more than {WITHIN:g} of it"
     )
-
-
-@contextmanager
-def _ranks(out: Path, tasks: Mapping[int, Task]) -> Iterator[list[ForkProcess]]:
-    """The ranks: forks of this process, which must have no threads. None outlives the block."""
-    listener = listen()
-    env = on_this_machine(listener.getsockname()[1], token_hex(16))
-    fork = get_context("fork")
-    ranks = [fork.Process(target=_be_rank, args=(rank, env, out, tasks)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    # where they meet; it has a thread, so it is opened after the forks
-    store = store_of_this_machine(listener)
-    try:
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-        del store
-
-
-def _wait_for(ranks: Sequence[ForkProcess], out: Path) -> None:
-    """Wait until all ranks are done. Raises LostRank, which names the one that ended first."""
-    until = time.monotonic() + SECONDS
-
-    def place(rank: int) -> str:
-        begun = out / f"rank{rank}"
-        return begun.read_text() if begun.exists() else "its start"
-
-    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    while running:
-        ended = wait([*running], until - time.monotonic())
-        if not ended:
-            silent = min(running.values())
-            raise LostRank(
-                f"rank {silent} of gnnplan check gave no answer in {SECONDS:g} s, in"
-                f" {place(silent)}"
-            )
-        for process in ranks:
-            if process.sentinel in ended:
-                process.join()
-                del running[process.sentinel]
-        codes = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
-        if codes:  # a rank whose peer is lost fails too: who was killed was first
-            rank, code = min(codes.items(), key=itemgetter(1))
-            words = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            said = (out / FAILED).read_text() if code > 0 and (out / FAILED).exists() else ""
-            if said:
-                number, _, words = said.partition(" ")
-                rank = int(number)
-            raise LostRank(f"rank {rank} of gnnplan check was lost in {place(rank)} ({words})")
-
-
-def _be_rank(number: int, env: Mapping[str, str], out: Path, tasks: Mapping[int, Task]) -> NoReturn:
-    """Be a rank of the fork that calls this: train all tasks, and end."""
-    code = 1
-    try:
-        die_with_parent()
-        os.environ |= {
-            **env,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "RANK": str(number),
-            "LOCAL_RANK": str(number),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
-        }
-        base = open_rank(timeout_s=60.0, on_cpu=True)
-        for task_number, task in tasks.items():
-            (out / f"rank{number}").write_text(task.text)
-            here = out / str(task_number)
-            rank = base.anew()  # what it records is of one training
-            if task.problem.ranks == 1:  # of one process, beside which the other rank goes on
-                if number:
-                    continue
-                rank = Rank(0, 1, rank.device, rank.backend)
-            try:
-                train(rank, task.problem, task.strategy, here, 1, 0)
-            except SpecError as error:  # on all ranks alike: what the model lacks
-                write_atomically(here / "error.txt", str(error))
-        base.close()
-        code = 0
-    except BaseException as error:
-        with suppress(FileExistsError), (out / FAILED).open("x") as first:
-            first.write(f"{number} {type(error).__name__}: {error}"[:500])
-        traceback.print_exc()
-    finally:
-        leave(code)

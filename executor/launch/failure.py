@@ -6,20 +6,26 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
+from gnnplan.executor.ranks.activity import Activity, seen
 from gnnplan.executor.ranks.machine import process_room
 from gnnplan.executor.ranks.memory import allocated, free_memory, resident
-from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.executor.ranks.opening import die_with_parent, leave
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
 from gnnplan.planner.vocabulary.units import show_bytes
 
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
+HEAD_START = 2.0  # [s] in which the launcher sees the rank that failed by itself before its peers
 OWN_EXIT_CODES = (1, 2, 3)  # of errors whose message says everything
 MOST_SAID = 10_000  # letters of a message: all of them are at most 60 kB of JSON
 # Python's RuntimeError where the kernel gives no thread: too many there are, or a stack has no room
@@ -44,8 +50,6 @@ class Failure:
     exit_code: int
     message: str
     activity: str  # the operation it was in
-    rank: int
-    server: int | None  # None: it has not read its plan
     waited_s: float = 0.0  # for its peers, if that is known [s]
 
     @property
@@ -65,20 +69,52 @@ class Failure:
         return any(part in self.message for part in TIMED_OUT)
 
 
+def name_of(rank: int, server: int, host: str = "") -> str:
+    """A rank in messages."""
+    return f"rank {rank} (server {server}{host and f', {host}'})"
+
+
 def error_of(message: str, exit_code: int) -> GnnplanError:
     """The error that another process has met."""
-    error = GnnplanError(message)
-    error.exit_code = exit_code
-    return error
+    kinds = (SpecError, Infeasible, LostRank)
+    return next((kind for kind in kinds if kind.exit_code == exit_code), GnnplanError)(message)
+
+
+def be_rank(out: Path, work: Callable[[Path, Activity], None]) -> NoReturn:
+    """Be a rank that a launcher of ours started: do its work for what it was asked in `out`.
+
+    Leaves a note of how it failed.
+    """
+    die_with_parent()
+    activity = Activity(seen(out, int(os.environ["RANK"])))
+    activity.begin("phase", "start")
+    try:
+        work(out, activity)
+    except Exception as error:
+        code, said = explain(error, None, 0, torch.device("cpu"), {})
+        activity.leave(Failure(code, said, str(activity)).note)
+        end(code)
+    leave(0)
+
+
+def end(code: int) -> NoReturn:
+    """End a rank that has left a note; first those that failed by themselves."""
+    if code == FAILED_WITH_OTHERS:
+        time.sleep(HEAD_START)
+    leave(code)
 
 
 def explain(
-    error: Exception, out: Path, number: int, device: torch.device, predicted: Mapping[str, float]
+    error: Exception,
+    out: Path | None,
+    number: int,
+    device: torch.device,
+    predicted: Mapping[str, float],
 ) -> tuple[int, str]:
     """The exit code and the words of an error of rank `number`.
 
     It is a rule of ours, memory that ran out, a system that refuses, a peer that is gone, or a
-    bug, whose traceback is kept in `out`. predicted: memory of the fullest rank by use [B].
+    bug, whose traceback is kept in `out`, if any. predicted: memory of the fullest rank by use [B].
     """
     if isinstance(error, GnnplanError):
         return error.exit_code, str(error)
@@ -101,7 +137,10 @@ def explain(
         isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
     ):
         return FAILED_WITH_OTHERS, f"its peers did not answer ({reason})"
-    return LostRank.exit_code, f"{_describe(error)} ({_keep_traceback(error, out, number)})"
+    return (
+        LostRank.exit_code,
+        f"{_describe(error)}{f' ({_keep_traceback(error, out, number)})' if out else ''}",
+    )
 
 
 def ran_out(error: BaseException) -> bool:

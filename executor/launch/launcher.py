@@ -6,22 +6,26 @@ rank_process.py define. The ranks themselves run rank_process.py.
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from gnnplan.executor.launch.asked import Asked, write_run
 from gnnplan.executor.launch.emulation import Emulated, Server, lab
+from gnnplan.executor.launch.failure import name_of
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.launch.scratch import scratch
-from gnnplan.executor.launch.watchdog import Watchdog
+from gnnplan.executor.launch.watchdog import Watchdog, kept
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.meeting import loopback_only, started_by_launcher
+from gnnplan.executor.ranks.meeting import started_by_launcher
 from gnnplan.executor.ranks.opening import SCRATCH, leave
 from gnnplan.planner.vocabulary.files import alone_in, forget_unfinished, make_folder
 
@@ -31,6 +35,7 @@ __all__ = [
     "Options",
     "Row",
     "begin",
+    "compare",
     "follow",
     "leave",
     "look",
@@ -48,16 +53,22 @@ def new_folder(name: str) -> Path:
     return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
 
 
-def begin(asked: Asked) -> None:
+class TimeIsUp(Exception):
+    """A run was stopped because it took longer than it may."""
+
+
+def begin(asked: Asked, most_s: float = inf) -> None:
     """Train a plan's strategy in a folder that gets all that a run leaves.
 
-    This machine can hold its ranks (`must_start`). Raises SpecError, LostRank.
+    This machine can hold its ranks (`must_start`). Raises SpecError, LostRank, and TimeIsUp after
+    `most_s` seconds.
     """
+    until = time.monotonic() + most_s
     asked.settled.schedule(asked.problem, 1)  # makes the partitions, which the ranks then read
     make_folder(asked.out)
     with alone_in(asked.out, "another run trains in", "give another --out"):
         write_run(asked.out, asked.document, asked.options, asked.last)
-        start(asked)
+        start(asked, until)
 
 
 @contextmanager
@@ -100,28 +111,52 @@ def unwound_by_signals() -> Iterator[Callable[[], None]]:
         unwind()
 
 
-def start(asked: Asked) -> None:
+def start(asked: Asked, until: float = inf) -> None:
     """Start the local ranks of a run whose folder has its plan and options, and wait for them.
 
     A plan's servers are played as namespaces where that is asked for (emulation.py). No process is
     left behind, also by signals. Raises LostRank, naming the rank that failed first, when no
-    restart is left.
+    restart is left, and TimeIsUp where the monotonic clock is past `until`.
     """
     from gnnplan.executor.launch import agent
 
     out, problem, options = asked.out, asked.problem, asked.options
     try:
         with unwound_by_signals() as unwind, scratch(out) as folder, _servers(asked) as servers:
-            env = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
-            env = {name: value for name, value in env.items() if name not in os.environ}
-            env |= {SCRATCH: str(folder), "TMPDIR": str(folder)}
+            env = {SCRATCH: str(folder), "TMPDIR": str(folder)}
             places = [problem.servers[rank] for rank in problem.by_gpu]
-            watchdog = Watchdog(out, problem, options.timeout_s, asked.predicted, unwind)
+            names = [name_of(*each) for each in zip(problem.by_gpu, places, strict=True)]
+
+            def go_on() -> None:
+                unwind()
+                if time.monotonic() > until:
+                    raise TimeIsUp
+
+            def safe() -> str:
+                return f"All ranks were stopped; {kept(out, problem.by_gpu)}"
+
+            limit_s, predicted = options.timeout_s, asked.predicted
+            watchdog = Watchdog(out, names, limit_s, go_on, safe, predicted)
             words = ["launch", str(out)]
-            agent.run(words, env, places, servers, folder, watchdog, options.restarts)
+            agent.run(words, watchdog, places, servers, folder, env, options.restarts)
     finally:
         activity.forget(out)
         forget_unfinished(out)
+
+
+def compare(out: Path) -> dict[str, Any]:
+    """The answer to the question in a folder (check.py), by two ranks of this machine.
+
+    Raises SpecError, LostRank.
+    """
+    from gnnplan.executor.launch import agent
+
+    with unwound_by_signals() as unwind:
+        names = [f"rank {rank} of gnnplan check" for rank in range(2)]
+        watchdog = Watchdog(out, names, 60.0, unwind, lambda: "No strategy was judged", {})
+        agent.run(["check", str(out)], watchdog, [0, 0], (), out, {})
+    answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
+    return answer
 
 
 def _servers(asked: Asked) -> AbstractContextManager[Sequence[Server]]:

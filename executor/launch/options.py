@@ -18,12 +18,7 @@ from gnnplan.planner.vocabulary.files import MOST_SHOWN, read_bytes, write_atomi
 MAX_FILE = 1 << 16  # [B]
 MOST = 10**9  # epochs, restarts
 LONGEST_S = 10**6  # that a rank waits [s]; torch and Gloo count milliseconds in 32 bits
-NOT_INHERITED = (
-    "resume",
-    "restarts",
-    "quiet",
-    "turns",
-)  # each call of `gnnplan run` says these anew
+NOT_INHERITED = ("resume", "restarts", "quiet")  # each call of `gnnplan run` says these anew
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,6 @@ class Options:
     # folder of TensorBoard's event files; a resumed run may be called from elsewhere
     tensorboard: Annotated[str, AfterValidator(os.path.abspath)] | None = None
     quiet: bool = False  # no lines about epochs
-    turns: bool = False  # train only as many epochs as the file `turns` in the run's folder says
 
     @classmethod
     def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:

@@ -1,8 +1,8 @@
 """What ranks tell each other through the store where all meet: before they train, and of a failure.
 
 A rank that refuses alone would leave the others waiting for it, and ranks that train different
-things would hang or learn something wrong. So each says what it has found, rank 0 compares, and all
-are told the same: where they begin, or why they do not.
+things would hang or learn something wrong. So each tells all others what it has found, and all come
+to the same: where they begin, or why they do not.
 
 Where torchrun or srun has started the ranks no launcher of ours watches them. A rank whose peers do
 not answer then writes its failure into the store, and waits a moment for what the others write
@@ -24,20 +24,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.utils.store import synchronize
 
 from gnnplan import __version__
 from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of
+from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of, name_of
 from gnnplan.executor.launch.preflight import SLACK
 from gnnplan.executor.launch.watchdog import kept
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
-from gnnplan.executor.ranks.meeting import hosts_the_store
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.units import show_bytes
 
-PATIENCE = 2.0  # [s] in which ranks that are alive answer, or hear of a refusal
+PATIENCE = 2.0  # [s] in which ranks that are alive answer
 MUST_AGREE = ("gnnplan", "torch", "data", "plan", "options")
 SHOWN = 4  # differing ranks that a message names
 TORCHRUN = "torchrun .. -m gnnplan run"
@@ -116,25 +116,10 @@ def found(rank: Rank, ready: Ready) -> Found:
 def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
     """Tell all ranks what this one has found. Raises what `compare` raises, on all alike."""
     process, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
-    store.set(f"found {process}", json.dumps(own))
-    if process == 0:
-        everyone = [json.loads(store.get(f"found {other}")) for other in range(world)]
-        verdict: dict[str, Any]
-        try:
-            verdict = compare(everyone)._asdict()
-        except GnnplanError as error:
-            verdict = {"message": str(error), "exit_code": error.exit_code}
-        store.set("verdict", json.dumps(verdict))
-    verdict = json.loads(store.get("verdict"))
-    if store.add("heard", 1) == world:
-        store.set("all have heard", "")
-    if "hosts" in verdict:
-        return Agreement(**verdict)
-    if hosts_the_store(env):
-        _outlive_the_others()
-        with suppress(RuntimeError):
-            store.wait(["all have heard"], timedelta(seconds=PATIENCE))
-    raise error_of(**verdict)
+    said = json.dumps(own).encode()
+    timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    everyone = synchronize(store, said, process, world, "found", timeout_s)
+    return compare([json.loads(words) for words in everyone])
 
 
 def compare(everyone: Sequence[Found]) -> Agreement:
@@ -156,8 +141,7 @@ def compare(everyone: Sequence[Found]) -> Agreement:
     for name in MUST_AGREE:
         if odd := [each for each in everyone if each[name] != first[name]]:
             who = ", ".join(
-                f"rank {each['rank']} (server {each['server']}, {each['host']})"
-                for each in odd[:SHOWN]
+                name_of(each["rank"], each["server"], each["host"]) for each in odd[:SHOWN]
             )
             raise Mismatch(
                 f"ranks differ in {name}: {who} has {odd[0][name]}, rank 0 {first[name]}; give all"
@@ -203,9 +187,10 @@ def _by_host(everyone: Sequence[Found]) -> list[str]:
 class Peers:
     """All ranks, as one of them knows them once they have met.
 
-    store: where that was. servers, hosts: of every rank.
+    rank: this one. store: where that was. servers, hosts: of every rank.
     """
 
+    rank: int
     store: Store
     servers: Sequence[int]
     hosts: Sequence[str]
@@ -224,13 +209,13 @@ class Peers:
         said = f". {self._who(answers)}" if failure.is_consequence else ""
         if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
             return said  # the message says what to change
-        return f"{said}. {self._remedy(self.hosts[failure.rank])}"
+        return f"{said}. {self._remedy(self.hosts[self.rank])}"
 
     def _answers(self, store: Store, failure: Failure) -> dict[int, Failure]:
         """The failures of all ranks that say one in time."""
         keys = [str(rank) for rank in range(len(self.hosts))]
         store.set_timeout(timedelta(seconds=PATIENCE))
-        store.set(keys[failure.rank], json.dumps(asdict(failure)))
+        store.set(keys[self.rank], json.dumps(asdict(failure)))
         if failure.is_consequence:
             with suppress(RuntimeError):  # some say nothing
                 store.wait(keys)
@@ -260,7 +245,7 @@ class Peers:
         return f"These do not answer, because they were lost or wait for one that was: {listed}"
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} (server {self.servers[rank]}, {self.hosts[rank]})"
+        return name_of(rank, self.servers[rank], self.hosts[rank])
 
     def _remedy(self, host: str) -> str:
         """How to go on, by the checkpoints that are on this host's disk."""

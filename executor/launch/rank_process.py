@@ -27,7 +27,7 @@ from gnnplan.executor.launch.asked import (
     taken_over,
     write_run,
 )
-from gnnplan.executor.launch.failure import Failure, explain
+from gnnplan.executor.launch.failure import Failure, end, explain
 from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import (
     Agreement,
@@ -39,22 +39,17 @@ from gnnplan.executor.launch.peers import (
 )
 from gnnplan.executor.launch.preflight import must_meet, must_start
 from gnnplan.executor.launch.scalars import Scalars
-from gnnplan.executor.ranks import activity
+from gnnplan.executor.ranks.activity import Activity, seen
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
 from gnnplan.executor.ranks.meeting import attempt, launcher_env, store_of_all
 from gnnplan.executor.ranks.opening import connect, die_with_parent, leave, place_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import show_scores
-from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 from gnnplan.planner.vocabulary.files import make_folder
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_time
-
-HEAD_START = 2.0  # [s] in which the launcher sees the rank that failed by itself before its peers
-TURNS = "turns"  # in the run's folder: how many epochs may be trained, or "end"
-LOOK_S = 0.02  # [s] between two looks at it
 
 
 def work(out: Path) -> int:
@@ -67,13 +62,9 @@ def work(out: Path) -> int:
     failure = process.run()
     if failure is None:
         return 0
-    with suppress(OSError, MemoryError):  # it may have failed before it knew its place in the plan
-        activity.leave(activity.seen(out, process.number), failure.note)
     with suppress(MemoryError):
         process.activity.leave(failure.note)
-    if failure.is_consequence:
-        time.sleep(HEAD_START)
-    return failure.exit_code
+    end(failure.exit_code)
 
 
 def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -> int:
@@ -87,8 +78,8 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
     if failure is None:
         return 0
     host = socket.gethostname()
-    where = host if failure.server is None else f"server {failure.server}, {host}"
-    message = f"error: rank {failure.rank} ({where}) in {failure.activity}: {failure.message}"
+    where = host if process.server is None else f"server {process.server}, {host}"
+    message = f"error: rank {process.number} ({where}) in {failure.activity}: {failure.message}"
     if process.peers:
         message += process.peers.roll_call(failure)
     say(message)
@@ -109,7 +100,7 @@ class _Process:
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.server: int | None = None  # not known before the plan has been read
         self.peers: Peers | None = None  # once all ranks have met
-        self.activity = activity.Activity()  # of this process alone, until its place is known
+        self.activity = Activity()
         self.rank: Rank | None = None
         self.predicted: dict[str, float] = {}
 
@@ -130,7 +121,7 @@ class _Process:
             with suppress(GnnplanError, MemoryError):
                 self.predicted = Asked(documents.read(self.plan), self.out, self.options).predicted
         code, said = explain(error, self.out, self.number, device, self.predicted)
-        failure = Failure(code, said, where, self.number, self.server)
+        failure = Failure(code, said, where)
         if not failure.is_consequence:
             return failure
         waited_s = self.rank.groups.patience if self.rank else self.options.timeout_s
@@ -139,6 +130,8 @@ class _Process:
     def _train(self) -> None:
         from gnnplan.executor.train import train  # the launcher's own process does not need it
 
+        if self.prepared:
+            self.activity = Activity(seen(self.out, self.number))
         self.activity.begin("phase", "start")
         env, options = launcher_env(), self.options
         is_alone = env.get("WORLD_SIZE", "1") == "1"
@@ -157,7 +150,7 @@ class _Process:
         agreed = agree(store, env, own)
         if not is_alone:
             connect(rank, store)
-        self.peers = Peers(store, problem.servers, agreed.hosts, self.out)
+        self.peers = Peers(rank.rank, store, problem.servers, agreed.hosts, self.out)
         if env.get("RANK", "0") == "0":
             for line in agreed.differs:
                 say(f"note: {line}")
@@ -184,7 +177,6 @@ class _Process:
                 options.eval_every,
                 report,
                 checkpoints,
-                self._may_train,
             )
         # The first rank that ends may read what all ranks have left. Not torch's barrier, which
         # would have to guess this rank's GPU.
@@ -212,22 +204,14 @@ class _Process:
                 must_be_new(out, document if self.restarted else None)
             differs = [str(row) for row in must_start(asked)]
         training = question(asked.problem, asked.settled)
-        self._take_place(asked.problem)
+        if self.number < asked.problem.ranks:  # which rank of the plan it is
+            self.number = asked.problem.by_gpu[self.number]
+            self.server = asked.problem.servers[self.number]
         checkpoints = Checkpoints(out, self.number, options.checkpoint_every, training)
         # reads all of its files, which takes longer than peers may wait if they are large
         stored = checkpoints.epochs(say) if self.resumes else []
         others = handed_over(out, training) if self.resumes else {}
         return Ready(asked, checkpoints, stored, others, differs)
-
-    def _take_place(self, problem: Problem) -> None:
-        """Find out which rank of the plan this process is, and open its activity file."""
-        if self.number < problem.ranks:
-            self.number = problem.by_gpu[self.number]
-            self.server = problem.servers[self.number]
-        if self.prepared:
-            make_folder(self.out)
-            self.activity = activity.Activity(activity.seen(self.out, self.number))
-            self.activity.begin("phase", "start")
 
     def _go_on(self, ready: Ready, epochs: int, agreed: Agreement) -> None:
         """Go on from the epoch that all ranks have agreed on. Raises SpecError."""
@@ -243,22 +227,6 @@ class _Process:
             if number.isdecimal() and int(number) % rank.world == rank.rank:
                 path.unlink(missing_ok=True)
         (out / "weights.safetensors").unlink(missing_ok=True)
-
-    def _may_train(self, epoch: int) -> bool:
-        """Whether an epoch, counted from 0, is to be trained."""
-        if not self.options.turns:
-            return True
-        self.activity.begin("phase", f"waiting for its turn, epoch {epoch + 1}")
-        return may_train(self.out, epoch)
-
-
-def may_train(out: Path, epoch: int) -> bool:
-    """Wait until this epoch, counted from 0, may be trained -> False: no more will be (turns.py)"""
-    while (turns := (out / TURNS).read_text()) != "end":
-        if epoch < int(turns):
-            return True
-        time.sleep(LOOK_S)
-    return False
 
 
 @contextmanager

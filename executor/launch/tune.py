@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
+import json
 import time
-from contextlib import closing
 from dataclasses import dataclass, replace
 from math import ceil, expm1, isfinite
 from pathlib import Path
@@ -16,12 +16,11 @@ from typing import Any
 
 from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.emulation import Emulated
+from gnnplan.executor.launch.launcher import TimeIsUp, begin
 from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
 from gnnplan.executor.launch.options import Options
-from gnnplan.executor.launch.preflight import LEAST_MEMORY, must_start
-from gnnplan.executor.launch.turns import InTurns
+from gnnplan.executor.launch.preflight import must_start
 from gnnplan.executor.ranks.machine import gpus
-from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.candidate import Candidate, evaluate
@@ -38,8 +37,9 @@ from gnnplan.planner.evidence.halving import (
     least_s,
 )
 from gnnplan.planner.evidence.runs import Run, refit_cluster
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import LostRank, SpecError
+from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, say, silent
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
@@ -125,8 +125,7 @@ def prospect(
 
 
 def _least_s(candidates: list[Candidate]) -> float:
-    contenders = [_contender(candidate) for candidate in candidates]
-    return least_s(contenders, restarts=not fit_together(candidates))
+    return least_s([_contender(candidate) for candidate in candidates])
 
 
 def _contender(candidate: Candidate) -> Contender:
@@ -171,9 +170,8 @@ def tune(
     must_be_this_machine(problem, emulate)
     say(str(ahead))
     contenders = [_contender(candidate) for candidate in ahead.candidates]
-    with closing(_Runner(ahead.candidates, out, exact, emulate, notify)) as runner:
-        result = halve(contenders, runner, ahead.budget_s, runner.restarts)
-        runner.finish()
+    runner = _Runner(ahead.candidates, out, exact, emulate, notify)
+    result = halve(contenders, runner, ahead.budget_s)
     if result is None:
         words = "\n".join(f"{contender.name}: {contender.failed}" for contender in contenders)
         raise LostRank(f"none of the strategies ran to its end:\n{words}")
@@ -224,11 +222,10 @@ def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
 
 
 class _Runner:
-    """Gives candidates their turns, each in a run of its own: 01-graph_parallel, 02-pipegcn, ...
+    """Gives candidates their turns, each a run of its own: 01-graph_parallel, 02-pipegcn, ...
 
-    A run waits between its turns; where memory cannot hold all at once (`restarts`) it ends after
-    each. Folders of runs that did not finish are hidden (.02-pipegcn), so that `gnnplan validate
-    DIR/*` finds finished ones only. Close it: no process stays.
+    Folders of runs that did not finish are hidden (.02-pipegcn), so that `gnnplan validate DIR/*`
+    finds finished ones only.
     """
 
     def __init__(
@@ -243,77 +240,57 @@ class _Runner:
             raise SpecError(f"{out} is not empty; give another --out, or remove it")
         self.candidates, self.out, self.exact = candidates, out, exact
         self.emulate, self.notify = emulate, notify
-        self.restarts = not fit_together(candidates)
         self.started = 0
-        self.waiting: dict[int, InTurns] = {}  # candidate -> its run
         self.runs: list[Run] = []
-        self.epochs_s: dict[int, list[float]] = {}  # of its run, without those that warm up
 
     def __call__(self, index: int, epochs: int, most_s: float) -> Reading:
         candidate, began = self.candidates[index], time.monotonic()
         detail = f"{show_count(epochs, 'epoch')}, at most {show_time(most_s)}"
         self.notify(f"a turn of {candidate.strategy}", detail)
-        run = self.waiting.get(index) or self._begin(index)
-        before = len(run.metrics())
-        failed = run.turn(WARM_UP + epochs, most_s)
-        rows = run.metrics()[before + WARM_UP :]
-        epochs_s = tuple(float(row["epoch_s"]) for row in rows)
-        self.epochs_s[index] += epochs_s
-        if run.is_over:
-            failed = self._hide(index, failed)
-        elif self.restarts:
-            self._end(index)
+        self.started += 1
+        folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
+        found = SearchResult([candidate], [], forced=True)
+        document = plans.for_run(candidate.problem, found, self.exact)
+        rows, failed, is_whole = train_briefly(
+            document, folder, WARM_UP + epochs, most_s, self.emulate
+        )
+        epochs_s = tuple(float(row["epoch_s"]) for row in rows[WARM_UP:])
+        if is_whole:
+            predicted_s = float(candidate.predicted.epoch_s)
+            step = {"predicted_s": predicted_s, "measured_s": median(epochs_s)}
+            self.runs.append(Run.of(str(folder), candidate, {"step": step}, rows))
+        else:
+            hidden = folder.with_name(f".{folder.name}")
+            folder.rename(hidden)
+            failed = failed.replace(str(folder), str(hidden))
         return Reading(() if failed else epochs_s, time.monotonic() - began, failed)
 
-    def _begin(self, index: int) -> InTurns:
-        candidate = self.candidates[index]
-        self.started += 1
-        document = plans.for_run(
-            candidate.problem, SearchResult([candidate], [], forced=True), self.exact
-        )
-        folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
-        run = self.waiting[index] = InTurns(document, folder, self.emulate)
-        self.epochs_s[index] = []
-        return run
 
-    def _end(self, index: int) -> None:
-        run, candidate = self.waiting[index], self.candidates[index]
-        if not run.end():
-            self._hide(index, "")
-            return
-        del self.waiting[index]
-        metrics = run.metrics()
-        step = {
-            "predicted_s": float(candidate.predicted.epoch_s),
-            "measured_s": median(self.epochs_s[index]),
-        }
-        self.runs.append(Run.of(str(run.folder), candidate, {"step": step}, metrics))
+def train_briefly(
+    document: dict[str, Any],
+    folder: Path,
+    epochs: int,
+    most_s: float,
+    emulate: Emulated | None = None,
+) -> tuple[list[dict[str, Any]], str, bool]:
+    """A plan's first epochs, within so many seconds -> their metrics, why they failed or '', and
+    whether they are all.
 
-    def _hide(self, index: int, failed: str) -> str:
-        """Hide the folder of a run that did not finish -> its error, which may name the folder."""
-        folder = self.waiting.pop(index).folder
-        hidden = folder.with_name(f".{folder.name}")
-        folder.rename(hidden)
-        return failed.replace(str(folder), str(hidden))
-
-    def finish(self) -> None:
-        """Let all runs that wait end as finished ones."""
-        for index in list(self.waiting):
-            self._end(index)
-
-    def close(self) -> None:
-        """End all processes."""
-        for run in self.waiting.values():
-            run.close()
-
-
-def fit_together(candidates: list[Candidate]) -> bool:
-    """Whether this machine's memory holds the runs of all candidates at once."""
-    device = candidates[0].problem.cluster.device
-    if device.kind == "cuda":
-        return sum(candidate.memory_bytes for candidate in candidates) <= device.memory
-    needed = sum(c.problem.ranks * (LEAST_MEMORY + c.memory_bytes) for c in candidates)
-    return needed <= free_memory()
+    A schedule that ends on time has as many epochs as the plan has, and no more.
+    """
+    workload, failed, is_whole = Workload.model_validate(document["workload"]), "", False
+    epochs = min(epochs, workload.epochs) if workload.ends_on_time else epochs
+    options = Options(epochs=epochs, eval_every=0, checkpoint_every=0, quiet=True)
+    try:
+        begin(Asked(document, folder, options, emulate=emulate), most_s)
+        is_whole = True
+    except TimeIsUp:
+        pass
+    except GnnplanError as error:
+        failed = str(error)
+    path = folder / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()], failed, is_whole
 
 
 # -- what the runs say -----------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from gnnplan.executor.launch.failure import (
 )
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import last_stored
-from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 from gnnplan.planner.vocabulary.progress import say
 
@@ -36,50 +35,36 @@ BUSY = 0.5  # [s] of a core, from which on a rank computes
 SEEN = 1.0  # [s] at most that pass between two looks; a launcher that was stopped has not looked
 
 
-class Watch:
-    """What the agent tells of its ranks, and what says whether a run is over; error: why it is."""
+class Watchdog:
+    """Watches the ranks of a run on this machine, attempt by attempt; error: why it is over.
+
+    names: of every process, as messages have them. limit_s: for how long none may do anything [s].
+    unwind: called now and then; it raises where the run is to end. safe: says what is on disk.
+    predicted: memory of the fullest rank by use [B].
+    """
 
     error = GnnplanError()
-
-    def begin(self) -> None:
-        """Ranks are about to start. Raises SpecError."""
-
-    def watch(self, pids: Sequence[int]) -> None:
-        """These are the ranks' processes."""
-
-    def look(self) -> None:
-        """Look at the ranks; it is called now and then."""
-
-    def is_over(self, failures: Mapping[int, Any], restarts_left: int) -> bool:
-        """Whether the run ends with these failures of processes; any other is started anew."""
-        return True
-
-
-class Watchdog(Watch):
-    """Watches the ranks of a run on this machine, attempt by attempt.
-
-    limit_s: for how long none may do anything [s]. predicted: memory of the fullest rank by use
-    [B]. unwind: called now and then; it raises where the launcher has received a signal. Launchers
-    count processes in the order of their GPUs, and everything else is in the plan's ranks.
-    """
 
     def __init__(
         self,
         out: Path,
-        problem: Problem,
+        names: Sequence[str],
         limit_s: float,
-        predicted: Mapping[str, float],
         unwind: Callable[[], None],
+        safe: Callable[[], str],
+        predicted: Mapping[str, float],
     ) -> None:
-        self.out, self.limit_s, self.predicted, self.unwind = out, limit_s, predicted, unwind
-        self.ranks, self.servers = problem.by_gpu, problem.servers
+        self.out, self.names, self.limit_s = out, names, limit_s
+        self.unwind, self.safe, self.predicted = unwind, safe, predicted
         self.killed_before = _killings()
 
     def begin(self) -> None:
-        activity.begin(self.out, self.ranks)
+        """Ranks are about to start. Raises SpecError."""
+        activity.begin(self.out, len(self.names))
 
     def watch(self, pids: Sequence[int]) -> None:
-        self.pids = dict(zip(self.ranks, pids, strict=True))
+        """These are the ranks' processes."""
+        self.pids = pids
         self._looked, self._silent_s = time.monotonic(), 0.0
         self._activities, self._cores_s = [""], 0.0
 
@@ -92,8 +77,9 @@ class Watchdog(Watch):
         now = time.monotonic()
         self._silent_s += min(now - self._looked, SEEN)
         self._looked = now
-        activities = [activity.read(activity.seen(self.out, rank)) for rank in self.pids]
-        cores_s = sum(map(_core_s, self.pids.values()))
+        paths = [activity.seen(self.out, process) for process in range(len(self.pids))]
+        activities = [activity.read(path) for path in paths]
+        cores_s = sum(map(_core_s, self.pids))
         if activities != self._activities or abs(cores_s - self._cores_s) > BUSY:
             self._activities, self._cores_s, self._silent_s = activities, cores_s, 0.0
         elif self._silent_s > self.limit_s + HEAD_START and all(map(_is_amid, activities)):
@@ -101,27 +87,30 @@ class Watchdog(Watch):
                 f"no rank has done anything for {self._silent_s:.0f} s; were they stopped? One that"
                 " works longer at an operation needs a longer --timeout"
             )
-            for (rank, pid), where in zip(self.pids.items(), activities, strict=True):
-                failure = Failure(LostRank.exit_code, said, where, rank, self.servers[rank])
+            for path, pid, where in zip(paths, self.pids, activities, strict=True):
                 with suppress(OSError):  # a folder that is gone must not keep them alive
-                    activity.leave(activity.seen(self.out, rank), failure.note)
+                    activity.leave(path, Failure(LostRank.exit_code, said, where).note)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def is_over(self, failures: Mapping[int, Any], restarts_left: int) -> bool:
-        """Ranks whose input is wrong are not started anew."""
+        """Whether the run ends with these failures of processes; any other is started anew.
+
+        Ranks whose input is wrong are not.
+        """
         starved = _killings() > self.killed_before
         self.error = blame(
-            {self.ranks[process]: failure for process, failure in failures.items()},
+            failures,
             self.out,
-            self.servers,
+            self.names,
             self.limit_s,
+            self.safe(),
             f"{account(self.predicted)}\n{REMEDY}" if starved else "",
         )
         if not (restarts_left and isinstance(self.error, LostRank)):
             return True
         self.unwind()  # a signal to all processes has ended the ranks
-        last = last_stored(self.out, self.ranks)
+        last = last_stored(self.out, range(len(self.names)))
         where = f"epoch {last}" if last else "the beginning"
         say(
             f"{self.error}\nstarting all ranks anew from {where} (restarts left after this one:"
@@ -133,56 +122,53 @@ class Watchdog(Watch):
 def blame(
     failures: Mapping[int, Any],
     out: Path,
-    servers: Sequence[int],
+    names: Sequence[str],
     timeout_s: float,
+    safe: str,
     starved: str = "",
 ) -> GnnplanError:
     """The error of the rank that failed by itself, not of those that stopped because it did.
 
-    failures: exitcode and timestamp by rank, as torch's elastic agent has them.
-    servers: the server of every rank.
+    failures: exitcode and timestamp by process, as torch's elastic agent has them.
+    names: of every process.
+    safe: what is on disk.
     starved: added to the message of a killed rank; given if the kernel has killed a process
         because memory ran out.
     """
-    everyone = range(len(servers))
     notes = {
-        rank: Failure(**json.loads(said))
-        for rank in everyone
-        if (said := activity.read_note(activity.seen(out, rank)))
+        process: Failure(**json.loads(said))
+        for process in range(len(names))
+        if (said := activity.read_note(activity.seen(out, process)))
     }
 
-    def name(rank: int) -> str:
-        return f"rank {rank} (server {servers[rank]})"
-
-    def place(rank: int) -> str:
+    def place(process: int) -> str:
         """The operation that a rank was in.
 
         The note of a rank that raised an error is more precise than its activity file, which may
         show what another lane began afterwards.
         """
-        noted = notes[rank].activity if rank in notes else ""
-        return noted or activity.read(activity.seen(out, rank)) or "start"
+        noted = notes[process].activity if process in notes else ""
+        return noted or activity.read(activity.seen(out, process)) or "start"
 
     rank = min(failures, key=lambda rank: _guilt(failures[rank]))
     code, note = failures[rank].exitcode, notes.get(rank)
-    ended = f"All ranks were stopped; {kept(out, everyone)}"
     if note and note.exit_code in OWN_EXIT_CODES:
-        began = f". {name(rank)} was in {place(rank)}. {ended}" if "epoch" in note.activity else ""
+        began = f". {names[rank]} was in {place(rank)}. {safe}" if "epoch" in note.activity else ""
         return error_of(note.message + began, note.exit_code)
     waited = [r for r, note in notes.items() if note.timed_out]
     if waited and _only_waited(failures, rank):
         waited_s = notes[waited[0]].waited_s or timeout_s
-        if silent := [r for r in everyone if r not in notes]:
-            suspects = " or ".join(f"{name(r)}, in {place(r)}," for r in silent)
+        if silent := [r for r in range(len(names)) if r not in notes]:
+            suspects = " or ".join(f"{names[r]}, in {place(r)}," for r in silent)
             return LostRank(
-                f"{suspects} stopped answering: {name(waited[0])} waited {waited_s:g} s in"
-                f" {place(waited[0])}. {ended}"
+                f"{suspects} stopped answering: {names[waited[0]]} waited {waited_s:g} s in"
+                f" {place(waited[0])}. {safe}"
             )
         if len(waited) > 1:
-            waiting = ", ".join(f"{name(r)} in {place(r)}" for r in waited)
+            waiting = ", ".join(f"{names[r]} in {place(r)}" for r in waited)
             return LostRank(
                 f"ranks do not reach each other: {waiting} waited {waited_s:g} s. None of them"
-                f" died: is a link between them down? {ended}"
+                f" died: is a link between them down? {safe}"
             )
     if note:
         reason = note.message
@@ -194,7 +180,7 @@ def blame(
         reason = f"exit code {code}"
     if code == -signal.SIGKILL and starved:
         reason += f", as the kernel does to processes when memory runs out. {starved}"
-    return LostRank(f"{name(rank)} was lost in {place(rank)}: {reason}. {ended}")
+    return LostRank(f"{names[rank]} was lost in {place(rank)}: {reason}. {safe}")
 
 
 def _guilt(failure: Any) -> tuple[bool, bool, float]:

@@ -28,7 +28,7 @@ from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 
-# A measured constant is no better known than this: the machine's pace changes in minutes.
+# No link is better known than this: the machine's pace changes in minutes.
 LEAST_DOUBT = 0.05
 # Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
 MEDIAN_TO_TENTH = 1.9
@@ -68,13 +68,6 @@ def cluster_of(
     for where in ("intra_node", "inter_node"):
         network.fit(where)
     provenance |= network.provenance
-    if "overlap" in found:
-        nbytes, lost = found["overlap"]
-        transfer_s = 2 * nbytes / network.collectives["exchange.intra_node"].bandwidth
-        device["overlap_tax"] = min(1.0, max(0.0, median(lost) / transfer_s))
-        provenance["device.overlap_tax"] = (
-            f"{source}, {nbytes} bytes there and back beside matrix products"
-        )
     collectives, links = network.collectives, network.links
     intra = links.get("intra_node", Link(bandwidth=1e9, latency=50e-6))
     if "intra_node" not in links:
@@ -121,27 +114,7 @@ def cluster_of(
     } & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
-    ranges = {**_scatter(found), **network.ranges}
-    return cluster.model_copy(update={"provenance": provenance, "ranges": ranges})
-
-
-def _scatter(found: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """How far rounds of the same measurement were apart: ranges of rates (cluster/doubt.py)."""
-    rounds = {
-        **{
-            f"device.{name}": [samples for *_, samples in found[name]]
-            for name in ("gemm", "weight_gradient")
-        },
-        "device.memory_bandwidth": [samples for _, samples in found["elementwise"]],
-        "device.gather": [samples for *_, samples in found["gather"]],
-        "host_rates": [samples for work in HOST_WORK for _, samples in found[work]],
-    }
-    out = {}
-    for constant, measured in rounds.items():
-        rates = np.concatenate([median(samples) / np.asarray(samples) for samples in measured])
-        low, high = np.quantile(rates, (0.1, 0.9))
-        out[constant] = (min(float(low), 1 - LEAST_DOUBT), max(float(high), 1 + LEAST_DOUBT))
-    return out
+    return cluster.model_copy(update={"provenance": provenance, "ranges": network.ranges})
 
 
 def _sharing(

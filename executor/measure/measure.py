@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,19 +21,21 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch import emulation as lab
+from gnnplan.executor.launch.failure import be_rank, name_of
 from gnnplan.executor.launch.preflight import must_meet
-from gnnplan.executor.launch.watchdog import Watch
+from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
+from gnnplan.executor.ranks.activity import Activity, read, seen
 from gnnplan.executor.ranks.comm import gather_all
-from gnnplan.executor.ranks.meeting import launcher_env, loopback_only, store_of_all
+from gnnplan.executor.ranks.meeting import launcher_env, store_of_all
 from gnnplan.executor.ranks.memory import free_memory
-from gnnplan.executor.ranks.opening import connect, die_with_parent, leave, place_rank
+from gnnplan.executor.ranks.opening import connect, place_rank
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
 SECONDS = 0.2  # spent on each number
-PROGRESS, FOUND = "progress", "found.json"  # of ranks that we start, in their folder
+FOUND = "found.json"  # by ranks that we start, in their folder
 STUCK = 60.0  # [s] after which a peer that does not answer is lost
 
 
@@ -70,16 +72,24 @@ def measure(
     check_dtype(dtype)
     notify = progress or (lambda what: None)
     memory = free_memory() / (ranks * servers)
-    env = {**loopback_only(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     places = [rank // ranks for rank in range(ranks * servers)]
     playing: AbstractContextManager[list[lab.Server]]
     playing = lab.lab(servers, emulated) if servers > 1 else nullcontext([])
     with playing as played, TemporaryDirectory() as name:
         folder = Path(name)
         words = ["measure", name, str(seconds), dtype, str(ranks)]
-        listener = _Listener(folder, len(places), notify)
-        agent.run(words, env, places, played, folder, listener)
-        listener.look()
+        heard = ""
+
+        def listen() -> None:
+            nonlocal heard
+            if (what := read(seen(folder, 0))) and what != heard:
+                heard = what
+                notify(what)
+
+        names = [name_of(rank, server) for rank, server in enumerate(places)]
+        watchdog = Watchdog(folder, names, STUCK, listen, lambda: "Nothing is measured", {})
+        agent.run(words, watchdog, places, played, folder, env)
         found: dict[str, Any] = json.loads((folder / FOUND).read_text())
     # asked here, a GPU would give this process a context
     memory = found["free_on_gpu"] or memory
@@ -135,29 +145,6 @@ def measure_as_rank(
 # -- processes ------------------------------------------------------------------------------------
 
 
-class _Listener(Watch):
-    """Hears what rank 0 does, and says which rank failed first, and why."""
-
-    def __init__(self, folder: Path, ranks: int, notify: Callable[[str], None]) -> None:
-        self.folder, self.ranks, self.notify, self.heard = folder, ranks, notify, 0
-
-    def look(self) -> None:
-        path = self.folder / PROGRESS
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        for what in lines[self.heard :]:
-            self.notify(what)
-        self.heard = len(lines)
-
-    def is_over(self, failures: Mapping[int, Any], restarts_left: int) -> bool:
-        notes = sorted(self.folder.glob("rank *"), key=lambda path: path.stat().st_mtime_ns)
-        rank = min(failures, key=lambda rank: failures[rank].timestamp)
-        who, why = f"rank {rank}", f"exit code {failures[rank].exitcode}"
-        if notes:
-            who, why = notes[0].name, notes[0].read_text()
-        self.error = LostRank(f"{who} of {self.ranks} failed while measuring: {why}")
-        return True
-
-
 def _attempt(
     seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool, server: int
 ) -> dict[str, Any]:
@@ -176,25 +163,21 @@ def _attempt(
 def main() -> None:
     """`python -m gnnplan.executor measure FOLDER SECONDS DTYPE EACH`.
 
-    EACH: ranks of a server. What was found, and a failure, is in the folder.
+    EACH: ranks of a server. What was found is then in the folder.
     """
-    folder, seconds, dtype, each = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
-    rank = int(os.environ["RANK"])
-    die_with_parent()
     for stream in (1, 2):  # Gloo writes there
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    be_rank(Path(sys.argv[1]), _measure)
+
+
+def _measure(folder: Path, activity: Activity) -> None:
+    seconds, dtype, each = float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    rank = int(os.environ["RANK"])
 
     def notify(what: str) -> None:
-        if rank == 0:
-            with (folder / PROGRESS).open("a") as file:
-                file.write(f"{what}\n")
+        activity.begin("phase", what)
 
-    try:
-        found = _attempt(seconds, dtype, notify, one_machine=True, server=rank // int(each))
-        dist.barrier()
-        if rank == 0:
-            (folder / FOUND).write_text(json.dumps(found))
-    except Exception as error:
-        (folder / f"rank {rank}").write_text(f"{type(error).__name__}: {error}")
-        leave(LostRank.exit_code)
-    leave(0)
+    found = _attempt(seconds, dtype, notify, one_machine=True, server=rank // each)
+    dist.barrier()
+    if rank == 0:
+        (folder / FOUND).write_text(json.dumps(found))

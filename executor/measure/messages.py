@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gnnplan.executor.layers.kernels import linear
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange, gather_all
 from gnnplan.executor.ranks.device_clock import DeviceClock
@@ -240,26 +239,3 @@ class Messages:
     def _all_reduce(self, size: int, group: Group) -> Callable[[], Any]:
         buffer = torch.zeros(size // 4, device=self.device)
         return lambda: dist.all_reduce(buffer, group=self.me.groups.of(group))
-
-    def overlap(self, size: int) -> list[float]:
-        """Seconds that computation loses to a transfer beside it, on the comm lane.
-
-        `size` bytes in all go to every other rank of the server, and back.
-        """
-        group = next(group for group in self.groups["intra_node"] if self.rank in group)
-        exchange = self._exchange(size // (len(group) - 1), group)
-        x = torch.randn(10_000, 256, device=self.device)
-        weight = torch.randn(256, 256, device=self.device)
-        alone: list[float] = []
-        overlapped: list[float] = []
-        for _ in range(12):
-            for samples in (alone, overlapped):
-                dist.barrier()
-                begin = self._clock()
-                transfer = self.me.lanes.submit("comm", exchange) if samples is overlapped else None
-                for _ in range(10):  # longer than the transfer
-                    linear(x, weight)
-                samples.append(self._clock() - begin)
-                if transfer:
-                    transfer.result()
-        return self._gather(median(overlapped) - median(alone))

@@ -28,7 +28,6 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import Batches
 
-OVERLAPPED_BYTES = 2**23  # moved there and back, beside computation
 WARM_BYTES = 2**29  # that a rank writes before it times anything: the allocator keeps them
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&seed=0"
 # Vertices and edges. Rows fit a core's cache, the chip's, or none; graphs with few edges per row
@@ -127,9 +126,6 @@ class Bench(Messages):
             found["timeslice_slowdown"] = self.timeslice_slowdown(rehearsals, step_s)
             brief = Rehearsal(BRIEF, self.device, self.me.backend)
             found["cold_cache_penalty"] = self.cold_cache_penalty(brief)
-        if self.device.type == "cuda" and self.groups["intra_node"]:
-            notify("computation beside transfers")
-            found["overlap"] = (OVERLAPPED_BYTES, self.overlap(OVERLAPPED_BYTES))
         return found
 
     def _round_of_messages(

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.view import View
-from gnnplan.planner.vocabulary import errors
 from gnnplan.planner.vocabulary.table import Table, column, table
 
 if TYPE_CHECKING:
@@ -84,10 +79,12 @@ def check(
 
     Raises:
         SpecError: The model is not understood.
-        LostRank: The process that does the work was lost.
+        LostRank: A process that does the work was lost.
 
     >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
     """
+    from gnnplan.executor.launch.launcher import compare
+
     given = {name: value for name, value in fields.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="gnnplan-check-") as folder:
         out, name = Path(folder), model
@@ -100,28 +97,4 @@ def check(
             workload = workload_of(model, given, features, classes, out)
             question = {"workload": workload.model_dump(mode="json")}
         (out / "question.json").write_text(json.dumps(question))
-        return Check({"model": name, **_answer(out)})
-
-
-def _answer(out: Path) -> dict[str, Any]:
-    """Start the process that does the work (executor/launch/check.py), and return its answer."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "gnnplan.executor", "check", str(out)],
-        # ranks are forks, so their parent must have no threads, numpy's included
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # what a user's file prints is not our answer
-        start_new_session=True,  # Ctrl-C is for this process, which ends that one
-    )
-    try:
-        code = process.wait()
-    finally:
-        process.kill()  # its ranks die with it
-        process.wait()
-    if code:
-        how = Signals(-code).name if code < 0 else f"exit code {code}"
-        raise errors.LostRank(f"the process that gnnplan check starts was lost ({how})")
-    answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
-    if "error" in answer:
-        raise getattr(errors, answer["error"])(answer["message"])
-    return answer
+        return Check({"model": name, **compare(out)})

@@ -20,8 +20,8 @@ def tune(
 ) -> None:
     """Run the strategies within doubt, and plan by what they took.
 
-    They take turns of a second each, and after some rounds the faster half goes on; it ends as soon
-    as the order is certain or --share of the training is spent. A lossy strategy is
+    They take turns of two seconds each, and after some rounds the faster half goes on; it ends as
+    soon as the order is certain or --share of the training is spent. A lossy strategy is
     recommended only if it is faster by more than the noise. The runs also correct the cluster's
     constants. Where the training is too short to be worth it, the plan stays as it is.
 

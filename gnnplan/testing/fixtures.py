@@ -12,11 +12,9 @@ from gnnplan.testing.ranks import ForkServer, Ranks
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
+def fork_server() -> ForkServer:
     """Where ranks come from."""
-    server = ForkServer()
-    yield server
-    server.close()
+    return ForkServer()
 
 
 # Gloo's threads look up a hundred times a second: ranks that have nothing to do any more end

@@ -3,10 +3,9 @@ other.
 
 `run_ranks(world, cases)` (a fixture in fixtures.py) gives a Result per case, made of what the ranks
 left on disk. Importing torch takes seconds of a processor. One process imports it, the fork server,
-and ranks are forks of it (run as a script this file is the fork server). The ranks of a world size
-start when they are first needed; a rank reads a case per line and answers a line per case. A rank
-that fails or hangs ends its world: all of it is killed, the test fails with the rank's own words,
-and the next case starts afresh."""
+and ranks are forks of it. The ranks of a world size start when they are first needed; a rank is
+sent a case, and answers when it is trained. A rank that fails or hangs ends its world: all of it is
+killed, the test fails with the rank's own words, and the next case starts afresh."""
 
 from __future__ import annotations
 
@@ -14,21 +13,23 @@ import contextlib
 import faulthandler
 import gc
 import json
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.context
 import os
 import runpy
-import selectors
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+import pytest
+
 # per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
 SECONDS = 90
 
@@ -173,92 +174,51 @@ def meeting(world: int) -> tuple[Any, dict[str, str]]:
 
 
 class ForkServer:
-    """A process that has torch and the executor loaded, and forks ranks. `close` ends it."""
+    """Starts processes that have torch and the executor loaded: multiprocessing's."""
 
     def __init__(self) -> None:
-        self.socket, its = socket.socketpair()
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        with its:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", __file__], stdin=its.fileno(), env=env
-            )
+        multiprocessing.set_forkserver_preload([__name__, "gnnplan.executor.train"])
+        with pytest.MonkeyPatch.context() as env:
+            env.setenv("OMP_NUM_THREADS", "1")
+            env.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+            forkserver.ensure_running()
 
-    def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
-        socket.send_fds(self.socket, [json.dumps(request).encode() + b"\n"], files)
-        answer = self.socket.recv(1 << 10)
-        assert answer, "the fork server has ended"
-        return json.loads(answer)
-
-    def fork(self, env: dict[str, str], stderr: Path) -> Rank:
-        (its_stdin, stdin), (stdout, its_stdout) = os.pipe(), os.pipe()
-        errors = os.open(stderr, os.O_WRONLY | os.O_CREAT)
-        files = its_stdin, its_stdout, errors
-        try:
-            pid = self.ask({"fork": env}, files)
-        finally:
-            for file in files:
-                os.close(file)
-        return Rank(self, pid, os.fdopen(stdin, "w"), os.fdopen(stdout))
-
-    def start(self, argv: Sequence[str], env: Mapping[str, str], stderr: Path) -> Rank:
-        """A fork that does what `python argv...` would: a file, or '-m' and a module, and words."""
-        return self.fork({**os.environ, **env, "ARGV": json.dumps(argv)}, stderr)
-
-    def close(self) -> None:
-        self.socket.shutdown(socket.SHUT_RDWR)  # its input ends, and with it the server, whoever
-        self.socket.close()  # else holds a copy, as a fork of this process does
-        self.process.wait(10)
+    def start(self, argv: Sequence[str], env: Mapping[str, str], stderr: Path) -> Forked:
+        """A process that does what `python argv...` would: a file, or '-m' and a module, and
+        words."""
+        return Forked({**os.environ, **env}, stderr, argv)
 
 
-@dataclass
-class Rank:
-    """A forked process. Its server reaps it, so that its number stays its own until then."""
+class Forked(multiprocessing.context.ForkServerProcess):
+    """A rank that trains what comes through `channel`, or a program."""
 
-    server: ForkServer
-    pid: int
-    stdin: IO[str]
-    stdout: IO[str]
-    returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self.server.ask({"poll": self.pid})
-        return self.returncode
-
-    def wait(self, seconds: float = 10.0) -> None:
-        until = time.monotonic() + seconds
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise TimeoutError(f"process {self.pid} still runs after {seconds} s")
-            time.sleep(0.005)
+    def __init__(self, env: Mapping[str, str], stderr: Path, argv: Sequence[str] = ()) -> None:
+        channel, its = multiprocessing.Pipe()
+        self.said = stderr.with_name(f"{stderr.name}.out")
+        files = str(self.said), str(stderr)
+        super().__init__(target=_be, args=(its, dict(env), files, list(argv)))
+        self.start()
+        its.close()
+        self.channel = channel
 
     def ended(self, seconds: float) -> tuple[int, str]:
         """The exit code, once it has ended, and what it has said on standard output."""
-        self.wait(seconds)
-        assert self.returncode is not None
-        return self.returncode, self.stdout.read()
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        self.join(seconds)
+        if self.exitcode is None:
+            raise TimeoutError(f"process {self.pid} still runs after {seconds} s")
+        return self.exitcode, self.said.read_text()
 
     def close(self) -> None:
         """Leave nothing of it."""
         self.kill()
-        self.wait()
-        self.stdin.close()
-        self.stdout.close()
+        self.join()
+        self.channel.close()
 
 
 class World:
     """`world` processes that wait for cases. Not thread-safe; `close` leaves none behind."""
 
-    def __init__(
-        self, server: ForkServer, world: int, folder: Path, cuda: bool = False, memory: bool = False
-    ) -> None:
+    def __init__(self, world: int, folder: Path, cuda: bool = False, memory: bool = False) -> None:
         folder.mkdir(parents=True)
         self.store, env = meeting(world)
         env |= {name: value for name, value in os.environ.items() if name == "GNNPLAN_CACHE"}
@@ -269,36 +229,35 @@ class World:
         self.world, self.folder = world, folder
         self.errors: list[Path] = [folder / f"stderr{rank}" for rank in range(world)]
         self.processes = [
-            server.fork(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, path)
+            Forked(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, path)
             for rank, path in enumerate(self.errors)
         ]
 
     def run(self, case: Case, out: Path) -> Result:
         """Raises AssertionError with the words of the rank that failed first."""
-        for process in self.processes:
-            with contextlib.suppress(BrokenPipeError):  # it has died: its answer says so
-                process.stdin.write(json.dumps({"case": asdict(case), "out": str(out)}) + "\n")
-                process.stdin.flush()
+        waiting = {process.channel: rank for rank, process in enumerate(self.processes)}
+        for channel in waiting:
+            with contextlib.suppress(OSError):  # it has died: its answer says so
+                channel.send((case, out))
         until = time.monotonic() + SECONDS
-        with selectors.DefaultSelector() as waiting:
-            for rank, process in enumerate(self.processes):
-                waiting.register(process.stdout, selectors.EVENT_READ, rank)
-            while waiting.get_map():
-                ready = waiting.select(max(0.0, until - time.monotonic()))
-                if not ready:
-                    missing = [key.data for key in waiting.get_map().values()]
-                    what = f"ranks {missing} of {self.world} gave no answer in {SECONDS} s"
-                    self._fail(case, what, missing[0])
-                for key, _ in ready:
-                    stream: IO[str] = key.fileobj  # type: ignore[assignment]
-                    if stream.readline() != "done\n":
-                        self._fail(case, f"rank {key.data} of {self.world} failed", key.data)
-                    waiting.unregister(stream)
+        while waiting:
+            ready = multiprocessing.connection.wait([*waiting], max(0.0, until - time.monotonic()))
+            if not ready:
+                missing = [*waiting.values()]
+                what = f"ranks {missing} of {self.world} gave no answer in {SECONDS} s"
+                self._fail(case, what, missing[0])
+            for channel in [one for one in waiting if one in ready]:
+                rank = waiting.pop(channel)
+                try:
+                    channel.recv()
+                except (EOFError, OSError):
+                    self._fail(case, f"rank {rank} of {self.world} failed", rank)
         return Result(case, self.world, out)
 
     def _fail(self, case: Case, what: str, rank: int) -> None:
         for process in self.processes:
-            process.send_signal(signal.SIGUSR1)  # those that still run say where they are
+            if process.is_alive() and process.pid:  # those that still run say where they are
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         self.close()
         others = [r for r in range(self.world) if r != rank]
@@ -309,16 +268,14 @@ class World:
 
     @property
     def alive(self) -> bool:
-        return bool(self.processes) and all(process.poll() is None for process in self.processes)
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
         for process in self.processes:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # the end of its input ends a rank
+            process.channel.close()  # a rank ends then
         until = time.monotonic() + 2
         for process in self.processes:
-            with contextlib.suppress(TimeoutError):
-                process.wait(max(0.0, until - time.monotonic()))
+            process.join(max(0.0, until - time.monotonic()))
             process.close()
         self.processes = []
 
@@ -330,7 +287,8 @@ class Ranks:
     a millisecond, 3 % of some, was now and then missed in each of three."""
 
     def __init__(self, server: ForkServer, folder: Path, memory: bool = False) -> None:
-        self.server, self.folder, self.memory = server, folder, memory
+        """server: it runs."""
+        self.folder, self.memory = folder, memory
         self.worlds: dict[tuple[int, bool], World] = {}
         self.runs = 0
 
@@ -342,7 +300,7 @@ class Ranks:
                 if key in self.worlds:
                     self.worlds[key].close()
                 folder = self.folder / f"world{world}-{self.runs}"
-                self.worlds[key] = World(self.server, world, folder, cuda, self.memory)
+                self.worlds[key] = World(world, folder, cuda, self.memory)
             results.append(self.worlds[key].run(case, self._folder(case)))
         return results
 
@@ -385,10 +343,9 @@ def _train(rank: Any, case: Case, out: Path) -> None:
     train(rank, problem, strategy, out, case.epochs, case.eval_every, checkpoints=checkpoints)
 
 
-def be_rank() -> None:
-    """Train the cases that come in, until the input ends."""
+def be_rank(channel: Connection[Any, Any]) -> None:
+    """Train the cases that come in, until there are no more."""
     faulthandler.register(signal.SIGUSR1)
-    answers, sys.stdout = sys.stdout, sys.stderr
     import warnings
 
     import torch
@@ -404,8 +361,11 @@ def be_rank() -> None:
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     base = open_rank(timeout_s=SECONDS - 10)
     known = 0
-    for line in sys.stdin:
-        request = json.loads(line)
+    while True:
+        try:
+            case, out = channel.recv()
+        except EOFError:
+            break
         # trainings collect circles, but not in what earlier ones have imported: that takes a tenth
         # of a second
         if known != len(sys.modules):
@@ -413,16 +373,14 @@ def be_rank() -> None:
             gc.collect()
             gc.freeze()
         torch.manual_seed(base.rank)  # nothing may depend on torch's own random numbers
-        case = Case(**request["case"])
         if closely:
             train.WATCHED_EPOCHS = case.epochs
         rank = base.anew()
         rank.staleness_errors = case.staleness_errors or case.gradient_errors
         rank.gradient_errors = case.gradient_errors
         rank.lanes.are_streams = base.backend == "nccl" or case.streams
-        _train(rank, case, Path(request["out"]))
-        answers.write("done\n")
-        answers.flush()
+        _train(rank, case, out)
+        channel.send(None)
     base.close()
 
 
@@ -433,21 +391,21 @@ def be_program(argv: list[str]) -> None:
     (runpy.run_module if module else runpy.run_path)(name, run_name="__main__")
 
 
-def fork(env: dict[str, str], files: Sequence[int], server: socket.socket) -> int:
-    """Make a rank with this environment and these files as its standard ones. Returns its id."""
-    if pid := os.fork():
-        return pid
+def _be(
+    channel: Connection[Any, Any], env: dict[str, str], files: tuple[str, str], argv: list[str]
+) -> None:
+    """Be a Forked, whose standard output and errors go into these files."""
     code = 1
     try:
-        server.close()
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
+        for number, path in enumerate(files, 1):
+            with open(path, "wb") as file:
+                os.dup2(file.fileno(), number)
         os.environ.update(env)
-        if argv := os.environ.pop("ARGV", ""):
-            be_program(json.loads(argv))
+        gc.freeze()
+        if argv:
+            be_program(argv)
         else:
-            be_rank()
+            be_rank(channel)
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
@@ -458,28 +416,3 @@ def fork(env: dict[str, str], files: Sequence[int], server: socket.socket) -> in
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # at once: Gloo's threads sometimes abort a regular exit
-
-
-def serve() -> None:
-    """Be the fork server until the input, a socket, ends."""
-    import_module("gnnplan.executor.train")
-    gc.collect()
-    gc.freeze()
-    with socket.socket(fileno=0) as server:
-        while True:
-            message, files, _, _ = socket.recv_fds(server, 1 << 16, 3)
-            if not message:
-                return
-            request = json.loads(message)
-            if "fork" in request:
-                answer: int | None = fork(request["fork"], files, server)
-                for file in files:
-                    os.close(file)
-            else:
-                pid, status = os.waitpid(request["poll"], os.WNOHANG)
-                answer = os.waitstatus_to_exitcode(status) if pid else None
-            server.sendall(json.dumps(answer).encode())
-
-
-if __name__ == "__main__":
-    serve()

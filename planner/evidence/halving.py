@@ -4,11 +4,11 @@
     rung 2   C A   A C   C A   A C                     the faster half goes on
     rung 3   A C   C A   ...                           for as many rounds as all before
 
-A turn is a second of epochs of a run that waits between its turns. Every strategy takes one in each
-round, so a machine whose pace changes in minutes is equally slow for all. The best has the shortest
-epochs, or the least of what else the plan's objective counts of them. It ends when the order is
-certain or the budget is used up. The file decides only: `measure` gives the turns
-(executor/launch/turns.py), or a test makes them up.
+A turn is a run of a few seconds of epochs. Every strategy takes one in each round, so a machine
+whose pace changes in minutes is equally slow for all. The best has the shortest epochs, or the
+least of what else the plan's objective counts of them. It ends when the order is certain or the
+budget is used up. The file decides only: `measure` gives the turns (executor/launch/tune.py), or a
+test makes them up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scipy.special import ndtri, stdtrit
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.vocabulary.units import show_percent
 
-TURN_S = 1.0  # [s] of a turn's epochs, at least; one epoch where that takes longer
+TURN_S = 2.0  # [s] of a turn's epochs, at least; one epoch where that takes longer
 WARM_UP = 1  # epochs before them, not compared: caches are cold, and no message is under way
 FIRST = 4  # rounds of the first rung
 MOST_RUNGS = 5
@@ -159,37 +159,31 @@ def _gap(worse: Contender, better: Contender) -> str:
     return f"{show_percent(expm1(found.more))}{doubt}"
 
 
-def halve(
-    contenders: Sequence[Contender], measure: Measure, budget_s: float, restarts: bool = False
-) -> Result | None:
+def halve(contenders: Sequence[Contender], measure: Measure, budget_s: float) -> Result | None:
     """Give the contenders turns until it is certain which is best, or the budget is used up.
 
     A turn begins only if it is expected to fit what is left of the budget, and is told how much
     that is. If time is short, the first round skips contenders so that a second one fits. A
     contender that fails is out. After a rung the worse half is out, and all that are certainly
     worse than the best; the best comparable one stays while it may be as good. It ends where more
-    rounds would tell nothing new. restarts: every turn starts a run. None: none has run.
+    rounds would tell nothing new. None: none has run.
     """
     spent_s, start_s = 0.0, START_S
-
-    def turn_s(contender: Contender, is_new: bool) -> float:
-        return _turn_s(contender, start_s * (is_new or restarts), restarts)
-
     alive, rounds = list(contenders), 0
     for rung in range(MOST_RUNGS):
         for _ in range(FIRST if rung == 0 else rounds):
             ran: list[Contender] = []
             for contender in alive[::-1] if rounds % 2 else alive:
                 is_new = not contender.readings
-                needed_s = turn_s(contender, is_new)
-                if is_new and len(ran) >= FEWEST:  # it must leave time for a second round
-                    needed_s += sum(turn_s(one, False) for one in (*ran, contender))
-                if spent_s + needed_s > budget_s and is_new and len(ran) >= FEWEST:
+                # a third and a fourth must leave time for a second round
+                again = [*ran, contender] if is_new and len(ran) >= FEWEST else []
+                needed_s = sum(_turn_s(one, start_s) for one in (contender, *again))
+                if spent_s + needed_s > budget_s and again:
                     continue
                 if spent_s + needed_s > budget_s:
                     known = [one for one in alive if one.readings and not one.failed]
                     return _result(contenders, known, spent_s)
-                epochs = _turn_epochs(contender, restarts)
+                epochs = _turn_epochs(contender)
                 reading = measure(contenders.index(contender), epochs, budget_s - spent_s)
                 spent_s += reading.wall_s
                 contender.failed = reading.failed
@@ -212,22 +206,19 @@ def halve(
     return _result(contenders, alive, spent_s)
 
 
-def least_s(contenders: Sequence[Contender], restarts: bool = False) -> float:
+def least_s(contenders: Sequence[Contender]) -> float:
     """Seconds of the fewest rounds that can make anything certain, as predicted."""
-    turns = [(True, 1), (restarts, FEWEST - 1)]  # whether they start a run, and how many
-    return sum(
-        n * _turn_s(c, START_S * starts, restarts) for starts, n in turns for c in contenders
-    )
+    return sum(FEWEST * _turn_s(contender, START_S) for contender in contenders)
 
 
-def _turn_epochs(contender: Contender, restarts: bool) -> int:
+def _turn_epochs(contender: Contender) -> int:
     """Epochs of a turn, after those that warm up."""
-    return max(1, ceil((START_S if restarts else TURN_S) / contender.epoch_s))
+    return max(1, ceil(TURN_S / contender.epoch_s))
 
 
-def _turn_s(contender: Contender, start_s: float, restarts: bool) -> float:
+def _turn_s(contender: Contender, start_s: float) -> float:
     """Expected seconds of a turn."""
-    return start_s + (WARM_UP + _turn_epochs(contender, restarts)) * contender.epoch_s
+    return start_s + (WARM_UP + _turn_epochs(contender)) * contender.epoch_s
 
 
 def _in_order(contenders: Sequence[Contender]) -> list[Contender]:

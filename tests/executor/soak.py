@@ -174,7 +174,6 @@ def unbroken(folder: Path) -> dict[str, Result]:
     whole = [replace(case, epochs=epochs_of(CHAIN), eval_every=EVERY) for case in CASES]
     results = ranks(2, whole)
     ranks.close()
-    server.close()
     return {case.strategy: result for case, result in zip(CASES, results, strict=True)}
 
 

@@ -9,7 +9,6 @@ import torch
 
 from gnnplan.executor.ranks.activity import (
     SIZE,
-    SLOT,
     Activity,
     begin,
     forget,
@@ -41,15 +40,15 @@ def test_the_file_says_what_every_lane_is_in(tmp_path: Path) -> None:
     assert read(path) == "what follows forward:l1:s2 of epoch 3"
     rank.recorder.activity.begin("phase", "epoch 4")
     assert read(path) == "the beginning of epoch 4"
-    rank.recorder.activity.begin("phase", "x" * (SLOT + 9))  # never into its neighbour's place
-    assert read(path) == "x" * SLOT
+    rank.recorder.activity.begin("phase", "x" * SIZE)  # never into the note's place
+    assert set(read(path)) == {"x"} and read_note(path) == ""
     forget(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path: Path) -> None:
     """The launcher has made the file, so a rank on a full disk says why it failed."""
-    begin(tmp_path, [0])
+    begin(tmp_path, 1)
     path = seen(tmp_path, 0)
     activity = Activity(path)
     activity.begin("phase", "epoch 3")
@@ -60,7 +59,7 @@ def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path: Path) -> None:
     assert read_note(path).startswith("größer x") and read(path) == "the beginning of epoch 3"
     leave(path, "the launcher's")
     assert read_note(path) == "the launcher's" and read(path) == "the beginning of epoch 3"
-    begin(tmp_path, [0])  # another attempt
+    begin(tmp_path, 1)  # another attempt
     activity.leave("late")  # of a rank that is still ending
     assert read_note(path) == read(path) == ""
 

@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 
 import gnnplan
 from gnnplan.executor.launch import check as checking
+from gnnplan.executor.ranks import activity
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import ForkServer
+from gnnplan.planner.vocabulary.errors import LostRank, SpecError
+from gnnplan.testing.ranks import ForkServer, meeting
 
 OWN = """
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_pa
 
 
 PROVER = """
-import os, sys, time
+import os, sys
 from gnnplan.executor.launch import check
 {before}
 check.main()
@@ -85,17 +86,29 @@ Prove = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def prove(fork_server: ForkServer, tmp_path: Path) -> Prove:
-    """prove(question, before='') -> the answer of the process that compares, after some lines."""
+    """prove(question, before='') -> the answer of the ranks that compare, after some lines; or the
+    notes of how they failed."""
 
     def ask(question: dict[str, Any], before: str = "") -> dict[str, Any]:
         (tmp_path / "question.json").write_text(json.dumps(question))
         (tmp_path / "program.py").write_text(PROVER.format(before=before))
         words = [str(tmp_path / "program.py"), str(tmp_path)]
-        process = fork_server.start(words, {}, tmp_path / "stderr")
+        _store, env = meeting(checking.RANKS)
+        activity.begin(tmp_path, checking.RANKS)
+        ranks = [
+            fork_server.start(
+                words, env | {"RANK": rank, "LOCAL_RANK": rank}, tmp_path / f"stderr{rank}"
+            )
+            for rank in map(str, range(checking.RANKS))
+        ]
         try:
-            assert process.ended(60)[0] == 0, (tmp_path / "stderr").read_text()
+            codes = [rank.ended(100)[0] for rank in ranks]
         finally:
-            process.close()
+            for rank in ranks:
+                rank.close()
+        if any(codes):
+            notes = [activity.read_note(activity.seen(tmp_path, rank)) for rank in range(2)]
+            return {"codes": codes, "notes": [json.loads(note) for note in notes]}
         answer: dict[str, Any] = json.loads((tmp_path / "answer.json").read_text())
         return answer
 
@@ -119,44 +132,34 @@ def test_a_strategy_that_cannot_carry_a_model_says_what_is_missing(prove: Prove)
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (7, 4)
 
 
-# of rank 1, when it begins with `granndis`
-LOSES = """
+def test_a_rank_that_fails_says_in_which_strategy(prove: Prove) -> None:
+    fails = """
 train = check.train
 def breaks(rank, problem, strategy, *more):
-    if rank.rank == 1:
-        open(sys.argv[1] + "/pid", "w").write(str(os.getpid()))
-        if strategy.name == "granndis":
-            {how}
+    if rank.rank == 1 and strategy.name == "granndis":
+        raise ValueError("7")
     return train(rank, problem, strategy, *more)
 check.train = breaks
 """
+    found = prove(GIN, fails)
+    assert found["codes"] == [75, 4]  # the other one's failure follows from it
+    assert found["notes"][1]["message"] == "ValueError: 7"
+    assert [note["activity"].partition(" ")[0] for note in found["notes"]] == ["granndis"] * 2
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("os.kill(os.getpid(), 9)", "rank 1 of gnnplan check was lost in granndis (SIGKILL)"),
-        pytest.param(
-            *(
-                "raise ValueError('7')",
-                "rank 1 of gnnplan check was lost in granndis (ValueError: 7)",
-            ),
-            marks=pytest.mark.nightly,
-        ),
-        (
-            "time.sleep(50)",
-            "rank 0 of gnnplan check gave no answer in 4 s, in ",
-        ),
-    ],
-)
+@pytest.mark.processes
+@pytest.mark.timeout(110)
 def test_a_rank_that_is_lost_is_named_and_none_is_left(
-    how: str, words: str, prove: Prove, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = "check.SECONDS = 4.0\n" if "sleep" in how else ""
-    answer = prove(GIN, limit + LOSES.format(how=how))
-    assert answer["error"] == "LostRank" and answer["message"].startswith(words)
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+    broken, left = tmp_path / "python", tmp_path / "pid"
+    words = f'[ "$RANK" = 1 ] && exit 3\necho $$ > {left}\nexec {sys.executable} "$@"\n'
+    broken.write_text(f"#!/bin/sh\n{words}")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(LostRank, match=r"rank 1 of gnnplan check was lost in start: exit code 3"):
+        gnnplan.check("gin", hidden=8, layers=2)
+    assert not left.exists() or not Path(f"/proc/{left.read_text().strip()}").exists()
 
 
 def test_a_gradient_that_differs_is_not_called_equal(prove: Prove) -> None:

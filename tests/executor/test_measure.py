@@ -184,7 +184,7 @@ def test_a_rank_that_fails_is_named_and_nothing_stays(
     )
     broken.chmod(0o755)
     monkeypatch.setattr(module.sys, "executable", str(broken))
-    with pytest.raises(LostRank, match=rf"rank \d of 2 failed while measuring: {said}"):
+    with pytest.raises(LostRank, match=rf"rank \d \(server 0\) was lost in .*: {said}"):
         measure(2)
     assert len(started) == 2 and all(process.poll() is not None for process in started)
 
@@ -349,17 +349,14 @@ def test_only_ranks_that_share_cores_have_less_latency(
     }
     cluster = module.cluster_of(found, 1, 2, 1e9, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
-    # rounds that were alike are known to a twentieth
-    assert cluster.ranges["device.gemm"] == cluster.ranges["device.weight_gradient"] == (0.95, 1.05)
     # a sample of gemm is of two products, twice as long one of a weight's gradient
     reads_s = 0.0 if cuda else 1000 * 128 * 4 * 1e-10 / 2e-3
     slower = device.gemm / device.weight_gradient
     assert slower == pytest.approx(4 * (1 - reads_s) / (1 - 4 * reads_s))
     assert cluster.host_rates == pytest.approx({"draw": 1e8, "lay": 1e8})
     assert cluster.host_latency == pytest.approx({"draw": 1e-3 / 3, "lay": 0.0}, abs=1e-9)
-    assert set(cluster.ranges) >= {"host_rates", "collectives.send.intra_node"}
-    bounds = cluster.ranges.values()
-    assert all(0 < low <= 0.96 and 1.05 <= high <= 2 for low, high in bounds)
+    low, high = cluster.ranges["collectives.send.intra_node"]
+    assert 0 < low <= 0.96 and 1.05 <= high <= 2
     # a GPU loads rows from the server's memory: without a link of its own plans took intra_node's
     loads = {"load": [(4e7, [1.1e-2]), (5e5, [1.1e-3])]}
     host = module.cluster_of(found | loads, 1, 2, 1e9, one_machine=True).host

@@ -161,7 +161,7 @@ def test_what_ranks_say_arrives_as_it_is(tmp_path: Path, fork_server: ForkServer
     ]
     try:
         for rank in ranks:
-            rank.wait(40)
+            rank.ended(40)
         assert sorted(path.name for path in out.iterdir()) == ["0", "1", "2"]
     finally:
         for rank in ranks:

@@ -119,9 +119,9 @@ def test_what_does_not_fit_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 class Slow(PrefixStore):  # type: ignore[misc]
     """The store as a rank far away reads it."""
 
-    def get(self, key: str) -> bytes:
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         time.sleep(0.3)
-        return bytes(super().get(key))
+        return list(super().multi_get(keys))
 
 
 def all_begin(*everyone: Found) -> list[list[str] | GnnplanError]:
@@ -136,7 +136,8 @@ def all_begin(*everyone: Found) -> list[list[str] | GnnplanError]:
             return peers.agree(own, env, everyone[rank]).differs
         except GnnplanError as error:
             # the store ends with its host
-            assert rank or own.add("heard", 0) == len(everyone), "rank 0 left before all had heard"
+            heard = own.add("found/finished/num_members", 0)
+            assert rank or heard == len(everyone), "rank 0 left before all had heard"
             return error
 
     with ThreadPoolExecutor(len(everyone)) as threads:

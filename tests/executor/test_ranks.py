@@ -23,9 +23,9 @@ def test_a_failed_case_ends_its_world_only(
         first = ranks.worlds[2, False].processes
         first[1].kill()
         with pytest.raises(AssertionError, match="rank 1 of 2 failed"):
-            first[1].wait()
+            first[1].join()
             ranks.worlds[2, False].run(case, tmp_path / "killed")
-        assert all(process.poll() is not None for process in first)
+        assert all(process.exitcode is not None for process in first)
     finally:
         ranks.close()
     assert not any(world.processes for world in ranks.worlds.values())
