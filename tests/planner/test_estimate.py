@@ -12,7 +12,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion, Layout
-from gnnplan.planner.ownership.profile import halo
+from gnnplan.planner.ownership.profile import profile
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 
@@ -21,9 +21,8 @@ SERVERS = tuple(rank // 2 for rank in range(8))  # 4 of 2
 
 def counted(graph: Graph, *parts: int) -> Mixing:
     """Mixing from METIS's halos."""
-    rows = {
-        m: sum(map(len, halo(graph.indptr, graph.indices, partition(graph, m), m))) for m in parts
-    }
+    found = profile(graph, parts, hops=1)["parts"]
+    rows = {m: found[str(m)]["halo_rows"] for m in parts}
     return Mixing.of(graph.stats.vertices, graph.stats.edges, rows)
 
 
