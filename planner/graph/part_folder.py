@@ -38,7 +38,7 @@ from pydantic.dataclasses import dataclass
 
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, Cut, Graph, GraphStats, must_fit
-from gnnplan.planner.graph.npy import check_header
+from gnnplan.planner.graph.npy import load_npy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, must_be_file, read_bytes, write_atomically
 from gnnplan.planner.vocabulary.numbers import ranges
@@ -186,12 +186,8 @@ class PartFolder:
         if key not in self._open:
             path, stored = self._file(number, name)
             _must_be_whole(path, stored)
-            with open(path, "rb") as stream:
-                check_header(str(path), name, stream, stored.nbytes, fits=False)
             # pages that torch may take as its own; nobody writes them
-            empty = 0 in stored.shape
-            array = np.load(path, None if empty else "c", allow_pickle=False)
-            self._open[key] = array.view(np.ndarray)
+            self._open[key] = load_npy(path, name, "c").view(np.ndarray)
         return self._open[key]
 
     def _file(self, number: int | None, name: str) -> tuple[Path, Stored]:
