@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.mapped import must_be_new
+from gnnplan.planner.graph.formats.mapped import complete
 from gnnplan.planner.graph.graph import Graph, must_fit
 from gnnplan.planner.graph.parts import library
 from gnnplan.planner.ownership.layout import Layout
@@ -64,7 +61,7 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     ours = _Assignment(assigned)
     write = _with(dgl.distributed.partition_graph, metis_partition_assignment=ours)
     with (
-        _complete(folder) as temporary,
+        complete(folder) as temporary,
         contextlib.redirect_stdout(io.StringIO()),  # timings
     ):
         write(
@@ -110,7 +107,7 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
         num_nodes=graph.stats.vertices,
     )
     with (
-        _complete(folder) as temporary,
+        complete(folder) as temporary,
         contextlib.redirect_stderr(io.StringIO()),  # 'Computing METIS partitioning...'
     ):
         Partitioner(whole, problem.ranks, str(temporary)).generate_partition()
@@ -147,24 +144,6 @@ def _with(function: FunctionType, **names: Any) -> FunctionType:
     return FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
-
-
-@contextlib.contextmanager
-def _complete(folder: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when all of it is written. Raises SpecError."""
-    must_be_new(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        temporary.mkdir()
-        yield temporary
-        temporary.rename(folder)
-    except OSError as error:
-        raise SpecError(
-            f"{folder}: cannot be written ({error.strerror or error}); choose another place or"
-            " free it"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _graph(problem: Problem) -> Graph:

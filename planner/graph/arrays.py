@@ -7,9 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -17,24 +16,15 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.build import count
 from gnnplan.planner.graph.features import sparse_features
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
-from gnnplan.planner.graph.graph import MOST_CLASSES, Array, must_fit
+from gnnplan.planner.graph.graph import MOST_CLASSES, Array
 from gnnplan.planner.graph.masks import MASKS
-from gnnplan.planner.graph.npy import Header, check_header, check_member, read_header, typed
+from gnnplan.planner.graph.npy import Arrays, typed
 from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, must_be_file
 
 ENDS = "src", "dst"
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
-
-
-class _Source(NamedTuple):
-    """Arrays by their names, and who reads them."""
-
-    names: Mapping[str, str]  # of the arrays, and what a note calls each
-    others: list[str]  # what holds no array
-    header: Callable[[str], Header]
-    read: Callable[[str, bool], Array]  # mapped, where the source can and the flag says so
 
 
 def read_own(path: str) -> Parts:
@@ -51,12 +41,12 @@ def read_own(path: str) -> Parts:
     )
     try:
         if folder and not path.endswith(".npz"):
-            return _parts(path, _in_folder(path))
+            return _parts(path, Arrays(path))
         if not os.path.lexists(path):
             raise SpecError(f"{path}: no such file")
         must_be_file(path, remedy)
         with zipfile.ZipFile(path) as archive:
-            return _parts(path, in_zip(path, archive))
+            return _parts(path, Arrays(path, archive))
     except SpecError:
         raise
     except zipfile.BadZipFile as error:
@@ -68,66 +58,33 @@ def read_own(path: str) -> Parts:
         ) from error
 
 
-def in_zip(path: str, archive: zipfile.ZipFile) -> _Source:
-    """The arrays of a .npz."""
-    members: dict[str, zipfile.ZipInfo] = {}
-    for info in archive.infolist():
-        name = info.filename.removesuffix(".npy")
-        if name in members and _is_known(name):
-            raise SpecError(f"{path}: {name}: is there twice; keep one")
-        members[name] = info
-    nbytes = 0
-
-    def header(name: str) -> Header:
-        with archive.open(members[name]) as stream:
-            return read_header(path, name, stream)
-
-    def read(name: str, mapped: bool) -> Array:
-        nonlocal nbytes
-        nbytes += check_member(path, archive, members[name]).nbytes
-        must_fit(path, "what it holds", nbytes)
-        with archive.open(members[name]) as stream:
-            return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
-
-    return _Source({name: name for name in members}, [], header, read)
-
-
-def _in_folder(path: str) -> _Source:
-    files = sorted(Path(path).iterdir())
-    arrays = {file.stem: file for file in files if file.suffix == ".npy"}
-    nbytes = 0
-
-    def header(name: str) -> Header:
-        must_be_file(arrays[name])
-        with arrays[name].open("rb") as stream:
-            return read_header(path, name, stream)
-
-    def read(name: str, mapped: bool) -> Array:
-        nonlocal nbytes
-        file, is_x = arrays[name], name == "x"
-        must_be_file(file)
-        with file.open("rb") as stream:
-            stored = file.stat().st_size
-            size = check_header(path, name, stream, stored, is_x, not mapped).nbytes
-        nbytes += 0 if mapped else size
-        must_fit(path, "what it holds", nbytes)
-        mapped = mapped and (is_x or size > 0)
-        return np.asanyarray(np.load(file, "r" if mapped else None, allow_pickle=False))
-
-    others = [file.name for file in files if file.suffix != ".npy"]
-    return _Source({name: file.name for name, file in arrays.items()}, others, header, read)
-
-
 def _is_known(name: str) -> bool:
     """Whether an array of this name is read, however many rows it has."""
     prefix = next((prefix for prefix in (VERTEX, EDGE) if name.startswith(prefix)), None)
     return name in ARRAYS or (prefix and NAME.fullmatch(name.removeprefix(prefix))) is not None
 
 
-def _parts(path: str, source: _Source) -> Parts:
+def _parts(path: str, source: Arrays) -> Parts:
+    for name in filter(_is_known, source.twice):
+        raise SpecError(f"{path}: {name}: is there twice; keep one")
+    if (
+        "x" in source.files
+        and source.archive is None
+        and not (
+            (header := source.check("x", fits=False)).dtype in (np.float32, np.float64)
+            and len(header.shape) == 2
+            and not header.fortran
+        )
+    ):
+        raise SpecError(
+            f"{path}: x: is mapped, not read, so it must be float32 or float64 [vertices, features]"
+            f" in C order, is {header.dtype} of shape {header.shape}"
+            f"{' in Fortran order' * header.fortran}; save numpy.ascontiguousarray(x,"
+            " numpy.float32)"
+        )
     arrays = {
         name: source.read(name, name == "x" or name.startswith(VERTEX))
-        for name in source.names
+        for name in source.files
         if _is_known(name)
     }
     src, dst = _edge_list(path, arrays, source)
@@ -148,10 +105,10 @@ def _parts(path: str, source: _Source) -> Parts:
     )
     vertices, _ = count(parts, src, dst)
     ignored = [*source.others]
-    for name in source.names.keys() - arrays.keys():
+    for name in source.files.keys() - arrays.keys():
         of = _field_kind(path, name, source, vertices, len(src))
         if of is None:
-            ignored.append(source.names[name])
+            ignored.append(source.called(name))
         elif name in fields[of]:
             raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
         else:
@@ -162,7 +119,7 @@ def _parts(path: str, source: _Source) -> Parts:
     return parts
 
 
-def _field_kind(path: str, name: str, source: _Source, vertices: int, edges: int) -> str | None:
+def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int) -> str | None:
     """VERTEX or EDGE, if an array is a field by its header; else None. Raises SpecError."""
     if name == "edge_index" or not NAME.fullmatch(name):
         return None
@@ -198,13 +155,13 @@ def _features(path: str, arrays: Mapping[str, Array]) -> Array | sp.csr_matrix |
     return sparse_features(path, indptr, indices, shape, arrays.get("x_data"))
 
 
-def _edge_list(path: str, arrays: Mapping[str, Array], source: _Source) -> tuple[Array, Array]:
+def _edge_list(path: str, arrays: Mapping[str, Array], source: Arrays) -> tuple[Array, Array]:
     """The edge list src, dst (integers [E])."""
     for name in ENDS:
         if name not in arrays:
             raise SpecError(
                 f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, found"
-                f" {shown([*source.names], 100) or 'nothing'}{_edge_index_remedy(source)}"
+                f" {shown([*source.files], 100) or 'nothing'}{_edge_index_remedy(source)}"
             )
     ends = {name: arrays[name] for name in ENDS}  # what is empty has no type
     ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
@@ -223,7 +180,7 @@ def shown(names: Sequence[str], most: int) -> str:
     return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
 
 
-def _edge_index_remedy(source: _Source) -> str:
+def _edge_index_remedy(source: Arrays) -> str:
     """What to do with PyG's `edge_index` [2, E], where the file holds one."""
     with contextlib.suppress(Exception):  # absent or damaged: the caller reports what is missing
         shape = source.header("edge_index").shape

@@ -88,7 +88,7 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
         + sum(2.0 * field.nbytes for field in on_edges.values()),
     )
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
-    edge_fields, moved = along(on_edges, (src, dst), (indptr, indices), directed)
+    edge_fields, moved = along(on_edges, (src, dst), vertices, directed)
     notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
     parts.edges, parts.edge_fields = [], {}
     del src, dst, on_edges

@@ -80,83 +80,56 @@ def _checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
     return np.ascontiguousarray(array, kind)
 
 
-def _once(
-    fields: Mapping[str, Array], src: Array, dst: Array, vertices: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, str]]:
-    """Keys of the edges without self-loops, sorted, each once, and the places that they are given
-    at; and by name the fields of which an edge is given again with other numbers, with a note."""
-    given = np.flatnonzero(src != dst)
-    keys = dst[given].astype(np.int64) * vertices + src[given].astype(np.int64)
-    order = np.argsort(keys, kind="stable")
-    keys, given = keys[order], given[order]
-    again, unlike = np.flatnonzero(keys[1:] == keys[:-1]) + 1, {}
-    for name, field in fields.items():
-        one, other = given[again - 1], given[again]
-        if (bad := _differ(field[one], field[other])).any():
-            one, other = one[bad], other[bad]
-            unlike[name] = (
-                f"left {name} out: an edge has one row, and {int(bad.sum()):,} edges are given"
-                f" again with another, first {int(src[one[0]])} -> {int(dst[one[0]])} with"
-                f" {_shown(field[one[0]])} and {_shown(field[other[0]])}; merge them to have it"
-                " (torch_geometric.utils.coalesce, dgl.to_simple)"
-            )
-    once = np.append(True, keys[1:] != keys[:-1])[: len(keys)]
-    return keys[once], given[once], unlike
-
-
 def along(
-    fields: Mapping[str, Array],
-    ends: tuple[Array, Array],
-    rows: tuple[NDArray[np.int64], NDArray[np.int32]],
-    directed: bool,
+    fields: Mapping[str, Array], ends: tuple[Array, Array], vertices: int, directed: bool
 ) -> tuple[dict[str, Array], list[str]]:
-    """Fields of an edge list in the order of the CSR that was made of it, and notes.
+    """Fields of an edge list in the order of the CSR that is made of it, and notes.
 
     An edge that is given one way has its numbers both ways, if the graph is undirected. One that is
     given both ways keeps those of each. A field is left out if an edge is given twice with
     different numbers."""
     if not fields:
         return {}, []
-    (src, dst), (indptr, indices) = ends, rows
-    vertices = len(indptr) - 1
-    keys, given, apart = _once(fields, src, dst, vertices)
-    fields = {name: field for name, field in fields.items() if name not in apart}
-    names, notes = ", ".join(fields), [*apart.values()]
-    if not fields:
-        return {}, notes
-    if loops := int(np.count_nonzero(src == dst)):
+    src, dst = ends
+    given = np.flatnonzero(src != dst)
+    a, b = (end[given].astype(np.int64) for end in ends)
+    keys = np.concatenate([b * vertices + a, *([] if directed else [a * vertices + b])])
+    order = np.argsort(keys, kind="stable")  # of one edge, as it is given comes before turned ones
+    turned, place = order >= given.size, given[order % max(given.size, 1)]
+    again = np.append(False, np.diff(keys[order]) == 0)[: order.size]
+
+    def unlike(field: Array, rows: NDArray[Any]) -> NDArray[Any]:
+        """Those of the rows that differ from the one before."""
+        differ = field[place[rows]] != field[place[rows - 1]]
+        return np.asarray(rows[differ.any(tuple(range(1, field.ndim)))])
+
+    notes, kept = [], {}
+    for name, field in fields.items():
+        if not (bad := unlike(field, np.flatnonzero(again & ~turned))).size:
+            kept[name] = field
+            continue
+        one, other = place[bad[0] - 1], place[bad[0]]
+        notes.append(
+            f"left {name} out: an edge has one row, and {bad.size:,} edges are given again with"
+            f" another, first {int(src[one])} -> {int(dst[one])} with {_shown(field[one])} and"
+            f" {_shown(field[other])}; merge them to have it (torch_geometric.utils.coalesce,"
+            " dgl.to_simple)"
+        )
+    names = ", ".join(kept)
+    if kept and (loops := src.size - given.size):
         notes.append(f"dropped {names} of {loops:,} self-loops with them")
-    if not len(indices):
-        return {name: field[:0] for name, field in fields.items()}, notes
-    readers = np.repeat(np.arange(vertices), np.diff(indptr))
-    here, there = (
-        _places(keys, a * vertices + b) for a, b in ((readers, indices), (indices, readers))
-    )
-    one_way = here < 0
-    if count := int(one_way.sum()):
+    if kept and (count := int(np.count_nonzero(turned & ~again))):
         notes.append(f"{count:,} edges that are given one way have their {names} both ways")
-    both = ~one_way & (there >= 0)
-    chosen = given[np.where(one_way, there, here)]
-    found = {name: np.ascontiguousarray(field[chosen]) for name, field in fields.items()}
-    unlike = {n: _differ(found[n][both], field[given[there[both]]]) for n, field in fields.items()}
-    if named := [name for name, rows in unlike.items() if rows.any() and not directed]:
-        count = int(np.logical_or.reduce([unlike[name] for name in named]).sum())
+    both = np.flatnonzero(again & np.diff(turned, prepend=False))
+    apart = {name: unlike(field, both) for name, field in kept.items()}
+    if named := [name for name, rows in apart.items() if rows.size]:
+        count = np.unique(np.concatenate([apart[name] for name in named])).size
         notes.append(
             f"{', '.join(named)}: {count:,} edges that are given both ways have other rows each"
             " way, and keep them"
         )
-    return found, notes
-
-
-def _places(keys: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each is among the keys; -1: nowhere."""
-    places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-    return np.where(keys[places] == wanted, places, -1)
-
-
-def _differ(a: Array, b: Array) -> NDArray[np.bool_]:
-    """Rows in which two fields differ."""
-    return np.asarray((a != b).any(tuple(range(1, a.ndim))))
+    chosen = place[~again]
+    return {name: np.ascontiguousarray(field[chosen]) for name, field in kept.items()}, notes
 
 
 def _shown(row: Any) -> str:

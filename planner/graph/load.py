@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
 from gnnplan.planner.graph import formats
-from gnnplan.planner.graph.arrays import read_own
-from gnnplan.planner.graph.build import STAND_IN_FEATURES, MadeUp, build
+from gnnplan.planner.graph.build import STAND_IN_FEATURES, MadeUp
 from gnnplan.planner.graph.generator import COMMUNITY, Ranges, community
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
@@ -159,9 +158,7 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
     regression, width = task == "regression", numbers["features"]
     made_up = MadeUp(width, "features" in given, task == "none", regression, numbers["seed"])
     extras = formats.Extras(**words, numbers=regression)
-    if not extras and not formats.is_foreign(head):
-        return build(read_own(head), source, made_up, directed)
-    return formats.graph_of(formats.parts_of(head, extras), source, made_up, directed)
+    return formats.read(head, extras, source, made_up, directed)
 
 
 def _parameters(source: str, query: str) -> dict[str, str]:

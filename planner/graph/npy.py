@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import zipfile
-from typing import IO, Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.graph.graph import Array, must_fit
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import must_be_file
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
@@ -61,14 +66,12 @@ def read_header(path: str, name: str, stream: IO[bytes]) -> Header:
     return Header(*read(header), header.tell())
 
 
-def check_header(
-    path: str, name: str, stream: IO[bytes], stored: int, mapped: bool = False, fits: bool = True
-) -> Header:
+def check_header(path: str, name: str, stream: IO[bytes], stored: int, fits: bool = True) -> Header:
     """Check an array by its header, before anything is allocated.
 
-    fits: it must fit the memory, unless it is mapped. Raises SpecError for pickled objects, for a
-    shape that does not fit what is stored, and for an array that cannot be mapped as it is."""
-    header = shape, fortran, dtype, begin = read_header(path, name, stream)
+    fits: it must fit the memory. Raises SpecError for pickled objects, and for a shape that does
+    not fit what is stored."""
+    header = shape, _, dtype, begin = read_header(path, name, stream)
     nbytes, stored = header.nbytes, stored - begin
     if dtype.hasobject:
         raise SpecError(
@@ -79,13 +82,7 @@ def check_header(
         raise SpecError(
             f"{path}: {name}: negative size in shape {shape}; the file is damaged, write it again"
         )
-    if mapped and (fortran or dtype not in (np.float32, np.float64) or len(shape) != 2):
-        raise SpecError(
-            f"{path}: {name}: is mapped, not read, so it must be float32 or float64 [vertices,"
-            f" features] in C order, is {dtype} of shape {shape}{' in Fortran order' * fortran};"
-            " save numpy.ascontiguousarray(x, numpy.float32)"
-        )
-    if fits and not mapped:
+    if fits:
         must_fit(path, f"{name} of shape {shape}", nbytes)
     if nbytes != stored:
         raise SpecError(
@@ -95,14 +92,77 @@ def check_header(
     return header
 
 
-def check_member(
-    path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, fits: bool = True
-) -> Header:
-    """Check an array of a .npz by its header, as `check_header` does. Raises SpecError."""
-    name = info.filename.removesuffix(".npy")
-    must_not_swell(f"{path}: {name}", info.file_size, info.compress_size)
-    with archive.open(info) as stream:
-        return check_header(path, name, stream, info.file_size, fits=fits)
+def load_npy(path: str | Path, name: str, mode: Literal["r", "c"] = "r") -> Array:
+    """An array of a .npy file, mapped if it can be. Raises SpecError; its header is checked first.
+
+    mode: of numpy.load, for who reads pages (r) or may write to copies of them (c)."""
+    with open(path, "rb") as stream:
+        nbytes = check_header(str(path), name, stream, os.stat(path).st_size, fits=False).nbytes
+    return np.asanyarray(np.load(path, mode if nbytes else None, allow_pickle=False))
+
+
+class Arrays:
+    """Arrays by name, of a .npz or of a folder of .npy files; who reads one has it checked."""
+
+    def __init__(self, path: str, archive: zipfile.ZipFile | None = None) -> None:
+        self.path, self.archive, self.nbytes = path, archive, 0
+        self.files: dict[str, Any] = {}  # paths, or members of the archive
+        self.others: list[str] = []  # what holds no array
+        self.twice: list[str] = []
+        for info in archive.infolist() if archive else ():
+            name = info.filename.removesuffix(".npy")
+            self.twice += [name] * (name in self.files)
+            self.files[name] = info
+        for file in () if archive else sorted(Path(path).iterdir()):
+            if file.suffix == ".npy":
+                self.files[file.stem] = file
+            else:
+                self.others.append(file.name)
+
+    def called(self, name: str) -> str:
+        """What notes call an array."""
+        return name if self.archive else str(self.files[name].name)
+
+    def open(self, name: str) -> IO[bytes]:
+        """The bytes of an array."""
+        if self.archive:
+            return self.archive.open(self.files[name])
+        must_be_file(self.files[name])
+        return open(self.files[name], "rb")
+
+    def header(self, name: str) -> Header:
+        """What an array's header says, unchecked."""
+        with self.open(name) as stream:
+            return read_header(self.path, name, stream)
+
+    def check(self, name: str, fits: bool = True) -> Header:
+        """Check an array by its header. Raises SpecError."""
+        file = self.files[name]
+        if self.archive:
+            must_not_swell(f"{self.path}: {name}", file.file_size, file.compress_size)
+        with self.open(name) as stream:
+            stored = file.file_size if self.archive else file.stat().st_size
+            return check_header(self.path, name, stream, stored, fits)
+
+    def read(self, name: str, mapped: bool = False) -> Array:
+        """An array. mapped: if the source can. Raises SpecError, also where all that was read so
+        far would not fit the memory."""
+        mapped = mapped and self.archive is None
+        header = self.check(name, fits=not mapped)
+        if mapped:
+            return load_npy(self.files[name], name)
+        self.nbytes += header.nbytes
+        must_fit(self.path, "what it holds", self.nbytes)
+        with self.open(name) as stream:
+            return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
+
+
+@contextmanager
+def in_npz(path: str) -> Iterator[Arrays]:
+    """The arrays of a .npz."""
+    must_be_file(path)
+    with zipfile.ZipFile(path) as archive:
+        yield Arrays(path, archive)
 
 
 def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...]) -> Array:

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -38,7 +39,7 @@ from pydantic.dataclasses import dataclass
 
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, Cut, Graph, GraphStats, must_fit
-from gnnplan.planner.graph.npy import check_header
+from gnnplan.planner.graph.npy import load_npy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, must_be_file, read_bytes, write_atomically
 from gnnplan.planner.vocabulary.numbers import ranges
@@ -184,32 +185,14 @@ class PartFolder:
         """An array of a part, or of the folder (None): mapped, and what was written."""
         key = number, name
         if key not in self._open:
-            path, stored = self._file(number, name)
-            _must_be_whole(path, stored)
-            with open(path, "rb") as stream:
-                check_header(str(path), name, stream, stored.nbytes, fits=False)
+            folder, files = self.path, self.about.files
+            if number is not None:
+                folder, files = self.path / f"part{number}", self.parts[number].files
+            path = folder / f"{name}.npy"
+            _must_be_whole(path, files[name])
             # pages that torch may take as its own; nobody writes them
-            empty = 0 in stored.shape
-            array = np.load(path, None if empty else "c", allow_pickle=False)
-            self._open[key] = array.view(np.ndarray)
+            self._open[key] = load_npy(path, name, "c").view(np.ndarray)
         return self._open[key]
-
-    def _file(self, number: int | None, name: str) -> tuple[Path, Stored]:
-        if number is None:
-            return self.path / f"{name}.npy", self.about.files[name]
-        return self.path / f"part{number}" / f"{name}.npy", self.parts[number].files[name]
-
-    def run(self, number: int, name: str, start: int, stop: int) -> Array:
-        """Rows of a part's array that follow each other, read from the file.
-
-        Pages of a mapped file would count as memory of the process beside its own copy."""
-        path, stored = self._file(number, name)
-        _must_be_whole(path, stored)
-        dtype, (_, *row) = np.dtype(stored.dtype), stored.shape
-        each = int(np.prod(row, dtype=np.int64))
-        begin = stored.nbytes - stored.shape[0] * each * dtype.itemsize
-        offset = begin + start * each * dtype.itemsize
-        return np.fromfile(path, dtype, (stop - start) * each, offset=offset).reshape(-1, *row)
 
     @property
     def owner(self) -> Array:
@@ -246,102 +229,80 @@ class PartFolder:
             at = np.flatnonzero(owner == number) if numbers.size > 1 else np.arange(ids.size)
             yield int(number), at, place[at] if numbers.size > 1 else place
 
-    def rows(self, name: str, ids: NDArray[Any], shape: tuple[int, ...], dtype: Any) -> Array:
-        """Rows of these vertices [ids, ..]."""
-        out = np.empty((ids.size, *shape), dtype)
+    def some(self, number: int, name: str, places: NDArray[Any]) -> Array:
+        """Rows of a part's array."""
+        array = self.array(number, name)
+        first, last = (int(places[0]), int(places[-1])) if places.size else (0, -2)
+        if last - first + 1 != places.size or not (np.diff(places) == 1).all():
+            return np.asarray(array[places])
+        rows = np.array(array[first : last + 1])
+        if isinstance(array.base, np.memmap):  # pages would count as memory beside the copy
+            array.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        return rows
+
+    def rows(self, name: str, ids: NDArray[Any], columns: slice | None = None) -> Array:
+        """Rows of these vertices [ids, ..], or some columns of them."""
+        stored = self.parts[0].files[name]
+        row = stored.shape[1:] if columns is None else (len(range(stored.shape[1])[columns]),)
+        out = np.empty((ids.size, *row), stored.dtype)
+        must_fit(str(self.path), f"{name} of {ids.size:,} vertices", out.nbytes)
         for number, at, places in self.by_part(ids):
-            some = self._some(number, name, places)
+            if columns is None:
+                some = self.some(number, name, places)
+            else:
+                some = self.array(number, name)[:, columns][places]
             if at.size == ids.size:
                 return some
             out[at] = some
         return out
 
-    def _some(self, number: int, name: str, places: NDArray[Any]) -> Array:
-        if _follow_each_other(places):
-            return self.run(number, name, int(places[0]), int(places[-1]) + 1)
-        return np.asarray(self.array(number, name)[places])
+    def ragged(
+        self, ids: NDArray[Any], pointers: str, *names: str
+    ) -> tuple[NDArray[np.int64], list[Array]]:
+        """Of rows with several numbers each: how many they have, and their numbers, row after row.
 
-    def sparse_rows(self, ids: NDArray[Any], columns: int) -> sp.csr_matrix:
-        """Sparse features of these vertices."""
-        found, where = [sp.csr_matrix((0, columns), dtype=self.dtype("x_data"))], [ids[:0]]
+        pointers: where a part's rows begin, as the indptr of a CSR."""
+        lengths, found = np.empty(ids.size, np.int64), []
         for number, at, places in self.by_part(ids):
-            found.append(self.sparse_part(number, columns)[places])
-            where.append(at)
-        both = sp.vstack(found, "csr")
-        return both if len(found) == 2 else both[np.argsort(np.concatenate(where))]
-
-    def sparse_part(self, number: int, columns: int) -> sp.csr_matrix:
-        """Sparse features of a part's vertices."""
-        arrays = (self.array(number, f"x_{name}") for name in ("data", "indices", "indptr"))
-        return sp.csr_matrix(tuple(arrays), shape=(self.parts[number].vertices, columns))
+            begin = self.array(number, pointers)[places]
+            lengths[at] = self.array(number, pointers)[places + 1] - begin
+            found.append((number, at, begin))
+        files, starts = self.parts[0].files, np.cumsum(lengths) - lengths
+        shape = (int(lengths.sum()),)
+        out = [np.empty((*shape, *files[of].shape[1:]), files[of].dtype) for of in names]
+        for number, at, begin in found:
+            here, there = ranges(begin, lengths[at]), ranges(starts[at], lengths[at])
+            for numbers, name in zip(out, names, strict=True):
+                numbers[there] = self.some(number, name, here)
+        return lengths, out
 
     def neighbours(self, ids: NDArray[Any]) -> NDArray[np.int32]:
         """In-neighbours of these vertices, row after row."""
-        degree = self.degree[ids]
-        starts = np.cumsum(degree) - degree
-        out = np.empty(int(degree.sum()), np.int32)
-        for number, at, places in self.by_part(ids):
-            indptr = self.array(number, "indptr")
-            if _follow_each_other(places):
-                begin, end = int(indptr[places[0]]), int(indptr[places[-1] + 1])
-                found = self.run(number, "indices", begin, end)
-            else:
-                found = self.array(number, "indices")[ranges(indptr[places], degree[at])]
-            if at.size == ids.size:
-                return found
-            out[ranges(starts[at], degree[at])] = found
-        return out
+        return self.ragged(ids, "indptr", "indices")[1][0]
 
-    # -- whole arrays ---------------------------------------------------------------------------
-
-    def dtype(self, name: str) -> np.dtype[Any]:
-        return np.dtype(self.parts[0].files[name].dtype)
-
-    def whole_rows(self, name: str, columns: slice = slice(None)) -> Array:
-        """Rows of all vertices."""
-        n, stored = self.about.graph.vertices, self.parts[0].files[name]
-        shape = stored.shape[1:]
-        if shape and columns != slice(None):
-            shape = (len(range(shape[0])[columns]), *shape[1:])
-        size = n * int(np.prod(shape, dtype=np.int64)) * np.dtype(stored.dtype).itemsize
-        must_fit(str(self.path), f"{name} of all vertices", size)
-        out = np.empty((n, *shape), stored.dtype)
-        for number in range(self.about.parts):
-            part = self.array(number, name)
-            out[self.array(number, "ids")] = part if columns == slice(None) else part[:, columns]
-        return _frozen(out)
-
-    def whole_features(self, columns: int) -> sp.csr_matrix:
-        """Sparse features of all vertices."""
-        found = sp.vstack([self.sparse_part(k, columns) for k in range(self.about.parts)], "csr")
-        ids = np.concatenate([self.array(k, "ids") for k in range(self.about.parts)])
-        return found[np.argsort(ids)]
+    def sparse_rows(self, ids: NDArray[Any], columns: slice | None = None) -> sp.csr_matrix:
+        """Sparse features of these vertices, or some columns of them."""
+        lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
+        arrays = data, indices, np.append(0, np.cumsum(lengths))
+        x = sp.csr_matrix(arrays, shape=(ids.size, self.about.graph.features))
+        return x if columns is None else x[:, columns]
 
     @cached_property
     def indptr(self) -> NDArray[np.int64]:
         """The CSR of all edges: where rows begin."""
-        return _frozen(np.concatenate([[0], np.cumsum(self.degree, dtype=np.int64)]))
+        return np.concatenate([[0], np.cumsum(self.degree, dtype=np.int64)])
 
-    def whole_edges(self, name: str) -> Array:
+    def edges(self, name: str) -> Array:
         """What all edges have, in the order of the whole graph's CSR."""
-        stored, indptr = self.parts[0].files[name], self.indptr
-        out = np.empty((self.about.graph.edges, *stored.shape[1:]), stored.dtype)
+        stored, stats = self.parts[0].files[name], self.about.graph
+        out = np.empty((stats.edges, *stored.shape[1:]), stored.dtype)
         must_fit(str(self.path), f"{name} of all edges", out.nbytes)
-        for number in range(self.about.parts):
-            ids, ends = (self.array(number, name) for name in ("ids", "indptr"))
-            part, first = self.array(number, name), 0
-            while first < ids.size:
-                last = int(np.searchsorted(ends, ends[first] + EDGES_AT_ONCE, side="right")) - 1
-                last = min(max(last, first + 1), ids.size)
-                degree = np.diff(ends[first : last + 1])
-                out[ranges(indptr[ids[first:last]], degree)] = part[ends[first] : ends[last]]
-                first = last
-        return _frozen(out)
-
-
-def _follow_each_other(places: NDArray[Any]) -> bool:
-    """Whether these are places of rows in a file that lie side by side, in that order."""
-    return places.size > 0 and np.array_equal(places, np.arange(places[0], places[0] + places.size))
+        ends = np.searchsorted(self.indptr, np.arange(0, stats.edges, EDGES_AT_ONCE), "right") - 1
+        for ids in np.split(np.arange(stats.vertices), np.unique(ends)):
+            if ids.size:
+                rows = slice(self.indptr[ids[0]], self.indptr[ids[-1] + 1])
+                (out[rows],) = self.ragged(ids, "indptr", name)[1]
+        return out
 
 
 def _must_be_whole(path: Path, stored: Stored) -> None:
@@ -370,20 +331,27 @@ def _must_be_whole(path: Path, stored: Stored) -> None:
 _right: set[str] = set()  # names of files that were right, in this process
 
 
-def _frozen(array: Array) -> Array:
-    array.flags.writeable = False
-    return array
-
-
 class Lazy(NDArrayOperatorsMixin):
-    """An array that is put together of parts when it is asked for as a whole."""
+    """An array that is put together of parts when it is asked for as a whole.
 
-    def __init__(self, dtype: DTypeLike, shape: Sequence[int], make: Callable[[], Array]) -> None:
-        self.dtype, self.shape, self._make = np.dtype(dtype), tuple(shape), make
+    some: reads rows with some ids, or some columns of all rows (None), alone."""
+
+    def __init__(
+        self,
+        dtype: DTypeLike,
+        shape: Sequence[int],
+        make: Callable[[], Any],
+        some: Callable[[NDArray[Any] | None, slice | None], Any] | None = None,
+    ) -> None:
+        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        self._make, self._some = make, some
 
     @cached_property
-    def whole(self) -> Array:
-        return self._make()
+    def whole(self) -> Any:
+        made = self._make()
+        if isinstance(made, np.ndarray):
+            made.flags.writeable = False
+        return made
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.whole, dtype, copy=copy)
@@ -393,6 +361,11 @@ class Lazy(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*given, **named)
 
     def __getitem__(self, key: Any) -> Any:
+        if self._some is not None and "whole" not in self.__dict__:
+            if isinstance(key, np.ndarray) and key.ndim == 1 and key.dtype.kind in "iu":
+                return self._some(key, None)
+            if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None):
+                return self._some(None, key[1])
         return self.whole[key]
 
     def __len__(self) -> int:
@@ -414,39 +387,6 @@ class Lazy(NDArrayOperatorsMixin):
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.whole, name)
-
-
-class ByRow(Lazy):
-    """Rows of vertices [N, ..], of which those with some ids, or some columns, are read alone."""
-
-    def __init__(self, folder: PartFolder, name: str) -> None:
-        stored = folder.parts[0].files[name]
-        shape = (folder.about.graph.vertices, *stored.shape[1:])
-        super().__init__(stored.dtype, shape, lambda: folder.whole_rows(name))
-        self.folder, self.name = folder, name
-
-    def __getitem__(self, key: Any) -> Any:
-        if "whole" in self.__dict__:
-            return self.whole[key]
-        if isinstance(key, np.ndarray) and key.ndim == 1 and key.dtype.kind in "iu":
-            return self.folder.rows(self.name, key, self.shape[1:], self.dtype)
-        if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None):
-            return self.folder.whole_rows(self.name, key[1])
-        return self.whole[key]
-
-
-class SparseByRow(Lazy):
-    """Sparse features, of which the rows with some ids are read alone."""
-
-    def __init__(self, folder: PartFolder) -> None:
-        shape = folder.about.graph.vertices, folder.about.graph.features
-        super().__init__(folder.dtype("x_data"), shape, lambda: folder.whole_features(shape[1]))
-        self.folder = folder
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, np.ndarray) and key.ndim == 1 and key.dtype.kind in "iu":
-            return self.folder.sparse_rows(key, self.shape[1])
-        return self.whole[key]
 
 
 def is_part_folder(path: str) -> bool:
@@ -472,10 +412,18 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
     def edges(name: str) -> Any:
         stored = first.files[name]
         shape = stats.edges, *stored.shape[1:]
-        return Lazy(stored.dtype, shape, lambda: folder.whole_edges(name))
+        return Lazy(stored.dtype, shape, lambda: folder.edges(name))
 
     def rows(name: str) -> Any:
-        return ByRow(folder, name)
+        sparse = name == "x" and stats.nonzeros > 0
+        stored = first.files["x_data" if sparse else name]
+        row = (stats.features,) if sparse else stored.shape[1:]
+        read = folder.sparse_rows if sparse else partial(folder.rows, name)
+
+        def some(ids: NDArray[Any] | None, columns: slice | None) -> Any:
+            return read(np.arange(stats.vertices) if ids is None else ids, columns)
+
+        return Lazy(stored.dtype, (stats.vertices, *row), lambda: some(None, None), some)
 
     def fields(of: str, make: Callable[[str], Any]) -> dict[str, Any]:
         return {name.removeprefix(of): make(name) for name in first.files if name.startswith(of)}
@@ -485,7 +433,7 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
         stats,
         indptr,
         edges("indices"),
-        cast(Any, SparseByRow(folder)) if stats.nonzeros else rows("x"),
+        rows("x"),
         rows("y"),
         rows("train"),
         rows("val"),

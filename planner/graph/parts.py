@@ -23,7 +23,7 @@ from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit,
 from gnnplan.planner.graph.ids import must_be_ids
 from gnnplan.planner.graph.labels import class_ids
 from gnnplan.planner.graph.masks import MASKS, as_mask
-from gnnplan.planner.graph.npy import check_header
+from gnnplan.planner.graph.npy import load_npy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -120,10 +120,7 @@ def mapped_array(path: str) -> Array:
     name = os.path.basename(path)
     must_be_file(path, f"it should hold {name}")
     with reading(path, ".npy"):
-        with open(path, "rb") as stream:
-            check_header(path, name, stream, os.stat(path).st_size, fits=False)
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    return np.asarray(array) if array.ndim == 0 else array
+        return load_npy(path, name)
 
 
 def tensor_array(path: str, name: str, value: Any) -> Array:

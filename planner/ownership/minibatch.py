@@ -27,6 +27,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
@@ -138,36 +139,32 @@ class MiniBatch(Layout):
         return np.zeros((self.ranks, self.ranks), dtype=np.int64)  # every batch loads its own rows
 
 
+@dataclass(frozen=True)
+class First:
+    """Layer 1 of a batch of which it alone is split."""
+
+    rows: dict[int, list[np.ndarray]]  # of each rank: ids in h_0 or h_1, where not those it owns
+    facts: LayerFacts
+    sends: np.ndarray  # rows of h_1 that i sends to j before layer 2 [ranks, ranks]
+    added: np.ndarray | None = None  # LayerFacts.added of layer 2
+    sampled: np.ndarray | None = None  # edges that each rank draws, if not those that it sums
+    pushed: np.ndarray | None = None  # MiniBatch.pushed
+
+
 class AloneAbove(MiniBatch):
-    """A split batch of which layer 1 alone is split.
+    """A split batch of which layer 1 alone is split, in one of the ways of `SPLIT`.
 
-    A rank needs what its own seeds need of h_L .. h_1, and computes layers L .. 2 of it alone.
-    Subclasses say who computes layer 1, and what of it crosses before layer 2."""
+    A rank needs what its own seeds need of h_L .. h_1, and computes layers L .. 2 of it alone."""
 
-    _sends: np.ndarray  # before layer 2: rows that i sends to j [ranks, ranks]
-    _added: np.ndarray | None = None  # LayerFacts.added of layer 2
-
-    def __init__(self, whole: MiniBatch) -> None:
+    def __init__(self, whole: MiniBatch, split: str) -> None:
         """whole: the same batch with all layers split."""
         self.__dict__.update(whole.__dict__)
         self._clear_caches()
-        self._sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
         # per rank: rows of h_1 .. h_L, and edges of layers 2 .. L
         self._needed = np.zeros((self.ranks, self.layers), dtype=np.int64)
         self._edges_above = np.zeros((self.ranks, self.layers - 1), dtype=np.int64)
-        self._split([self._needed_above(rank) for rank in range(self.ranks)])
-
-    def _split(self, needed: Sequence[np.ndarray]) -> None:
-        """Share out layer 1. needed: which of its group's rows of h_1 each rank needs."""
-        raise NotImplementedError
-
-    def _first(self) -> LayerFacts:
-        """Counts of layer 1."""
-        raise NotImplementedError
-
-    def _group(self, rank: int) -> list[int]:
-        """The ranks that share the rank's batch, itself included."""
-        return [peer for peer in range(self.ranks) if self.servers[peer] == self.servers[rank]]
+        self._first = SPLIT[split](whole, [self._needed_above(rank) for rank in range(self.ranks)])
+        self.pushed = self._first.pushed
 
     def _needed_above(self, rank: int) -> np.ndarray:
         """Which of its group's rows of h_1 a rank's seeds need, bool; counts rows and edges."""
@@ -186,6 +183,13 @@ class AloneAbove(MiniBatch):
         self._needed[rank, 0] = needed.sum()
         return needed
 
+    def rows(self, rank: int, h: int) -> np.ndarray:
+        """Rows of h_0 that a rank reads, and of h_1 that it computes or sums a part of.
+
+        Of other rows there are as many as it owns."""
+        rows = self._first.rows.get(h)
+        return super().rows(rank, h) if rows is None else rows[rank]
+
     def row_counts(self, h: int) -> np.ndarray:
         if h < 2:
             return np.array([self.rows(rank, h).size for rank in range(self.ranks)])
@@ -197,106 +201,88 @@ class AloneAbove(MiniBatch):
     def meets(self, layer: int) -> bool:
         return layer == 2
 
+    def asks(self, layer: int) -> bool:
+        return self.meets(layer) and self.pushed is None
+
+    def sampled(self, layer: int) -> np.ndarray:
+        drawn = self._first.sampled
+        return drawn if layer == 1 and drawn is not None else super().sampled(layer)
+
     def crossing(self, layer: int) -> np.ndarray:
         return super().crossing(layer) * (layer == 1)
 
     def _counted(self, layer: int) -> LayerFacts:
         if layer == 1:
-            return self._first()
-        meets = self.meets(layer)
-        return LayerFacts(
-            self.row_counts(layer),
-            self._needed[:, layer - 2],
-            self._edges_above[:, layer - 2],
-            self._sends if meets else np.zeros_like(self._sends),
-            made=self.row_counts(1) if meets else None,
-            added=self._added if meets else None,
-        )
+            return self._first.facts
+        counts = self.row_counts(layer), self._needed[:, layer - 2], self._edges_above[:, layer - 2]
+        if not self.meets(layer):
+            return LayerFacts(*counts, np.zeros_like(self._first.sends))
+        first = self._first
+        return LayerFacts(*counts, first.sends, made=self.row_counts(1), added=first.added)
 
 
-class FirstSplit(AloneAbove):
+def by_destinations(whole: MiniBatch, needed: Sequence[np.ndarray]) -> First:
     """Owners compute the rows of h_1 that any rank of the group needs, and read all their sources.
 
-    h_1 crosses, and nothing else does."""
-
-    def _split(self, needed: Sequence[np.ndarray]) -> None:
-        # per rank: its rows of h_0
-        self._read = [
-            np.union1d(self.rows(rank, 1), self._edges(rank, 1)[0]) for rank in range(self.ranks)
-        ]
-        for rank, rows in enumerate(needed):
-            for peer in set(self._group(rank)) - {rank}:
-                own = self._places[peer]
-                self._sends[peer, rank] = rows[own[own < rows.size]].sum()
-
-    def rows(self, rank: int, h: int) -> np.ndarray:
-        """Rows of h_0 that the rank reads, and of h_1 that it computes; of others, the number."""
-        return self._read[rank] if h == 0 else super().rows(rank, h)
-
-    def _first(self) -> LayerFacts:
-        edges = np.array([self._edges(rank, 1)[0].size for rank in range(self.ranks)])
-        nothing = np.zeros_like(self._sends)
-        return LayerFacts(self.row_counts(1), self.row_counts(0), edges, nothing)
+    h_1 crosses, and nothing else does. needed: which of its group's rows of h_1 each rank needs."""
+    ranks = range(whole.ranks)
+    edges = [whole._edges(rank, 1)[0] for rank in ranks]
+    read = [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]
+    sends = np.zeros((whole.ranks, whole.ranks), dtype=np.int64)
+    for rank, peer in permutations(ranks, 2):
+        if whole.servers[rank] == whole.servers[peer]:
+            own = whole._places[peer]
+            sends[peer, rank] = needed[rank][own[own < needed[rank].size]].sum()
+    sources, drawn = (np.array([ids.size for ids in each]) for each in (read, edges))
+    facts = LayerFacts(whole.row_counts(1), sources, drawn, np.zeros_like(sends))
+    return First({0: read}, facts, sends)
 
 
-class SourceSplit(AloneAbove):
+def by_sources(whole: MiniBatch, needed: Sequence[np.ndarray]) -> First:
     """Owners sum layer 1 over the edges whose sources are theirs, of all rows that anyone needs.
 
     A rank draws all edges of the rows of h_1 that it needs, and pushes each edge to its source's
     owner. Partial sums come back, one of each row and owner of some of its sources or of itself."""
-
-    def _split(self, needed: Sequence[np.ndarray]) -> None:
-        self._partial = [np.zeros(0, np.int64)] * self.ranks  # rows of h_1 that each sums a part of
-        self._summed, self._own, self._added, self._sampled = np.zeros(
-            (4, self.ranks), dtype=np.int64
-        )
-        self.pushed = np.zeros_like(self._sends)
-        for group in set(self.servers):
-            ranks = self._group(self.servers.index(group))
-            owner, edges = self._edges_by_owner(ranks)
-            parts = edges > 0
-            parts[np.arange(owner.size), owner] = True
-            self._own[ranks] = np.bincount(owner, minlength=len(ranks))
-            self._summed[ranks] = edges.sum(0)
-            for place, rank in enumerate(ranks):
-                self._partial[rank] = self._frontiers[group].nodes[1][parts[:, place]]
-                of_others = np.arange(len(ranks)) != place
-                given, drawn = parts[needed[rank]].sum(0), edges[needed[rank]].sum(0)
-                self._sends[ranks, rank] = given * of_others
-                self.pushed[rank, ranks] = (PUSHED + 2 * given + drawn) * of_others
-                self._added[rank], self._sampled[rank] = given.sum(), drawn.sum()
-
-    def _edges_by_owner(self, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Of a group's rows of h_1: which member owns each, and its edges by their sources' owner.
-
-        int [rows] and [rows, members]."""
-        found = self._frontiers[self.servers[ranks[0]]]
-        owner = np.empty(self.graph.stats.vertices, dtype=np.int64)
+    partial = [np.zeros(0, np.int64)] * whole.ranks  # rows of h_1 that each sums a part of
+    summed, own, added, sampled = np.zeros((4, whole.ranks), dtype=np.int64)
+    sends, pushed = np.zeros((2, whole.ranks, whole.ranks), dtype=np.int64)
+    for group in set(whole.servers):
+        ranks = np.flatnonzero(np.equal(whole.servers, group)).tolist()
+        owner, edges = _edges_by_owner(whole, ranks)
+        parts = edges > 0
+        parts[np.arange(owner.size), owner] = True
+        own[ranks] = np.bincount(owner, minlength=len(ranks))
+        summed[ranks] = edges.sum(0)
         for place, rank in enumerate(ranks):
-            owner[found.nodes[0][self._places[rank]]] = place
-        indptr, places = found.edges[0]
-        rows, members = found.nodes[1].size, len(ranks)
-        reader = np.repeat(np.arange(rows), np.diff(indptr))
-        pair = reader * members + owner[self.graph.indices[places]]
-        edges = np.bincount(pair, minlength=rows * members).reshape(rows, members)
-        return owner[found.nodes[1]], edges
-
-    def rows(self, rank: int, h: int) -> np.ndarray:
-        """Rows of h_0 that the rank owns, and of h_1 that it sums a part of; others: the number."""
-        return self._partial[rank] if h == 1 else super().rows(rank, h)
-
-    def asks(self, layer: int) -> bool:
-        return False
-
-    def sampled(self, layer: int) -> np.ndarray:
-        return self._sampled if layer == 1 else super().sampled(layer)
-
-    def _first(self) -> LayerFacts:
-        rows, nothing = self.row_counts(1), np.zeros_like(self._sends)
-        return LayerFacts(rows, self.row_counts(0), self._summed, nothing, away=rows - self._own)
+            partial[rank] = whole._frontiers[group].nodes[1][parts[:, place]]
+            of_others = np.arange(len(ranks)) != place
+            given, drawn = parts[needed[rank]].sum(0), edges[needed[rank]].sum(0)
+            sends[ranks, rank] = given * of_others
+            pushed[rank, ranks] = (PUSHED + 2 * given + drawn) * of_others
+            added[rank], sampled[rank] = given.sum(), drawn.sum()
+    rows = np.array([ids.size for ids in partial])
+    nothing = np.zeros_like(sends)
+    facts = LayerFacts(rows, whole.row_counts(0), summed, nothing, away=rows - own)
+    return First({1: partial}, facts, sends, added, sampled, pushed)
 
 
-SPLIT = {"first": FirstSplit, "source": SourceSplit}  # how layer 1 alone may be split
+def _edges_by_owner(whole: MiniBatch, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Of a group's rows of h_1: which member owns each, and its edges by their sources' owner.
+
+    int [rows] and [rows, members]."""
+    found = whole._frontiers[whole.servers[ranks[0]]]
+    owner = np.empty(whole.graph.stats.vertices, dtype=np.int64)
+    for place, rank in enumerate(ranks):
+        owner[found.nodes[0][whole._places[rank]]] = place
+    indptr, places = found.edges[0]
+    rows, members = found.nodes[1].size, len(ranks)
+    reader = np.repeat(np.arange(rows), np.diff(indptr))
+    pair = reader * members + owner[whole.graph.indices[places]]
+    edges = np.bincount(pair, minlength=rows * members).reshape(rows, members)
+    return owner[found.nodes[1]], edges
+
+
+SPLIT = {"first": by_destinations, "source": by_sources}  # how layer 1 alone may be split
 
 
 def shares(items: Ids, groups: int) -> list[Ids]:
@@ -399,7 +385,7 @@ class Batches:
         if self.split == "all" or not whole.splits:
             return whole
         if step not in self._split:
-            self._split[step] = SPLIT[self.split](whole)
+            self._split[step] = AloneAbove(whole, self.split)
         return self._split[step]
 
     def _whole(self, step: int) -> MiniBatch:

@@ -5,15 +5,12 @@ edges and halo, which other layouts count in the whole graph. graph/part_folder.
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -22,7 +19,7 @@ from pydantic import TypeAdapter
 
 from gnnplan import __version__
 from gnnplan.planner.graph.fields import EDGE, VERTEX
-from gnnplan.planner.graph.formats.mapped import must_be_new
+from gnnplan.planner.graph.formats.mapped import must_be_new, renamed, write_rows
 from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph
 from gnnplan.planner.graph.part_folder import (
     DESCRIPTION,
@@ -193,51 +190,36 @@ def _keep_only(names: set[str], begun: Path) -> None:
 
 
 def _write_part(layout: Layout, number: int, name: str, begun: Path) -> Part:
-    temporary = begun / f".part{number}.{token_hex(4)}"
-    temporary.mkdir()
-    try:
-        files = {
-            array: _save(temporary / f"{array}.npy", shape, dtype, pieces)
-            for array, (shape, dtype, pieces) in _arrays_of(layout, number).items()
-        }
+    with renamed(begun / f"part{number}") as folder:
+        arrays = _arrays_of(layout, number)
+        files = {of: _save(folder / f"{of}.npy", pieces) for of, pieces in arrays.items()}
         vertices, edges = files["ids"].shape[0], files["indices"].shape[0]
         part = Part(name, number, vertices, edges, files)
-        _save_text(temporary / OF_PART, part)
-        os.rename(temporary, begun / f"part{number}")
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _save_text(folder / OF_PART, part)
     return part
 
 
-_Pieces = tuple[tuple[int, ...], Any, Iterable[Array]]  # shape, type, rows some at a time
-
-
-def _whole(array: Array) -> _Pieces:
-    return array.shape, array.dtype, [array]
-
-
-def _rows_of(array: Any, ids: np.ndarray) -> _Pieces:
+def _rows_of(array: Any, ids: np.ndarray) -> Iterator[Array]:
     """Rows of an array, some at a time."""
     step = max(1, AT_ONCE // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
-    pieces = (array[ids[start : start + step]] for start in range(0, ids.size, step))
-    return (ids.size, *array.shape[1:]), array.dtype, pieces
+    return (array[ids[start : start + step]] for start in range(0, max(ids.size, 1), step))
 
 
-def _arrays_of(layout: Layout, number: int) -> dict[str, _Pieces]:
-    """A part's arrays by name."""
+def _arrays_of(layout: Layout, number: int) -> dict[str, Iterable[Array]]:
+    """A part's arrays by name, some rows at a time."""
     graph, ids, piece = layout.graph, layout.rows(number, 0), layout.piece(number, 1)
     indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
-    out = {
-        "ids": _whole(ids.astype(np.int64, copy=False)),
-        "indptr": _whole(indptr),
-        "indices": _whole(graph.neighbours(ids)),
-        "halo": _whole(piece.halo.astype(np.int64, copy=False)),
-        "give": _whole(np.concatenate(layout.sent(number, 1))),
+    out: dict[str, Iterable[Array]] = {
+        "ids": [ids.astype(np.int64, copy=False)],
+        "indptr": [indptr],
+        "indices": [graph.neighbours(ids)],
+        "halo": [piece.halo.astype(np.int64, copy=False)],
+        "give": [np.concatenate(layout.sent(number, 1))],
     }
     if graph.stats.nonzeros:
         x = graph.x[ids]
         assert sp.issparse(x)
-        out |= {f"x_{of}": _whole(getattr(x, of)) for of in ("indptr", "indices", "data")}
+        out |= {f"x_{of}": [getattr(x, of)] for of in ("indptr", "indices", "data")}
     else:
         out["x"] = _rows_of(graph.x, ids)
     rows = {name: getattr(graph, name) for name in ("y", "train", "val", "test")}
@@ -257,10 +239,11 @@ def _describe(
     if graph.stats.directed:
         degree["out_degree"] = graph.out_degree
     arrays = {"owner": layout.owner, "place": layout._position, "order": layout._order, **degree}
-    files = {}
-    for of, array in arrays.items():
-        files[of] = _save(begun / f"{of}.npy", *_whole(array.astype(np.int32, copy=False)))
-    files["sends"] = _save(begun / "sends.npy", *_whole(np.asarray(layout.facts(1).sends)))
+    files = {
+        of: _save(begun / f"{of}.npy", [array.astype(np.int32, copy=False)])
+        for of, array in arrays.items()
+    }
+    files["sends"] = _save(begun / "sends.npy", [np.asarray(layout.facts(1).sends)])
     about = Description(
         VERSION,
         __version__,
@@ -281,28 +264,13 @@ def _describe(
 
 
 def _save_text(path: Path, about: Part | Description) -> None:
-    _write(path, [TypeAdapter(type(about)).dump_json(about, indent=1)])
-
-
-def _save(path: Path, shape: tuple[int, ...], dtype: Any, pieces: Iterable[Array]) -> Stored:
-    """Write an array: what is stored of it."""
-    header, dtype = io.BytesIO(), np.dtype(dtype)
-    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(header, about)
-    rows = (
-        np.ascontiguousarray(piece, dtype).view(np.uint8).data for piece in pieces if piece.size
-    )
-    nbytes, digest = _write(path, chain([header.getvalue()], rows))
-    return Stored(shape, dtype.str, nbytes, digest)
-
-
-def _write(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
-    """Write a new file, and wait for the disk: its size and the digest of its bytes."""
-    digest = blake2b(digest_size=16)
     with open(path, "xb") as stream:
-        for piece in pieces:
-            stream.write(piece)
-            digest.update(piece)
+        stream.write(TypeAdapter(type(about)).dump_json(about, indent=1))
         stream.flush()
         os.fsync(stream.fileno())
-        return stream.tell(), digest.hexdigest()
+
+
+def _save(path: Path, pieces: Iterable[Array]) -> Stored:
+    """Write an array: what is stored of it."""
+    rows = write_rows(path, pieces)
+    return Stored(rows.shape, rows.dtype.str, path.stat().st_size, digest_of(path))

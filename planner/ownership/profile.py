@@ -13,24 +13,23 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.kept import VERSION as PARTITION_VERSION
-from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.graph.partition import check_parts, partition
 from gnnplan.planner.ownership.estimated_layout import (
     EstimatedLayout,
     expected_halo_rows,
     mixing_of,
 )
+from gnnplan.planner.ownership.layout import distances
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 
 Array = NDArray[Any]
 VERSION = 1  # of the cache
 MOST_HOPS = 1000
-AT_ONCE = 64  # parts whose neighbourhoods grow together
 # of GraphStats, that a profile repeats
 FACTS = (
     *("name", "source", "vertices", "edges", "features", "classes"),
@@ -61,11 +60,7 @@ def profile(
         raise SpecError(f"servers must be at least 1, got {servers}")
     entries = {}
     for count in dict.fromkeys(parts):
-        if not 1 <= count <= stats.vertices:
-            raise SpecError(
-                f"{stats.source}: parts must lie in [1, {stats.vertices:,}] (no more parts than"
-                f" vertices), got {count:,}"
-            )
+        check_parts(count, stats.vertices, stats.source)
         if servers is not None and servers > count:
             raise SpecError(
                 f"{stats.source}: {count} parts cannot fill {servers} servers; use parts >= servers"
@@ -79,36 +74,15 @@ def profile(
     return {"graph": _facts(graph, stats), "parts": entries}
 
 
-def halo(indptr: Array, indices: Array, part: Array, parts: int) -> list[NDArray[np.int32]]:
-    """The halo B_i of every part: vertices outside part i with an edge into it, sorted.
-
-    >>> indptr, indices = np.array([0, 1, 3, 4]), np.array([1, 0, 2, 1])  # 0 - 1 - 2
-    >>> [rows.tolist() for rows in halo(indptr, indices, np.array([0, 0, 1]), 2)]
-    [[2], [1]]
-    """
-    vertices = len(indptr) - 1
-    into = np.repeat(part, np.diff(indptr))
-    cut = into != part[indices]
-    keys = np.unique(into[cut].astype(np.int64) * vertices + indices[cut])
-    return np.split(
-        (keys % vertices).astype(np.int32), np.searchsorted(keys, vertices * np.arange(1, parts))
-    )
-
-
-def growth(indptr: Array, indices: Array, part: Array, parts: int, hops: int) -> NDArray[np.int64]:
+def within(graph: Graph, part: Array, parts: int, hops: int) -> NDArray[np.int64]:
     """Rows [hops+1, parts] within h = 0 .. hops hops of each part, its own included.
 
-    A part needs these rows to compute h layers without other parts."""
-    ones, n = np.ones(len(indices), bool), len(indptr) - 1
-    edges = sp.csr_matrix((ones, indices, indptr), shape=(n, n))
+    A part needs these rows to compute h layers without other parts. Those one hop away are its
+    halo."""
     sizes = np.zeros((hops + 1, parts), np.int64)
-    for first in range(0, parts, AT_ONCE):
-        some = np.arange(first, min(first + AT_ONCE, parts))
-        reached = np.equal.outer(part, some)
-        for hop in range(hops + 1):
-            if hop:  # a part needs v if it needs a vertex that v has an edge to
-                reached |= edges.T @ reached
-            sizes[hop, some] = reached.sum(0)
+    for number in range(parts):
+        hop = np.minimum(distances(graph, part == number, hops), hops + 1)
+        sizes[:, number] = np.cumsum(np.bincount(hop, minlength=hops + 2))[:-1]
     return sizes
 
 
@@ -146,11 +120,10 @@ def _measured(
             return {**entry, "cached": True}
     start = time.perf_counter()
     part = partition(graph, parts, method, seed)
-    external = [len(rows) for rows in halo(graph.indptr, graph.indices, part, parts)]
+    around = within(graph, part.astype(np.int64) * servers // parts, servers, hops)
+    near = around if servers == parts else within(graph, part, parts, 1)
+    external = (near[1] - near[0]).tolist()
     rows = np.bincount(part, minlength=parts)
-    within = growth(
-        graph.indptr, graph.indices, part.astype(np.int64) * servers // parts, servers, hops
-    )
     entry = {
         "method": method,
         "seed": seed,
@@ -169,7 +142,7 @@ def _measured(
             np.bincount(part, weights=graph.train, minlength=parts).astype(int).tolist()
         ),
         "balance": float(rows.max() / rows.mean()),
-        "growth": (within[1:] / within[0]).mean(axis=1).tolist(),
+        "growth": (around[1:] / around[0]).mean(axis=1).tolist(),
         "seconds": time.perf_counter() - start,
     }
     with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer

@@ -16,7 +16,7 @@ from gnnplan.planner.ownership.estimated_layout import (
     expected_halo_rows,
 )
 from gnnplan.planner.ownership.layout import Expansion, Layout
-from gnnplan.planner.ownership.profile import halo
+from gnnplan.planner.ownership.profile import profile
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 
@@ -37,9 +37,8 @@ def test_expected_halo_of_a_drawn_random_graph() -> None:
 
 def counted(graph: Graph, *parts: int) -> Mixing:
     """Mixing from METIS's halos."""
-    rows = {
-        m: sum(map(len, halo(graph.indptr, graph.indices, partition(graph, m), m))) for m in parts
-    }
+    found = profile(graph, parts, hops=1)["parts"]
+    rows = {m: found[str(m)]["halo_rows"] for m in parts}
     return Mixing.of(graph.stats.vertices, graph.stats.edges, rows)
 
 

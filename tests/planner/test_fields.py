@@ -266,7 +266,7 @@ def test_rows_go_along_with_their_edges(pairs: list[tuple[int, int]], directed: 
     src, dst = np.array(pairs, np.int64).reshape(-1, 2).T
     rows = np.stack([10 * src + dst, src], 1)
     indptr, indices, _ = in_neighbours(src, dst, 6, directed)
-    found, _ = along({"f": rows}, (src, dst), (indptr, indices), directed)
+    found, _ = along({"f": rows}, (src, dst), 6, directed)
     readers = np.repeat(np.arange(6), np.diff(indptr))
     for u, v, row in zip(indices.tolist(), readers.tolist(), found["f"].tolist(), strict=True):
         a, b = (u, v) if (u, v) in pairs else (v, u)

@@ -9,12 +9,12 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.graph.arrays import read_own
-from gnnplan.planner.graph.build import MadeUp, build, must_be_a_graph
+from gnnplan.planner.graph.build import MadeUp, build
 from gnnplan.planner.graph.formats import (
     dgl_graphs,
     graphbolt,
@@ -63,24 +63,13 @@ class Format:
     read: Callable[[str], Parts]
 
 
-def _own(path: str) -> Parts:
-    parts = read_own(path)
-    must_be_a_graph(replace(parts, numbers=True))  # whether y are classes is told when it is built
-    return parts
+def _refused(said: str) -> Callable[[str], Parts]:
+    """What reads a format that is refused; {path} in what is said is its path."""
 
+    def refuse(path: str) -> Parts:
+        raise SpecError(f"{path}: {said.format(path=path)}")
 
-def _refuse_pickle(path: str) -> Parts:
-    raise SpecError(
-        f"{path}: is a pickle, and to load it runs whatever code is in it; if you trust who made"
-        f" it: gnnplan convert {path} FOLDER --trust"
-    )
-
-
-def _refuse_parts(path: str) -> Parts:
-    raise SpecError(
-        f"{path}: is a folder of parts, which plan and partition read as it is; give the graph that"
-        f" it was cut of ({path}/{DESCRIPTION} has its name)"
-    )
+    return refuse
 
 
 def _is_graphml(file: _File) -> bool:
@@ -90,12 +79,24 @@ def _is_graphml(file: _File) -> bool:
 PICKLE = Format(
     "a pickle",
     lambda f: f.start[:1] == b"\x80" and f.start[1:2] in (b"\2", b"\3", b"\4", b"\5"),
-    _refuse_pickle,
+    _refused(
+        "is a pickle, and to load it runs whatever code is in it; if you trust who made it: gnnplan"
+        " convert {path} FOLDER --trust"
+    ),
 )
+OWN_FOLDER = Format("gnnplan's folder", lambda f: f.has("src.npy"), read_own)
+OWN_FILE = Format("gnnplan's .npz", lambda f: f.has("src.npy"), read_own)
 # The first that fits reads it.
 FOLDERS: tuple[Format, ...] = (
-    Format("gnnplan's folder of parts", lambda f: f.has(DESCRIPTION), _refuse_parts),
-    Format("gnnplan's folder", lambda f: f.has("src.npy"), _own),
+    Format(
+        "gnnplan's folder of parts",
+        lambda f: f.has(DESCRIPTION),
+        _refused(
+            "is a folder of parts, which plan and partition read as it is; give the graph that it"
+            f" was cut of ({{path}}/{DESCRIPTION} has its name)"
+        ),
+    ),
+    OWN_FOLDER,
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
     Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), graphsaint.read),
     Format("DistDGL's parts", lambda f: partitioned.is_distdgl(f.path), dgl_graphs.read),
@@ -106,7 +107,7 @@ FILES: tuple[Format, ...] = (
     Format("SciPy's sparse .npz", lambda f: f.has("format.npy", "shape.npy"), sparse.read),
     Format("PyTorch's .pt", lambda f: any(n.endswith("data.pkl") for n in f.names), pyg.read),
     Format("PyTorch's .pt", lambda f: f.start.startswith(OLD_TORCH), pyg.read),
-    Format("gnnplan's .npz", lambda f: f.has("src.npy"), _own),
+    OWN_FILE,
     Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
     Format("Parquet", lambda f: f.start.startswith(b"PAR1"), parquet.edge_list),
     Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), pyg.read_npy),
@@ -125,42 +126,35 @@ FORMATS = FOLDERS + FILES
 
 
 def recognise(path: str) -> Format:
-    """The format of a file or a folder, by its content. Raises SpecError for none of FORMATS."""
+    """The format of a file or a folder, by its content.
+
+    What is of no format is taken for ours where its name says so, and ours says what is missing.
+    Raises SpecError for what is of none of FORMATS."""
+    named_so = path.lower().endswith(".npz")
     if os.path.isdir(path):
-        with reading(path, "a folder"):
-            file = _File(path, b"", frozenset(os.listdir(path)))
-        formats, kinds = FOLDERS, "folders"
-    else:
-        must_be_file(path, "give a graph's file or folder")
-        with reading(path, "a graph"), open(path, "rb") as stream:
-            start = stream.read(START)
-        names: list[str] = []
-        if start.startswith(b"PK"):
+        names = frozenset(() if named_so else os.listdir(path))
+        return next((f for f in FOLDERS if f.is_it(_File(path, b"", names))), OWN_FOLDER)
+    if named_so and not os.path.lexists(path):
+        return OWN_FILE
+    must_be_file(path, "give a graph's file or folder")
+    with reading(path, "a graph"), open(path, "rb") as stream:
+        start = stream.read(START)
+    members: list[str] = []
+    if start.startswith(b"PK"):
+        try:
             with reading(path, "a zip archive"), zipfile.ZipFile(path) as archive:
-                names = archive.namelist()
-        file, formats, kinds = _File(path, start, frozenset(names)), FILES, "files"
-    found = next((format for format in formats if format.is_it(file)), None)
+                members = archive.namelist()
+        except SpecError:
+            if not named_so:
+                raise
+    file = _File(path, start, frozenset(members))
+    found = next((format for format in FILES if format.is_it(file)), OWN_FILE if named_so else None)
     if found is None:
-        known = ", ".join(dict.fromkeys(format.name for format in formats if format != PICKLE))
+        known = ", ".join(dict.fromkeys(format.name for format in FILES if format != PICKLE))
         raise SpecError(
-            f"{path}: its content is of no format that is read; {kinds} that are: {known}"
+            f"{path}: its content is of no format that is read; files that are: {known}"
         )
     return found
-
-
-def is_foreign(path: str) -> bool:
-    """Whether another format than ours is there.
-
-    What is of no format is treated as ours, whose reader says what is missing."""
-    if os.path.isdir(path) and not path.endswith(".npz"):
-        names = frozenset(os.listdir(path))
-        return any(format.is_it(_File(path, b"", names)) for format in FOLDERS[1:])
-    if not path.lower().endswith(".npz"):
-        return True
-    try:
-        return recognise(path).read is not _own
-    except SpecError:
-        return False
 
 
 def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:
@@ -203,6 +197,13 @@ def of_object(found: Any, path: str = "") -> Parts:
 def graph_of(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     """The graph of the parts, checked, with notes of what was changed or made up."""
     return build(collect(parts), source, made_up, directed)
+
+
+def read(path: str, extras: Extras, source: str, made_up: MadeUp, directed: bool) -> Graph:
+    """The graph of a file or a folder. Features in a folder of ours stay there, as they are."""
+    if not extras and recognise(path) in (OWN_FOLDER, OWN_FILE):
+        return build(read_own(path), source, made_up, directed)
+    return graph_of(parts_of(path, extras), source, made_up, directed)
 
 
 def convert(

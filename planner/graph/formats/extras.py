@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.arrays import in_zip
 from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.pyg import load_tensors
@@ -17,6 +16,7 @@ from gnnplan.planner.graph.formats.sparse import load_matrix
 from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.graph.labels import read_labels
 from gnnplan.planner.graph.masks import mask_of, named
+from gnnplan.planner.graph.npy import in_npz
 from gnnplan.planner.graph.parts import (
     Matrix,
     Parts,
@@ -165,9 +165,8 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
 def _arrays(path: str) -> dict[str, Array]:
     """The arrays of a .npz, or the tensors of a .pt, by name."""
     if _holds(path, ".npy"):
-        with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-            source = in_zip(path, archive)
-            return {name: source.read(name, False) for name in source.names}
+        with reading(path, ".npz"), in_npz(path) as arrays:
+            return {name: arrays.read(name) for name in arrays.files}
     loaded = load_tensors(path)
     if not isinstance(loaded, dict):
         raise SpecError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from gnnplan.planner.graph.formats.text import column, matrix, narrow, tables, w
 from gnnplan.planner.graph.graph import AT_ONCE, Array
 from gnnplan.planner.graph.ids import must_be_count
 from gnnplan.planner.graph.masks import mask_of_ids
-from gnnplan.planner.graph.npy import Header, check_member
+from gnnplan.planner.graph.npy import in_npz, read_header
 from gnnplan.planner.graph.parts import Parts, reading, tensor_array
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import must_be_file
 
 SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
 NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
@@ -145,82 +143,72 @@ def _narrowed(path: str) -> Iterator[Array]:
 
 
 def _binary(raw: Path, path: str) -> tuple[Parts, int]:
-    data = str(raw / "data.npz")
+    data, labels = str(raw / "data.npz"), str(raw / "node-label.npz")
     vertices = must_be_count(
-        data, "num_nodes_list", _one(data, "num_nodes_list", _member(data, "num_nodes_list"))
+        data, "num_nodes_list", _one(data, "num_nodes_list", _whole(data, "num_nodes_list"))
     )
-    shape = _header(data, "edge_index").shape
+    with reading(data, ".npz"), in_npz(data) as arrays:
+        names = set(arrays.files)
+    shape = _shape(data, "edge_index")
     if len(shape) != 2 or shape[0] != 2:
         raise SpecError(
             f"{data}: edge_index: must have shape [2, edges], has {list(shape)}; repeat the"
             " download"
         )
-    sources = _rows(data, "edge_index", 0, shape[1])
-    targets = _rows(data, "edge_index", shape[1], 2 * shape[1])
-    parts = Parts(path, zip(sources, targets, strict=True), vertices)
-    if "node_feat" in _names(data) and len(_header(data, "node_feat").shape) == 2:
-        parts.x = _rows_of(data, "node_feat", "vertex")
-    labels = str(raw / "node-label.npz")
+    ends = (_numbers(data, "edge_index", end * shape[1], shape[1]) for end in range(2))
+    parts = Parts(path, zip(*ends, strict=True), vertices)
+    if "node_feat" in names and len(_shape(data, "node_feat")) == 2:
+        parts.x = _rows(data, "node_feat", "vertex")
     if os.path.lexists(labels):
-        parts.y = _member(labels, "node_label")
-    for name in _names(data):
-        if name.startswith("node_") and name != "node_feat":
-            parts.vertex_fields[name] = _member(data, name)
-        elif name.startswith("edge_") and name != "edge_index":
+        parts.y = _whole(labels, "node_label")
+    for name in sorted(names - {"node_feat", "edge_index"}):
+        if name.startswith("node_"):
+            parts.vertex_fields[name] = _whole(data, name)
+        elif name.startswith("edge_"):
             field = "edge_attr" if name == "edge_feat" else name
-            parts.edge_fields[field] = _rows_of(data, name, "edge")
+            parts.edge_fields[field] = _rows(data, name, "edge")
     return parts, vertices
 
 
-def _rows_of(path: str, name: str, of: str) -> Iterator[Array]:
+def _rows(path: str, name: str, of: str) -> Iterator[Array]:
     """An array with a row for each vertex or edge, some rows at a time."""
-    shape = _header(path, name).shape
+    shape = _shape(path, name)
     width = math.prod(shape[1:])
     if not shape or not width:
         raise SpecError(
             f"{path}: {name}: must have a row of numbers for each {of}, has shape {list(shape)};"
             " repeat the download"
         )
-    step = max(1, AT_ONCE // 8 // width) * width
-    for piece in _rows(path, name, 0, shape[0] * width, step):
+    for piece in _numbers(path, name, 0, shape[0] * width, width):
         yield piece.reshape(-1, *shape[1:])
 
 
-def _names(path: str) -> list[str]:
-    must_be_file(path)
-    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-        return [name.removesuffix(".npy") for name in archive.namelist()]
-
-
-def _header(path: str, name: str) -> Header:
-    """The header of an array of a .npz, whose size is held against what is stored."""
-    if name not in _names(path):
-        raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
-    with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
-        header = check_member(path, archive, archive.getinfo(f"{name}.npy"), fits=False)
-    if header.fortran and len(header.shape) > 1:
-        raise SpecError(f"{path}: {name}: must be in C order; save numpy.ascontiguousarray")
-    return header
-
-
-def _member(path: str, name: str) -> Array:
+def _whole(path: str, name: str) -> Array:
     """A small array of a .npz."""
-    shape = _header(path, name).shape
-    pieces = list(_rows(path, name, 0, math.prod(shape)))
+    shape = _shape(path, name)
+    pieces = list(_numbers(path, name, 0, math.prod(shape)))
     return np.concatenate(pieces).reshape(shape) if pieces else np.empty(shape)
 
 
-def _rows(path: str, name: str, first: int, last: int, step: int = AT_ONCE // 8) -> Iterator[Array]:
-    """Numbers `first` to `last` of an array of a .npz, some at a time."""
-    header = _header(path, name)
-    with (
-        reading(path, ".npz"),
-        zipfile.ZipFile(path) as archive,
-        archive.open(f"{name}.npy") as stream,
-    ):
+def _shape(path: str, name: str) -> tuple[int, ...]:
+    """The shape of an array of a .npz, held against what is stored."""
+    with reading(path, ".npz"), in_npz(path) as arrays:
+        if name not in arrays.files:
+            raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
+        header = arrays.check(name, fits=False)
+    if header.fortran and len(header.shape) > 1:
+        raise SpecError(f"{path}: {name}: must be in C order; save numpy.ascontiguousarray")
+    return header.shape
+
+
+def _numbers(path: str, name: str, first: int, count: int, width: int = 1) -> Iterator[Array]:
+    """So many numbers of an array of a .npz, some rows of `width` at a time."""
+    step = max(1, AT_ONCE // 8 // width) * width
+    with reading(path, ".npz"), in_npz(path) as arrays, arrays.open(name) as stream:
+        header = read_header(path, name, stream)
         stream.seek(header.begin + first * header.dtype.itemsize)
-        for start in range(first, last, step):
-            raw = stream.read(nbytes := min(step, last - start) * header.dtype.itemsize)
+        for start in range(0, count, step):
+            raw = stream.read(nbytes := min(step, count - start) * header.dtype.itemsize)
             if len(raw) < nbytes:
                 raise SpecError(f"{path}: {name}: is cut off; repeat the download")
             yield np.frombuffer(raw, header.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.graph import must_fit
 from gnnplan.planner.graph.ids import must_be_count
-from gnnplan.planner.graph.npy import check_member
+from gnnplan.planner.graph.npy import in_npz
 from gnnplan.planner.graph.parts import Parts, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
@@ -23,9 +22,9 @@ def load_matrix(path: str) -> Any:
     nbytes = 0
     must_be_file(path, "it should hold a sparse matrix")
     with reading(path, "a sparse matrix"):
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():  # before scipy allocates what headers claim
-                header, name = check_member(path, archive, info), info.filename.removesuffix(".npy")
+        with in_npz(path) as arrays:
+            for name in arrays.files:  # before scipy allocates what headers claim
+                header = arrays.check(name)
                 nbytes += header.nbytes
                 if name in PLACES and header.dtype.kind not in "iu":  # scipy would round them
                     raise SpecError(
