@@ -32,7 +32,8 @@ def convert(
     behind if it fails.
 
     Args:
-        source: A file or folder of any format that --graph takes, told by content.
+        source: A file or folder of any format that --graph takes, told by content; or
+            synthetic:community?.. and synthetic:rmat?.., which are generated.
         folder: A folder that is not there yet.
         task: Labels are numbers to predict; else what look like classes must be classes.
         trust: Load a pickle, which runs whatever code is in it: only for files of people whom you
@@ -41,6 +42,7 @@ def convert(
     from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.formats import Extras, recognise
     from gnnplan.planner.graph.formats import convert as write
+    from gnnplan.planner.graph.generator import is_generated
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
 
@@ -50,7 +52,7 @@ def convert(
             f"--features {features} is a width of stand-in features, which are made when the graph"
             " is loaded, not stored; give a file, or leave it out"
         )
-    kind = recognise(source).name
+    kind = "generated" if is_generated(source) else recognise(source).name
     if task not in (None, "regression"):
         raise SpecError(
             f"--task {task!r:.100}: a folder holds the labels as they are; leave it out, or say"

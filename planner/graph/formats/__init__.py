@@ -29,6 +29,7 @@ from gnnplan.planner.graph.formats import (
     text,
 )
 from gnnplan.planner.graph.formats.extras import Extras, add
+from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.part_folder import DESCRIPTION
 from gnnplan.planner.graph.parts import Parts, collect, reading
@@ -167,6 +168,8 @@ def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:
     """What a file or a folder holds, with `extras` added.
 
     trust: load a pickle, which may run any code. Raises SpecError."""
+    if is_generated(path):
+        return generated(path)
     format = recognise(path)
     with reading(path, format.name):
         if trust and format is PICKLE:
