@@ -1,151 +1,120 @@
-"""Measures how much time and memory planning takes on large graphs and on many ranks.
+"""Measures how gnnplan's time and memory grow with a graph's edges, and with the number of ranks.
 
-    python benchmarks/scale.py [FOLDER] [STEP ...]     5M vertices, 100M edges, by step
-    python benchmarks/scale.py ranks [PICTURE]         seconds of one core over the number of ranks
+    python benchmarks/scale.py edges FOLDER [PICTURE [EDGES ...]]     by default 1e6 1e7 1e8
+    python benchmarks/scale.py ranks [PICTURE]
 
-The first form generates the graph once into FOLDER (2.5 GB; by default a folder that is removed at
-the end): the generator's communities with power-law degrees, seed 0, 100 features, 1 % to train on.
-Each step then runs in a process of its own, one after the other. The table has the seconds of one
-core from when the graph is loaded, and the most memory that the process had resident, the graph
-included. Steps find on disk what earlier ones left there, as a user's would: `gsplit` does not
-split anew what `split` has split. `plan`, the command itself, runs only where it is named, since it
-weighs all strategies of the full graph too, each with METIS. Nothing is asserted.
+edges: R-MAT and communities of 20 edges per vertex, 32 features, a tenth trained on. Each graph is
+generated into FOLDER, cut into 8 parts and into 2, planned on two ranks of this machine, trained
+for three epochs of the full graph (GraphSAGE 2 x 32, graph_parallel) and one of mini-batches (1024,
+fanouts 10 and 10, data_parallel), and validated. Every command is a process of its own. The table
+has its seconds, those of all cores together, and the most memory of one of its processes, a rank's
+too. A graph, and what was made of it, is removed before the next.
+
+ranks: seconds of one core that plans, and steps played, take on 8 to 1,024 GPUs.
+
+Nothing is asserted.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import resource
-import subprocess
+import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from commands import header, line, words
 
 from gnnplan.api.asking import problem_of
-from gnnplan.cli import app
 from gnnplan.planner.decision.plan import make
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.graph.splitting import owners, presample
 from gnnplan.planner.problem.inputs import read_cluster, read_workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.strategies.minibatch.feature_store import hottest
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.simulator.player import play
 
-SOURCE = (
-    "synthetic:community?vertices=5000000&edges=100000000&features=100&classes=47"
-    "&communities=1000&seed=0"
-)
-TRAINED, GPUS, LIMIT = 0.01, 4, 12e9  # share of the vertices, GPUs of the server, [B]
-CLUSTER = "gsplit_p3_8xlarge"
-WORKLOAD = Workload(mode="mini", model="sage", layers=3, hidden=256, batch=1024, fanout=(15, 10, 5))
-ASKED = (
-    "--mode mini --model sage --layers 3 --hidden 256 --batch 1024 --fanout 15,10,5"
-    f" --cluster {CLUSTER} --ranks {GPUS} --strategy data_parallel"
-)
-
-
-def generate(folder: Path) -> None:
-    """Write the graph as a folder whose features are mapped into memory.
-
-    It has every edge once, because it becomes undirected when it is read.
-    """
-    graph = load(SOURCE)
-    assert isinstance(graph, Graph)
-    n = graph.stats.vertices
-    dst = np.repeat(np.arange(n, dtype=np.int32), graph.degree)
-    once = graph.indices < dst
-    train = np.zeros(n, bool)
-    train[np.random.default_rng(0).permutation(n)[: round(TRAINED * n)]] = True
-    folder.mkdir(parents=True)
-    edges = {"src": graph.indices[once], "dst": dst[once]}
-    for name, array in {**edges, "y": graph.y, "train_mask": train, "x": graph.x}.items():
-        np.save(folder / f"{name}.npy", array)
-
-
-def of_graph(step: Callable[[Graph], object]) -> Callable[[Path], float]:
-    def timed(folder: Path) -> float:
-        graph = load(str(folder))
-        assert isinstance(graph, Graph)
-        started = time.process_time()
-        step(graph)
-        return time.process_time() - started
-
-    return timed
-
-
-def loading(folder: Path) -> float:
-    started = time.process_time()
-    load(str(folder))
-    return time.process_time() - started
-
-
-def weighing(strategy: str) -> Callable[[Path], float]:
-    """Settle the strategy, place its ranks, predict its memory and time."""
-
-    def timed(folder: Path) -> float:
-        problem = problem_of(str(folder), read_cluster(CLUSTER), WORKLOAD, [], GPUS, "metis", False)
-        started = time.process_time()
-        found = search(problem, forced=parse(strategy)).ranked[0]
-        epoch_s = float(found.predicted.epoch_s)
-        print(f"{found.strategy}: {epoch_s:.3g} s per epoch", file=sys.stderr)
-        return time.process_time() - started
-
-    return timed
-
-
-def plan(folder: Path) -> float:
-    started = time.process_time()
-    app(["plan", "--graph", str(folder), *ASKED.split()], standalone_mode=False)
-    return time.process_time() - started
-
-
-STEPS: dict[str, tuple[str, Callable[[Path], float]]] = {
-    "first": ("load, the features looked at for the first time", loading),
-    "load": ("load", loading),
-    "presample": ("pre-sampling, 10 epochs", of_graph(lambda graph: presample(graph, WORKLOAD))),
-    "hottest": (
-        "hot rows by frequency, 10 epochs",
-        of_graph(lambda graph: hottest(graph, WORKLOAD, "frequency", GPUS)),
-    ),
-    "metis": (f"METIS, {GPUS} parts", of_graph(lambda graph: partition(graph, GPUS))),
-    "split": (
-        f"pre-sampling and weighted METIS, {GPUS} GPUs",
-        of_graph(lambda graph: owners(graph, GPUS, "gsplit", WORKLOAD)),
-    ),
-    **{name: (f"weighing {name}", weighing(name)) for name in ("data_parallel", "gsplit", "p3")},
+GRAPHS = {
+    "R-MAT": "synthetic:rmat?vertices={v}&edges={e}",
+    "communities": "synthetic:community?vertices={v}&edges={e}&communities={c}",
 }
-NAMED = {"plan": ("`gnnplan plan --mode mini --strategy data_parallel`", plan)}
+LEARNED = "&features=32&classes=16&train=0.1"
+SAGE = ("--model", "sage", "--layers", 2, "--hidden", 32, "--strategy")
+TRAINED = {
+    "full graph": ((*SAGE, "graph_parallel"), 3),
+    "mini-batches": (
+        (*SAGE, "data_parallel", "--mode", "mini", "--batch", 1024, "--fanout", "10,10"),
+        1,
+    ),
+}
 
 
-def run(step: str, folder: Path, cache: Path) -> None:
-    """Run a step in a process of its own and print its line of the table."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--step", step, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"GNNPLAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
-    )
-    what = (STEPS | NAMED)[step][0] if step in STEPS | NAMED else step
-    if done.returncode:
-        print(f"| {what} | failed ({done.returncode}) | |", flush=True)
-        return
-    seconds, peak = json.loads(done.stdout.splitlines()[-1])
-    most = f"{peak / 1e9:.1f}{'' if peak < LIMIT else ' (!)'}"
-    print(line(what, f"{seconds:,.0f}", most), flush=True)
+class Taken(NamedTuple):
+    """What a command took."""
+
+    seconds: float
+    cpu: float  # seconds of all cores together
+    peak: int  # [B] of the largest of its processes
+
+
+def timed(*words: object) -> Taken:
+    """Run a command of gnnplan, whose output goes to standard error. Raises SystemExit."""
+    command = [sys.executable, "-m", "gnnplan", *map(str, words)]
+    print("gnnplan", *words, file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    toward = [(os.POSIX_SPAWN_DUP2, 2, 1)]
+    pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=toward)
+    _, status, used = os.wait4(pid, 0)
+    if status:
+        raise SystemExit(f"gnnplan {words[0]} failed")
+    seconds = time.perf_counter() - started
+    return Taken(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+
+
+def trained(folder: Path, kind: str, edges: int) -> dict[str, Taken]:
+    """All commands from a graph's name to a validated model; what they write is removed."""
+    name = GRAPHS[kind].format(v=edges // 20, e=edges, c=edges // 10_000) + LEARNED
+    graph, parts = folder / "graph", folder / "parts2"
+    taken = {
+        "convert (generate)": timed("convert", name, graph),
+        "partition -k 8": timed("partition", graph, "-k", 8, "-o", folder / "parts8"),
+        "partition -k 2": timed("partition", graph, "-k", 2, "-o", parts),
+    }
+    for mode, (asked, epochs) in TRAINED.items():
+        plan, run = folder / "plan.json", folder / mode.replace(" ", "-")
+        where = ("--graph", parts, "--cluster", folder / "cluster.yaml", "--ranks", 2)
+        taken[f"plan, {mode}"] = timed("plan", *where, *asked, "-o", plan)
+        taken[f"run, {mode}, {epochs} epochs"] = timed(
+            "run", plan, "--epochs", epochs, "--out", run
+        )
+        taken[f"validate, {mode}"] = timed("validate", run)
+    for path in folder.iterdir():
+        if path.name != "cluster.yaml":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return taken
+
+
+def by_edges(folder: Path, picture: Path | None, sizes: list[int]) -> None:
+    """Print a table for each kind of graph, and draw the seconds of all cores."""
+    folder.mkdir(parents=True, exist_ok=True)
+    timed("measure", "--ranks", 2, "-o", folder / "cluster.yaml")
+    lines: dict[str, list[float]] = {}
+    for kind in GRAPHS:
+        found = [trained(folder, kind, edges) for edges in sizes]
+        print(header(f"{kind}: seconds (of all cores), peak GB", *(f"{n:,} edges" for n in sizes)))
+        for step in found[0]:
+            each = [taken[step] for taken in found]
+            cells = (f"{t.seconds:,.3g} ({t.cpu:,.3g}), {t.peak / 1e9:.2f}" for t in each)
+            print(line(step, *cells), flush=True)
+            if not step.startswith("validate"):
+                lines[f"{kind}: {step}"] = [taken.cpu for taken in each]
+    if picture:
+        draw("edges", sizes, lines, picture)
 
 
 RANKS, EACH = (8, 64, 256, 1024), 8  # GPUs of a DGX A100
@@ -174,89 +143,70 @@ def on(graph: str, ranks: int, asked: dict[str, object]) -> Problem:
     return problem_of(graph, cluster, workload, settings, None, "metis", False)
 
 
-def planning(ranks: int, asked: dict[str, object]) -> str:
+def planning(ranks: int, asked: dict[str, object]) -> float:
     gc.collect()
     started = time.process_time()
     problem = on("ogbn-papers100M", ranks, asked)
     with suppress(Infeasible):  # on few GPUs: then what would make room has been looked for
         make(problem, search(problem))
-    return f"{time.process_time() - started:.3g}"
+    return time.process_time() - started
 
 
-def playing(text: str, ranks: int, asked: dict[str, object]) -> str:
-    """Seconds of playing a step, its schedule included; '' where the strategy does not suit."""
+def playing(text: str, ranks: int, asked: dict[str, object]) -> float:
+    """Seconds of playing a step, its schedule included; nan where the strategy does not suit."""
     problem = on("ogbn-products", ranks, asked)
     strategy = parse(text).settle(problem)
     try:
         strategy.check(problem)
     except SpecError:
-        return ""
+        return float("nan")
     gc.collect()  # what was played before is not this one's to clear away
     started = time.process_time()
     play(strategy.schedule(problem, 1), problem.cost)
-    return f"{time.process_time() - started:.3g}"
+    return time.process_time() - started
 
 
-def growth(picture: Path | None) -> None:
+def by_ranks(picture: Path | None) -> None:
     """Print the table over the number of ranks, and draw it."""
-    lines: dict[str, list[str]] = {}
+    lines: dict[str, list[float]] = {}
     print(header("seconds of one core", *(f"{ranks:,} ranks" for ranks in RANKS)), flush=True)
     for name, asked in PLANNED.items():
         lines[name] = [planning(ranks, asked) for ranks in RANKS]
-        print(line(name, *lines[name]), flush=True)
     for text, asked in PLAYED.items():
-        name = f"play {text}"
-        lines[name] = [playing(text, ranks, asked) for ranks in RANKS]
-        print(line(name, *(seconds or "-" for seconds in lines[name])), flush=True)
+        lines[f"play {text}"] = [playing(text, ranks, asked) for ranks in RANKS]
+    for name, told in lines.items():
+        print(line(name, *("-" if np.isnan(s) else f"{s:.3g}" for s in told)), flush=True)
     if picture:
-        draw(lines, picture)
+        draw("ranks", RANKS, lines, picture)
 
 
-def draw(lines: dict[str, list[str]], picture: Path) -> None:
+def draw(of: str, at: Sequence[int], lines: Mapping[str, list[float]], picture: Path) -> None:
+    """Draw seconds over a size, both logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
-    for name, told in lines.items():
-        points = [(ranks, float(s)) for ranks, s in zip(RANKS, told, strict=True) if s]
-        style = "-" if name.startswith("plan") else "--"
-        axes.loglog(*zip(*points, strict=True), marker="o", linestyle=style, label=name)
-    axes.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS])
-    axes.set(xlabel="ranks", ylabel="seconds of one core")
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    first = ""
+    for name, seconds in lines.items():
+        first = first or name.partition(":")[0].partition(" ")[0]
+        style = "-" if name.startswith(first) else "--"
+        axes.loglog(at, seconds, marker="o", linestyle=style, label=name)
+    axes.set_xticks(at, [f"{each:,}" for each in at])
+    axes.set(xlabel=of, ylabel="seconds of all cores")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
-def main(folder: Path, steps: list[str]) -> None:
-    print(header("step", "seconds of one core", "peak GB"), flush=True)
-    if not folder.exists():
-        run("generate", folder, folder.parent)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as cache:
-        for step in steps or STEPS:
-            run(step, folder, Path(cache))
-    print(f"\n(!): more than {LIMIT / 1e9:.0f} GB")
-
-
-def one(step: str, folder: Path) -> None:
-    if step == "generate":
-        generate(folder)
-        seconds = time.process_time()
-    else:
-        seconds = (STEPS | NAMED)[step][1](folder)
-    print(json.dumps((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)))
-
-
 if __name__ == "__main__":
-    words(__doc__)
-    if sys.argv[1:2] == ["--step"]:
-        one(sys.argv[2], Path(sys.argv[3]))
-    elif sys.argv[1:2] == ["ranks"]:
-        growth(Path(sys.argv[2]) if sys.argv[2:] else None)
-    elif sys.argv[1:]:
-        main(Path(sys.argv[1]), sys.argv[2:])
+    what, *rest = words(__doc__) or [""]
+    if what == "edges" and rest:
+        folder, picture, *sizes = rest if len(rest) > 1 else [rest[0], ""]
+        asked = [int(float(size)) for size in sizes] or [10**6, 10**7, 10**8]
+        by_edges(Path(folder), Path(picture) if picture else None, asked)
+    elif what == "ranks":
+        by_ranks(Path(rest[0]) if rest else None)
     else:
-        with tempfile.TemporaryDirectory() as scratch:
-            main(Path(scratch) / "graph", [])
+        raise SystemExit(__doc__)

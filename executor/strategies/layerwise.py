@@ -25,7 +25,7 @@ from gnnplan.executor.layers.kernels import (
     gradient_of,
     together,
 )
-from gnnplan.executor.layers.kernels.runtime import triton_kernels
+from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, keep, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import Moments

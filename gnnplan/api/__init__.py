@@ -1,5 +1,6 @@
 """The face of `import gnnplan`: a file per question, its answer as an object.
 
+defaults.py    the graph where none is named
 asking.py      a graph, a GNN and a cluster, in any form a user has them -> Problem
 checking.py    check() -> Check
 planning.py    plan() -> Plan
@@ -13,6 +14,3 @@ view.py        how answers show themselves, as text and HTML
 
 The command line prints these objects.
 """
-
-# the graph that is asked about by default; --help shows it, so nothing is imported here
-DEFAULT_GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"

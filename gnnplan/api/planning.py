@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.api.asking import Overrides, Question, ask, several
+from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents

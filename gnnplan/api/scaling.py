@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.api.asking import Question, ask
+from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.planning import (
     counted_columns,
     describe_question,

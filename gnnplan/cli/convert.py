@@ -32,7 +32,8 @@ def convert(
     behind if it fails.
 
     Args:
-        source: A file or folder of any format that --graph takes, told by content.
+        source: A file or folder of any format that --graph takes, told by content; or
+            synthetic:community?.. and synthetic:rmat?.., which are generated.
         folder: A folder that is not there yet.
         task: Labels are numbers to predict; else what look like classes must be classes.
         trust: Load a pickle, which runs whatever code is in it: only for files of people whom you

@@ -40,7 +40,8 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "a .npz, a folder of .npy or of parts (gnnplan partition), a file or folder of DGL,"
         " PyG, OGB, GraphBolt,"
         " GraphSAINT, SciPy, NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
-        " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.., a .yaml of"
+        " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.. (or"
+        " synthetic:rmat?..), a .yaml of"
         " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
     },
     "labels": {"metavar": "FILE"},

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api import DEFAULT_GRAPH
+from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import show, verb
 from gnnplan.cli.options import of_fields, of_function
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api import DEFAULT_GRAPH
+from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, show, verb
 from gnnplan.cli.options import of_function
 

@@ -1,45 +1,80 @@
-"""Generates graphs of communities with power-law degrees."""
+"""Generates graphs: communities with power-law degrees, and R-MAT.
+
+A generator gives `Parts`: `load` checks them as it checks a file's, and `convert` writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import Array, Graph, GraphStats, finish, in_neighbours, must_fit
-from gnnplan.planner.graph.masks import random_split
+from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
+from gnnplan.planner.graph.masks import MASKS, random_split
+from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.units import number_of
 
 # name -> default, lowest, highest; if the default is an int, the parameter must be one
 Ranges = Mapping[str, tuple[float, float, float]]
-COMMUNITY: Ranges = {
+SIZES: Ranges = {
     "vertices": (20_000, 2, 100_000_000),
     "edges": (1_000_000, 0, 2_000_000_000),
     "features": (128, 1, 100_000),
     "classes": (16, 1, 100_000),
     "seed": (0, 0, 2**31 - 1),
-    "communities": (0, 0, 1_000_000),
-    "mixing": (0.2, 0.0, 1.0),
-    "skew": (2.5, 1.5, 100.0),
+}
+LEARNED: Ranges = {
     "noise": (1.0, 0.0, 100.0),
     "label_noise": (0.05, 0.0, 1.0),
     "train": (0.6, 0.0, 1.0),
 }
+COMMUNITY: Ranges = {
+    **SIZES,
+    "communities": (0, 0, 1_000_000),
+    "mixing": (0.2, 0.0, 1.0),
+    "skew": (2.5, 1.5, 100.0),
+    **LEARNED,
+}
+RMAT: Ranges = {**SIZES, "a": (0.57, 0, 1), "b": (0.19, 0, 1), "c": (0.19, 0, 1), **LEARNED}
+DRAWN_AT_ONCE = AT_ONCE // 8  # edges of R-MAT
 
 
-def community(source: str, given: Mapping[str, Any]) -> Graph:
+def is_generated(source: str) -> bool:
+    return source.startswith("synthetic:")
+
+
+def generated(source: str) -> Parts:
+    """The graph of a name like 'synthetic:community?vertices=20000&seed=1'. Raises SpecError.
+
+    In all, features hint at a vertex's class, and its neighbours hint more. Vertex ids are
+    shuffled. noise: standard deviation of features around a class mean of length 1. label_noise:
+    the share of labels drawn at random. train: the share of training vertices, at least one; half
+    of the others validate, half test."""
+    kind, given = asked(source)
+    return GENERATORS[kind][1](source, given)
+
+
+def asked(source: str) -> tuple[str, dict[str, Any]]:
+    """The generator that a name asks for, and its parameters. Raises SpecError."""
+    head, _, query = source.partition("?")
+    kind = head.removeprefix("synthetic:")
+    if kind not in GENERATORS:
+        raise SpecError(f"{source}: unknown generator {kind!r}{suggest(kind, GENERATORS)}")
+    return kind, numbers(source, parameters(source, query), GENERATORS[kind][0])
+
+
+def community(source: str, given: Mapping[str, Any]) -> Parts:
     """A graph of communities, undirected, with the parameters COMMUNITY.
 
-    Features hint at a vertex's class, and its neighbours hint more. Vertex ids are shuffled, so
-    that only a partitioner that reads the edges finds the communities.
-
-    mixing: the share of edges drawn without regard to communities. skew: the exponent of the degree
-    distribution. noise: standard deviation of features around a class mean of length 1.
-    label_noise: the share of labels drawn at random. train: the share of training vertices, at
-    least one; half of the others validate, half test. Raises SpecError for sizes that do not
-    fit."""
+    Only a partitioner that reads the edges finds the communities. mixing: the share of edges drawn
+    without regard to communities. skew: the exponent of the degree distribution. Raises SpecError
+    for sizes that do not fit."""
     vertices, edges, classes = given["vertices"], given["edges"], given["classes"]
     communities = given["communities"] or classes
     if edges > vertices * (vertices - 1):
@@ -59,38 +94,99 @@ def community(source: str, given: Mapping[str, Any]) -> Graph:
     pairs, filled = _pairs(rng, community, edges // 2, given["mixing"], given["skew"])
     new_id = rng.permutation(vertices)
     a, b = new_id[pairs // vertices], new_id[pairs % vertices]
-    indptr, indices, _ = in_neighbours(
-        np.concatenate([a, b]), np.concatenate([b, a]), vertices, directed=True
-    )
-
     label = np.empty(vertices, np.int64)
     label[new_id] = community % classes
+    notes = [f"{filled:,} edges drawn uniformly: the communities were full"] if filled else []
+    both = np.concatenate([a, b]), np.concatenate([b, a])
+    return _learned("community", given, rng, label, iter([both]), notes)
+
+
+def rmat(source: str, given: Mapping[str, Any]) -> Parts:
+    """A graph by R-MAT (Chakrabarti, Zhan, Faloutsos 2004), with the parameters RMAT.
+
+    Each edge falls level by level into a quarter of the adjacency matrix, with the chances a, b, c
+    and 1 - a - b - c, until it is in a cell. An edge is drawn once for both directions; self-loops
+    and duplicates, which hubs have, are dropped when the graph is read. Pieces are drawn one by
+    one, so that `convert` writes graphs beyond memory. Raises SpecError for chances above 1
+    together."""
+    if (together := given["a"] + given["b"] + given["c"]) > 1:
+        raise SpecError(f"{source}: a + b + c must be at most 1, are {together:g}; lower one")
+    vertices = given["vertices"]
+    must_fit(source, "the graph's vertices", 120.0 * vertices)
+    rng = np.random.default_rng(given["seed"])
+    new_id = rng.permutation(vertices).astype(np.int32)
+    label = np.empty(vertices, np.int64)
+    label[new_id] = np.arange(vertices) * given["classes"] // vertices
+    return _learned("rmat", given, rng, label, _cells(given, new_id), [], in_pieces=True)
+
+
+GENERATORS: Mapping[str, tuple[Ranges, Callable[[str, Mapping[str, Any]], Parts]]] = {
+    "community": (COMMUNITY, community),
+    "rmat": (RMAT, rmat),
+}
+
+
+def _learned(
+    name: str,
+    given: Mapping[str, Any],
+    rng: np.random.Generator,
+    label: Array,
+    edges: Iterator[tuple[Array, ...]],
+    notes: list[str],
+    in_pieces: bool = False,
+) -> Parts:
+    """The graph with features that hint at labels, and a split. label: before noise [N].
+
+    in_pieces: features are drawn when they are read, by a stream of random numbers of their own."""
+    vertices, classes = len(label), given["classes"]
     means = rng.standard_normal((classes, given["features"]), dtype=np.float32)
     means /= np.linalg.norm(means, axis=1, keepdims=True)
-    x = rng.standard_normal((vertices, given["features"]), dtype=np.float32)
-    x *= np.float32(given["noise"])
-    x += means[label]
-    y = np.where(
-        rng.random(vertices) < given["label_noise"], rng.integers(0, classes, vertices), label
-    )
-    train = max(given["train"], 1 / vertices)
-    masks = random_split(np.ones(vertices, bool), rng, train)
-    notes = ["a generated graph, not data: its classes and parts are easier than real ones"] + (
-        [f"{filled:,} edges drawn uniformly: the communities were full"] if filled else []
-    )
-    stats = GraphStats(
-        name="community",
-        source=source,
-        vertices=vertices,
-        edges=len(indices),
-        features=given["features"],
-        classes=classes,
-        train_vertices=int(masks[0].sum()),
-        multilabel=False,
-        hash="",
-        notes=tuple(notes),
-    )
-    return finish(Graph(stats, indptr, indices, x, y, *masks))
+    step = max(1, AT_ONCE // means[0].nbytes) if in_pieces else vertices
+    rows = _rows(rng.spawn(1)[0] if in_pieces else rng, label, means, given["noise"], step)
+    x = rows if in_pieces else next(rows)
+    noisy = rng.random(vertices) < given["label_noise"]
+    y = np.where(noisy, rng.integers(0, classes, vertices), label)
+    split = random_split(np.ones(vertices, bool), rng, max(given["train"], 1 / vertices))
+    masks = dict(zip(MASKS, split, strict=True))
+    told = "a generated graph, not data: its classes and parts are easier than real ones"
+    return Parts(name, edges, vertices, classes, x, y, masks, [told, *notes])
+
+
+def _rows(
+    rng: np.random.Generator, label: Array, means: Array, noise: float, step: int
+) -> Iterator[Array]:
+    """Features around the mean of each vertex's class, `step` rows at a time."""
+    for start in range(0, len(label), step):
+        here = label[start : start + step]
+        x = rng.standard_normal((len(here), means.shape[1]), dtype=np.float32)
+        x *= np.float32(noise)
+        x += means[here]
+        yield x
+
+
+def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...]]:
+    """Edges (src, dst) by R-MAT, some at a time; all cores draw, and what they draw is the same."""
+    count, vertices = given["edges"] // 2, len(new_id)
+    bits = (vertices - 1).bit_length()
+    a, ab, abc = np.cumsum([given["a"], given["b"], given["c"]])
+
+    def drawn(piece: int) -> tuple[Array, ...]:
+        rng = np.random.default_rng([given["seed"], piece])
+        ends = np.zeros((2, min(DRAWN_AT_ONCE, count - piece * DRAWN_AT_ONCE)), np.int64)
+        for _ in range(bits):
+            quarter = rng.random(ends.shape[1], dtype=np.float32)
+            ends *= 2
+            ends[0] += quarter >= ab
+            ends[1] += ((quarter >= a) & (quarter < ab)) | (quarter >= abc)
+        ends = (
+            ends * vertices >> bits
+        )  # a power of two of cells becomes as many as there are vertices
+        return new_id[ends[0]], new_id[ends[1]]
+
+    pieces, threads = -(-count // DRAWN_AT_ONCE), os.cpu_count() or 1
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, pieces, threads):
+            yield from pool.map(drawn, range(start, min(start + threads, pieces)))
 
 
 def _pairs(
@@ -147,3 +243,35 @@ def _add(pairs: NDArray[np.int64], a: Array, b: Array, n: int) -> NDArray[np.int
     keys = (np.minimum(a, b) * n + np.maximum(a, b))[a != b]
     keys = np.sort(np.concatenate([pairs, keys]))  # np.unique hashes, which is slower here
     return keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
+
+
+def parameters(source: str, query: str) -> dict[str, str]:
+    """The parameters 'a=1&b=2'."""
+    pairs = [pair.partition("=") for pair in query.split("&")] if query else []
+    if not all(mark for _, mark, _ in pairs):
+        raise SpecError(f"{source}: parameters must read name=value&name=value, got {query!r}")
+    found = {unquote(name): unquote(value) for name, _, value in pairs}
+    if len(found) < len(pairs):
+        raise SpecError(f"{source}: a parameter is given twice; keep one")
+    return found
+
+
+def numbers(source: str, given: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
+    """The parameters as numbers, with defaults, checked against their ranges."""
+    values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
+    for name, text in given.items():
+        if name not in ranges:
+            raise SpecError(f"{source}: unknown parameter {name!r}{suggest(name, ranges)}")
+        default, low, high = ranges[name]
+        kind = type(default)
+        try:
+            value = number_of(text, kind)
+        except ValueError as error:
+            raise SpecError(
+                f"{source}: {name} must be {'an integer' if kind is int else 'a number'}, got"
+                f" {text!r:.80}"
+            ) from error
+        if not low <= value <= high:
+            raise SpecError(f"{source}: {name} must lie in [{low:,}, {high:,}], got {value:,}")
+        values[name] = value
+    return values

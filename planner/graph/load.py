@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, unquote, urlencode
+from urllib.parse import quote, urlencode
 
 from gnnplan.planner.graph import formats
 from gnnplan.planner.graph.build import STAND_IN_FEATURES, MadeUp
-from gnnplan.planner.graph.generator import COMMUNITY, Ranges, community
+from gnnplan.planner.graph.generator import (
+    asked,
+    is_generated,
+    numbers,
+    parameters,
+)
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
-from gnnplan.planner.vocabulary.units import number_of
 
 FILE_OPTIONS = ("features", "labels", "split")  # files that add what a graph lacks
 LONGEST_SOURCE = 4400  # characters: a path of 4096, and parameters
@@ -30,7 +32,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     'folder[?...]'                             one .npy per array; features stay on disk
     'file or folder[?...]'                     a format of another library (formats/)
     'folder'                                   parts, as gnnplan partition writes them
-    'synthetic:community?vertices=20000&...'   generated
+    'synthetic:community?vertices=20000&...'   generated; or synthetic:rmat
     'file.yaml'                                statistics only
     'reddit'                                   statistics of a well-known graph
 
@@ -48,15 +50,8 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     if "\0" in source:
         raise SpecError(f"{source}: a graph's name holds no zero byte; leave it out")
     head, _, query = source.partition("?")
-    if head.startswith("synthetic:"):
-        kind = head.removeprefix("synthetic:")
-        if kind != "community":
-            raise SpecError(f"{source}: unknown generator {kind!r}{suggest(kind, ['community'])}")
-        if directed:
-            raise SpecError(
-                f"{source}: generated graphs are undirected; drop the flag that keeps direction"
-            )
-        return community(source, _numbers(source, _parameters(source, query), COMMUNITY))
+    if is_generated(source):
+        return formats.read(source, formats.NONE, source, MadeUp(), directed)
     if (known := well_known(head)) and not query:
         return dataclasses.replace(
             statistics(str(DATASETS / f"{known}.yaml"), directed), source=known
@@ -87,11 +82,9 @@ def declared(source: str) -> dict[str, int]:
     >>> declared("synthetic:community?vertices=60&edges=240&classes=3")
     {'vertices': 60, 'features': 128, 'classes': 3}
     """
-    head, _, query = source.partition("?")
-    if head != "synthetic:community":
+    if not is_generated(source):
         return {}
-    numbers = _numbers(source, _parameters(source, query), COMMUNITY)
-    return {name: numbers[name] for name in ("vertices", "features", "classes")}
+    return {name: asked(source)[1][name] for name in ("vertices", "features", "classes")}
 
 
 def well_known(name: str) -> str | None:
@@ -136,7 +129,7 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
                 " parameters; give them to gnnplan partition"
             )
         return read_parts(head, source, directed)
-    given = _parameters(source, query)
+    given = parameters(source, query)
     words = {
         name: given.pop(name)
         for name in (*FILE_OPTIONS, "task")
@@ -150,44 +143,12 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
             f"{source}: task must be none, which makes stand-in labels, regression, node or link,"
             f" got {task[:MOST_SHOWN]!r}; use one of them, or leave it out"
         )
-    numbers = _numbers(
+    widths = numbers(
         source,
         given,
         {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
     )
-    regression, width = task == "regression", numbers["features"]
-    made_up = MadeUp(width, "features" in given, task == "none", regression, numbers["seed"])
+    regression, width = task == "regression", widths["features"]
+    made_up = MadeUp(width, "features" in given, task == "none", regression, widths["seed"])
     extras = formats.Extras(**words, numbers=regression)
     return formats.read(head, extras, source, made_up, directed)
-
-
-def _parameters(source: str, query: str) -> dict[str, str]:
-    """The parameters 'a=1&b=2'."""
-    pairs = [pair.partition("=") for pair in query.split("&")] if query else []
-    if not all(mark for _, mark, _ in pairs):
-        raise SpecError(f"{source}: parameters must read name=value&name=value, got {query!r}")
-    found = {unquote(name): unquote(value) for name, _, value in pairs}
-    if len(found) < len(pairs):
-        raise SpecError(f"{source}: a parameter is given twice; keep one")
-    return found
-
-
-def _numbers(source: str, given: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
-    """The parameters as numbers, with defaults, checked against their ranges."""
-    values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
-    for name, text in given.items():
-        if name not in ranges:
-            raise SpecError(f"{source}: unknown parameter {name!r}{suggest(name, ranges)}")
-        default, low, high = ranges[name]
-        kind = type(default)
-        try:
-            value = number_of(text, kind)
-        except ValueError as error:
-            raise SpecError(
-                f"{source}: {name} must be {'an integer' if kind is int else 'a number'}, got"
-                f" {text!r:.80}"
-            ) from error
-        if not low <= value <= high:
-            raise SpecError(f"{source}: {name} must lie in [{low:,}, {high:,}], got {value:,}")
-        values[name] = value
-    return values

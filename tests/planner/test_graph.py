@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gnnplan.api.asking import ask
+from gnnplan.planner.graph import generator
 from gnnplan.planner.graph import graph as module
 from gnnplan.planner.graph.formats import Extras, convert
 from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
@@ -649,6 +650,33 @@ def test_generated_graphs_have_exactly_the_edges_asked_for(
 def test_bad_parameters_are_named(query, words):
     with pytest.raises(SpecError, match=words):
         load(f"synthetic:community?{query}")
+
+
+RMAT = "synthetic:rmat?vertices=3000&edges=40000&features=4&classes=4&seed=1"
+
+
+def test_an_rmat_graph_is_the_same_loaded_converted_and_drawn_by_any_number_of_cores(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(generator, "DRAWN_AT_ONCE", 700)
+    graph = load(RMAT)
+    assert convert(RMAT, tmp_path / "g")[:2] == (3000, 20_000)
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    again, written = load(RMAT), load(str(tmp_path / "g"))
+    assert graph.stats.hash == again.stats.hash == written.stats.hash
+    assert graph.stats.hash != load(RMAT.replace("seed=1", "seed=2")).stats.hash
+
+
+def test_a_quarter_of_the_matrix_has_the_share_of_edges_that_rmat_gives_it():
+    asked = {"edges": 400_000, "seed": 0, "a": 0.5, "b": 0.25, "c": 0.15}
+    src, dst = np.concatenate(list(generator._cells(asked, np.arange(1000))), axis=1) >= 500
+    found = [(src == row) & (dst == column) for row in (False, True) for column in (False, True)]
+    assert np.mean(found, axis=1) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.004)
+
+
+def test_chances_of_rmat_above_1_are_refused():
+    with pytest.raises(SpecError, match=r"a \+ b \+ c must be at most 1, are 1.3; lower one"):
+        load("synthetic:rmat?a=0.6&b=0.4&c=0.3")
 
 
 # --- statistics only ------------------------------------------------------------------------------

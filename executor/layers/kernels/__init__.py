@@ -14,8 +14,8 @@ Open
                        `Mix`: rows of 8, 4 or 2 bits beside each other
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
     page_locked.py     for `sent`, `on_device`: copies to a GPU that nobody waits for
-    runtime.py         for typed autograd calls, `backward`, the allocator's settings, and
-                       `triton_kernels`: whether a GPU takes them
+    gpu.py             for `triton_kernels`: whether a GPU takes them
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
 (H_in and H_out for a linear layer)."""

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.block import Block, check_rows
-from gnnplan.executor.layers.kernels.runtime import apply, triton_kernels
+from gnnplan.executor.layers.kernels.gpu import triton_kernels
+from gnnplan.executor.layers.kernels.runtime import apply
 
 # Said once, or torch warns of what nobody has asked for (and of an argument that says it, in 2.11).
 torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]

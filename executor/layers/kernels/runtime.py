@@ -1,16 +1,11 @@
-"""Where torch's or glibc's default way is too slow for a rank: autograd calls and the allocator.
-
-And whether a GPU takes our own kernels."""
+"""Where torch's or glibc's default way is too slow for a rank: autograd calls and the allocator."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -32,26 +27,6 @@ class Kernel:
 
 
 kernel = Kernel()
-
-
-@functools.cache
-def triton_kernels() -> ModuleType | None:
-    """triton_kernels.py, where Triton works on this process's GPU; else None, and torch's kernels.
-
-    Triton comes with torch's builds for CUDA; to start kernels it also needs a C compiler.
-    """
-    try:
-        from gnnplan.executor.layers.kernels import triton_kernels as ours
-
-        ours.probe()
-    except Exception as reason:  # whatever a compiler, a driver or a package without the other says
-        warnings.warn(
-            f"Triton does not work here ({type(reason).__name__}: {reason}); sums over edges,"
-            " attention and dropout take torch's kernels, which are slower and need more memory",
-            stacklevel=2,
-        )
-        return None
-    return ours
 
 
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:

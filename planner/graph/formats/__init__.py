@@ -29,6 +29,7 @@ from gnnplan.planner.graph.formats import (
     text,
 )
 from gnnplan.planner.graph.formats.extras import Extras, add
+from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.part_folder import DESCRIPTION
 from gnnplan.planner.graph.parts import Parts, collect, reading
@@ -123,6 +124,7 @@ FILES: tuple[Format, ...] = (
     ),
 )
 FORMATS = FOLDERS + FILES
+GENERATED = Format("generated", lambda f: is_generated(f.path), generated)
 
 
 def recognise(path: str) -> Format:
@@ -130,6 +132,8 @@ def recognise(path: str) -> Format:
 
     What is of no format is taken for ours where its name says so, and ours says what is missing.
     Raises SpecError for what is of none of FORMATS."""
+    if is_generated(path):
+        return GENERATED
     named_so = path.lower().endswith(".npz")
     if os.path.isdir(path):
         names = frozenset(() if named_so else os.listdir(path))
@@ -200,7 +204,9 @@ def graph_of(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Grap
 
 
 def read(path: str, extras: Extras, source: str, made_up: MadeUp, directed: bool) -> Graph:
-    """The graph of a file or a folder. Features in a folder of ours stay there, as they are."""
+    """The graph of a file or a folder, or a generated one, with notes of what was changed.
+
+    Features in a folder of ours stay there, as they are."""
     if not extras and recognise(path) in (OWN_FOLDER, OWN_FILE):
         return build(read_own(path), source, made_up, directed)
     return graph_of(parts_of(path, extras), source, made_up, directed)

@@ -1,0 +1,27 @@
+"""Whether a GPU takes our own kernels."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import ModuleType
+
+
+@functools.cache
+def triton_kernels() -> ModuleType | None:
+    """triton_kernels.py, where Triton works on this process's GPU; else None, and torch's kernels.
+
+    Triton comes with torch's builds for CUDA; to start kernels it also needs a C compiler.
+    """
+    try:
+        from gnnplan.executor.layers.kernels import triton_kernels as ours
+
+        ours.probe()
+    except Exception as reason:  # whatever a compiler, a driver or a package without the other says
+        warnings.warn(
+            f"Triton does not work here ({type(reason).__name__}: {reason}); sums over edges,"
+            " attention and dropout take torch's kernels, which are slower and need more memory",
+            stacklevel=2,
+        )
+        return None
+    return ours
