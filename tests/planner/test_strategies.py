@@ -845,7 +845,8 @@ def test_estimates_resemble_a_measured_random_graph(
     where = cluster(servers, gpus)
     measured = problem_of(graph, where, "random", model=model, layers=4, hidden=32)
     estimated = problem_of(statistics(graph), where, "random", model=model, layers=4, hidden=32)
-    for strategy in variants(estimated):
+    by_day = slice(servers * gpus % 3, None, 3)  # shared out
+    for strategy in list(variants(estimated))[slice(None) if NIGHT else by_day]:
         p, e = strategy.predict(measured), strategy.predict(estimated)
         within = 0.1 if strategy.family == "graph_parallel" or gpus == 1 else 1.0
         pairs = [
