@@ -35,34 +35,6 @@ def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
     )
 
 
-SETTINGS: list[tuple[int, int, str, list[str], dict[str, object]]] = [
-    (
-        3,
-        1,
-        "data_parallel()",
-        ["structure='spread'", "structure='spread',structure_cache=300,prefetch=1"],
-        {"directed": True},
-    ),
-    (
-        4,
-        2,
-        "data_parallel(features='spread')",
-        ["structure='spread',structure_cache=300,hot='degree'"],
-        {"model": "sage", "fanout": "full"},
-    ),
-    (2, 1, "gsplit()", ["structure='spread'"], {"directed": True}),
-    pytest.param(  # part of the next
-        2,
-        1,
-        "p3()",
-        ["structure='spread'", "structure='spread',structure_cache=300"],
-        {"directed": True},
-        marks=pytest.mark.nightly,
-    ),
-    (4, 2, "p3(pipelined=True)", ["structure='spread'"], {"model": "sage", "fanout": "full"}),
-]
-
-
 @pytest.mark.parametrize(
     "text",
     [
