@@ -60,7 +60,8 @@ def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
     world = 2 if NIGHT else 1
     run = start(
-        plan(tmp_path, world), "--epochs", str(FOREVER), "--timeout", "1", "--checkpoint-every", "0"
+        plan(tmp_path, world, "--strategy graph_parallel"),
+        *("--epochs", str(FOREVER), "--timeout", "1", "--checkpoint-every", "0"),
     )
     run.until_training()
     ranks = {run.rank(rank) for rank in range(world)}

@@ -1,4 +1,4 @@
-"""A feature store changes where rows come from, and nothing else: no loss, no weight, no bit."""
+"""A feature store: rows are the graph's and counted by class, and fill what was predicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from examples import NIGHT
 from test_memory import counted
 from torch import Tensor
 
@@ -48,76 +47,6 @@ def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **mor
         servers,
         eval_every=2,
     )
-
-
-@pytest.mark.parametrize(
-    ("graph", "model"),
-    [("rough", "sage"), pytest.param("sparse", "gcn", marks=pytest.mark.nightly)],
-)
-@pytest.mark.parametrize(
-    ("world", "servers", "plain", "stores"),
-    [
-        (
-            2,
-            1,
-            "data_parallel",
-            [
-                f"cache={ROW}",
-                f"cache={20 * ROW},hot='degree'",
-                "cache=100000",
-                f"cache={9 * ROW},shared_cache=True",
-                f"cache={20 * ROW},shared_cache=True,prefetch=1",
-            ],
-        ),
-        (
-            4,
-            2,
-            "data_parallel",
-            [
-                "features='spread'",
-                f"features='spread',cache={9 * ROW}",
-                f"features='spread',cache={9 * ROW},shared_cache=True",
-            ],
-        ),
-        (
-            4,
-            2,
-            "gsplit",
-            [
-                f"cache={5 * ROW}",
-                "features='spread'",
-                f"features='spread',cache={5 * ROW},hot='degree'",
-            ],
-        ),
-        pytest.param(
-            *(4, 2, "gsplit(group='all')", [f"group='all',features='spread',cache={5 * ROW}"]),
-            marks=pytest.mark.nightly,
-        ),
-        (4, 2, "p3", [f"cache={ROW}", "cache=100000", f"cache={9 * ROW},prefetch=1"]),
-        (2, 1, "p3(pipelined=True)", [f"pipelined=True,cache={9 * ROW}"]),
-    ],
-    ids=lambda value: str(value) if isinstance(value, str | int) else "",
-)
-def test_where_rows_come_from_changes_nothing(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    plain: str,
-    stores: list[str],
-    graph: str,
-    model: str,
-) -> None:
-    """By day with the last of the stores, which has most to it."""
-    stores = stores if NIGHT else stores[-1:]
-    texts = [plain, *(f"{plain.partition('(')[0]}({knobs})" for knobs in stores)]
-    first, *others = run_ranks(world, [case(text, graphs[graph], servers, model) for text in texts])
-    for other in others:
-        assert other.losses == first.losses, str(other.case)
-        assert all(torch.equal(p, first.weights[name]) for name, p in other.weights.items()), str(
-            other.case
-        )
-        assert other.metrics[-1]["test_accuracy"] == first.metrics[-1]["test_accuracy"]
 
 
 @pytest.mark.parametrize(

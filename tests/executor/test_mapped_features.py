@@ -1,5 +1,4 @@
-"""Features that stay in their file: a folder of .npy trains to the same bit as the .npz, reading
-only the rows that it needs."""
+"""Features that stay in their file: only rows that are asked for are read."""
 
 from __future__ import annotations
 
@@ -23,51 +22,6 @@ from gnnplan.testing.ranks import Case, Ranks
 pytestmark = pytest.mark.timeout(110)
 
 VERTICES, WIDTH = 4_000, 4_096  # 64 MiB of features
-
-
-@pytest.fixture(scope="module")
-def folder(graphs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """`rough` as a folder."""
-    path = tmp_path_factory.mktemp("mapped")
-    with np.load(graphs["rough"]) as arrays:
-        for name, array in arrays.items():
-            np.save(path / f"{name}.npy", array)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    "strategies",
-    [
-        ("data_parallel", "data_parallel(cache=960,shared_cache=True)", "p3(cache=480)"),
-        ("gsplit", "graph_parallel"),
-    ],
-    ids=str,
-)
-def test_mapped_features_train_to_the_same_bit(
-    run_ranks: Ranks, graphs: dict[str, str], folder: str, strategies: tuple[str, ...]
-) -> None:
-    cases = []
-    for strategy in strategies:
-        workload: dict[str, object] = {
-            "model": "sage",
-            "layers": 2,
-            "hidden": 8,
-            "dropout": 0.5,
-            "lr": 0.05,
-            "seed": 3,
-        }
-        if strategy != "graph_parallel":
-            workload |= {"mode": "mini", "batch": 6, "fanout": (3, 2)}
-        cases += [
-            Case(strategy, graph, workload, eval_every=2) for graph in (graphs["rough"], folder)
-        ]
-    results = run_ranks(2, cases)
-    for read, mapped in zip(results[::2], results[1::2], strict=True):
-        assert mapped.losses == read.losses, str(mapped.case)
-        assert all(torch.equal(p, read.weights[name]) for name, p in mapped.weights.items()), str(
-            mapped.case
-        )
-        assert mapped.metrics[-1]["test_accuracy"] == read.metrics[-1]["test_accuracy"]
 
 
 def test_features_in_float64_are_trained_on_as_they_are(

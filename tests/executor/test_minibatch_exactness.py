@@ -54,6 +54,15 @@ FIRST = [
     (3, 1, "snp(splitter='random',checkpoint=True)", "sparse", "gcn", {"dropout": 0.5}),
     (4, 2, "snp(prefetch=1,features='spread')", "multi", "sgc", {"dropout": 0.5}),
     (4, 2, "snp(group='all',splitter='random',buckets=2)", "multi", "sage", SNP),
+    (2, 1, "p3", "rough", "sage", {"dropout": 0.5}),
+    (2, 2, "p3", "sparse", "gat", {}),
+    (3, 1, "p3(prefetch=2)", "rough", "gcn", {}),
+    (4, 2, "p3", "multi", "gat", {"dropout": 0.5}),
+    (4, 2, "p3(over='rank')", "sparse", "sage", {"dropout": 0.5}),
+    (4, 2, "p3(over='rank',copies=2)", "rough", "sgc", {"dropout": 0.5}),
+    (2, 2, "p3(copies=2)", "rough", "gat", {"heads": 4}),
+    (2, 1, "p3", "sparse", "sgc", {"layers": 1, "fanout": (3,)}),
+    (4, 2, "p3", "islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"}),
 ]
 
 

@@ -1,15 +1,14 @@
-"""P3: without the pipeline it trains as one process does on the same batches; with it, on weights
-exactly three updates old."""
+"""P3 with a pipeline trains on weights exactly three updates old. Without it trains as one process does
+(test_minibatch_exactness.py)."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from pairwise import covered
-from test_minibatch_exactness import assert_as_one_process, batches_of, workload
+from test_minibatch_exactness import batches_of, workload
 from torch import Tensor
 
 from gnnplan.planner.strategies import parse
@@ -18,49 +17,6 @@ from gnnplan.testing.plain import Plain, difference
 from gnnplan.testing.ranks import Case, Ranks
 
 pytestmark = pytest.mark.timeout(110)
-
-SETTINGS = [
-    (2, 1, "p3"),
-    (2, 2, "p3"),
-    (3, 1, "p3(prefetch=2)"),
-    (4, 2, "p3"),
-    (4, 2, "p3(over='rank')"),
-    (4, 2, "p3(over='rank',copies=2)"),
-    (2, 2, "p3(copies=2)"),
-]
-
-
-PAIRS = [
-    ("rough", "sage", {"dropout": 0.5}),
-    ("sparse", "gat", {}),
-    ("rough", "gcn", {}),
-    ("multi", "gat", {"dropout": 0.5}),
-    ("sparse", "sage", {"dropout": 0.5}),
-    ("rough", "sgc", {"dropout": 0.5}),
-    ("rough", "gat", {"heads": 4}),
-    ("sparse", "sgc", {"layers": 1, "fanout": (3,)}),
-    ("islands", "gcn", {"batch": 4, "fanout": "full", "norm": "layer"}),
-]
-
-
-@pytest.mark.parametrize(
-    ("setting", "pair"),
-    covered(
-        list(itertools.product(SETTINGS, PAIRS)),
-        lambda row: {row[0], *row[1][:2], *row[1][2]},
-    ),
-    ids=lambda value: "-".join(map(str, value)),
-)
-def test_without_the_pipeline_it_is_one_process(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    setting: tuple[int, int, str],
-    pair: tuple[str, str, dict[str, object]],
-) -> None:
-    world, servers, strategy = setting
-    graph, model, more = pair
-    case = Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
-    assert_as_one_process(run_ranks, world, [case])
 
 
 def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tensor]]:

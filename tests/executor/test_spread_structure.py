@@ -1,18 +1,15 @@
-"""A structure that is spread changes who draws, and nothing else: no loss, no weight, no bit. A
-sampler has its share of it only."""
+"""Of a structure that is spread a sampler has its share only."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from examples import NIGHT
 
 from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import draw, key_of
 from gnnplan.planner.ownership.minibatch import Batches
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -36,59 +33,6 @@ def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
         servers,
         directed=directed,
     )
-
-
-SETTINGS: list[tuple[int, int, str, list[str], dict[str, object]]] = [
-    (
-        3,
-        1,
-        "data_parallel()",
-        ["structure='spread'", "structure='spread',structure_cache=300,prefetch=1"],
-        {"directed": True},
-    ),
-    (
-        4,
-        2,
-        "data_parallel(features='spread')",
-        ["structure='spread',structure_cache=300,hot='degree'"],
-        {"model": "sage", "fanout": "full"},
-    ),
-    (2, 1, "gsplit()", ["structure='spread'"], {"directed": True}),
-    pytest.param(  # part of the next
-        2,
-        1,
-        "p3()",
-        ["structure='spread'", "structure='spread',structure_cache=300"],
-        {"directed": True},
-        marks=pytest.mark.nightly,
-    ),
-    (4, 2, "p3(pipelined=True)", ["structure='spread'"], {"model": "sage", "fanout": "full"}),
-]
-
-
-@pytest.mark.parametrize(
-    ("world", "servers", "plain", "knobs", "more"), SETTINGS, ids=lambda value: str(value)
-)
-def test_training_is_bit_equal(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    plain: str,
-    knobs: list[str],
-    more: dict[str, object],
-) -> None:
-    """By day with the last of the knobs, which have most to them."""
-    reference = run_ranks(world, [case(plain, graphs["rough"], servers, **more)])[0]
-    for knob in knobs if NIGHT else knobs[-1:]:
-        strategy = (plain[:-1] + "," + knob + ")").replace("(,", "(")
-        result = run_ranks(world, [case(strategy, graphs["rough"], servers, **more)])[0]
-        assert result.losses == reference.losses, strategy
-        assert all(torch.equal(p, result.weights[name]) for name, p in reference.weights.items()), (
-            strategy
-        )
-        asked = result.rank(0)["bytes"].keys() - reference.rank(0)["bytes"].keys()
-        assert asked == (set() if plain == "gsplit()" else {"ask_edges", "edges"})
 
 
 @pytest.mark.parametrize(

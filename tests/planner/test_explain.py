@@ -190,13 +190,6 @@ def test_close_seconds_are_within_doubt() -> None:
     assert faster_in(0.04) == []
 
 
-def with_device(candidate: Candidate, kind: str) -> Candidate:
-    cluster = candidate.problem.cluster
-    device = cluster.device.model_copy(update={"kind": kind})
-    there = replace(candidate.problem, cluster=cluster.model_copy(update={"device": device}))
-    return replace(candidate, problem=there)
-
-
 def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

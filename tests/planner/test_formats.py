@@ -573,7 +573,6 @@ def several_graphs(folder: Path) -> Path:
     return folder / "several.pt"
 
 
-HERE = "# Nodes\n0\t1\n"
 BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><graphml>&b;</graphml>'
 BAD = {
     "ogb: a pipe": (

@@ -10,6 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.epochs import MODES, stated
@@ -28,6 +29,7 @@ from gnnplan.simulator.player import play
 pytestmark = pytest.mark.timeout(600)
 
 ROUNDING = 1 + 1e-9
+QUESTIONS = 4 if NIGHT else 2  # of a seed
 MOST_PLAYED = 3_000  # tasks of schedules that are played
 GRAPHS = [
     "flickr",
@@ -152,7 +154,7 @@ def test_what_is_better_makes_no_recommendation_slower(seed: int):
     """Six of 102 questions were answered by a slower epoch after a better link or device, up to 44
     %: regret depends on what else there is, and on lopsided ranges. A lossy strategy may give way
     to an exact one that it does not surely beat any more; of each kind the best is never slower."""
-    for now, better, asked in islice(what_ifs(seed), 4):
+    for now, better, asked in islice(what_ifs(seed), QUESTIONS):
         try:
             before = search(now)
         except Infeasible:
@@ -172,7 +174,7 @@ def test_what_is_better_makes_no_recommendation_slower(seed: int):
 def test_what_is_better_makes_no_training_worth_less(seed: int):
     """To the end of the training, in both modes and on the sizes that a plan compares; fewer GPUs
     are named where they are worth nearly as much."""
-    for now, better, asked in islice(what_ifs(1000 + seed, mini=True), 2):
+    for now, better, asked in islice(what_ifs(1000 + seed, mini=True), QUESTIONS // 2):
         before, after = trained(now), trained(better)
         if before is None:
             continue

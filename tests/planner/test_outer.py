@@ -133,13 +133,10 @@ def test_links_of_8192_gpus_are_shared_as_by_flows(
 @pytest.mark.parametrize(
     "text",
     [
-        "pipegcn",
-        "bns",
-        "granndis",
-        "gnnpipe(stages=2)",
-        "feature_parallel",
+        *("pipegcn", "granndis", "gnnpipe(stages=2)"),
         "data_parallel(cache=1000000,features='spread')",
-        "gsplit",
+        *(pytest.param(text, marks=pytest.mark.nightly) for text in ("bns", "feature_parallel")),
+        pytest.param("gsplit", marks=pytest.mark.nightly),
     ],
 )
 def test_no_pair_of_8192_gpus_is_written_down(text: str):

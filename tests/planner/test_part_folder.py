@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import NIGHT
 
 from gnnplan.api.asking import ask
 from gnnplan.planner.decision import plan as documents
@@ -172,7 +173,8 @@ def test_every_strategy_is_predicted_as_on_the_graph(tmp_path: Path, kind: str) 
     graph = a_graph(tmp_path, kind)
     folder = written(graph, tmp_path / "parts", 2)
     mini = {"mode": "mini", "batch": 64 if kind == "generated" else 8}
-    for fields in ({"mode": "full"}, mini, {**mini, "task": "link"}):
+    tasks = [{"mode": "full"}, mini, {**mini, "task": "link"}]
+    for fields in tasks if NIGHT else tasks[kind == "sparse" :: 2]:  # by day shared out
         asked = {"model": "sage", "layers": 2, "per": "epoch", **fields}
         whole = gnnplan.plan(graph.stats.source, ranks=2, **asked).table
         parts = gnnplan.plan(folder, **asked).table

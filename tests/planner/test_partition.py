@@ -153,7 +153,7 @@ def test_small_graphs_never_leave_a_part_empty(vertices, data):
 def test_metis_prints_nothing(capfd):
     """It would break --json; it used to, on parts of about one vertex and on weights of 0."""
     rng = np.random.default_rng(0)
-    for _ in range(300):
+    for _ in range(examples(150)):
         n = int(rng.integers(2, 40))
         indptr, indices, _ = in_neighbours(
             rng.integers(0, n, 3 * n), rng.integers(0, n, 3 * n), n, directed=False

@@ -845,7 +845,8 @@ def test_estimates_resemble_a_measured_random_graph(
     where = cluster(servers, gpus)
     measured = problem_of(graph, where, "random", model=model, layers=4, hidden=32)
     estimated = problem_of(statistics(graph), where, "random", model=model, layers=4, hidden=32)
-    for strategy in variants(estimated):
+    by_day = slice(servers * gpus % 3, None, 3)  # shared out
+    for strategy in list(variants(estimated))[slice(None) if NIGHT else by_day]:
         p, e = strategy.predict(measured), strategy.predict(estimated)
         within = 0.1 if strategy.family == "graph_parallel" or gpus == 1 else 1.0
         pairs = [
@@ -1039,7 +1040,8 @@ def test_predict_broadcasts_over_clusters(
     ]
     problem = problem_of(GRAPHS[1], cluster(*shape), model=model, layers=3, dropout=0.5)
     many = replace(problem, cluster=with_arrays(problem.cluster, rows))
-    for strategy in variants(problem):
+    by_day = slice(shape[0] % 2, None, 2)  # shared out
+    for strategy in list(variants(problem))[slice(None) if NIGHT else by_day]:
         together = strategy.predict(many)
         for i, row in [*enumerate(rows)][1 : 3 if NIGHT else 2]:
             alone = strategy.predict(replace(problem, cluster=with_arrays(problem.cluster, [row])))

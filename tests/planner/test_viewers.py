@@ -1,6 +1,4 @@
-"""Traces as viewers take them: all ranks in one file, and kernels for Holistic Trace Analysis.
-
-That HTA itself finds our times in them: tests/executor/test_hta.py, by night."""
+"""Traces as viewers take them: all ranks in one file, and kernels for Holistic Trace Analysis."""
 
 from __future__ import annotations
 

@@ -41,30 +41,39 @@ def ends(*starts: tuple[float, Demand], threads: tuple[int, ...] = ()) -> list[f
 # -- worked by hand --------------------------------------------------------------------------------
 
 
-def test_alone_it_takes_its_latency_and_its_busiest_port():
-    assert ends((1.0, Demand(0.5, {A: 2.0, B: 3.0}))) == [4.5]
+def load(*, after: float = 0.0, latency: float = 0.0, **seconds: float) -> tuple[float, Demand]:
+    """A transfer that starts after so long, and is busy at ports for so long."""
+    return after, Demand(latency, {globals()[port]: took for port, took in seconds.items()})
 
 
-def test_without_bytes_it_takes_its_latency():
-    assert ends((1.0, Demand(0.5, {})), (1.0, Demand(0.0, {A: 0.0}))) == [1.5, 1.0]
+BY_HAND = {
+    "alone it takes its latency and its busiest port": (
+        [load(after=1.0, latency=0.5, A=2.0, B=3.0)],
+        [4.5],
+    ),
+    "without bytes it takes its latency": (
+        [load(after=1.0, latency=0.5), load(after=1.0, A=0.0)],
+        [1.5, 1.0],
+    ),
+    "two on one port take twice": ([load(A=3.0), load(A=3.0)], [6.0, 6.0]),
+    "two on two ports do not meet": ([load(A=3.0), load(B=3.0)], [3.0, 3.0]),
+    "the latency does not fill the port": ([load(latency=3.0, A=1.0), load(A=3.0)], [4.0, 3.0]),
+    # alone to 2, half speed beside the second to 6, alone again: 2 + 4/2 + 1 = 5 s of work
+    "one joins and leaves": ([load(A=5.0), load(after=2, A=2.0)], [7.0, 6.0]),
+    # rates 1/2, 1/2, 3/4; the third ends at 4, the others share A to the end
+    "three over two ports": ([load(A=4.0), load(A=4.0, B=2.0), load(B=3.0)], [8.0, 8.0, 4.0]),
+    # 1/2 each of port B at full rate
+    "a port filled by half has room": ([load(A=2.0, B=1.0), load(C=2.0, B=1.0)], [2.0, 2.0]),
+    # the middle one ties A and B together until 2; then each is alone on its port
+    "a component in two": ([load(A=2.0), load(A=1.0, B=1.0), load(B=3.0)], [3.0, 2.0, 4.0]),
+    "one that joins as one ends": ([load(A=2.0), load(after=1, latency=1, A=2.0)], [2.0, 4.0]),
+}
 
 
-def test_two_on_one_port_take_twice():
-    assert ends((0, Demand(0, {A: 3.0})), (0, Demand(0, {A: 3.0}))) == [6.0, 6.0]
-
-
-def test_two_on_two_ports_do_not_meet():
-    assert ends((0, Demand(0, {A: 3.0})), (0, Demand(0, {B: 3.0}))) == [3.0, 3.0]
-
-
-def test_the_latency_does_not_fill_the_port():
-    assert ends((0, Demand(3.0, {A: 1.0})), (0, Demand(0, {A: 3.0}))) == [4.0, 3.0]
-
-
-def test_one_joins_and_leaves():
-    """Alone to 2, half speed beside the second from 2 to 6, alone again: 2 + 4/2 + 1 = 5 s of work
-    end at 7."""
-    assert ends((0, Demand(0, {A: 5.0})), (2, Demand(0, {A: 2.0}))) == [7.0, 6.0]
+@pytest.mark.parametrize("what", BY_HAND)
+def test_by_hand(what: str):
+    starts, expected = BY_HAND[what]
+    assert ends(*starts) == expected
 
 
 def test_three_on_one_port_and_a_fourth_takes_what_the_first_leaves_of_the_other():
@@ -78,43 +87,12 @@ def test_three_over_two_ports():
     assert max_min([{A: 1.0}, {A: 1.0, B: 0.5}, {B: 1.0}]) == pytest.approx([1 / 2, 1 / 2, 3 / 4])
 
 
-def test_three_over_two_ports_in_time():
-    """Rates 1/2, 1/2, 3/4 as above. The third ends at 4; the others share A to the end."""
-    assert ends(
-        (0, Demand(0, {A: 4.0})), (0, Demand(0, {A: 4.0, B: 2.0})), (0, Demand(0, {B: 3.0}))
-    ) == [8.0, 8.0, 4.0]
-
-
-def test_a_port_filled_by_half_has_room_for_another():
-    """1/2 each of port B at full rate: they overlap without a loss."""
-    assert ends((0, Demand(0, {A: 2.0, B: 1.0})), (0, Demand(0, {C: 2.0, B: 1.0}))) == [
-        2.0,
-        2.0,
-    ]
-
-
 def test_threads_have_equally_much_of_a_core_but_not_of_a_wire():
     """Three of four threads on one core are the first one's; on a wire it is one of two, however
     many ranks take part."""
-    assert ends(
-        (0, Demand(0, {("cores", 0): 3.0})), (0, Demand(0, {("cores", 0): 3.0})), threads=(3, 1)
-    ) == [4.0, 6.0]
-    assert ends((0, Demand(0, {A: 3.0})), (0, Demand(0, {A: 3.0})), threads=(3, 1)) == [
-        6.0,
-        6.0,
-    ]
-
-
-def test_the_end_of_one_parts_a_component_in_two():
-    """The middle one ties A and B together until 2; then each of the others is alone on its
-    port."""
-    assert ends(
-        (0, Demand(0, {A: 2.0})), (0, Demand(0, {A: 1.0, B: 1.0})), (0, Demand(0, {B: 3.0}))
-    ) == [3.0, 2.0, 4.0]
-
-
-def test_one_that_joins_when_another_ends_never_meets_it():
-    assert ends((0, Demand(0, {A: 2.0})), (1, Demand(1, {A: 2.0}))) == [2.0, 4.0]
+    for port, expected in ((("cores", 0), [4.0, 6.0]), (A, [6.0, 6.0])):
+        both = [(0, Demand(0, {port: 3.0}))] * 2
+        assert ends(*both, threads=(3, 1)) == expected
 
 
 # -- against others --------------------------------------------------------------------------------
