@@ -59,7 +59,12 @@ class Exchange:
 
     @classmethod
     def of_ids(
-        cls, rank: Rank, wanted: Sequence[np.ndarray], owner: np.ndarray, own: np.ndarray
+        cls,
+        rank: Rank,
+        wanted: Sequence[np.ndarray],
+        owner: np.ndarray,
+        own: np.ndarray,
+        at: torch.device | None = None,
     ) -> Exchange:
         """Rows of vertices, each of which one rank has: wanted[i] are the ids of what rank i wants.
 
@@ -69,7 +74,8 @@ class Exchange:
         place = np.empty(owner.size, dtype=np.int64)
         place[own] = np.arange(own.size)
         give = [place[ids[owner[ids] == rank.rank]] for ids in wanted]
-        return cls(rank, give, np.bincount(owner[wanted[rank.rank]], minlength=rank.world))
+        take = np.bincount(owner[wanted[rank.rank]], minlength=rank.world)
+        return cls(rank, give, take, at=at)
 
     def pack(self, rows: Rows, into: Tensor | None = None) -> Rows:
         """A copy of the rows for all peers [sum gives, H]; the source may then be overwritten.
