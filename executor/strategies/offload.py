@@ -317,7 +317,7 @@ class Worker(base.Worker):
         part, label = chunk.parts[layer], Label("halo", step, "b", layer, chunk.number)
         far = gradient[len(part.places) :]
         with self.rank.recorder.sending(label, "comm", far.nbytes):
-            return part.exchange.backward(far)
+            return part.exchange.swap("b", far)
 
     def _store_gradient(
         self, step: int, layer: int, chunk: _Chunk, loaded: _Loaded, logits: Tensor | None = None
