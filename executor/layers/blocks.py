@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gnnplan.executor.layers.copies import staging
-from gnnplan.executor.layers.kernels import Block, SparseRows, sent
+from gnnplan.executor.layers.kernels import Block, FeatureRows, SparseRows, sent
 from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, Whole
@@ -87,12 +87,13 @@ def sparse_features(
     return SparseRows.of(lengths, columns, values, x.shape[1]).to(device)
 
 
-def lengths_of(graph: Graph, rows: Ids) -> Tensor:
-    """How many values each of these rows of sparse features stores, int64 [rows].
+def lengths_of(graph: Graph, rows: Ids, like: FeatureRows) -> Tensor | None:
+    """How many values each of these rows of sparse features stores, int64 [rows]; None where rows
+    are dense, as `like` is.
 
     Every rank knows the structure of the graph's features, so lengths need not be sent.
     """
-    return torch.from_numpy(graph.lengths[rows])
+    return torch.from_numpy(graph.lengths[rows]) if isinstance(like, SparseRows) else None
 
 
 def weighted_block(

@@ -218,7 +218,7 @@ class Messages:
         take = np.array([rows * (peer in group and peer != self.rank) for peer in self.everyone])
         exchange = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
         x = torch.randn(4 * rows, ROW, device=self.device)
-        return lambda: exchange.add_home(x, exchange.backward(exchange.forward(exchange.pack(x))))
+        return lambda: exchange.add_home(x, exchange.swap("b", exchange.forward(exchange.pack(x))))
 
     def _send(self, size: int, group: Group) -> Callable[[], None]:
         """A message from the first rank to the second, and one back."""

@@ -152,13 +152,7 @@ class FeatureStore:
         rows = self._provide(wanted_ids)
         label = Label("fetch", step)
         with rank.recorder.span(label, "comm", rank.recorder.count(label, rows.nbytes)):
-            return self._swap(gives, rows, ids)
-
-    def _swap(self, exchange: Exchange, rows: FeatureRows, ids: Ids) -> FeatureRows:
-        """Send `rows`; receive the rows of `ids`."""
-        if isinstance(rows, Tensor):
-            return exchange.forward(rows)
-        return exchange.forward_sparse(rows, lengths_of(self.graph, ids))
+            return gives.forward(rows, lengths=lengths_of(self.graph, ids, rows))
 
     def _fill_cache(self, store: Store) -> FeatureRows:
         """The rank's cache: rows of its server's memory, and those that others send it once."""
@@ -182,7 +176,8 @@ class FeatureStore:
             )
             rows = self._host(np.concatenate(wanted))
             with rank.recorder.span(label, "comm", rank.recorder.count(label, rows.nbytes)):
-                parts.append((away, self._swap(exchange, rows, ids[away])))
+                lengths = lengths_of(self.graph, ids[away], rows)
+                parts.append((away, exchange.forward(rows, lengths=lengths)))
         return _merged(parts, ids.size, self.rank.device)
 
     def _host(self, ids: Ids, room: int = 0) -> FeatureRows:

@@ -59,7 +59,12 @@ class Exchange:
 
     @classmethod
     def of_ids(
-        cls, rank: Rank, wanted: Sequence[np.ndarray], owner: np.ndarray, own: np.ndarray
+        cls,
+        rank: Rank,
+        wanted: Sequence[np.ndarray],
+        owner: np.ndarray,
+        own: np.ndarray,
+        at: torch.device | None = None,
     ) -> Exchange:
         """Rows of vertices, each of which one rank has: wanted[i] are the ids of what rank i wants.
 
@@ -69,7 +74,8 @@ class Exchange:
         place = np.empty(owner.size, dtype=np.int64)
         place[own] = np.arange(own.size)
         give = [place[ids[owner[ids] == rank.rank]] for ids in wanted]
-        return cls(rank, give, np.bincount(owner[wanted[rank.rank]], minlength=rank.world))
+        take = np.bincount(owner[wanted[rank.rank]], minlength=rank.world)
+        return cls(rank, give, take, at=at)
 
     def pack(self, rows: Rows, into: Tensor | None = None) -> Rows:
         """A copy of the rows for all peers [sum gives, H]; the source may then be overwritten.
@@ -80,22 +86,27 @@ class Exchange:
             return cast(Rows, rows.index_select(0, self.positions))
         return cast(Rows, torch.index_select(rows, 0, self.positions, out=into))
 
-    def forward(self, packed: Tensor, into: Tensor | None = None) -> Tensor:
-        """Send packed rows and receive the halo [sum take, H], in `into` if given.
+    def swap(self, way: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
+        """Send packed rows and receive the halo [sum take, H] (way 'f'); or send the halo's
+        gradient home and receive that of the rows given [sum gives, H] ('b'); in `into` if given.
 
         Blocks until both are done.
         """
-        return self._swap(packed, self.gives, self.take, into)
+        ends = (self.gives, self.take) if way == "f" else (self.take, self.gives)
+        return self._swap(rows, *ends, into)
 
-    def swap(self, way: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        """`forward` of packed rows (way 'f'), or `backward` of the halo's gradient ('b')."""
-        return (self.forward if way == "f" else self.backward)(rows, into)
+    def forward(
+        self, packed: Rows, into: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Rows:
+        """`swap` of packed rows for the halo; lengths [sum take]: of sparse ones, how many values
+        each row of the halo stores."""
+        if isinstance(packed, SparseRows):
+            assert lengths is not None
+            return cast(Rows, self._swap_sparse(packed, lengths))
+        return cast(Rows, self.swap("f", packed, into))
 
-    def forward_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
-        """`forward` of sparse rows; lengths [sum take]: stored values of each halo row.
-
-        A peer gets one message of bytes: the columns of all stored values, then these.
-        """
+    def _swap_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
+        """A peer gets one message of bytes: the columns of all stored values, then these."""
         columns, values = packed.pattern.columns.to(packed.column_type), packed.values
         gives = [int(part.sum()) for part in torch.split(packed.lengths, self.gives)]
         takes = [int(part.sum()) for part in torch.split(lengths, self.take)]
@@ -113,24 +124,16 @@ class Exchange:
             packed.shape[1],
         )
 
-    def fetch(self, label: Label, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        """Exchange rows, recorded under a label -> the halo."""
+    def fetch(
+        self, label: Label, rows: Rows, into: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Rows:
+        """Exchange rows, recorded under a label -> the halo (`forward`)."""
         packed = self.pack(rows)
         with self.rank.recorder.sending(label, "comm", packed.nbytes):
-            return self.forward(packed, into)
-
-    def fetch_sparse(self, label: Label, rows: SparseRows, lengths: Tensor) -> SparseRows:
-        """`fetch` of sparse rows; lengths as in `forward_sparse`."""
-        packed = self.pack(rows)
-        with self.rank.recorder.sending(label, "comm", packed.nbytes):
-            return self.forward_sparse(packed, lengths)
-
-    def backward(self, halo_gradient: Tensor, into: Tensor | None = None) -> Tensor:
-        """Send the halo's gradient home; receive that of the rows given [sum gives, H]."""
-        return self._swap(halo_gradient, self.take, self.gives, into)
+            return self.forward(packed, into, lengths)
 
     def add_home(self, gradient: Tensor, received: Tensor) -> None:
-        """Add what `backward` received to the gradient of this rank's rows, in place."""
+        """Add what came home to the gradient of this rank's rows, in place."""
         if received.shape[0]:
             gradient.index_add_(0, self.positions, received)
 

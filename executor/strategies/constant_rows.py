@@ -46,7 +46,7 @@ def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | Spar
     if problem.model.nonzeros:
         sparse = sparse_features(graph, own, problem.workload, device)
         for label, exchange, ids, places in fetched:
-            came = exchange.fetch_sparse(label, sparse, lengths_of(graph, ids))
+            came = exchange.fetch(label, sparse, lengths=lengths_of(graph, ids, sparse))
             came = came.index_select(0, torch.from_numpy(np.argsort(places)).to(device))
             sparse = SparseRows.cat([sparse, came])
         return sparse

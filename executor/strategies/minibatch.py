@@ -148,8 +148,8 @@ class Worker(base.Worker):
         if isinstance(rows, Tensor):
             exchange.fetch(label, rows, into=rows[first.local :])
             return rows
-        lengths = lengths_of(self.problem.data, first.source[first.local :])
-        return SparseRows.cat([rows, exchange.fetch_sparse(label, rows, lengths)])
+        lengths = lengths_of(self.problem.data, first.source[first.local :], rows)
+        return SparseRows.cat([rows, exchange.fetch(label, rows, lengths=lengths)])
 
     @cached_property
     def whole(self) -> Whole:

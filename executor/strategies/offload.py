@@ -37,7 +37,7 @@ from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
-from gnnplan.planner.ownership.layout import Layout, Piece
+from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
 from gnnplan.planner.strategies.base import settled
@@ -137,13 +137,10 @@ class Worker(base.Worker):
         alike: list[dict[object, _Part]] = [{} for _ in self.turns]
         for layer in range(1, self.last + 1):
             kind = layout.kind(layer), self.net.layer(layer).edges
-            # of each vertex in this rank's rows of h_{l-1} [N]; -1: another rank has it
-            place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
-            order = np.concatenate(each[layer - 1])
-            place[order] = np.arange(order.size)
+            own = np.concatenate(each[layer - 1])
             for chunk, parts in zip(self.chunks, alike, strict=True):
                 if kind not in parts:
-                    parts[kind] = self._part(layout, chunk.number, layer, place)
+                    parts[kind] = self._part(layout, chunk.number, layer, own)
                 chunk.parts[layer] = parts[kind]
 
         on_gpu = self.rank.device.type == "cuda"
@@ -176,12 +173,16 @@ class Worker(base.Worker):
                 x = self._features(part.vertices.numpy(), HOST)
                 self.aggregate[chunk.own[1]] = self.net.layer(1).gather(part.block, x)
 
-    def _part(self, layout: Layout, turn: int, layer: int, place: np.ndarray) -> _Part:
-        ranks, me = range(self.rank.world), self.rank.rank
-        pieces = [layout.piece(self._number(rank, turn), layer) for rank in ranks]
-        halos = [self._by_rank(piece, rank) for rank, piece in enumerate(pieces)]
-        number = self._number(me, turn)
-        source = np.concatenate([layout.rows(number, layer - 1), pieces[me].halo])
+    def _part(self, layout: Layout, turn: int, layer: int, own: np.ndarray) -> _Part:
+        """own: ids of this rank's rows of h_{l-1}, in their order."""
+        number = self._number(self.rank.rank, turn)
+        of_rank = layout.owner // len(self.turns)
+        halos = [layout.piece(self._number(r, turn), layer).halo for r in range(self.rank.world)]
+        wanted = [halo[of_rank[halo] != rank] for rank, halo in enumerate(halos)]
+        # of each vertex among own rows [N]; -1: another rank has it
+        place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
+        place[own] = np.arange(own.size)
+        source = np.concatenate([layout.rows(number, layer - 1), halos[self.rank.rank]])
         order = np.argsort(place[source] < 0, kind="stable")  # rows of this rank come first
         source = source[order]
         position = np.empty(order.size, dtype=np.int32)
@@ -192,22 +193,13 @@ class Worker(base.Worker):
         block = weighted_block(
             layout.graph, edges, rows, source, indptr, position[indices], workload
         )
-        give = [place[halo[me]] for halo in halos]
-        take = np.array([of_peer.size for of_peer in halos[me]])
         return _Part(
             block.pinned() if self.rank.device.type == "cuda" else block,
             torch.from_numpy(source),
-            torch.from_numpy(place[source[: source.size - take.sum()]]),
-            Exchange(self.rank, give, take, at=HOST),
-            any(of_peer.size for halo in halos for of_peer in halo),
+            torch.from_numpy(place[source[: source.size - wanted[self.rank.rank].size]]),
+            Exchange.of_ids(self.rank, wanted, of_rank, own, HOST),
+            any(ids.size for ids in wanted),
         )
-
-    def _by_rank(self, piece: Piece, reader: int) -> list[np.ndarray]:
-        """What a chunk of the reader reads of each rank, but of the reader itself: global ids."""
-        of_ranks = piece.received.reshape(self.rank.world, -1).sum(1)
-        halo = np.split(piece.halo, np.cumsum(of_ranks)[:-1])
-        halo[reader] = halo[reader][:0]
-        return halo
 
     # -- loads and stores --------------------------------------------------------------------------
 
@@ -325,7 +317,7 @@ class Worker(base.Worker):
         part, label = chunk.parts[layer], Label("halo", step, "b", layer, chunk.number)
         far = gradient[len(part.places) :]
         with self.rank.recorder.sending(label, "comm", far.nbytes):
-            return part.exchange.backward(far)
+            return part.exchange.swap("b", far)
 
     def _store_gradient(
         self, step: int, layer: int, chunk: _Chunk, loaded: _Loaded, logits: Tensor | None = None

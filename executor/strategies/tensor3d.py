@@ -250,10 +250,10 @@ class Worker(base.Worker):
                 to_sums = linear(gradient, matrix.t().contiguous())
             del matrix, bias, gradient
         turn, label = self.shares[layer - 1], Label("scatter_weights", step, "b", layer)
-        of_all = turn.to_columns(label, turn.pieces(flat[None]))
+        own = gradient_of(weights.own)
+        for piece in turn.to_columns(label, turn.pieces(flat[None])):
+            own += piece
         del flat
-        gradient_of(weights.own).add_(of_all.sum(0))
-        del of_all
         if to_sums is None:
             return None
         self._sum(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)

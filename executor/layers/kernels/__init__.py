@@ -50,7 +50,7 @@ from gnnplan.executor.layers.kernels.runtime import (
     keep_allocator,
     pin_no_more_than_asked,
 )
-from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows
+from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows, joined
 
 __all__ = [
     "GOLDEN",
@@ -71,6 +71,7 @@ __all__ = [
     "dropout_mask",
     "give_back",
     "gradient_of",
+    "joined",
     "keep_allocator",
     "keep_until_used",
     "linear",

@@ -153,3 +153,10 @@ class SparseRows:
 
 FeatureRows: TypeAlias = Tensor | SparseRows  # either kind
 Rows = TypeVar("Rows", bound=FeatureRows)  # the kind that a function is given, and gives back
+
+
+def joined(parts: Sequence[FeatureRows]) -> FeatureRows:
+    """The rows of all parts, which are of one kind, one part after the other."""
+    if sparse := [part for part in parts if isinstance(part, SparseRows)]:
+        return SparseRows.cat(sparse)
+    return torch.cat([part for part in parts if isinstance(part, Tensor)])

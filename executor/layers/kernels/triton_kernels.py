@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnplan.executor.layers.kernels.block import Block
-from gnnplan.executor.layers.kernels.runtime import apply
 
 MOST_COLUMNS = 256  # of a row that one program of `spmm` makes
 PROGRAMS = 2048  # that share the rows where something is summed over all of them
@@ -332,7 +331,8 @@ def _strided(
 
 def attend(block: Block, z: Tensor, of_source: Tensor, of_reader: Tensor, slope: float) -> Tensor:
     """attention.attend of all heads together."""
-    return apply(_Attend, *map(_by_rows, (z, of_source, of_reader)), block, slope)
+    out: Tensor = _Attend.apply(*map(_by_rows, (z, of_source, of_reader)), block, slope)
+    return out
 
 
 class _Attend(torch.autograd.Function):
@@ -361,7 +361,8 @@ class _Attend(torch.autograd.Function):
 
 def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float) -> Tensor:
     """attention.attend_pairs of all heads together."""
-    return apply(_AttendPairs, _by_rows(rows), vectors.contiguous(), block, slope)
+    out: Tensor = _AttendPairs.apply(_by_rows(rows), vectors.contiguous(), block, slope)
+    return out
 
 
 class _AttendPairs(torch.autograd.Function):
@@ -437,7 +438,8 @@ def dropout(
     vertices: int64 [R]. epoch: may be on the device, int64 []. first: the column that x begins
     with. threshold: the least 16-bit number that survives, counted from -2^15.
     """
-    return apply(_Dropout, x, vertices, seed, epoch, layer, first, threshold, scale)
+    out: Tensor = _Dropout.apply(x, vertices, seed, epoch, layer, first, threshold, scale)
+    return out
 
 
 class _Dropout(torch.autograd.Function):

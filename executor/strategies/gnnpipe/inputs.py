@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
-from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, joined
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.constant_rows import INPUT_HALO
-from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, with_far
+from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
 
@@ -35,8 +35,7 @@ class Inputs:
         exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
         # of far rows that layer 1 reads; they cross once
         self.fetched = exchanges if problem.model.first_varying > 0 else []
-        load = self._sparse if problem.model.nonzeros else self._dense
-        self.features: Tensor | SparseRows | None = load(rank, problem, kept, own)
+        self.features: FeatureRows | None = self._load(rank, problem, kept, own)
         self.by_chunk: list[SparseRows] = []  # of sparse features, what each chunk's edges read
         if isinstance(self.features, SparseRows) and net.encoder is None:
             self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
@@ -47,27 +46,19 @@ class Inputs:
             self.aggregated = [chunk.gather(layer, rows) for chunk in chunks]
         self.prepared: Tensor | None = None
 
-    def _sparse(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> SparseRows:
+    def _load(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> FeatureRows:
         """Features of own rows, and of far rows if layer 1 reads them."""
-        graph = problem.data
-        sparse = sparse_features(graph, kept[:own], problem.workload, rank.device)
-        leaving = [exchange.pack(sparse[chunk.rows]) for chunk, exchange in self.fetched]
+        graph, read = problem.data, sparse_features if problem.model.nonzeros else features
+        rows: FeatureRows = read(graph, kept[:own], problem.workload, rank.device)
+        leaving = [exchange.pack(rows[chunk.rows]) for chunk, exchange in self.fetched]
         if not leaving:
-            return sparse
-        with rank.recorder.sending(INPUT_HALO, "comm", sum(rows.nbytes for rows in leaving)):
+            return rows
+        with rank.recorder.sending(INPUT_HALO, "comm", sum(each.nbytes for each in leaving)):
             far = [
-                exchange.forward_sparse(rows, lengths_of(graph, kept[chunk.far]))
-                for (chunk, exchange), rows in zip(self.fetched, leaving, strict=True)
+                exchange.forward(packed, lengths=lengths_of(graph, kept[chunk.far], packed))
+                for (chunk, exchange), packed in zip(self.fetched, leaving, strict=True)
             ]
-        return SparseRows.cat([sparse, *far])
-
-    def _dense(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> Tensor:
-        dense = features(problem.data, kept[:own], problem.workload, rank.device)
-        if not self.fetched:
-            return dense
-        nbytes = sum(exchange.nbytes(dense, "f") for _, exchange in self.fetched)
-        with rank.recorder.sending(INPUT_HALO, "comm", nbytes):
-            return with_far(self.chunks, dense)
+        return joined([rows, *far])
 
     @property
     def dense(self) -> Tensor:
