@@ -148,7 +148,7 @@ def change_event(**fields):
         (lambda d: d["distributedInfo"].update(rank=0), "name says 1"),
         (lambda d: d["distributedInfo"].update(world_size="two"), "garbles .*two"),
         (lambda d: d["distributedInfo"].update(world_size=3), "different runs"),
-        (lambda d: d["traceEvents"][-1].pop("args"), "span 2 .*'args'"),
+        (lambda d: d["traceEvents"][-1].pop("args"), "garbles 'args'"),
         (change_event(bytes="many"), "garbles .*many"),
         (change_event(end_s=-1.0), "ends after it starts"),
         (change_event(start_s=float("nan")), "NaN is not a number"),
