@@ -17,8 +17,7 @@ from typing import NoReturn
 import torch
 
 from gnnplan.executor.ranks.activity import Activity, seen
-from gnnplan.executor.ranks.machine import process_room
-from gnnplan.executor.ranks.memory import allocated, free_memory, resident
+from gnnplan.executor.ranks.machine import allocated, free_memory, process_room, resident
 from gnnplan.executor.ranks.opening import die_with_parent, leave
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
