@@ -21,10 +21,9 @@ from typing import Any
 
 from gnnplan.executor.launch.asked import Asked, Options, write_run
 from gnnplan.executor.launch.emulation import Emulated, Server, lab
-from gnnplan.executor.launch.failure import name_of
+from gnnplan.executor.launch.failure import kept, name_of
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
-from gnnplan.executor.launch.watchdog import Watchdog, kept
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.meeting import started_by_launcher
 from gnnplan.executor.ranks.opening import SCRATCH, leave
@@ -138,9 +137,9 @@ def start(asked: Asked, until: float = inf) -> None:
                 return f"All ranks were stopped; {kept(out, problem.by_gpu)}"
 
             limit_s, predicted = options.timeout_s, asked.predicted
-            watchdog = Watchdog(out, names, limit_s, go_on, safe, predicted)
+            watched = agent.Watched(out, names, limit_s, go_on, safe, predicted)
             words = ["launch", str(out)]
-            agent.run(words, watchdog, places, servers, folder, env, options.restarts)
+            agent.run(words, watched, places, servers, folder, env, options.restarts)
     finally:
         activity.forget(out)
         forget_unfinished(out)
@@ -155,8 +154,8 @@ def compare(out: Path) -> dict[str, Any]:
 
     with unwound_by_signals() as unwind:
         names = [f"rank {rank} of gnnplan check" for rank in range(2)]
-        watchdog = Watchdog(out, names, 60.0, unwind, lambda: "No strategy was judged", {})
-        agent.run(["check", str(out)], watchdog, [0, 0], (), out, {})
+        watched = agent.Watched(out, names, 60.0, unwind, lambda: "No strategy was judged")
+        agent.run(["check", str(out)], watched, [0, 0], (), out, {})
     answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
     return answer
 

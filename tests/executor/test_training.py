@@ -381,7 +381,6 @@ def test_a_cosine_has_no_more_epochs_than_planned() -> None:
     cosine = Workload(schedule="cosine", epochs=20)
     must_have_rates(Options(epochs=20), cosine)
     must_have_rates(Options(epochs=30), Workload(epochs=20))
-    must_have_rates(Options(epochs=30, turns=True), cosine)  # `tune` looks at seconds alone
     with pytest.raises(SpecError, match="in 20 epochs; plan with --epochs 30"):
         must_have_rates(Options(epochs=30), cosine)
 
