@@ -29,7 +29,7 @@ from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.comm import gather_bytes
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.learner import Learner
-from gnnplan.executor.ranks.memory import MemoryWatch, peak, resident
+from gnnplan.executor.ranks.machine import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.replay import Replay, is_small
 from gnnplan.executor.ranks.whole import (

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import gnnplan
 from gnnplan.cli import app
-from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.asked import Options
 
 GRAPH, CLUSTER = "flickr", "p3_p100"  # by statistics: planned in no time, the same each time
 FIELDS = {"model": "sage", "layers": 2, "hidden": 8}

@@ -208,8 +208,7 @@ class Gone:
 
 
 def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
-    from gnnplan.executor.launch.failure import account
-    from gnnplan.executor.launch.watchdog import blame
+    from gnnplan.executor.launch.failure import account, blame
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
     error = blame(
@@ -304,8 +303,7 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
     ],
 )
 def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path: Path):
-    from gnnplan.executor.launch.failure import Failure
-    from gnnplan.executor.launch.watchdog import blame
+    from gnnplan.executor.launch.failure import Failure, blame
     from gnnplan.executor.ranks.activity import Activity, seen
 
     for rank, message in notes.items():

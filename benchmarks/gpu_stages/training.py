@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 import gnnplan
-from gnnplan.executor.launch.asked import trainable
-from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.asked import Options, trainable
 from gnnplan.executor.ranks.opening import open_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train

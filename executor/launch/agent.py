@@ -8,8 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import SIGCONT, Signals
@@ -23,36 +27,148 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
-from gnnplan.executor.launch.watchdog import Watchdog
+from gnnplan.executor.launch.failure import REMEDY, Failure, account, blame
+from gnnplan.executor.ranks import activity
+from gnnplan.executor.ranks.checkpoint import last_stored
 from gnnplan.executor.ranks.meeting import LOOPBACK, loopback_only, store_of_this_machine
+from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
+from gnnplan.planner.vocabulary.progress import say
 
+HEAD_START = 5.0  # [s] beyond their own time-out, in which ranks speak for themselves
+BUSY = 0.5  # [s] of a core, from which on a rank computes
+SEEN = 1.0  # [s] at most that pass between two looks; a launcher that was stopped has not looked
 GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # for logs that nobody has asked for torch would make folders in /tmp, and leave them
 NO_LOGS = DefaultLogsSpecs(os.devnull)
 
 
-class _Agent(LocalElasticAgent):
-    """An agent with a watchdog, which says whether lost ranks are restarted."""
+@dataclass(frozen=True)
+class Watched:
+    """What an agent watches: the ranks of a run on this machine, whose folder is `out`.
 
-    def __init__(self, spec: WorkerSpec, watchdog: Watchdog) -> None:
+    names: of every process, as messages have them. limit_s: for how long none may do anything [s].
+    unwind: called now and then; it raises where the run is to end. safe: says what is on disk.
+    predicted: memory of the fullest rank by use [B].
+    """
+
+    out: Path
+    names: Sequence[str]
+    limit_s: float
+    unwind: Callable[[], None]
+    safe: Callable[[], str]
+    predicted: Mapping[str, float] = field(default_factory=dict)
+
+
+class _Agent(LocalElasticAgent):
+    """An agent that looks whether any rank still does anything, and says which failed first.
+
+    It sees exit codes and core times; ranks leave their last activity and a note
+    (ranks/activity.py). Ranks notice a peer that is silent, but not that all of them are: stopped
+    by a signal or a debugger, or waiting for each other in a way that no time-out bounds.
+    """
+
+    error = GnnplanError()  # why the run is over
+
+    def __init__(self, spec: WorkerSpec, watched: Watched) -> None:
         super().__init__(spec, NO_LOGS, start_method="spawn")
-        self.watchdog = watchdog
+        self.watched, self._killed_before = watched, _killings()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.watchdog.begin()
+        activity.begin(self.watched.out, len(self.watched.names))
         pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
         self._pcontext.close = partial(_close_soon, self._pcontext, self._pcontext.close)  # type: ignore[method-assign]
-        self.watchdog.watch([pids[local] for local in sorted(pids)])
+        self._pids = [pids[local] for local in sorted(pids)]
+        self._looked, self._silent_s = time.monotonic(), 0.0
+        self._activities, self._cores_s = [""], 0.0
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.watchdog.look()
+        self._look()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and self.watchdog.is_over(result.failures, self._remaining_restarts):
+        if result.is_failed() and self._is_over(result.failures):
             self._remaining_restarts = 0
         return result
+
+    def _look(self) -> None:
+        """End all ranks, with a note of each, once they have been silent for too long.
+
+        Where a system does not tell core times, all ranks count as busy.
+        """
+        self.watched.unwind()
+        now = time.monotonic()
+        self._silent_s += min(now - self._looked, SEEN)
+        self._looked = now
+        paths = [activity.seen(self.watched.out, process) for process in range(len(self._pids))]
+        activities = [activity.read(path) for path in paths]
+        cores_s = sum(map(_core_s, self._pids))
+        if activities != self._activities or abs(cores_s - self._cores_s) > BUSY:
+            self._activities, self._cores_s, self._silent_s = activities, cores_s, 0.0
+        elif self._silent_s > self.watched.limit_s + HEAD_START and all(map(_is_amid, activities)):
+            said = (
+                f"no rank has done anything for {self._silent_s:.0f} s; were they stopped? One that"
+                " works longer at an operation needs a longer --timeout"
+            )
+            for path, pid, where in zip(paths, self._pids, activities, strict=True):
+                with suppress(OSError):  # a folder that is gone must not keep them alive
+                    activity.leave(path, Failure(LostRank.exit_code, said, where).note)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _is_over(self, failures: Mapping[int, Any]) -> bool:
+        """Whether the run ends with these failures of processes; any other is started anew.
+
+        Ranks whose input is wrong are not.
+        """
+        starved = _killings() > self._killed_before
+        self.error = blame(
+            failures,
+            self.watched.out,
+            self.watched.names,
+            self.watched.limit_s,
+            self.watched.safe(),
+            f"{account(self.watched.predicted)}\n{REMEDY}" if starved else "",
+        )
+        if not (self._remaining_restarts and isinstance(self.error, LostRank)):
+            return True
+        self.watched.unwind()  # a signal to all processes has ended the ranks
+        last = last_stored(self.watched.out, range(len(self.watched.names)))
+        where = f"epoch {last}" if last else "the beginning"
+        say(
+            f"{self.error}\nstarting all ranks anew from {where} (restarts left after this one:"
+            f" {self._remaining_restarts - 1})"
+        )
+        return False
+
+
+def _is_amid(where: str) -> bool:
+    """Whether a rank is amid an epoch. At other times it may rightly wait: for a disk, or for a
+    compiler that it has started."""
+    return " of epoch " in where and not where.startswith("the checkpoint")
+
+
+def _core_s(pid: int) -> float:
+    """Seconds for which a process and its threads have kept cores busy [s]; 0 once it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return 0.0 if Path("/proc/self/stat").exists() else time.monotonic()
+    # after the name, which may hold blanks
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _killings() -> int:
+    """Processes that the kernel has killed for memory since this machine started.
+
+    0 where the kernel does not count them.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _close_soon(
@@ -95,7 +211,7 @@ class _Here(StaticTCPRendezvous):
 
 def run(
     words: Sequence[str],
-    watchdog: Watchdog,
+    watched: Watched,
     places: Sequence[int],
     servers: Sequence[Server],
     folder: Path,
@@ -106,7 +222,7 @@ def run(
 
     places: the server of every process. servers: that this machine plays; none: ranks are on it
     alone. folder: for links to servers. env: added to its environment. No process is left behind.
-    Raises the watchdog's error.
+    Raises the error of the rank that failed first.
     """
     usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
     env = {name: value for name, value in usual.items() if name not in os.environ} | dict(env)
@@ -140,8 +256,9 @@ def run(
     )
     try:
         os.environ[HANDLED] = ""  # the launcher's are not torch's
-        result = _Agent(spec, watchdog).run()
+        agent = _Agent(spec, watched)
+        result = agent.run()
     finally:
         os.environ.pop(HANDLED, None)
     if result.is_failed():
-        raise watchdog.error
+        raise agent.error

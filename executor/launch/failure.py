@@ -1,4 +1,5 @@
-"""How a rank fails, in its own words: why, what it was in, and what its user can do about it.
+"""How a rank fails, in its own words: why, what it was in, and what its user can do about it; and
+of several that failed, whose fault it was: one lost rank stops all others.
 
 Of memory that ran out it says what the plan predicted, beside what is there."""
 
@@ -7,18 +8,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from gnnplan.executor.ranks.activity import Activity, seen
-from gnnplan.executor.ranks.machine import process_room
-from gnnplan.executor.ranks.memory import allocated, free_memory, resident
+from gnnplan.executor.ranks.activity import Activity, read, read_note, seen
+from gnnplan.executor.ranks.checkpoint import last_stored
+from gnnplan.executor.ranks.machine import allocated, free_memory, process_room, resident
 from gnnplan.executor.ranks.opening import die_with_parent, leave
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
@@ -141,6 +143,93 @@ def explain(
         LostRank.exit_code,
         f"{_describe(error)}{f' ({_keep_traceback(error, out, number)})' if out else ''}",
     )
+
+
+def blame(
+    failures: Mapping[int, Any],
+    out: Path,
+    names: Sequence[str],
+    timeout_s: float,
+    safe: str,
+    starved: str = "",
+) -> GnnplanError:
+    """The error of the rank that failed by itself, not of those that stopped because it did.
+
+    failures: exitcode and timestamp by process, as torch's elastic agent has them.
+    names: of every process.
+    safe: what is on disk.
+    starved: added to the message of a killed rank; given if the kernel has killed a process
+        because memory ran out.
+    """
+    notes = {
+        process: Failure(**json.loads(said))
+        for process in range(len(names))
+        if (said := read_note(seen(out, process)))
+    }
+
+    def place(process: int) -> str:
+        """The operation that a rank was in.
+
+        The note of a rank that raised an error is more precise than its activity file, which may
+        show what another lane began afterwards.
+        """
+        noted = notes[process].activity if process in notes else ""
+        return noted or read(seen(out, process)) or "start"
+
+    rank = min(failures, key=lambda rank: _guilt(failures[rank]))
+    code, note = failures[rank].exitcode, notes.get(rank)
+    if note and note.exit_code in OWN_EXIT_CODES:
+        began = f". {names[rank]} was in {place(rank)}. {safe}" if "epoch" in note.activity else ""
+        return error_of(note.message + began, note.exit_code)
+    waited = [r for r, note in notes.items() if note.timed_out]
+    if waited and _only_waited(failures, rank):
+        waited_s = notes[waited[0]].waited_s or timeout_s
+        if silent := [r for r in range(len(names)) if r not in notes]:
+            suspects = " or ".join(f"{names[r]}, in {place(r)}," for r in silent)
+            return LostRank(
+                f"{suspects} stopped answering: {names[waited[0]]} waited {waited_s:g} s in"
+                f" {place(waited[0])}. {safe}"
+            )
+        if len(waited) > 1:
+            waiting = ", ".join(f"{names[r]} in {place(r)}" for r in waited)
+            return LostRank(
+                f"ranks do not reach each other: {waiting} waited {waited_s:g} s. None of them"
+                f" died: is a link between them down? {safe}"
+            )
+    if note:
+        reason = note.message
+    elif code < 0:
+        reason = f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGABRT:
+            reason += ", as torch and Gloo do to a rank whose peers are lost"
+    else:
+        reason = f"exit code {code}"
+    if code == -signal.SIGKILL and starved:
+        reason += f", as the kernel does to processes when memory runs out. {starved}"
+    return LostRank(f"{names[rank]} was lost in {place(rank)}: {reason}. {safe}")
+
+
+def _guilt(failure: Any) -> tuple[bool, bool, float]:
+    """Sorts ranks: first those that failed by themselves, by a signal, and early."""
+    # Gloo aborts a rank that receives what its peer should not have sent
+    with_others = (FAILED_WITH_OTHERS, -signal.SIGTERM, -signal.SIGABRT)
+    return failure.exitcode in with_others, failure.exitcode >= 0, failure.timestamp
+
+
+def _only_waited(failures: Mapping[int, Any], guiltiest: int) -> bool:
+    """Whether even the guiltiest rank only waited, or was ended by the launcher's signal."""
+    failure = failures[guiltiest]
+    ended_last = failure.timestamp > min(other.timestamp for other in failures.values())
+    return _guilt(failure)[0] or (failure.exitcode == -signal.SIGKILL and ended_last)
+
+
+def kept(out: Path, ranks: Iterable[int], command: str = "gnnplan run") -> str:
+    """What is safe on disk, and the command that goes on from it."""
+    metrics = out / "metrics.jsonl"
+    lines = metrics.read_text().count("\n") if metrics.exists() else 0
+    last = last_stored(out, ranks)
+    onwards = f"; go on from epoch {last} with `{command} --resume {out}`" if last else ""
+    return f"{lines} finished epochs are in {metrics}{onwards}"
 
 
 def ran_out(error: BaseException) -> bool:

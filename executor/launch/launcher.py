@@ -7,27 +7,27 @@ rank_process.py define. The ranks themselves run rank_process.py.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from gnnplan.executor.launch.asked import Asked, write_run
+from gnnplan.executor.launch.asked import Asked, Options, write_run
 from gnnplan.executor.launch.emulation import Emulated, Server, lab
-from gnnplan.executor.launch.failure import name_of
-from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.failure import kept, name_of
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
-from gnnplan.executor.launch.scratch import scratch
-from gnnplan.executor.launch.watchdog import Watchdog, kept
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.meeting import started_by_launcher
 from gnnplan.executor.ranks.opening import SCRATCH, leave
-from gnnplan.planner.vocabulary.files import alone_in, forget_unfinished, make_folder
+from gnnplan.planner.vocabulary.files import alone_in, cannot_write, forget_unfinished, make_folder
 
 __all__ = [
     "Asked",
@@ -45,6 +45,7 @@ __all__ = [
     "started_by_launcher",
 ]
 
+PREFIX = "gnnplan-"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -136,9 +137,9 @@ def start(asked: Asked, until: float = inf) -> None:
                 return f"All ranks were stopped; {kept(out, problem.by_gpu)}"
 
             limit_s, predicted = options.timeout_s, asked.predicted
-            watchdog = Watchdog(out, names, limit_s, go_on, safe, predicted)
+            watched = agent.Watched(out, names, limit_s, go_on, safe, predicted)
             words = ["launch", str(out)]
-            agent.run(words, watchdog, places, servers, folder, env, options.restarts)
+            agent.run(words, watched, places, servers, folder, env, options.restarts)
     finally:
         activity.forget(out)
         forget_unfinished(out)
@@ -153,8 +154,8 @@ def compare(out: Path) -> dict[str, Any]:
 
     with unwound_by_signals() as unwind:
         names = [f"rank {rank} of gnnplan check" for rank in range(2)]
-        watchdog = Watchdog(out, names, 60.0, unwind, lambda: "No strategy was judged", {})
-        agent.run(["check", str(out)], watchdog, [0, 0], (), out, {})
+        watched = agent.Watched(out, names, 60.0, unwind, lambda: "No strategy was judged")
+        agent.run(["check", str(out)], watched, [0, 0], (), out, {})
     answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
     return answer
 
@@ -164,3 +165,42 @@ def _servers(asked: Asked) -> AbstractContextManager[Sequence[Server]]:
     if asked.emulate is None:
         return nullcontext(())
     return lab(asked.cluster.servers, asked.emulate.rate)
+
+
+@contextmanager
+def scratch(out: Path) -> Iterator[Path]:
+    """A folder of temporary files for the length of a `with` block. Raises SpecError.
+
+    Python makes temporary files for a sampler's sockets, and torch makes some when a sampler is
+    lost; a killed process leaves them where they are. A sampler also notes its process there, for
+    torch names shared memory by it. A launcher that is killed cannot remove anything; so a link in
+    the run's folder leads there, and whoever resumes the run with the same TMPDIR does it. On a
+    disk without links the folder stays.
+    """
+    link = out / ".scratch"
+    if link.is_symlink():
+        earlier = Path(os.readlink(link))
+        if earlier.name.startswith(PREFIX) and str(earlier.parent) == tempfile.gettempdir():
+            # by now another process may have the number of one that was killed long ago
+            _remove(earlier, lambda sampler: not Path("/proc", sampler).exists())
+        link.unlink()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        raise cannot_write(tempfile.gettempdir(), error) from error
+    with suppress(OSError):
+        link.symlink_to(folder)
+    try:
+        yield folder
+    finally:
+        _remove(folder, lambda sampler: True)
+        link.unlink(missing_ok=True)
+
+
+def _remove(folder: Path, is_over: Callable[[str], bool]) -> None:
+    """Remove a folder, and the shared memory of those of its samplers that are over."""
+    if folder.is_dir():
+        for sampler in filter(is_over, filter(str.isdecimal, os.listdir(folder))):
+            for left in Path("/dev/shm").glob(f"torch_{sampler}_*"):
+                left.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)

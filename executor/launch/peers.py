@@ -28,9 +28,8 @@ from torch.distributed.elastic.utils.store import synchronize
 
 from gnnplan import __version__
 from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of, name_of
+from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of, kept, name_of
 from gnnplan.executor.launch.preflight import SLACK
-from gnnplan.executor.launch.watchdog import kept
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.rank import Rank

@@ -13,6 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -21,14 +22,12 @@ import torch
 from gnnplan import __version__
 from gnnplan.executor.launch import emulation
 from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.scalars import installed
 from gnnplan.executor.ranks.checkpoint import KEPT
-from gnnplan.executor.ranks.machine import cores, device_name, gpus, process_room
+from gnnplan.executor.ranks.machine import cores, device_name, free_memory, gpus, process_room
 from gnnplan.executor.ranks.meeting import hosts_the_store, launcher_env
-from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.planner.decision.plan import BEFORE
 from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, nearest
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_folder, nearest
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 LEAST_MEMORY = 200e6  # [B] that a process with torch fills
@@ -83,12 +82,20 @@ def _asked_for(asked: Asked) -> list[Row]:
         planned = "a checkpoint to go on from" if resume else "new"
         rows.append(_unless_refused("run folder", planned, lambda: _folder(asked)))
     if board:
-        rows.append(_unless_refused("TensorBoard", board, lambda: installed(board)))
+        rows.append(_unless_refused("TensorBoard", board, lambda: _installed(board)))
     return rows
 
 
 def _folder(asked: Asked) -> str:
     return f"of epoch {asked.last}, in {asked.out}" if asked.last else str(asked.out)
+
+
+def _installed(folder: str) -> str:
+    """In a word; raises SpecError where TensorBoard is not, or cannot have its folder."""
+    if find_spec("tensorboard") is None:
+        raise SpecError("TensorBoard is not installed; pip install 'gnnplan[tensorboard]'")
+    must_be_folder(Path(folder))
+    return "installed"
 
 
 def must_start(asked: Asked) -> list[Row]:

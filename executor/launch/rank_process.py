@@ -22,13 +22,13 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch.asked import (
     Asked,
+    Options,
     must_be_new,
     must_go_on,
     taken_over,
     write_run,
 )
 from gnnplan.executor.launch.failure import Failure, end, explain
-from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.peers import (
     Agreement,
     Peers,
@@ -38,18 +38,26 @@ from gnnplan.executor.launch.peers import (
     refusal,
 )
 from gnnplan.executor.launch.preflight import must_meet, must_start
-from gnnplan.executor.launch.scalars import Scalars
 from gnnplan.executor.ranks.activity import Activity, seen
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
 from gnnplan.executor.ranks.meeting import attempt, launcher_env, store_of_all
 from gnnplan.executor.ranks.opening import connect, die_with_parent, leave, place_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.gnn.workload import show_scores
+from gnnplan.planner.gnn.workload import scores_of, show_scores
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 from gnnplan.planner.vocabulary.files import make_folder
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_time
+
+# a field of metrics.jsonl -> TensorBoard's tag; a score's is its metric's and its part's
+TAGS = {
+    "loss": "loss",
+    "epoch_s": "epoch/seconds",
+    "bytes": "epoch/bytes sent",
+    "peak_memory_bytes": "memory/peak bytes",
+}
+WITHIN = 5  # [s] in which TensorBoard sees an epoch
 
 
 def work(out: Path) -> int:
@@ -273,6 +281,33 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
         say(line, end="" if renews and not is_last else "\n")
 
     return report
+
+
+class Scalars:
+    """Writes rows of metrics.jsonl into an event file; rank 0 has one.
+
+    first: epochs that an earlier process has trained. What it wrote of later ones is no longer
+    shown. Raises SpecError if the folder cannot be made.
+    """
+
+    def __init__(self, folder: str, first: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes half a second
+
+        make_folder(Path(folder))
+        self.writer = SummaryWriter(
+            folder, purge_step=first + 1 if first else None, flush_secs=WITHIN
+        )
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add an epoch; one that is not evaluated has no scores of val and test."""
+        parts = {name: name.partition("_") for name in scores_of(row)}
+        scores = {name: f"{metric}/{part}" for name, (part, _, metric) in parts.items()}
+        for field, tag in (TAGS | scores).items():
+            if row.get(field) is not None:
+                self.writer.add_scalar(tag, row[field], row["epoch"])
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 def main() -> None:

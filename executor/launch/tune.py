@@ -14,11 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gnnplan.executor.launch.asked import Asked
+from gnnplan.executor.launch.asked import MOST as MOST_EPOCHS
+from gnnplan.executor.launch.asked import Asked, Options
 from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.launcher import TimeIsUp, begin
-from gnnplan.executor.launch.options import MOST as MOST_EPOCHS
-from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.preflight import must_start
 from gnnplan.executor.ranks.machine import gpus
 from gnnplan.planner.cluster.spec import Cluster

@@ -23,13 +23,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.executor.launch.failure import be_rank, name_of
 from gnnplan.executor.launch.preflight import must_meet
-from gnnplan.executor.launch.watchdog import Watchdog
 from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
 from gnnplan.executor.ranks.activity import Activity, read, seen
 from gnnplan.executor.ranks.comm import gather_all
+from gnnplan.executor.ranks.machine import free_memory
 from gnnplan.executor.ranks.meeting import launcher_env, store_of_all
-from gnnplan.executor.ranks.memory import free_memory
 from gnnplan.executor.ranks.opening import connect, place_rank
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
@@ -88,8 +87,8 @@ def measure(
                 notify(what)
 
         names = [name_of(rank, server) for rank, server in enumerate(places)]
-        watchdog = Watchdog(folder, names, STUCK, listen, lambda: "Nothing is measured", {})
-        agent.run(words, watchdog, places, played, folder, env)
+        watched = agent.Watched(folder, names, STUCK, listen, lambda: "Nothing is measured")
+        agent.run(words, watched, places, played, folder, env)
         found: dict[str, Any] = json.loads((folder / FOUND).read_text())
     # asked here, a GPU would give this process a context
     memory = found["free_on_gpu"] or memory

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.ranks.optimizer import Optimizer
+from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.vocabulary.errors import SpecError
 
 WORKER, OPTIMIZER, BEST = "worker", "optimizer", "best"  # begin the names of a checkpoint's tensors

@@ -156,7 +156,7 @@ def asked_of(
     """A plan that is to be run, and how; `preflight` and `train` take it.
 
     problem: the plan's, where its graph has been read. out: None: a new folder in runs/. given:
-    options (executor/launch/options.py) and `emulate`; None where one was not given. resume: go on
+    options (executor/launch/asked.py) and `emulate`; None where one was not given. resume: go on
     in `out`. Raises SpecError."""
     from gnnplan.executor.launch import launcher as launch
 

@@ -64,8 +64,7 @@ def emit_plan(
 
 def launch_file(plan: Path, document: dict[str, object], target: str, image: str | None) -> str:
     """The text of a launch file. Raises SpecError."""
-    from gnnplan.executor.emit.kubernetes import kubernetes
-    from gnnplan.executor.emit.launch import Launch, slurm, torchrun
+    from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
 
     launch = Launch.of(plan, document)
     if target == "kubernetes":

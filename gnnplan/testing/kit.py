@@ -28,7 +28,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from gnnplan.executor.ranks.memory import allocated
+from gnnplan.executor.ranks.machine import allocated
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Example, Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import SpecError

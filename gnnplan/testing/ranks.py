@@ -351,11 +351,11 @@ def be_rank(channel: Connection[Any, Any]) -> None:
     import torch
 
     from gnnplan.executor import train
-    from gnnplan.executor.ranks import memory
+    from gnnplan.executor.ranks import machine
     from gnnplan.executor.ranks.opening import open_rank
 
     closely = "LOOK_CLOSELY" in os.environ
-    memory.INTERVAL = 1e-4 if closely else 0.05
+    machine.INTERVAL = 1e-4 if closely else 0.05
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)

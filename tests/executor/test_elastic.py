@@ -15,7 +15,7 @@ import torch
 from calls import call, planned
 
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
-from gnnplan.executor.ranks.optimizer import Optimizer
+from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, Joined, named
 from gnnplan.planner.gnn.workload import Workload

@@ -3,8 +3,7 @@ errors are those of brute force is in test_recursions.py."""
 
 import pytest
 
-from gnnplan.executor.launch.asked import must_be_measurable
-from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.asked import Options, must_be_measurable
 from gnnplan.planner.evidence.recorded import gradient_error
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError

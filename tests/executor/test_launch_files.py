@@ -20,8 +20,7 @@ from calls import call, planned
 
 from gnnplan.api.running import Run
 from gnnplan.cli.emit import FILES
-from gnnplan.executor.emit.kubernetes import kubernetes
-from gnnplan.executor.emit.launch import Launch, slurm, torchrun
+from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.simulator.replay import replay

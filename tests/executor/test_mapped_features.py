@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gnnplan.executor.layers.blocks import features, take_rows
-from gnnplan.executor.ranks.memory import resident
+from gnnplan.executor.ranks.machine import resident
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load

@@ -23,7 +23,7 @@ from pairwise import covered
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.ranks.memory import INTERVAL, MemoryWatch, allocated
+from gnnplan.executor.ranks.machine import INTERVAL, MemoryWatch, allocated
 from gnnplan.executor.ranks.opening import wait_in_turn
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker

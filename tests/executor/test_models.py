@@ -19,8 +19,7 @@ from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import keep
 from gnnplan.executor.layers.models import BatchNorm, Net
-from gnnplan.executor.ranks.learner import Gradients
-from gnnplan.executor.ranks.optimizer import Optimizer
+from gnnplan.executor.ranks.learner import Gradients, Optimizer
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Jump, Workload
 from gnnplan.planner.graph.graph import Graph

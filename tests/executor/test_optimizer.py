@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
-from gnnplan.executor.ranks.optimizer import Optimizer
+from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.testing.ranks import ForkServer
 
@@ -76,7 +76,7 @@ def test_learning_rates_are_those_of_torch(schedule: str, warmup: int) -> None:
 def test_a_step_does_not_import_the_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch; from gnnplan.executor.ranks.optimizer import Optimizer; "
+        "import sys, torch; from gnnplan.executor.ranks.learner import Optimizer; "
         "from gnnplan.planner.gnn.workload import Workload; "
         "p = torch.zeros(2, requires_grad=True); p.grad = torch.ones(2); "
         "[Optimizer([p], Workload(optimizer=kind)).step() for kind in ('adam', 'adamw', 'sgd')];"

@@ -21,8 +21,7 @@ from calls import planned
 from torch.distributed import HashStore, PrefixStore
 
 from gnnplan.executor.launch import peers
-from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.asked import Asked, Options
 from gnnplan.executor.launch.peers import Agreement, Found, Ready
 from gnnplan.executor.ranks.checkpoint import Checkpoints
 from gnnplan.executor.ranks.rank import Rank

@@ -16,7 +16,7 @@ from gnnplan.executor.modules import limits
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.read import UserModule, read, with_module
-from gnnplan.executor.ranks.memory import allocated
+from gnnplan.executor.ranks.machine import allocated
 from gnnplan.planner.gnn.footprint import block as edges_held
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import describe

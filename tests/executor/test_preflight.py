@@ -17,8 +17,7 @@ import torch
 
 from gnnplan import __version__
 from gnnplan.executor.launch import preflight
-from gnnplan.executor.launch.asked import Asked
-from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch.asked import Asked, Options
 from gnnplan.executor.launch.preflight import Row, look, must_meet, must_start
 from gnnplan.executor.ranks.machine import ProcessRoom
 from gnnplan.planner.decision import plan as documents

@@ -21,8 +21,7 @@ import torch
 from gnnplan.executor import train as module
 from gnnplan.executor.minibatch.arriving import Arriving
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler
-from gnnplan.executor.ranks.groups import Groups
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Groups, Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.vocabulary.errors import LostRank

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from calls import planned
 
-from gnnplan.executor.launch import scalars
-from gnnplan.executor.launch.options import Options
+from gnnplan.executor.launch import preflight, rank_process
+from gnnplan.executor.launch.asked import Options
 from gnnplan.executor.launch.rank_process import follow
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -70,12 +70,12 @@ def test_tensorboard_reads_what_a_run_recorded(
 
 def test_epochs_after_the_checkpoint_are_written_anew(reader: ModuleType, tmp_path: Path):
     """A rank is lost in epoch 4; all go on from epoch 2."""
-    row = dict.fromkeys(scalars.TAGS, 1.0)
-    first = scalars.Scalars(str(tmp_path), 0)
+    row = dict.fromkeys(rank_process.TAGS, 1.0)
+    first = rank_process.Scalars(str(tmp_path), 0)
     for epoch in (1, 2, 3):
         first.add({**row, "epoch": epoch})
     first.close()
-    second = scalars.Scalars(str(tmp_path), 2)
+    second = rank_process.Scalars(str(tmp_path), 2)
     second.add({**row, "epoch": 3, "loss": 2.0})
     second.close()
     events = reader.EventAccumulator(str(tmp_path)).Reload()
@@ -83,6 +83,6 @@ def test_epochs_after_the_checkpoint_are_written_anew(reader: ModuleType, tmp_pa
 
 
 def test_an_absent_tensorboard_is_named_with_pips_command(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scalars, "find_spec", lambda _: None)
+    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     with pytest.raises(SpecError, match=r"pip install 'gnnplan\[tensorboard\]'"):
-        scalars.installed("board")
+        preflight._installed("board")

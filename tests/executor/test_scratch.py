@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gnnplan.executor.launch.scratch import scratch
+from gnnplan.executor.launch.launcher import scratch
 
 KILLED = """
 import os, signal, tempfile

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gnnplan.executor.launch.asked import Options
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS
-from gnnplan.executor.launch.options import Options
 from gnnplan.executor.launch.rank_process import _Process
 from gnnplan.executor.ranks.activity import Activity, read
 from gnnplan.executor.ranks.device_clock import HostMark

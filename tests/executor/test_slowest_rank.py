@@ -41,19 +41,19 @@ def test_an_epochs_seconds_are_those_of_the_slowest_rank(
 def main(graph: str, out: str) -> None:
     import torch
 
-    from gnnplan.executor.ranks import optimizer
+    from gnnplan.executor.ranks import learner
     from gnnplan.executor.ranks.opening import open_rank
 
     torch.set_num_threads(1)
     rank = open_rank(timeout_s=60)
     if rank.rank == 1:
-        descend = optimizer.Optimizer.step
+        descend = learner.Optimizer.step
 
-        def step(self: optimizer.Optimizer) -> None:
+        def step(self: learner.Optimizer) -> None:
             time.sleep(DELAY)
             descend(self)
 
-        optimizer.Optimizer.step = step  # type: ignore[method-assign]
+        learner.Optimizer.step = step  # type: ignore[method-assign]
     _train(rank, Case("pipegcn", graph, {"layers": 2}, epochs=3), Path(out))
     rank.close()
 
