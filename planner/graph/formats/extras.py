@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from gnnplan.planner.graph.formats import text
-from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.sparse import load_matrix
+from gnnplan.planner.graph.formats.sparse import load_matrix, roles
 from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.labels import read_labels
-from gnnplan.planner.graph.masks import mask_of, named
+from gnnplan.planner.graph.labels import mask_of, named, read_labels
 from gnnplan.planner.graph.npy import in_npz
 from gnnplan.planner.graph.parts import (
     Matrix,
