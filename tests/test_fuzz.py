@@ -486,7 +486,14 @@ def test_graphs_with_wrong_arrays(tmp_path, little_memory, files):
         zipped(Path(folder, "g.npz"), files)
         in_a_folder(Path(folder, "g"), files)
         for name in ("g.npz", "g"):
-            obeys(name, lambda name=name: load(f"{folder}/{name}"))
+            obeys(name, lambda name=name: must_be_a_graph(load(f"{folder}/{name}")))
+
+
+def must_be_a_graph(graph):
+    vertices = len(graph.indptr) - 1
+    assert graph.x.shape == (vertices, graph.stats.features) and len(graph.y) == vertices
+    assert ((graph.indices >= 0) & (graph.indices < vertices)).all()
+    assert not graph.stats.classes or (graph.train.any() and not (graph.train & graph.test).any())
 
 
 @settings(shared, max_examples=examples(150))

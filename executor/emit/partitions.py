@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gnnplan.planner.graph.formats.mapped import complete
+from gnnplan.planner.graph.arrays import complete
 from gnnplan.planner.graph.graph import Graph, must_fit
 from gnnplan.planner.graph.parts import library
 from gnnplan.planner.ownership.layout import Layout

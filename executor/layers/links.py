@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import sent
-from gnnplan.planner.graph.links import Pairs
+from gnnplan.planner.graph.sampling import Pairs
 
 AT_ONCE = 1 << 20  # numbers of rows that are picked together where no gradient is needed
 

@@ -49,10 +49,17 @@ from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.meeting import join, launcher_env
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.graph.batches import items_of, pairs_in
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.links import Pairs, fetched
-from gnnplan.planner.graph.sampling import Ids, draw, key_of, taken
+from gnnplan.planner.graph.sampling import (
+    Ids,
+    Pairs,
+    draw,
+    fetched,
+    items_of,
+    key_of,
+    pairs_in,
+    taken,
+)
 from gnnplan.planner.ownership.minibatch import Batches, shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned

@@ -17,7 +17,7 @@ from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.targets import Targets, weight_of
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.links import Pairs
+from gnnplan.planner.graph.sampling import Pairs
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 

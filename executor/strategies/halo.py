@@ -31,8 +31,7 @@ from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.few_bits import ADAPTIVE
-from gnnplan.planner.graph.sampling import Ids
-from gnnplan.planner.graph.streams import ROUNDING
+from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
 from gnnplan.planner.vocabulary.schedule import Label

@@ -30,7 +30,7 @@ from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base, layerwise
 from gnnplan.executor.strategies.whole import Whole
-from gnnplan.planner.graph.batches import count_items
+from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure

@@ -12,7 +12,7 @@ from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import graph_parallel
 from gnnplan.executor.strategies.base import Scored as Scored
-from gnnplan.planner.graph.links import Pairs, fetched, held_out_pairs
+from gnnplan.planner.graph.sampling import Pairs, fetched, held_out_pairs
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions

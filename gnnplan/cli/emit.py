@@ -76,7 +76,7 @@ def write_partition(document: dict[str, object], target: str, folder: Path | Non
     """Write the graph's parts, and return what to note of them. Raises SpecError."""
     from gnnplan.executor.emit import partitions
     from gnnplan.planner.decision.plan import chosen, question
-    from gnnplan.planner.graph.formats.mapped import must_be_new
+    from gnnplan.planner.graph.arrays import must_be_new
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.progress import progress
 

@@ -44,7 +44,7 @@ def partition(
             to predict.
     """
     from gnnplan.api.view import Blocks
-    from gnnplan.planner.graph.formats.mapped import must_be_new
+    from gnnplan.planner.graph.arrays import must_be_new
     from gnnplan.planner.graph.graph import Graph
     from gnnplan.planner.graph.load import load, source_of
     from gnnplan.planner.graph.partition import chosen

@@ -28,7 +28,7 @@ def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> N
         viewer: perfetto: one file with all ranks, for https://ui.perfetto.dev; hta: a folder for
             Holistic Trace Analysis.
     """
-    from gnnplan.planner.graph.formats.mapped import must_be_new
+    from gnnplan.planner.graph.arrays import must_be_new
     from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import must_be_writable, suggest
     from gnnplan.planner.vocabulary.hta import write_for_hta

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gnnplan.planner.graph.features import dense_features, stand_in
 from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked_fields
 from gnnplan.planner.graph.graph import (
     MOST_VERTICES,
@@ -22,10 +21,15 @@ from gnnplan.planner.graph.graph import (
     merging_note,
     must_fit,
 )
-from gnnplan.planner.graph.ids import must_be_ids
-from gnnplan.planner.graph.labels import read_labels
-from gnnplan.planner.graph.masks import MASKS, as_mask, split_of
-from gnnplan.planner.graph.npy import typed
+from gnnplan.planner.graph.labels import (
+    MASKS,
+    as_mask,
+    dense_features,
+    read_labels,
+    split_of,
+    stand_in,
+)
+from gnnplan.planner.graph.npy import must_be_ids, typed
 from gnnplan.planner.graph.parts import Parts, counts_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_count

@@ -5,7 +5,6 @@ aggregates from src. load.py makes graphs; this file has what all its sources sh
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,8 +17,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from gnnplan.planner.graph.kept import remembered
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -65,7 +64,7 @@ class GraphStats:
     batch_spread: tuple[float, float] | None = None
     train_popular: bool = False  # vertices with many neighbours are trained on more often
     packed: bool = False  # its features are what a user's module is given (with_inputs)
-    held_out: int = 0  # link prediction: directed edges that are not among `edges` (links.py)
+    held_out: int = 0  # link prediction: directed edges that are not among `edges` (sampling.py)
     numbers: bool = False  # y holds numbers, of which `classes` are predicted for each vertex
 
     @property
@@ -392,19 +391,16 @@ def _digest_of_mapped(
         f"{x.filename} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns}"
         f" {_hash(stats.directed, (*structure, *others), fields)}"
     )
-    path = cache_dir() / "features" / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.txt"
-    with contextlib.suppress(OSError, ValueError):  # absent or damaged: read the features again
-        digest, nonzeros = path.read_text().split()
-        if len(digest) == 32:
-            return digest, int(nonzeros)
-    first = count = 0
-    for piece in some_rows(x):
-        with np.errstate(over="ignore", invalid="ignore"):
-            must_be_finite(stats.source, "x", piece.astype(np.float32, copy=False), first)
-        first, count = first + len(piece), count + int(np.count_nonzero(piece))
-    digest = _hash(stats.directed, (*structure, x, *others), fields)
-    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
-        write_atomically(path, f"{digest} {count}\n", parents=True)
+
+    def read() -> tuple[str, int]:
+        first = count = 0
+        for piece in some_rows(x):
+            with np.errstate(over="ignore", invalid="ignore"):
+                must_be_finite(stats.source, "x", piece.astype(np.float32, copy=False), first)
+            first, count = first + len(piece), count + int(np.count_nonzero(piece))
+        return _hash(stats.directed, (*structure, x, *others), fields), count
+
+    (digest, count), _ = remembered("features", key, read)
     return digest, count
 
 

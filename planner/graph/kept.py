@@ -1,19 +1,21 @@
-"""Numbers of vertices that take long to find, such as parts, kept on disk for every verb to reuse.
+"""What takes long to find is kept on disk, for every verb to reuse.
 
-They are kept in `partitions` in the cache, or in the folder that $GNNPLAN_PARTITIONS names: beside
-the graph, say, where all servers see it. With GNNPLAN_PARTITIONS=none they are found again."""
+Numbers of vertices, such as parts, are kept in `partitions` in the cache, or in the folder that
+$GNNPLAN_PARTITIONS names: beside the graph, say, where all servers see it. With
+GNNPLAN_PARTITIONS=none they are found again."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import time
 import zipfile
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 
+T = TypeVar("T")
 VERSION = 4  # raise it when the same key should give another answer
 MOST_BYTES = 8 << 30  # of the folder; what was not read for longest goes first
 
@@ -54,6 +57,22 @@ def folder() -> Path | None:
     if named == "none":
         return None
     return Path(named) if named else cache_dir() / "partitions"
+
+
+def remembered(kind: str, key: str, compute: Callable[[], T]) -> tuple[T, bool]:
+    """What `compute` finds, which JSON can hold, or what is on disk; and whether it was there.
+
+    kind: a folder of the cache."""
+    path = cache_dir() / kind / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+    with contextlib.suppress(OSError, ValueError):  # absent or damaged: compute it again
+        kept = json.loads(path.read_text())
+        if isinstance(kept, dict) and kept.get("key") == key:
+            return kept["found"], True
+    found = compute()
+    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
+        text = json.dumps({"key": key, "found": found})
+        write_atomically(path, text, parents=True, at_once=True)
+    return found, False
 
 
 def cached(

@@ -1,17 +1,38 @@
-"""Labels of vertices: class ids, multi-label targets, or numbers to predict."""
+"""What vertices have: labels to learn, masks that split them, and features.
+
+Labels are class ids, multi-label targets, or numbers to predict. Masks [N] of training, validation
+and test vertices are read, told from lists of ids, or drawn. Features are dense, sparse, or made
+up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_CLASSES, MOST_VERTICES, Array, must_fit
-from gnnplan.planner.graph.masks import column
-from gnnplan.planner.graph.npy import typed
+from gnnplan.planner.graph.graph import (
+    LARGEST_WHOLE,
+    MOST_CLASSES,
+    MOST_FEATURES,
+    MOST_VERTICES,
+    Array,
+    must_fit,
+    narrowed,
+)
+from gnnplan.planner.graph.npy import must_be_ids, typed
 from gnnplan.planner.vocabulary.errors import SpecError
 
+T = TypeVar("T")
+MASKS = ("train_mask", "val_mask", "test_mask")
+# words for them in files' names and lists, the likeliest first
+WORDS = {
+    "train_mask": ("train", "train_mask", "train_idx", "tr"),
+    "val_mask": ("val", "valid", "val_mask", "val_idx", "valid_idx", "va"),
+    "test_mask": ("test", "test_mask", "test_idx", "te"),
+}
 # what libraries write for no label, besides numbers below 0: the highest of a type
 NO_LABEL = [2**bits - 1 for bits in (8, 16, 31, 32, 63, 64)]
 
@@ -154,3 +175,213 @@ def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> 
     for ids, y in found:
         labels[ids] = y
     return labels
+
+
+def named(held: Mapping[str, T]) -> dict[str, T]:
+    """What is held under a word for a mask, by the names of the masks."""
+    words = {mask: next((w for w in words if w in held), "") for mask, words in WORDS.items()}
+    return {mask: held[word] for mask, word in words.items() if word}
+
+
+def mask_of_ids(path: str, name: str, ids: Array, vertices: int) -> Array:
+    """The mask [N] of a list of vertex ids. Raises SpecError for ids beyond them, or twice."""
+    ids = column(ids if ids.size else ids.astype(np.int64))
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise SpecError(
+            f"{path}: {name}: must be a list of vertex ids, is {ids.dtype} of shape"
+            f" {list(ids.shape)}; write whole numbers"
+        )
+    must_be_ids(path, name, ids, vertices)
+    must_fit(path, f"masks of {vertices:,} vertices", 3.0 * vertices)
+    mask = np.zeros(vertices, bool)
+    mask[ids] = True
+    if (different := int(mask.sum())) < ids.size:
+        raise SpecError(
+            f"{path}: {name}: must name every vertex once, has {ids.size:,} ids of"
+            f" {different:,} vertices; write each once, or booleans for all"
+            f" {vertices:,} vertices if it is a mask"
+        )
+    return mask
+
+
+def mask_of(path: str, name: str, array: Array, vertices: int) -> Array:
+    """The mask [N] of a mask, of booleans or of zeros and ones, or of a list of vertex ids.
+
+    Raises SpecError for what is neither, or may be both."""
+    array = column(array)
+    flags = array.dtype.kind == "b"
+    if flags and array.shape != (vertices,):
+        raise SpecError(
+            f"{path}: {name}: must have a value for each of {vertices:,} vertices, has shape"
+            f" {list(array.shape)}; write all, or a list of ids"
+        )
+    bits = array.dtype.kind in "iuf" and array.shape == (vertices,) != (0,)
+    bits = bits and bool(np.isin(array, (0, 1)).all())
+    if bits and np.unique(array).size == vertices:
+        raise SpecError(
+            f"{path}: {name}: {array.tolist()} may be ids of vertices or a mask of {vertices};"
+            f" save {name}.astype(bool) if it is a mask"
+        )
+    return array.astype(bool) if flags or bits else mask_of_ids(path, name, array, vertices)
+
+
+def column(array: Array) -> Array:
+    """An array of a single column as that column [N]; another as it is."""
+    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+
+
+def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
+    """A mask [N] of booleans, or of zeros and ones; of several splits [N, S] the first, and it is
+    said. Raises SpecError."""
+    if mask.ndim == 2 and mask.shape[1] >= 1:
+        if mask.shape[1] > 1:
+            notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")
+        mask = mask[:, 0]
+    if mask.dtype.kind == "b":
+        return mask
+    if (bad := ~np.isin(mask, (0, 1))).any():
+        first = int(np.flatnonzero(bad)[0])
+        raise SpecError(
+            f"{path}: {name}[{first}]: must hold booleans, or zeros and ones, found"
+            f" {mask.flat[first]}; save True or False for each vertex"
+        )
+    return mask.astype(bool)
+
+
+def split_of(
+    path: str,
+    given: Mapping[str, Array],
+    labelled: Array,
+    classes: int,
+    rng: np.random.Generator,
+    notes: list[str],
+    seed: int,
+) -> list[Array]:
+    """Training, validation and test masks [N]. given: those that were read.
+
+    Without masks labelled vertices are split at random, with a note; without labels all are.
+    Without train_mask those are trained on that the other masks leave, with a note."""
+    vertices = len(labelled)
+    if classes == 0:
+        notes.append("no labels: can be planned, not trained")
+    if given:
+        masks = [given.get(name, np.zeros(vertices, bool)) for name in MASKS]
+    else:
+        notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
+        masks = list(random_split(labelled, rng))
+    if given and "train_mask" not in given:
+        masks[0] = labelled & ~masks[1] & ~masks[2]
+        notes.append(
+            f"the file has no train_mask: {int(masks[0].sum()):,} vertices are trained on, all with"
+            f" a label outside of {' and '.join(given)}"
+        )
+    train, val, test = masks
+    if not train.any():
+        raise SpecError(
+            f"{path}: train_mask: marks no vertex; at least 1 of {vertices:,} must be trained on"
+        )
+    if classes and (bad := train & ~labelled).any():
+        first = int(np.flatnonzero(bad)[0])
+        raise SpecError(
+            f"{path}: y[{first}]: a training vertex needs a label, found none ({int(bad.sum()):,}"
+            " such vertices); take them out of train_mask"
+        )
+    if (shared := train & test).any():
+        raise SpecError(
+            f"{path}: train_mask, test_mask: must not overlap, share {int(shared.sum()):,} vertices"
+            f" (first: {int(np.flatnonzero(shared)[0])}); take these out of one"
+        )
+    if (train & val).any() or (val & test).any():
+        notes.append("val_mask overlaps train_mask or test_mask")
+    for name, i in (("val_mask", 1), ("test_mask", 2)):
+        if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
+            masks[i] = masks[i] & labelled
+            notes.append(f"took {unlabelled:,} vertices without label out of {name}")
+    return masks
+
+
+def random_split(
+    labelled: Array, rng: np.random.Generator, train: float = 0.6
+) -> tuple[Array, Array, Array]:
+    """Training, validation and test masks [N] that split the labelled vertices.
+
+    `train` is the share of the first; the other two are equal: 60/20/20."""
+    order = rng.permutation(np.flatnonzero(labelled))
+    cuts = [round(train * len(order)), round((1 + train) / 2 * len(order))]
+    masks = []
+    for ids in np.split(order, cuts):
+        mask = np.zeros(len(labelled), bool)
+        mask[ids] = True
+        masks.append(mask)
+    return masks[0], masks[1], masks[2]
+
+
+def dense_features(path: str, x: Array) -> Array:
+    """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities."""
+    x = typed(path, "x", x, "fiub", (2,))
+    if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
+        x = np.ascontiguousarray(narrowed(path, "x", x))
+    if not 1 <= x.shape[1] <= MOST_FEATURES:
+        raise SpecError(
+            f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"
+            " [vertices, features], or leave it out"
+        )
+    return x
+
+
+def sparse_features(
+    path: str, indptr: Array, indices: Array, shape: Array, data: Array | None
+) -> sp.csr_matrix:
+    """Features as CSR, of ones where there are no data.
+
+    Raises SpecError for NaN, infinities and a broken CSR."""
+    indptr, indices, shape = (
+        typed(path, name, array, "iu", (1,))
+        for name, array in (("x_indptr", indptr), ("x_indices", indices), ("x_shape", shape))
+    )
+    vertices = indptr.size - 1
+    if len(shape) != 2 or int(shape[0]) != vertices or not 1 <= int(shape[1]) <= MOST_FEATURES:
+        raise SpecError(
+            f"{path}: x_shape: must be [{vertices}, features] with 1 to {MOST_FEATURES:,} features,"
+            f" is {shape[:4].tolist()}; save the matrix's shape"
+        )
+    if (
+        int(indptr[0]) != 0
+        or int(indptr[-1]) != len(indices)
+        or bool((indptr[1:] < indptr[:-1]).any())
+    ):
+        raise SpecError(
+            f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
+            f" {indptr[0]} to {indptr[-1]}; save the indptr of a scipy.sparse.csr_matrix"
+        )
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < int(shape[1]):
+        raise SpecError(
+            f"{path}: x_indices: columns must lie in [0, {int(shape[1]) - 1}], found"
+            f" {indices.min()} to {indices.max()}; save its indices, or widen x_shape"
+        )
+    if data is None:
+        data = np.ones(len(indices), np.float32)
+    data = narrowed(path, "x_data", typed(path, "x_data", data, "fiub", (1,)))
+    if len(data) != len(indices):
+        raise SpecError(
+            f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is"
+            f" {len(data):,}; save a number for each index"
+        )
+    x = sp.csr_matrix(
+        (data, indices.astype(np.int32), indptr.astype(np.int64)), shape=(vertices, int(shape[1]))
+    )
+    x.sum_duplicates()  # sorts too
+    return x
+
+
+def stand_in(
+    indptr: NDArray[np.int64], width: int, rng: np.random.Generator
+) -> NDArray[np.float32]:
+    """Made-up features [N, width], without regard to labels.
+
+    They are normal noise, except for the last column, the standardised log degree."""
+    x = rng.standard_normal((len(indptr) - 1, width), dtype=np.float32)
+    degree = np.log1p(np.diff(indptr))
+    spread = degree.std()
+    x[:, -1] = (degree - degree.mean()) / spread if spread > 0 else 0
+    return x

@@ -19,7 +19,6 @@ are compared with their digests when this machine reads them first."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
@@ -39,9 +38,10 @@ from pydantic.dataclasses import dataclass
 
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, Cut, Graph, GraphStats, must_fit
+from gnnplan.planner.graph.kept import remembered
 from gnnplan.planner.graph.npy import load_npy
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir, must_be_file, read_bytes, write_atomically
+from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
 from gnnplan.planner.vocabulary.numbers import ranges
 
 DESCRIPTION = "parts.json"  # tells a folder of parts
@@ -310,25 +310,19 @@ def _must_be_whole(path: Path, stored: Stored) -> None:
 
     A machine reads them once for that. It notes in its cache the name, size and time of change of
     each file that was right."""
+
+    def compare() -> bool:
+        if digest_of(path) != stored.digest:
+            raise SpecError(
+                f"{path}: is damaged (its digest is not the one that was written); copy it again,"
+                f" or {AGAIN}"
+            )
+        return True
+
     must_be_file(path, f"copy it there, or {AGAIN}")
     file = path.stat()
     words = path.resolve(), file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, stored.digest
-    name = blake2b(" ".join(map(str, words)).encode(), digest_size=16).hexdigest()
-    note = cache_dir() / "parts" / name
-    if name in _right or note.exists():
-        _right.add(name)
-        return
-    if digest_of(path) != stored.digest:
-        raise SpecError(
-            f"{path}: is damaged (its digest is not the one that was written); copy it again, or"
-            f" {AGAIN}"
-        )
-    _right.add(name)
-    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
-        write_atomically(note, "", parents=True, at_once=True)
-
-
-_right: set[str] = set()  # names of files that were right, in this process
+    remembered("parts", " ".join(map(str, words)), compare)
 
 
 class Lazy(NDArrayOperatorsMixin):

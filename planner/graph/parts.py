@@ -1,6 +1,6 @@
 """What every format is read into: `Parts`, and what their readers share.
 
-A reader gives what its file holds, as it is. `collect` and `mapped.py` check it, piece by piece."""
+A reader gives what its file holds, as it is. `collect` and arrays.py check it, piece by piece."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.features import sparse_features
 from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX, must_be_by_edge
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
-from gnnplan.planner.graph.ids import must_be_ids
-from gnnplan.planner.graph.labels import class_ids
-from gnnplan.planner.graph.masks import MASKS, as_mask
-from gnnplan.planner.graph.npy import load_npy
+from gnnplan.planner.graph.labels import MASKS, as_mask, class_ids, sparse_features
+from gnnplan.planner.graph.npy import load_npy, must_be_ids
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -62,11 +59,6 @@ class Parts:
     numbers: bool = False  # y are numbers to predict, whatever they look like
     owner: Array | None = None  # the part of each vertex, if the source is cut already [N]
     x_path: str = ""  # the name that messages give x, if it is of another file
-
-    def meta(self) -> dict[str, int]:
-        """What the array `meta` says of the graph."""
-        known = {"vertices": self.vertices, "classes": self.classes}
-        return {name: int(value) for name, value in known.items() if value is not None}
 
 
 def library(name: str) -> ModuleType:
@@ -153,11 +145,6 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     return value
 
 
-def first_of(names: Iterable[str], found: Mapping[str, Any]) -> str | None:
-    """The first of the names that is there and not None."""
-    return next((name for name in names if found.get(name) is not None), None)
-
-
 def ignored(names: Iterable[Any]) -> list[str]:
     """A note on what a file holds and nobody reads."""
     shown = ", ".join(sorted(str(name) for name in names)[:8])
@@ -166,18 +153,14 @@ def ignored(names: Iterable[Any]) -> list[str]:
 
 def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
     """Take features, labels and masks of a library's graph by their usual names: what is left."""
-    taken = set()
-    if name := first_of(FEATURES, data):
-        taken.add(name)
-        parts.x = tensor_array(parts.path, name, data[name])
-    if name := first_of(LABELS, data):
-        taken.add(name)
-        parts.y = tensor_array(parts.path, name, data[name])
-    for name in (name for name in MASKS if data.get(name) is not None):
-        taken.add(name)
-        mask = tensor_array(parts.path, name, data[name])
+    left = {name: value for name, value in data.items() if value is not None}
+    for of, names in (("x", FEATURES), ("y", LABELS)):
+        if name := next((name for name in names if name in left), None):
+            setattr(parts, of, tensor_array(parts.path, name, left.pop(name)))
+    for name in filter(left.__contains__, MASKS):
+        mask = tensor_array(parts.path, name, left.pop(name))
         parts.masks[name] = as_mask(parts.path, name, mask, parts.notes)
-    return {name: data[name] for name in data if name not in taken and data[name] is not None}
+    return left
 
 
 def counts_of(parts: Parts) -> dict[str, int]:
@@ -302,13 +285,14 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
     arrays |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
     if parts.y is not None:
         # NaN stays, for -1 may be a number to predict
-        known = parts.y.dtype.kind != "f" or not np.isnan(parts.y).any()
-        arrays["y"] = class_ids(parts.path, "y", parts.y) if known else parts.y
+        lacking = parts.y.dtype.kind == "f" and np.isnan(parts.y).any()
+        arrays["y"] = parts.y if lacking else class_ids(parts.path, "y", parts.y)
     if sp.issparse(parts.x):
         x = cast(sp.csr_matrix, parts.x).tocsr()
         arrays |= {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}
         arrays["x_shape"] = np.array(x.shape)
-    if meta := parts.meta():
+    known = {"vertices": parts.vertices, "classes": parts.classes}
+    if meta := {name: int(value) for name, value in known.items() if value is not None}:
         arrays["meta"] = np.array(json.dumps(meta))
     return arrays
 

@@ -1,6 +1,11 @@
-"""Neighbour sampling as a function of (seed, epoch, batch, layer, vertex).
+"""What mini-batches draw: their items, the neighbours around these, and edges to tell apart.
 
-The same neighbours are drawn for a vertex on every rank, whatever else is drawn there.
+    task=node    items: training vertices    seeds: the same vertices
+    task=link    items: edges                seeds: all ends of the edges' pairs
+
+An epoch goes over all items, `batch` at a time. Ranks share a batch's items, and sample around the
+seeds of their share. All draws are functions of (seed, epoch, batch, layer, vertex or edge). So the
+same neighbours are drawn for a vertex on every rank, whatever else is drawn there.
 
     fanouts 2,1, from the seeds outwards
 
@@ -9,25 +14,55 @@ The same neighbours are drawn for a vertex on every rank, whatever else is drawn
 Sampling is uniform and without replacement. Of d > k neighbours, k are drawn by Floyd's algorithm
 (Bentley & Floyd 1987, "A sample of brilliance"): for j = d-k .. d-1 draw t from 0 .. j, and take j
 if t is taken already. A draw is a word of a counter hash (splitmix64) of (vertex, j), scaled to
-0 .. j by its upper 32 bits. It is off uniform by less than j / 2^32."""
+0 .. j by its upper 32 bits. It is off uniform by less than j / 2^32.
+
+Link prediction: which edges a model learns from, and which pairs of vertices it tells apart.
+
+    edges      | held out for validation | for test | all others |
+               in no neighbourhood and no batch       messages pass along them, batches are
+                                                      drawn from them
+    a batch    B edges u -> v, each with Q negatives n_1 .. n_Q:
+               pairs (u, v), (u, n_1) .. (u, n_Q)
+
+A negative is any vertex with equal probability, a neighbour of u too, as DGL's and PyG's samplers
+draw them. In an undirected graph an edge is two: u -> v, v -> u. Both are held out, or neither is.
+Edges of a batch stay in the neighbourhoods of the batch, as in PyG's LinkNeighborLoader. Which
+edges are held out follows from the graph alone: training with another seed is measured on the same
+ones. Each is held out for validation with probability HELD_OUT_SHARE, and so for test."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.gnn.workload import ALL
-from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.streams import SEEDS
+from gnnplan.planner.gnn.workload import ALL, Workload
+from gnnplan.planner.graph.graph import Graph, GraphStats, spread_of
 from gnnplan.planner.vocabulary.numbers import ranges
+
+# Streams of random numbers: the first number of a seed. What is drawn for one purpose says nothing
+# about another. Numbers are never reused, for a run must draw tomorrow what it draws today.
+EXPANSION = 1  # GraNNDis: external neighbours of a server's part
+BATCHES = 2  # GraNNDis: training vertices of its batches
+BATCH_ORDER = 3  # GraNNDis: which batch a step takes
+SEEDS = 4  # mini-batches: the order of training vertices
+BOUNDARY = 5  # boundary node sampling: halo rows that are sent
+EDGES = 6  # link prediction: the order of edges
+HELD_OUT = 7  # link prediction: edges for validation and test, and what they are compared with
+ROUNDING = 8  # rows that cross in few bits: which way their numbers are rounded
+TILES = 9  # tensor3d: the two orders of the vertices
 
 # constants of splitmix64
 GOLDEN, MIX1, MIX2 = (
     np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 AT_ONCE = 8192  # vertices sampled at a time, so that temporaries stay in the processor's cache
+HELD_OUT_SHARE = 0.05  # of all edges, for validation; and as many for test
 
 Ids = NDArray[np.int64]
 
@@ -130,3 +165,167 @@ def frontier(
         nodes.append(np.concatenate([nodes[-1], new]))
         edges.append((indptr, places))
     return Frontier(tuple(nodes[::-1]), tuple(edges[::-1]))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Edges, each with the vertices that it is told from.
+
+    heads: where each edge begins [B]. tails: where it ends, then its negatives [B, 1 + Q]."""
+
+    heads: Ids
+    tails: Ids
+
+    @property
+    def ends(self) -> Ids:
+        """All vertices of the pairs, sorted, each once."""
+        return np.unique(np.concatenate([self.heads, self.tails.ravel()]))
+
+    def of(self, chosen: NDArray[np.bool_]) -> Pairs:
+        """Those of the edges that are chosen [B]."""
+        return Pairs(self.heads[chosen], self.tails[chosen])
+
+
+def fetched(parts: Sequence[Pairs], owner: NDArray[Any], rank: int) -> Ids:
+    """Vertices whose rows a rank needs of other ranks, grouped by their owners.
+
+    A rank computes the scores of the pairs that begin at a vertex of its own. owner: the rank of
+    each vertex [N]."""
+    ends = np.concatenate([pairs.tails[owner[pairs.heads] == rank].ravel() for pairs in parts])
+    ids = np.unique(ends[owner[ends] != rank])
+    return ids[np.argsort(owner[ids], kind="stable")]
+
+
+def edges_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
+    """An epoch's batches of edges: places in graph.indices in random order, `batch` at a time.
+
+    The order differs from epoch to epoch. The last batch has what is left."""
+    order = np.random.default_rng((EDGES, seed, epoch)).permutation(graph.indices.size)
+    return [order[start : start + batch] for start in range(0, order.size, batch)]
+
+
+def pairs_of(graph: Graph, edges: Ids, negatives: int, seed: int, epoch: int, batch: int) -> Pairs:
+    """The pairs of a batch's edges, or of some of them, given by their places in graph.indices."""
+    heads = graph.indices[edges].astype(np.int64)
+    tails = np.searchsorted(graph.indptr, edges, side="right") - 1
+    # layer 0: the layers' own draws are of layers 1 .. L
+    return _with_negatives(graph, heads, tails, edges, negatives, key_of(seed, epoch, batch, 0))
+
+
+def held_out_pairs(graph: Graph, part: int, negatives: int) -> Pairs:
+    """The pairs that validation (part 0) or test (part 1) is measured on, in any epoch."""
+    heads, tails = graph.held_out[part]
+    return _with_negatives(
+        graph, heads, tails, np.arange(heads.size), negatives, key_of(HELD_OUT, part)
+    )
+
+
+def _with_negatives(
+    graph: Graph, heads: Ids, tails: Ids, ids: Ids, negatives: int, key: NDArray[np.uint64]
+) -> Pairs:
+    """Edges with their negatives, which are drawn by the edges' ids [B]."""
+    words = mix((ids.astype(np.uint64) + key) * GOLDEN)
+    columns = [tails]
+    for _ in range(negatives):
+        words = words + GOLDEN
+        upper = mix(words.copy()) >> np.uint64(32)
+        drawn = upper * np.uint64(graph.stats.vertices) >> np.uint64(32)
+        columns.append(drawn.astype(np.int64))
+    return Pairs(heads, np.stack(columns, 1))
+
+
+def hold_out(graph: Graph) -> Graph:
+    """The graph without the edges that are held out, which `held_out` has.
+
+    Its hash says that it has fewer edges. A graph that has held some out already stays as it is."""
+    stats = graph.stats
+    if stats.held_out:
+        return graph
+    n, source = np.uint64(stats.vertices), graph.indices.astype(np.int64)
+    destination = np.repeat(np.arange(stats.vertices), graph.degree)
+    ends = source, destination
+    if not stats.directed:  # both directions have one fate
+        ends = np.minimum(source, destination), np.maximum(source, destination)
+    names = ends[0].astype(np.uint64) * n + ends[1].astype(np.uint64)
+    upper = mix((names + key_of(HELD_OUT)) * GOLDEN) >> np.uint64(32)
+    fate = (upper.astype(np.float64) / (2.0**32 * HELD_OUT_SHARE)).astype(np.int64)
+    kept = fate > 1
+    lengths = np.bincount(destination[kept], minlength=stats.vertices)
+    indptr, indices = np.concatenate([[0], np.cumsum(lengths)]), graph.indices[kept]
+    held_out: list[NDArray[Any]] = [
+        np.stack([source[fate == part], destination[fate == part]]) for part in (0, 1)
+    ]
+    edge_fields = {name: field[kept] for name, field in graph.edge_fields.items()}
+    for array in (indptr, indices, *held_out, *edge_fields.values()):
+        array.flags.writeable = False
+    digest = blake2b(f"{stats.hash} without held-out edges".encode(), digest_size=16)
+    fewer = _with_fewer_edges(stats, indices.size)
+    stats = dataclasses.replace(fewer, hash=digest.hexdigest(), spread=spread_of(lengths))
+    return dataclasses.replace(
+        graph,
+        stats=stats,
+        indptr=indptr,
+        indices=indices,
+        held_out=tuple(held_out),
+        edge_fields=edge_fields,
+        folder=None,
+    )
+
+
+def expect_held_out(stats: GraphStats) -> GraphStats:
+    """`hold_out` of a graph known by statistics only: the expected number of edges."""
+    if stats.held_out:
+        return stats
+    return _with_fewer_edges(stats, round(stats.edges * (1 - 2 * HELD_OUT_SHARE)))
+
+
+def _with_fewer_edges(stats: GraphStats, edges: int) -> GraphStats:
+    held_out = stats.edges - edges
+    note = f"held out {held_out:,} of {stats.edges:,} directed edges, half of them for test"
+    return dataclasses.replace(stats, edges=edges, held_out=held_out, notes=(*stats.notes, note))
+
+
+def count_items(workload: Workload, stats: GraphStats) -> int:
+    """Items that an epoch goes over: training vertices, or edges."""
+    return stats.edges if workload.task == "link" else stats.train_vertices
+
+
+def per_epoch(workload: Workload, stats: GraphStats) -> int:
+    """Batches of an epoch."""
+    return -(-count_items(workload, stats) // workload.batch)
+
+
+def items_of(graph: Graph, workload: Workload, epoch: int) -> list[Ids]:
+    """The items of an epoch's batches."""
+    draw = edges_of if workload.task == "link" else seeds_of
+    return draw(graph, workload.batch, workload.seed, epoch)
+
+
+def pairs_in(graph: Graph, workload: Workload, items: Ids, epoch: int, number: int) -> Pairs | None:
+    """The pairs that the loss of some items of a batch is of; None: it is of labels."""
+    if workload.task == "node":
+        return None
+    return pairs_of(graph, items, workload.negatives, workload.seed, epoch, number)
+
+
+def seeds_in(graph: Graph, workload: Workload, items: Ids, epoch: int, number: int) -> Ids:
+    """The seeds of some items of a batch: vertices whose rows of the last layer the loss reads."""
+    pairs = pairs_in(graph, workload, items, epoch, number)
+    return items if pairs is None else pairs.ends
+
+
+def presampled(graph: Graph, workload: Workload, epoch: int) -> list[Ids]:
+    """The items of the batches that an epoch of pre-sampling looks at.
+
+    These are all batches, but no more items than the graph has vertices. Of edges there are many
+    more, in random order, so that the first of them tell what all do."""
+    enough = -(-graph.stats.vertices // workload.batch)
+    return items_of(graph, workload, epoch)[:enough]
+
+
+def drawn_as(graph: Graph, workload: Workload) -> str:
+    """All that batches and their frontiers depend on, but their epoch: for a cache on disk."""
+    train = blake2b(np.ascontiguousarray(graph.train).data, digest_size=8).hexdigest()
+    w = workload
+    drawn = f"{graph.stats.hash} {train} {w.seed} {w.batch} {w.fanouts}"
+    return drawn if w.task == "node" else f"{drawn} link {w.negatives}"

@@ -30,12 +30,11 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.batches import drawn_as, presampled, seeds_in
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partition import check_parts, repair
 from gnnplan.planner.graph.partitioners import by_metis, version_of
-from gnnplan.planner.graph.sampling import frontier
+from gnnplan.planner.graph.sampling import drawn_as, frontier, presampled, seeds_in
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from scipy.special import ndtri, pdtr, pdtrc
 
 from gnnplan.planner.gnn.workload import ALL, Workload
-from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.estimated_layout import mixing_of
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, Scored, shares

@@ -101,8 +101,13 @@ class EstimatedLayout:
         return len(self.servers)
 
     @cached_property
+    def groups(self) -> int:
+        """How many servers there are."""
+        return len(set(self.servers))
+
+    @cached_property
     def inside(self) -> int:
-        if self.expansion and len(set(self.servers)) > 1:
+        if self.expansion and self.groups > 1:
             return self.layers
         return min(self.first_varying + self.depth, self.layers) if self.depth else 0
 
@@ -119,7 +124,7 @@ class EstimatedLayout:
     @cached_property
     def _own_rows(self) -> float:
         """Rows of a server's own part."""
-        return self.vertices / len(set(self.servers))
+        return self.vertices / self.groups
 
     @property
     def _external_rows(self) -> float:
@@ -135,30 +140,29 @@ class EstimatedLayout:
         """External rows that a server may have: all, or those that an expansion draws."""
         if not self.expansion or not self._external_rows:
             return self._external_rows
-        servers, reached, new = len(set(self.servers)), 0.0, self._own_rows
-        mixed = self.mixing.at(servers)
+        reached, new, mixed = 0.0, self._own_rows, self.mixing.at(self.groups)
         # external neighbours of an own row; nearly all neighbours of an external row are external
-        external = self._degree * mixed * (1 - 1 / servers)
+        external = self._degree * mixed * (1 - 1 / self.groups)
         for _ in range(self.expansion.max_hop):
             new = (self._external_rows - reached) * -np.expm1(
                 -new * min(self.expansion.fanout, external) / self._external_rows
             )
             reached += new
-            external = self._degree * (1 - mixed / servers)
+            external = self._degree * (1 - mixed / self.groups)
         return float(reached)
 
     @cached_property
     def _regions(self) -> tuple[tuple[float, float], ...]:
         """Own rows and external rows of h_0 .. h_L that a server computes (h_0: has)."""
         grown = [self._grown(self.inside - h) for h in range(self.inside)]
-        servers, above = len(set(self.servers)), range(self.inside, self.layers + 1)
-        return (*grown, *((self._needed(h) / servers, 0.0) for h in above))
+        above = range(self.inside, self.layers + 1)
+        return (*grown, *((self._needed(h) / self.groups, 0.0) for h in above))
 
     def _needed(self, h: int) -> float:
         """Rows of h_h that the targets of all servers need of their owners."""
         if self.targets is None:
             return float(self.vertices)
-        new = rows = self.targets * len(set(self.servers))
+        new = rows = self.targets * self.groups
         for _ in range(self.layers - h):
             new = (self.vertices - rows) * -np.expm1(-new * self._degree / self.vertices)
             rows += new
@@ -166,9 +170,9 @@ class EstimatedLayout:
 
     def _grown(self, hops: int) -> tuple[float, float]:
         """Own rows and external rows within `hops` hops of a server's own rows of h_inside."""
-        own = self._needed(self.inside) / len(set(self.servers))
+        own = self._needed(self.inside) / self.groups
         external, new_own, new_external = 0.0, own, 0.0
-        mixed = self.mixing.at(len(set(self.servers)))
+        mixed = self.mixing.at(self.groups)
         # edges of a row into any one vertex, and into its own pool
         anywhere, near = self._degree * mixed / self.vertices, self._degree * (1 - mixed)
         for _ in range(hops):
@@ -184,12 +188,11 @@ class EstimatedLayout:
 
     def _kept_edges(self, own: float, external: float) -> float:
         """Edges into these rows from rows that the server may have."""
-        servers = len(set(self.servers))
         allowed = self._allowed / self._external_rows if self._external_rows else 1.0
         # probability that an edge leads to one certain part by mixing
-        crossing = self.mixing.at(servers) / servers
+        crossing = self.mixing.at(self.groups) / self.groups
         return self._degree * (
-            own * (1 - (servers - 1) * crossing * (1 - allowed))
+            own * (1 - (self.groups - 1) * crossing * (1 - allowed))
             + external * (crossing + (1 - crossing) * allowed)
         )
 
@@ -200,15 +203,14 @@ class EstimatedLayout:
         return self._facts[kind]
 
     def _counted(self, layer: int) -> LayerFacts:
-        ranks, servers = self.ranks, len(set(self.servers))
-        per_server = ranks // servers
+        ranks, per_server = self.ranks, self.ranks // self.groups
         (own, external), among = self._regions[layer], sum(self._regions[layer - 1])
         rows, local = (own + external) / per_server, among / per_server
         if self.recomputed(layer):
             edges = self._kept_edges(own, external) / per_server
             parts, groups = (local, among), self.servers
         else:
-            edges, among = rows * self._degree, among * servers
+            edges, among = rows * self._degree, among * self.groups
             parts, groups = (self.vertices / ranks, self.vertices), (0,) * ranks
         sends = _evenly(groups, True, self._halo(rows, local, among, parts))
         ones = np.ones(ranks)
@@ -233,13 +235,11 @@ class EstimatedLayout:
         return bool(self.facts(layer).sends.any())
 
     def preloaded(self) -> Outer:
-        per_server = self.ranks // len(set(self.servers))
-        own, external = self._regions[0]
-        rows = (own + external - self._own_rows) / per_server
+        rows = (self.region(0) - self._own_rows) / (self.ranks // self.groups)
         return _evenly(self.servers, False, rows)
 
     def row_counts(self, h: int) -> np.ndarray:
-        return np.full(self.ranks, self.region(h) * len(set(self.servers)) / self.ranks)
+        return np.full(self.ranks, self.region(h) * self.groups / self.ranks)
 
     def region(self, h: int) -> float:
         """Own and external rows of h_h together."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import locality_order, partition_weighted
-from gnnplan.planner.graph.streams import BATCHES, EXPANSION
+from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
 from gnnplan.planner.vocabulary.outer import Pairs
 
 FAR = np.iinfo(np.int16).max  # hops: more than any model has layers

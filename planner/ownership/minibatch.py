@@ -32,10 +32,16 @@ from itertools import permutations
 import numpy as np
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.batches import items_of, pairs_in, seeds_in
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.links import fetched
-from gnnplan.planner.graph.sampling import Frontier, Ids, frontier
+from gnnplan.planner.graph.sampling import (
+    Frontier,
+    Ids,
+    fetched,
+    frontier,
+    items_of,
+    pairs_in,
+    seeds_in,
+)
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.outer import Pairs

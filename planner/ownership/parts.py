@@ -18,8 +18,8 @@ import scipy.sparse as sp
 from pydantic import TypeAdapter
 
 from gnnplan import __version__
+from gnnplan.planner.graph.arrays import must_be_new, renamed, write_rows
 from gnnplan.planner.graph.fields import EDGE, VERTEX
-from gnnplan.planner.graph.formats.mapped import must_be_new, renamed, write_rows
 from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph
 from gnnplan.planner.graph.part_folder import (
     DESCRIPTION,

@@ -5,11 +5,8 @@ their rows before it aggregates."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.kept import VERSION as PARTITION_VERSION
+from gnnplan.planner.graph.kept import remembered
 from gnnplan.planner.graph.partition import check_parts, partition
 from gnnplan.planner.ownership.estimated_layout import (
     EstimatedLayout,
@@ -25,7 +23,6 @@ from gnnplan.planner.ownership.estimated_layout import (
 )
 from gnnplan.planner.ownership.layout import distances
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 
 Array = NDArray[Any]
 VERSION = 1  # of the cache
@@ -113,18 +110,21 @@ def _measured(
     key = (
         f"{VERSION} {PARTITION_VERSION} {graph.stats.hash} {parts} {method} {servers} {hops} {seed}"
     )
-    path = cache_dir() / "profiles" / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.json"
-    with contextlib.suppress(OSError, ValueError):  # absent or damaged: compute it again
-        entry = json.loads(path.read_text())
-        if isinstance(entry, dict) and entry.pop("key", None) == key:
-            return {**entry, "cached": True}
+    asked = graph, parts, method, servers, hops, seed
+    entry, there = remembered("profiles", key, lambda: _counted(*asked))
+    return {**entry, "cached": there}
+
+
+def _counted(
+    graph: Graph, parts: int, method: str, servers: int, hops: int, seed: int
+) -> dict[str, Any]:
     start = time.perf_counter()
     part = partition(graph, parts, method, seed)
     around = within(graph, part.astype(np.int64) * servers // parts, servers, hops)
     near = around if servers == parts else within(graph, part, parts, 1)
     external = (near[1] - near[0]).tolist()
     rows = np.bincount(part, minlength=parts)
-    entry = {
+    return {
         "method": method,
         "seed": seed,
         "servers": servers,
@@ -145,9 +145,6 @@ def _measured(
         "growth": (around[1:] / around[0]).mean(axis=1).tolist(),
         "seconds": time.perf_counter() - start,
     }
-    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
-        write_atomically(path, json.dumps({**entry, "key": key}), parents=True)
-    return {**entry, "cached": False}
 
 
 def _expected(

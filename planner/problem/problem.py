@@ -16,9 +16,9 @@ from gnnplan.planner.cluster.spec import LISTS, MOST_PAIRED, MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
-from gnnplan.planner.graph.links import expect_held_out, hold_out
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.graph.partitioners import BLIND
+from gnnplan.planner.graph.sampling import expect_held_out, hold_out
 from gnnplan.planner.graph.splitting import IMBALANCE, owners
 from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, cut_parts, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
@@ -90,7 +90,7 @@ class Problem:
     """A problem; it never changes.
 
     `graph` is None if only statistics are known. Then plans are estimates and cannot be run. For
-    link prediction `graph` and `stats` lack the edges that are held out (graph/links.py). Raises
+    link prediction `graph` and `stats` lack the edges that are held out (graph/sampling.py). Raises
     SpecError for another task on a graph that lacks them already."""
 
     stats: GraphStats

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import GOLDEN, mix
 from gnnplan.executor.layers.kernels.hashed_dropout import vertex_keys
-from gnnplan.planner.graph.streams import ROUNDING
+from gnnplan.planner.graph.sampling import ROUNDING
 from gnnplan.testing.plain import Plain, Read
 
 Round = Callable[[Tensor], Tensor]

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.links import compared
-from gnnplan.planner.graph.links import Pairs, edges_of, held_out_pairs, pairs_of
-from gnnplan.planner.graph.sampling import frontier
+from gnnplan.planner.graph.sampling import Pairs, edges_of, frontier, held_out_pairs, pairs_of
 from gnnplan.testing.plain import Plain, difference
 from gnnplan.testing.ranks import Case, Ranks
 

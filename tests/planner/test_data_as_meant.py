@@ -12,11 +12,11 @@ from written import from_object, quiet
 
 import gnnplan
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph import arrays as own_arrays
 from gnnplan.planner.graph import graph as module
 from gnnplan.planner.graph.formats import (
     Extras,
     convert,
-    mapped,
     of_object,
     text,
 )
@@ -539,7 +539,7 @@ def test_sparse_features_are_kept_too(tmp_path: Path):
 
 
 def test_a_folder_widens_where_a_later_row_needs_it(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(mapped, "AT_ONCE", 64)  # rows are written again a few at a time
+    monkeypatch.setattr(own_arrays, "AT_ONCE", 64)  # rows are written again a few at a time
     x = np.concatenate([X, TIMES * np.ones(4)])
     np.savetxt(tmp_path / "x.csv", x, "%.17g", ",")
     monkeypatch.setattr(text, "BLOCK", 256)

@@ -27,8 +27,8 @@ from written import (
 from gnnplan.planner.graph.fields import along
 from gnnplan.planner.graph.formats import MadeUp, convert, graph_of, parts_of, pyg
 from gnnplan.planner.graph.graph import Graph, in_neighbours
-from gnnplan.planner.graph.links import hold_out
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import hold_out
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.vocabulary.errors import SpecError
 

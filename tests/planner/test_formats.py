@@ -142,7 +142,7 @@ def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
     parts = parts_of(str(dgl_bin(place)))
     graph = formats.graph_of(parts, "it", formats.MadeUp(), directed=True)
     assert graph.stats.hash == load(reference(tmp_path, ALL), directed=True).stats.hash
-    formats.mapped.write(parts, tmp_path / "mapped")
+    formats.write(parts, tmp_path / "mapped")
     mapped = load(str(tmp_path / "mapped"), directed=True)
     assert mapped.stats.hash == graph.stats.hash and isinstance(mapped.x, np.memmap)
     assert sorted(os.listdir(place)) == ["graph.bin"]

@@ -13,7 +13,8 @@ from test_batchwise import problem_of
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.links import (
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.sampling import (
     HELD_OUT_SHARE,
     edges_of,
     fetched,
@@ -21,7 +22,6 @@ from gnnplan.planner.graph.links import (
     hold_out,
     pairs_of,
 )
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, GSplit, parse

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from examples import NIGHT
 
 from gnnplan.api.asking import ask
 from gnnplan.planner.decision import plan as documents
@@ -166,22 +165,28 @@ def test_a_plan_has_a_rank_per_part(tmp_path: Path) -> None:
         ask(str(folder), "local", None, task="none")
 
 
-@pytest.mark.parametrize("kind", ["generated", "sparse"])
-def test_every_strategy_is_predicted_as_on_the_graph(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("sparse", {"mode": "full"}),
+        ("generated", {"mode": "mini", "batch": 512}),
+        ("sparse", {"mode": "mini", "batch": 64, "task": "link"}),
+    ],
+)
+def test_every_strategy_is_predicted_as_on_the_graph(
+    tmp_path: Path, kind: str, fields: dict[str, object]
+) -> None:
     import gnnplan
 
     graph = a_graph(tmp_path, kind)
     folder = written(graph, tmp_path / "parts", 2)
-    mini = {"mode": "mini", "batch": 64 if kind == "generated" else 8}
-    tasks = [{"mode": "full"}, mini, {**mini, "task": "link"}]
-    for fields in tasks if NIGHT else tasks[kind == "sparse" :: 2]:  # by day shared out
-        asked = {"model": "sage", "layers": 2, "per": "epoch", **fields}
-        whole = gnnplan.plan(graph.stats.source, ranks=2, **asked).table
-        parts = gnnplan.plan(folder, **asked).table
-        for row in (*whole, *parts):
-            assert row["gpus"] == 2
-        assert [row["strategy"] for row in parts] == [row["strategy"] for row in whole]
-        assert [row["epoch_s"] for row in parts] == [row["epoch_s"] for row in whole]
+    asked = {"model": "sage", "layers": 2, "per": "epoch", **fields}
+    whole = gnnplan.plan(graph.stats.source, ranks=2, **asked).table
+    parts = gnnplan.plan(folder, **asked).table
+    for row in (*whole, *parts):
+        assert row["gpus"] == 2
+    assert [row["strategy"] for row in parts] == [row["strategy"] for row in whole]
+    assert [row["epoch_s"] for row in parts] == [row["epoch_s"] for row in whole]
 
 
 def test_a_plan_is_of_its_parts(tmp_path: Path) -> None:

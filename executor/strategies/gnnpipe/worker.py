@@ -30,7 +30,7 @@ from gnnplan.executor.strategies.gnnpipe.layers import (
     Kept,
     Passage,
 )
-from gnnplan.planner.graph.streams import ROUNDING
+from gnnplan.planner.graph.sampling import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
 from gnnplan.planner.strategies.base import settled

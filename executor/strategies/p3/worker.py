@@ -40,7 +40,7 @@ from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
 from gnnplan.executor.strategies.whole import Scored, Whole
-from gnnplan.planner.graph.batches import count_items
+from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.minibatch.feature_store import Store

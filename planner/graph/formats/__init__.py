@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gnnplan.planner.graph.arrays import read_own
+from gnnplan.planner.graph.arrays import must_be_new, read_own, write
 from gnnplan.planner.graph.build import MadeUp, build
 from gnnplan.planner.graph.formats import (
     dgl_graphs,
+    edge_lists,
     graphbolt,
-    graphsaint,
-    mapped,
     networkx_graphs,
     ogb,
-    parquet,
-    partitioned,
     pyg,
     sparse,
     text,
@@ -99,9 +96,9 @@ FOLDERS: tuple[Format, ...] = (
     ),
     OWN_FOLDER,
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
-    Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), graphsaint.read),
-    Format("DistDGL's parts", lambda f: partitioned.is_distdgl(f.path), dgl_graphs.read),
-    Format("PyG's parts", lambda f: f.has("META.json", "node_map.pt"), partitioned.read_pyg),
+    Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), sparse.read_graphsaint),
+    Format("DistDGL's parts", lambda f: dgl_graphs.is_distdgl(f.path), dgl_graphs.read),
+    Format("PyG's parts", lambda f: f.has("META.json", "node_map.pt"), dgl_graphs.read_pyg),
     Format("OGB's folder", lambda f: bool(ogb.raws_of(f.path)), ogb.read),
 )
 FILES: tuple[Format, ...] = (
@@ -110,17 +107,19 @@ FILES: tuple[Format, ...] = (
     Format("PyTorch's .pt", lambda f: f.start.startswith(OLD_TORCH), pyg.read),
     OWN_FILE,
     Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
-    Format("Parquet", lambda f: f.start.startswith(b"PAR1"), parquet.edge_list),
+    Format("Parquet", lambda f: f.start.startswith(b"PAR1"), edge_lists.parquet),
     Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), pyg.read_npy),
     Format("GraphML", _is_graphml, networkx_graphs.read_graphml),
     PICKLE,
     Format(
         "MatrixMarket",
         lambda f: (text.start_of(f.path, START) or "").lower().startswith("%%matrixmarket"),
-        text.matrix_market,
+        edge_lists.matrix_market,
     ),
     Format(
-        "an edge list", lambda f: text.is_edge_list(text.start_of(f.path) or ""), text.edge_list
+        "an edge list",
+        lambda f: edge_lists.is_edge_list(text.start_of(f.path) or ""),
+        edge_lists.edge_list,
     ),
 )
 FORMATS = FOLDERS + FILES
@@ -136,7 +135,8 @@ def recognise(path: str) -> Format:
         return GENERATED
     named_so = path.lower().endswith(".npz")
     if os.path.isdir(path):
-        names = frozenset(() if named_so else os.listdir(path))
+        with reading(path, "a folder"):
+            names = frozenset(() if named_so else os.listdir(path))
         return next((f for f in FOLDERS if f.is_it(_File(path, b"", names))), OWN_FOLDER)
     if named_so and not os.path.lexists(path):
         return OWN_FILE
@@ -222,11 +222,11 @@ def convert(
     they are: `load` drops self-loops and duplicates and makes graphs undirected. trust: load a
     pickle, which may run any code. Raises SpecError."""
     folder = Path(folder)
-    mapped.must_be_new(folder)
+    must_be_new(folder)
     if isinstance(source, str | Path):
         parts = parts_of(str(source), extras, trust)
     else:
         parts = of_object(source)
         add(parts, extras)
-    vertices, edges = mapped.write(parts, folder)
+    vertices, edges = write(parts, folder)
     return vertices, edges, parts.notes

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from gnnplan.planner.graph.formats import text
-from gnnplan.planner.graph.formats.graphsaint import roles
 from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.sparse import load_matrix
+from gnnplan.planner.graph.formats.sparse import load_matrix, roles
 from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.labels import read_labels
-from gnnplan.planner.graph.masks import mask_of, named
+from gnnplan.planner.graph.labels import mask_of, named, read_labels
 from gnnplan.planner.graph.npy import in_npz
 from gnnplan.planner.graph.parts import (
     Matrix,
@@ -80,30 +77,31 @@ def _vertices(parts: Parts) -> int:
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
 
 
-def _starts_with(path: str, magic: bytes) -> bool:
+def _kind(path: str) -> str:
+    """What a file holds: npy, npz, pt (a zip archive without arrays), or what may be text."""
     must_be_file(path)
     with open(path, "rb") as stream:
-        return stream.read(len(magic)) == magic
-
-
-def _is_zip(path: str) -> bool:
-    return _starts_with(path, b"PK")
+        start = stream.read(6)
+    if not start.startswith(b"PK"):
+        return "npy" if start == b"\x93NUMPY" else "text"
+    with reading(path, "a zip archive"), in_npz(path) as arrays:
+        held = [info.filename.endswith(".npy") for info in arrays.files.values()]
+        return "npz" if any(held) else "pt"
 
 
 def _saved(path: str, name: str) -> Array | None:
     """The array of a .npy (mapped) or of a .pt; None: the file is neither."""
-    if _starts_with(path, b"\x93NUMPY"):
+    kind = _kind(path)
+    if kind == "npy":
         return mapped_array(path)
-    if _is_zip(path) and not _holds(path, ".npy"):
-        return tensor_array(path, name, load_tensors(path))
-    return None
+    return tensor_array(path, name, load_tensors(path)) if kind == "pt" else None
 
 
 def _features(path: str) -> Matrix:
     """The rows of a .npy (mapped), a sparse .npz, a .pt tensor, or a table in text."""
     if (saved := _saved(path, "features")) is not None:
         return saved
-    if _is_zip(path) and _holds(path, "format.npy"):
+    if _kind(path) == "npz":
         return load_matrix(path).tocsr()
     if not _has_ids(path):
         return text.matrix(path)
@@ -132,11 +130,6 @@ def _has_ids(path: str) -> bool:
     return text.head_of(path).ids is not None
 
 
-def _holds(path: str, ending: str) -> bool:
-    with reading(path, "a zip archive"), zipfile.ZipFile(path) as archive:
-        return any(name.endswith(ending) for name in archive.namelist())
-
-
 def _split(path: str, vertices: int) -> dict[str, Array]:
     """Masks by a folder of lists, a .npz or .pt of masks or lists, or a .json of lists."""
     if os.path.isdir(path):
@@ -150,7 +143,7 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
         for mask, file in named(files).items():
             saved = _saved(file, "ids")
             found[mask] = text.column(file) if saved is None else np.asarray(saved)
-    elif _is_zip(path):
+    elif _kind(path) in ("npz", "pt"):
         found = named(_arrays(path))
     else:
         return roles(Path(path), vertices)
@@ -164,7 +157,7 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
 
 def _arrays(path: str) -> dict[str, Array]:
     """The arrays of a .npz, or the tensors of a .pt, by name."""
-    if _holds(path, ".npy"):
+    if _kind(path) == "npz":
         with reading(path, ".npz"), in_npz(path) as arrays:
             return {name: arrays.read(name) for name in arrays.files}
     loaded = load_tensors(path)

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
+from gnnplan.planner.graph.formats.edge_lists import edge_tables
 from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.text import tables
 from gnnplan.planner.graph.graph import MOST_CLASSES, Array
-from gnnplan.planner.graph.ids import must_be_count
-from gnnplan.planner.graph.labels import labels_of
-from gnnplan.planner.graph.masks import mask_of_ids
+from gnnplan.planner.graph.labels import labels_of, mask_of_ids
+from gnnplan.planner.graph.npy import must_be_count
 from gnnplan.planner.graph.parts import (
     FEATURES,
     Parts,
@@ -131,12 +130,11 @@ def read(path: str) -> Parts:
     return parts
 
 
-def _edges(meta: _Metadata) -> Iterator[tuple[Array, Array]]:
+def _edges(meta: _Metadata) -> Iterator[tuple[Array, ...]]:
     where = meta.only(("graph", "edges"))
     path, kind = meta.file(where)
     if kind == "csv":  # without names; src, dst
-        for table in tables(path, np.int64, ",", (0, 1)):
-            yield table[:, 0], table[:, 1]
+        yield from edge_tables(path, ",")
     else:
         yield endpoints(path, "edges", meta.array(where))
 

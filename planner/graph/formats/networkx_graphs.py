@@ -11,7 +11,7 @@ import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.graph import Array, must_fit
-from gnnplan.planner.graph.masks import MASKS
+from gnnplan.planner.graph.labels import MASKS
 from gnnplan.planner.graph.parts import (
     FEATURES,
     LABELS,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from gnnplan.planner.graph.formats.edge_lists import edge_tables
 from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.text import column, matrix, narrow, tables, whole_matrix
+from gnnplan.planner.graph.formats.text import column, matrix, narrow, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, Array
-from gnnplan.planner.graph.ids import must_be_count
-from gnnplan.planner.graph.masks import mask_of_ids
-from gnnplan.planner.graph.npy import in_npz, read_header
+from gnnplan.planner.graph.labels import mask_of_ids
+from gnnplan.planner.graph.npy import in_npz, must_be_count, read_header
 from gnnplan.planner.graph.parts import Parts, reading, tensor_array
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -108,9 +108,9 @@ def _text(raw: Path, path: str) -> tuple[Parts, int]:
 
     def edges() -> Iterator[tuple[Array, Array]]:
         file, found = str(raw / "edge.csv.gz"), 0
-        for table in tables(file, np.int64, ",", (0, 1)):
-            found += len(table)
-            yield table[:, 0], table[:, 1]
+        for src, dst in edge_tables(file, ","):
+            found += len(src)
+            yield src, dst
         if found != count:
             raise SpecError(
                 f"{file}: num-edge-list.csv.gz says {count:,} edges, but {found:,} are there; the"

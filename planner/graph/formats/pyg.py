@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gnnplan.planner.graph.fields import VERTEX, kind_of
-from gnnplan.planner.graph.ids import must_be_count
-from gnnplan.planner.graph.npy import must_not_swell
+from gnnplan.planner.graph.npy import must_be_count, must_not_swell
 from gnnplan.planner.graph.parts import (
     Parts,
     endpoints,

@@ -1,4 +1,4 @@
-"""Text: edge lists (CSV, TSV, blanks between columns), MatrixMarket, and columns of numbers.
+"""Tables of numbers in text: CSV, TSV, or blanks between columns.
 
 Files may be compressed with gzip. They are read a block at a time, never whole."""
 
@@ -8,29 +8,23 @@ import gzip
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 
-from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
-from gnnplan.planner.graph.ids import must_be_count, must_be_ids
-from gnnplan.planner.graph.masks import mask_of_ids
-from gnnplan.planner.graph.npy import must_not_swell
-from gnnplan.planner.graph.parts import Parts, reading
+from gnnplan.planner.graph.labels import mask_of_ids
+from gnnplan.planner.graph.npy import must_be_ids, must_not_swell
+from gnnplan.planner.graph.parts import reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
 BLOCK = 1 << 24  # [B]
-SOURCES = ("src", "source", "from", "src_id", "source_id", "from_id", "u", "head")
-TARGETS = ("dst", "target", "to", "dst_id", "target_id", "to_id", "v", "tail", "destination")
-WEIGHTS = ("weight", "weights", "w", "edge_weight")
 NUMBERS = ("", "index", "unnamed: 0")  # names of a column that pandas adds: numbers of rows
 IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
 COMMENTS = ("#", "%")
-KONECT = re.compile(r"%\s*(sym|asym|bip)\b")
 GZIP = b"\x1f\x8b"
 
 
@@ -186,10 +180,10 @@ def head_of(path: str, ends: int | None = None) -> Head:
     if at is None:
         return Head([], 0, None, 0, "".join(lines[:1]))
     delimiter = delimiter_of(lines[at])
-    fields = _fields(lines[at], delimiter)
-    if not all(map(_is_number, fields[:ends])):
+    fields = fields_of(lines[at], delimiter)
+    if not all(map(is_number, fields[:ends])):
         return Head(fields, len(fields), delimiter, at + 1, lines[0], True)
-    above = _fields(lines[at - 1].lstrip("#% "), delimiter) if at else []
+    above = fields_of(lines[at - 1].lstrip("#% "), delimiter) if at else []
     if len(above) == len(fields):
         return Head(above, len(fields), delimiter, at, lines[0])
     comments = next(i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
@@ -267,172 +261,18 @@ def narrow(numbers: Array) -> Array:
     return whole if (whole == numbers).all() else numbers
 
 
-# -- edge lists ------------------------------------------------------------------------------------
-
-
 def delimiter_of(line: str) -> str | None:
     """What stands between columns: a comma, a semicolon, a tab; None: blanks."""
     return next((mark for mark in (",", ";", "\t") if mark in line), None)
 
 
-def _fields(line: str, delimiter: str | None) -> list[str]:
+def fields_of(line: str, delimiter: str | None) -> list[str]:
     return [field.strip().strip('"') for field in line.split(delimiter)]
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
         return False
     return True
-
-
-def is_edge_list(start: str) -> bool:
-    """Whether a text begins like an edge list: two whole numbers, after a line of names at most."""
-    lines = [
-        line for line in start.splitlines()[:64] if line.strip() and not line.startswith(COMMENTS)
-    ]
-    for line in lines[:2]:
-        fields = _fields(line, delimiter_of(line))
-        if len(fields) < 2:
-            return False
-        if len([text for text in fields if re.fullmatch(r"-?\d+", text)]) >= 2:
-            return True
-    # names in the first line: an edge list all the same, whose ids are then refused with the line
-    return (
-        bool(lines)
-        and set(map(str.lower, _fields(lines[0], delimiter_of(lines[0])))) & {*SOURCES} != set()
-    )
-
-
-def columns_of(names: list[str]) -> tuple[int, int]:
-    """The columns of source and target by their names; else the first two."""
-    lower = [name.lower() for name in names]
-    src = next((lower.index(name) for name in SOURCES if name in lower), None)
-    dst = next((lower.index(name) for name in TARGETS if name in lower), None)
-    if src is not None and dst is not None:
-        return src, dst
-    first, second, *_ = [i for i, name in enumerate(lower) if name not in NUMBERS] + [0, 1]
-    return (first, second) if first < second else (0, 1)
-
-
-def field_columns(names: Sequence[str], ends: tuple[int, int]) -> dict[str, int]:
-    """Columns of fields of edges, by the fields' names: those that have a name."""
-    found: dict[str, int] = {}
-    for i, name in enumerate(names):
-        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name):
-            found.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
-    return found
-
-
-def taken_note(columns: int, names: Sequence[str], ends: tuple[int, int], fields: int) -> list[str]:
-    """What is said of a table with more columns than are taken."""
-    if columns == 2 + fields:
-        return []
-    taken = [names[i] for i in ends] if names else ["the first", "the second"]
-    shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
-    others = f", and {fields} as fields" if fields else ""
-    remedy = "" if names else "; columns that a first line names are fields of edges"
-    return [f"of {columns} columns {shown} are taken{others}{remedy}"]
-
-
-def edge_tables(
-    path: str,
-    delimiter: str | None,
-    columns: Sequence[int],
-    skip: int = 0,
-    comment: str = "#",
-) -> Iterator[tuple[Array, ...]]:
-    """Columns of source, target and fields of edges, some rows at a time."""
-    if len(columns) == 2:
-        for table in tables(path, np.int64, delimiter, tuple(columns), skip, comment):
-            yield table[:, 0], table[:, 1]
-        return
-    kinds = np.dtype([(str(i), np.int64 if i < 2 else np.float64) for i in range(len(columns))])
-    for table in tables(path, kinds, delimiter, tuple(columns), skip, comment):
-        yield tuple(table[str(i)].ravel() for i in range(len(columns)))
-
-
-def edge_list(path: str) -> Parts:
-    """An edge per line; columns that a line names, beside both ends, are fields of edges."""
-    head = head_of(path, 2)
-    columns = columns_of(head.names) if head.named else (0, 1)
-    lines = (start_of(path) or "").splitlines()[head.before :]
-    row = next((line for line in lines if line.strip() and not line.startswith(COMMENTS)), "")
-    numbers = [_is_number(text) for text in _fields(row, head.delimiter)]
-    named = field_columns(head.names, columns).items()
-    fields = {name: i for name, i in named if i < len(numbers) and numbers[i]}
-    notes = taken_note(head.columns, head.names, columns, len(fields)) if head.columns > 2 else []
-    konect = KONECT.match(head.first)
-    if konect and konect[1] == "bip":
-        raise SpecError(
-            f"{path}:1: KONECT's bipartite graph has two kinds of vertices, both counted from 1,"
-            " one kind is needed; number them together, from 0"
-        )
-    if konect:
-        notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
-    first = 1 if konect else 0
-    wanted = [*columns, *fields.values()]
-    rows = edge_tables(path, head.delimiter, wanted, head.before, head.comment)
-
-    def edges() -> Iterator[tuple[Array, ...]]:
-        for src, dst, *others in rows:
-            pairs = zip(fields, others, strict=True)
-            yield (
-                src - first,
-                dst - first,
-                *(column if name == "edge_weight" else narrow(column) for name, column in pairs),
-            )
-
-    return Parts(path, edges(), notes=notes, columns=tuple(fields))
-
-
-# -- MatrixMarket ----------------------------------------------------------------------------------
-
-
-def matrix_market(path: str) -> Parts:
-    """A square matrix in coordinates: entry i, j is the edge i -> j.
-
-    Its numbers are the field edge_weight, unless all are 1."""
-    # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
-    numbered = (line for number, lines in lines_of(path) for line in enumerate(lines, number))
-    full = (line for line in numbered if line[1].strip() and not line[1].startswith("%"))
-    head, sizes = next(full, (0, ""))
-    words, counts = (start_of(path) or "").partition("\n")[0].lower().split(), sizes.split()
-    if len(words) < 5 or len(counts) < 2 or not all(re.fullmatch(r"\d{1,18}", n) for n in counts):
-        raise SpecError(
-            f"{path}:{head or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
-            " pattern general' and one of rows, columns and entries are required; write it with"
-            " scipy.io.mmwrite"
-        )
-    layout, symmetry = words[2], words[4]
-    rows, columns, entries = (int(number) for number in [*counts, "0"][:3])
-    if layout != "coordinate":
-        raise SpecError(f"{path}:1: a graph is a matrix in coordinates, this one is {layout}")
-    if rows != columns:
-        raise SpecError(
-            f"{path}: a graph's matrix is square, this one is {rows:,} x {columns:,}; write N x N"
-        )
-    vertices = must_be_count(path, "rows", rows)
-    weighs = words[3] in ("real", "integer") and any(
-        (table != 1).any() for table in tables(path, np.float64, None, (2, 2), head, "%")
-    )
-    notes = ["ignored: complex numbers of its entries"] if words[3] == "complex" else []
-
-    def edges() -> Iterator[tuple[Array, ...]]:
-        count = 0
-        for src, dst, *weights in edge_tables(path, None, range(2 + weighs), head, "%"):
-            src, dst = src - 1, dst - 1  # ids count from 1
-            count += len(src)
-            yield src, dst, *weights
-            if symmetry != "general":  # one triangle is written
-                apart, sign = src != dst, -1 if symmetry == "skew-symmetric" else 1
-                yield dst[apart], src[apart], *(sign * weight[apart] for weight in weights)
-        if count != entries:
-            raise SpecError(
-                f"{path}: its header says {entries:,} entries, but {count:,} are there; the file is"
-                " cut off or damaged"
-            )
-
-    names = ("edge_weight",) if weighs else ()
-    return Parts(path, edges(), vertices, notes=notes, columns=names)

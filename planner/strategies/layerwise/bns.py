@@ -31,8 +31,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.graph.sampling import GOLDEN, Ids, key_of, mix
-from gnnplan.planner.graph.streams import BOUNDARY
+from gnnplan.planner.graph.sampling import BOUNDARY, GOLDEN, Ids, key_of, mix
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy

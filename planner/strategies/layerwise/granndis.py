@@ -64,7 +64,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.graph.streams import BATCH_ORDER
+from gnnplan.planner.graph.sampling import BATCH_ORDER
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem

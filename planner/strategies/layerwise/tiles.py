@@ -49,7 +49,7 @@ from gnnplan.planner.gnn.model import MASK, Model
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
 from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.gnn.trace import SUM
-from gnnplan.planner.graph.streams import TILES
+from gnnplan.planner.graph.sampling import TILES
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.columns import shares
 from gnnplan.planner.strategies.layerwise.step import finish

@@ -26,8 +26,8 @@ for what is drawn from lists that it does not have:
 
     host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|lay|
 
-Link prediction (graph/links.py): a rank takes its share of the edges. It samples around all their
-ends and negatives, so that nothing more crosses.
+Link prediction (graph/sampling.py): a rank takes its share of the edges. It samples around all
+their ends and negatives, so that nothing more crosses.
 
 Exact: neighbours are drawn by vertex, not by rank (planner/graph/sampling.py), so all ranks
 together compute the gradient of one process on the whole batch.

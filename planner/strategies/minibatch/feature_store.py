@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.batches import drawn_as, presampled
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.kept import Stopwatch, cached
 from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.graph.sampling import Ids
+from gnnplan.planner.graph.sampling import Ids, drawn_as, presampled
 from gnnplan.planner.graph.splitting import BEFORE, EPOCHS
 from gnnplan.planner.ownership.estimated_batches import (
     EstimatedBatch,

@@ -58,7 +58,7 @@ Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weight
     2 r_L H_L b                 link prediction: rows of h_L at which edges end that another rank
                                 scores, and their gradients
 
-Link prediction (graph/links.py): an edge's loss is computed by the owner of the vertex where it
+Link prediction (graph/sampling.py): an edge's loss is computed by the owner of the vertex where it
 begins. The rows of other ends cross as before a layer L + 1.
 
 Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import ALL, Workload
-from gnnplan.planner.graph.batches import items_of, per_epoch
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.sampling import Frontier
+from gnnplan.planner.graph.sampling import Frontier, items_of, per_epoch
 from gnnplan.planner.graph.splitting import owners
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.minibatch import (

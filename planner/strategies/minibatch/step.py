@@ -47,8 +47,8 @@ import numpy as np
 
 from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, block
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.batches import count_items, per_epoch
 from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch

@@ -1,0 +1,221 @@
+"""Edge lists: in text (CSV, TSV, blanks between columns), in Parquet, and in MatrixMarket.
+
+They are read some rows at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gnnplan.planner.graph.fields import NAME
+from gnnplan.planner.graph.formats.text import (
+    COMMENTS,
+    NUMBERS,
+    delimiter_of,
+    fields_of,
+    head_of,
+    is_number,
+    lines_of,
+    narrow,
+    start_of,
+    tables,
+)
+from gnnplan.planner.graph.graph import Array
+from gnnplan.planner.graph.npy import must_be_count
+from gnnplan.planner.graph.parts import Parts, library, reading
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN
+
+SOURCES = ("src", "source", "from", "src_id", "source_id", "from_id", "u", "head")
+TARGETS = ("dst", "target", "to", "dst_id", "target_id", "to_id", "v", "tail", "destination")
+WEIGHTS = ("weight", "weights", "w", "edge_weight")
+KONECT = re.compile(r"%\s*(sym|asym|bip)\b")
+ROWS = 1 << 20  # at a time
+NUMERIC = ("int", "uint", "float", "double", "halffloat", "bool")  # how its types are called
+
+
+def is_edge_list(start: str) -> bool:
+    """Whether a text begins like an edge list: two whole numbers, after a line of names at most."""
+    lines = [
+        line for line in start.splitlines()[:64] if line.strip() and not line.startswith(COMMENTS)
+    ]
+    for line in lines[:2]:
+        fields = fields_of(line, delimiter_of(line))
+        if len(fields) < 2:
+            return False
+        if len([text for text in fields if re.fullmatch(r"-?\d+", text)]) >= 2:
+            return True
+    # names in the first line: an edge list all the same, whose ids are then refused with the line
+    return (
+        bool(lines)
+        and set(map(str.lower, fields_of(lines[0], delimiter_of(lines[0])))) & {*SOURCES} != set()
+    )
+
+
+def columns_of(names: list[str]) -> tuple[int, int]:
+    """The columns of source and target by their names; else the first two."""
+    lower = [name.lower() for name in names]
+    src = next((lower.index(name) for name in SOURCES if name in lower), None)
+    dst = next((lower.index(name) for name in TARGETS if name in lower), None)
+    if src is not None and dst is not None:
+        return src, dst
+    first, second, *_ = [i for i, name in enumerate(lower) if name not in NUMBERS] + [0, 1]
+    return (first, second) if first < second else (0, 1)
+
+
+def field_columns(names: Sequence[str], ends: tuple[int, int]) -> dict[str, int]:
+    """Columns of fields of edges, by the fields' names: those that have a name."""
+    found: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name):
+            found.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
+    return found
+
+
+def taken_note(columns: int, names: Sequence[str], ends: tuple[int, int], fields: int) -> list[str]:
+    """What is said of a table with more columns than are taken."""
+    if columns == 2 + fields:
+        return []
+    taken = [names[i] for i in ends] if names else ["the first", "the second"]
+    shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
+    others = f", and {fields} as fields" if fields else ""
+    remedy = "" if names else "; columns that a first line names are fields of edges"
+    return [f"of {columns} columns {shown} are taken{others}{remedy}"]
+
+
+def edge_tables(
+    path: str,
+    delimiter: str | None,
+    columns: Sequence[int] = (0, 1),
+    skip: int = 0,
+    comment: str = "#",
+) -> Iterator[tuple[Array, ...]]:
+    """Columns of source, target and fields of edges, some rows at a time."""
+    names = [str(i) for i in range(len(columns))]
+    kinds = np.dtype([(name, np.float64 if i > 1 else np.int64) for i, name in enumerate(names)])
+    for table in tables(path, kinds, delimiter, tuple(columns), skip, comment):
+        yield tuple(table[name].ravel() for name in names)
+
+
+def edge_list(path: str) -> Parts:
+    """An edge per line; columns that a line names, beside both ends, are fields of edges."""
+    head = head_of(path, 2)
+    columns = columns_of(head.names) if head.named else (0, 1)
+    lines = (start_of(path) or "").splitlines()[head.before :]
+    row = next((line for line in lines if line.strip() and not line.startswith(COMMENTS)), "")
+    numbers = [is_number(text) for text in fields_of(row, head.delimiter)]
+    named = field_columns(head.names, columns).items()
+    fields = {name: i for name, i in named if i < len(numbers) and numbers[i]}
+    notes = taken_note(head.columns, head.names, columns, len(fields)) if head.columns > 2 else []
+    konect = KONECT.match(head.first)
+    if konect and konect[1] == "bip":
+        raise SpecError(
+            f"{path}:1: KONECT's bipartite graph has two kinds of vertices, both counted from 1,"
+            " one kind is needed; number them together, from 0"
+        )
+    if konect:
+        notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
+    first = 1 if konect else 0
+    wanted = [*columns, *fields.values()]
+    rows = edge_tables(path, head.delimiter, wanted, head.before, head.comment)
+
+    def edges() -> Iterator[tuple[Array, ...]]:
+        for src, dst, *others in rows:
+            pairs = zip(fields, others, strict=True)
+            yield (
+                src - first,
+                dst - first,
+                *(column if name == "edge_weight" else narrow(column) for name, column in pairs),
+            )
+
+    return Parts(path, edges(), notes=notes, columns=tuple(fields))
+
+
+def matrix_market(path: str) -> Parts:
+    """A square matrix in coordinates: entry i, j is the edge i -> j.
+
+    Its numbers are the field edge_weight, unless all are 1."""
+    # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
+    numbered = (line for number, lines in lines_of(path) for line in enumerate(lines, number))
+    full = (line for line in numbered if line[1].strip() and not line[1].startswith("%"))
+    head, sizes = next(full, (0, ""))
+    words, counts = (start_of(path) or "").partition("\n")[0].lower().split(), sizes.split()
+    if len(words) < 5 or len(counts) < 2 or not all(re.fullmatch(r"\d{1,18}", n) for n in counts):
+        raise SpecError(
+            f"{path}:{head or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
+            " pattern general' and one of rows, columns and entries are required; write it with"
+            " scipy.io.mmwrite"
+        )
+    layout, symmetry = words[2], words[4]
+    rows, columns, entries = (int(number) for number in [*counts, "0"][:3])
+    if layout != "coordinate":
+        raise SpecError(f"{path}:1: a graph is a matrix in coordinates, this one is {layout}")
+    if rows != columns:
+        raise SpecError(
+            f"{path}: a graph's matrix is square, this one is {rows:,} x {columns:,}; write N x N"
+        )
+    vertices = must_be_count(path, "rows", rows)
+    weighs = words[3] in ("real", "integer") and any(
+        (table != 1).any() for table in tables(path, np.float64, None, (2, 2), head, "%")
+    )
+    notes = ["ignored: complex numbers of its entries"] if words[3] == "complex" else []
+
+    def edges() -> Iterator[tuple[Array, ...]]:
+        count = 0
+        for src, dst, *weights in edge_tables(path, None, range(2 + weighs), head, "%"):
+            src, dst = src - 1, dst - 1  # ids count from 1
+            count += len(src)
+            yield src, dst, *weights
+            if symmetry != "general":  # one triangle is written
+                apart, sign = src != dst, -1 if symmetry == "skew-symmetric" else 1
+                yield dst[apart], src[apart], *(sign * weight[apart] for weight in weights)
+        if count != entries:
+            raise SpecError(
+                f"{path}: its header says {entries:,} entries, but {count:,} are there; the file is"
+                " cut off or damaged"
+            )
+
+    names = ("edge_weight",) if weighs else ()
+    return Parts(path, edges(), vertices, notes=notes, columns=names)
+
+
+def parquet(path: str) -> Parts:
+    """Columns named source and target, or else the first two; other numbers are fields of edges."""
+    arrow = library("pyarrow.parquet")
+    with reading(path, "Parquet"), arrow.ParquetFile(path) as file:
+        schema = file.schema_arrow
+    if len(schema.names) < 2:
+        raise SpecError(
+            f"{path}: an edge list has two columns, this file has {len(schema.names)};"
+            " write both ends of an edge"
+        )
+    ends = columns_of(schema.names)
+    fields = {
+        name: i
+        for name, i in field_columns(schema.names, ends).items()
+        if str(schema.field(i).type).startswith(NUMERIC)
+    }
+    names = [schema.names[i] for i in (*ends, *fields.values())]
+    for name in names[:2]:
+        if "int" not in str(schema.field(name).type):
+            raise SpecError(
+                f"{path}: {name}: vertex ids must be integers, are {schema.field(name).type};"
+                " number the vertices from 0 (pandas.factorize)"
+            )
+
+    def edges() -> Iterator[tuple[Array, ...]]:
+        with reading(path, "Parquet"), arrow.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS, columns=names):
+                columns = [batch.column(name) for name in names]
+                for name, column in zip(names, columns, strict=True):
+                    if column.null_count:
+                        raise SpecError(
+                            f"{path}: {name}: every edge needs two ids, and a number of each field,"
+                            f" {column.null_count:,} are empty; drop these rows"
+                        )
+                yield tuple(np.asarray(column.to_numpy(False)) for column in columns)
+
+    notes = taken_note(len(schema.names), schema.names, ends, len(fields))
+    return Parts(path, edges(), notes=notes, columns=tuple(fields))
