@@ -349,27 +349,21 @@ class ChunkedStep:
         held.at(need.forward)
         if layer == len(self.model.layers):  # its backward pass follows
             held.keep(need.kept)
-        held.multiply(*need.products)
 
     def _hold_loss(self, c: int, held: Held) -> None:
         n = self.counts(len(self.model.layers), c)
-        logits, most, gradient = loss(self.model, n.rows, n.trained)
+        logits, most, _ = loss(self.model, n.rows, n.trained)
         held.at(most)
         held.keep(logits)
-        held.handed_on = gradient
 
     def _backward(self, layer: int, c: int, held: Held) -> None:
         need = self._need(layer, c)
         if layer == len(self.model.layers):
-            held.at(held.handed_on, need.backward - need.kept)
+            n = self.counts(layer, c)
+            held.at(loss(self.model, n.rows, n.trained)[2], need.backward - need.kept)
             held.free(need.kept)
         else:
-            held.at(need.forward)
-            if self.model.moments(layer + 1):  # the gradient that its rows get through them
-                made = self.counts(layer, c).rows * self.model.layers[layer - 1].h_out
-                held.at(need.kept, 2 * made * self.model.itemsize)
             held.at(need.backward)
-        held.multiply(*need.products)
 
     def _need(self, layer: int, c: int) -> Footprint:
         n = self.counts(layer, c)
