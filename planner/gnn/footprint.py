@@ -93,16 +93,6 @@ def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Numbe
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
 
 
-def opening(on_gpu: bool, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
-    """The most memory while a user's module makes what it reads of a block's edges [B].
-
-    The host makes it, so that a GPU has only what stays."""
-    if spec.counted is None or on_gpu:
-        return 0.0
-    most: Number = amount(spec.counted.structure.most, rows, sources, edges)
-    return most
-
-
 def decoded(model: Model, own: Number) -> tuple[Number, Number, Number]:
     """What decoding `own` rows keeps with its output, what its backward pass needs beside that, and
     the gradient that this leaves [B]."""

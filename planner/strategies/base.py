@@ -209,8 +209,11 @@ class Strategy(ABC):
 
     def fits(self, problem: Problem) -> bool:
         """Whether the fullest rank's device holds what it has to."""
-        held = sum(self.memory(problem).values(), np.zeros(problem.ranks))
-        return bool(held.max() <= problem.cluster.device.memory)
+        return self.most_memory(problem) <= problem.cluster.device.memory
+
+    def most_memory(self, problem: Problem) -> float:
+        """Bytes on the fullest rank, at its fullest moment."""
+        return float(sum(self.memory(problem).values(), np.zeros(1)).max())
 
     def host_memory(self, problem: Problem) -> Memory:
         """Bytes of graph data in each server's memory by use [servers]."""
