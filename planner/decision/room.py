@@ -58,9 +58,8 @@ def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
         with suppress(SpecError):
             strategy = option.settle(problem)
             strategy.check(problem)
-            on_rank = float(sum(strategy.memory(problem).values(), np.zeros(1)).max())
             on_server = sum(fullest(problem, strategy).values()) if limited else 0.0
-            yield Need(on_rank, on_server, str(strategy))
+            yield Need(strategy.most_memory(problem), on_server, str(strategy))
 
 
 def least_needed(problem: Problem, options: Iterable[Strategy]) -> float | None:

@@ -13,7 +13,6 @@ from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.layer import Played
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
-from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.vocabulary.numbers import Number
 
 # [B] of libraries and context in a process that has done nothing yet
@@ -32,14 +31,12 @@ class Footprint:
     kept: Number  # from its forward to its backward pass, with its output
     forward: Number  # the most in its forward pass
     backward: Number  # the most in its backward pass, which begins with what was kept
-    products: tuple[Product, ...] = ()
     gradient: Number = 0.0  # of rows that are added up: 0 where it is the sum's
 
     @staticmethod
     def of(told: Played, counts: Block) -> Footprint:
         held, first = told.held.on(counts), 1 + told.moments
-        products = tuple(product.on(counts) for product in told.products)
-        return Footprint(held[0], held[1:first].max(0), held[first:].max(0), products)
+        return Footprint(held[0], held[1:first].max(0), held[first:].max(0))
 
 
 @dataclass(frozen=True)
@@ -94,16 +91,6 @@ def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Numbe
     weights = 2 * model.itemsize * spec.weighs_edges
     structure = amount(spec.counted.structure.kept, rows, sources, edges) if spec.counted else 0.0
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
-
-
-def opening(on_gpu: bool, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
-    """The most memory while a user's module makes what it reads of a block's edges [B].
-
-    The host makes it, so that a GPU has only what stays."""
-    if spec.counted is None or on_gpu:
-        return 0.0
-    most: Number = amount(spec.counted.structure.most, rows, sources, edges)
-    return most
 
 
 def decoded(model: Model, own: Number) -> tuple[Number, Number, Number]:

@@ -140,11 +140,7 @@ def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) ->
     for event in counted.forward_events:
         tape.take(NOTHING if outside and event.of_gather else _amount(event.bytes))
     for product in counted.products:
-        ops.products.append(
-            Product(
-                _amount(product.rows), product.h_in, product.h_out, setting.varies, (product.after,)
-            )
-        )
+        ops.products.append(Product(product.h_in, product.h_out, setting.varies, (product.after,)))
     keeps = counted.keeps_inputs or counted.projects_first
     back = (event for event in counted.backward_events if not (outside and event.of_gather))
     return ops.note(

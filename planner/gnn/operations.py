@@ -118,7 +118,7 @@ class Operations(Trace):
         )
         if not sparse:
             after = " ".join(["bias"] * bias + ["relu"] * relu_inside)
-            self.products.append(Product(out.rows, h_in, h_out, varies, (after, "")[: len(terms)]))
+            self.products.append(Product(h_in, h_out, varies, (after, "")[: len(terms)]))
         temporaries = self._temporaries(terms, h_in, h_out, relu)
         of_bias = self.of_vector(out) if bias else NOTHING
         saved = (*terms, out) if relu else terms

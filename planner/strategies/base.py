@@ -18,7 +18,7 @@ import ast
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar, Self, TypeVar
@@ -26,11 +26,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from gnnplan.planner.cluster.placement import Phase
-from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.account import predict
+from gnnplan.planner.strategies.program.memory import Memory as Memory
 from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
@@ -43,7 +43,6 @@ T = TypeVar("T")
 LONG = 4  # longer lists of a knob are written by what repeats
 MOST_NUMBERS = 100_000  # of such a list
 
-Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
 # uses that are not of what ranks train with: libraries, NCCL's buffers, and a server's data in the
 # memory of a rank on its processor
 BESIDE_TRAINING = ("runtime", "communicators", "host")
@@ -53,20 +52,6 @@ ROUNDING = {
     "mini": "data_parallel, gsplit, dnp or snp",
 }
 Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
-
-
-def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
-    """Bytes of what is there before a rank trains: libraries, and on GPUs NCCL's communicators.
-
-    Two of these are of all ranks, for sums and for exchanges. groups: of the other ones.
-    """
-    kind, ranks = problem.cluster.device.kind, problem.ranks
-    use = {"runtime": np.full(ranks, RUNTIME[kind])}
-    if kind == "cuda" and ranks > 1:
-        use["communicators"] = np.full(ranks, 2 * COMMUNICATOR)
-        for group in groups:
-            use["communicators"][list(group)] += COMMUNICATOR * (1 < len(group) < ranks)
-    return use
 
 
 @dataclass(frozen=True)
@@ -224,8 +209,11 @@ class Strategy(ABC):
 
     def fits(self, problem: Problem) -> bool:
         """Whether the fullest rank's device holds what it has to."""
-        held = sum(self.memory(problem).values(), np.zeros(problem.ranks))
-        return bool(held.max() <= problem.cluster.device.memory)
+        return self.most_memory(problem) <= problem.cluster.device.memory
+
+    def most_memory(self, problem: Problem) -> float:
+        """Bytes on the fullest rank, at its fullest moment."""
+        return float(sum(self.memory(problem).values(), np.zeros(1)).max())
 
     def host_memory(self, problem: Problem) -> Memory:
         """Bytes of graph data in each server's memory by use [servers]."""

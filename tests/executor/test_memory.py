@@ -495,7 +495,7 @@ def test_predicted_memory_of_batches(
     through some short peaks: it has one in every epoch."""
     case = replace(BATCHES[name], epochs=4)  # each draws other batches, as many and as large
     _, second = fresh_ranks(2, [case, case])
-    monkeypatch.setattr(program_memory, "distinct", lambda *products: 0.0)
+    monkeypatch.setattr(program_memory, "shapes", lambda *products: 0.0)
     assert fullest_of_batches(case) == pytest.approx(second.fullest(), rel=0.05)
 
 

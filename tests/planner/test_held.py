@@ -35,14 +35,6 @@ def test_each_rank_is_fullest_at_a_moment_of_its_own():
     assert held.most.tolist() == [[0, 0], [0, 1], [0, 0], [7.5, 10]]
 
 
-def test_a_message_leaves_when_the_next_is_sent():
-    held = Held(1)
-    for size in (5.0, 3.0, 4.0):
-        held.leave(size)
-        assert held.now[-1] == size
-    assert held.most[-1] == 5
-
-
 def test_steps_under_way_together_are_held_together():
     """Every batch keeps 1 byte from its front to its tail, two periods later."""
     step = [

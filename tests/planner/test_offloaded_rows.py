@@ -18,8 +18,9 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraphParallel, Offload, base, parse
+from gnnplan.planner.strategies import GraphParallel, Offload, parse
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
+from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.simulator.player import play
 
@@ -182,7 +183,9 @@ def test_a_plan_uses_it_where_nothing_else_fits():
 def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_faster(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(base, "COMMUNICATOR", 0.0)  # one GPU has none, and this graph is small
+    monkeypatch.setattr(
+        program_memory, "COMMUNICATOR", 0.0
+    )  # one GPU has none, and this graph is small
     least = needed(problem_of(gpus=4), "graph_parallel(checkpoint=True)")
     problem = problem_of(memory=0.9 * least, gpus=4)
     found = search(problem)

@@ -32,6 +32,7 @@ from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import GraphParallel, base, parse
 from gnnplan.planner.strategies.program import account
+from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
 from gnnplan.simulator.player import play
 
@@ -307,7 +308,7 @@ def test_more_memory_as_proposed_does_fit(
     number: int, memory: float, monkeypatch: pytest.MonkeyPatch
 ):
     """On all GPUs: communicators take more than this graph, and one GPU has none."""
-    monkeypatch.setattr(base, "COMMUNICATOR", 0.0)
+    monkeypatch.setattr(program_memory, "COMMUNICATOR", 0.0)
     how, problem = HOWS[number], problem_of(memory=memory)
     message = refused(problem, **how)
     assert "most of it is runtime (800.00 MB)" in message  # libraries alone are 800 MB

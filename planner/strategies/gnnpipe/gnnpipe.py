@@ -183,7 +183,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         forward.append(
             Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1, holds=keeps)
         )
-        frees = holds.backward
+        frees = partial(holds.backward, piece)
         backward.append(
             Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1, holds=frees)
         )
@@ -208,8 +208,7 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
             return [message]
         below = stage if way == "f" else stage - 1
         work, _ = pipe.packing(problem, below, shared.facts)
-        keeps = partial(holds.pack, below)
-        pack = Op("pack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
+        pack = Op("pack", way, work=work, ranks=ranks, chunks=message.chunks)
         return [pack, message]
 
     if stage > 0:

@@ -1,66 +1,56 @@
 """Bytes that a rank of a pipeline holds, as executor/strategies/gnnpipe/ holds them.
 
 A stage has its own layers only, but for all vertices, and the history of each layer's rows.
-
-Sizes of a layer's tensors come from planner/gnn/footprint.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     Prepared,
-    addition,
     block,
     decoded,
     encoding,
     footprint,
     loss_itself,
 )
-from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, before_training, settled
+from gnnplan.planner.strategies.base import Memory, settled
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 
 
 def memory(pipe: Pipeline, problem: Problem) -> Memory:
     """Bytes per rank by use, at the fullest moment of a step; a stage's members share the rows."""
-    stages = settled(pipe.stages)
-    model, b, g = problem.model, problem.model.itemsize, pipe.members(problem)
-    kept = np.array(pipe.kept(problem), dtype=float)
-    uses = (
-        "parameters",
-        "optimizer",
-        "features",
-        "activations",
-        "history",
-        "pipeline",
-        "graph",
-        "buffers",
-    )
-    use: Memory = {name: np.zeros(problem.ranks) for name in uses}
-    held = fullest(problem, pipe.built(problem))
-    use["activations"], use["buffers"] = held["activations"], held["buffers"]
+    stages, g, zero = settled(pipe.stages), pipe.members(problem), np.zeros(problem.ranks)
+    model, kept = problem.model, np.array(pipe.kept(problem), dtype=float)
+    weights, features, history, pipeline, graph, code = (zero.copy() for _ in range(6))
     for s in range(stages):
         at = slice(s * g, s * g + g)  # the stage's ranks
         layers = pipe.shape(problem)[1][s]
-        weights = pipe.weights(problem, s) * model.weight_itemsize
-        use["parameters"][at] = weights
-        use["optimizer"][at] = problem.workload.beside_a_weight * weights
+        weights[at] = pipe.weights(problem, s)
+        its = [layer for piece in pipe.pieces(problem, s) for layer in piece]
+        # many chunks are as large as another
+        code[at] = machine_code(problem, (settled(pipe.chunks) + 1) // 2, its)
         varying = sum(model.input_width(layer) for layer in layers if layer > model.first_varying)
         # past rows, the mixed rows that are read, and their gradients
-        use["history"][at] = (3 + pipe.historical_gradients) * kept * varying * b
-        use["features"][at], use["graph"][at] = _constant(pipe, problem, s)
-        if s + 1 < stages:
-            # buffers for the gradients that come back
-            use["pipeline"][at] = pipe.facts(problem).rows.sum(0) * pipe.handed_bytes(problem, s)
-    return use | before_training(problem, pipe.groups(problem))
+        history[at] = (3 + pipe.historical_gradients) * kept * varying * model.itemsize
+        features[at], graph[at] = _constant(pipe, problem, s)
+        if s + 1 < stages:  # buffers for the gradients that come back
+            pipeline[at] = pipe.facts(problem).rows.sum(0) * pipe.handed_bytes(problem, s)
+    return on_ranks(
+        problem,
+        pipe.built(problem),
+        weights=weights,
+        groups=pipe.groups(problem),
+        code=code,
+        features=features,
+        history=history,
+        pipeline=pipeline,
+        graph=graph,
+    )
 
 
 def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,11 +68,9 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
         return np.zeros(own.size), graph
     features = np.asarray(model.features_held(kept if model.first_varying else own))
     if model.reads_sparse(1):  # each chunk has what it reads
-        features = np.asarray(model.features_held(facts.sources, facts.numbers)).sum(0)
+        features = np.asarray(model.features_held(facts.sources)).sum(0)
         if model.layers[0].reads_own:
             features = features + np.asarray(model.features_sorted(facts.rows)).sum(0)
-    elif model.reads_sparse(0):  # each chunk has its rows
-        features = features + 4 * len(facts.rows) * model.features
     elif model.first_varying and model.aggregate_cached(1):
         features = features + model.features_held(own)
     elif model.first_varying and model.dropout and model.layers[0].drops:
@@ -93,8 +81,8 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
 class Holds:
     """What a stage's operations keep and need besides, all chunks together [members] [B].
 
-    Nothing is freed before backward begins, so that is the fullest moment: the forward pass keeps
-    what autograd needs of all chunks, and hands on the most that a chunk's backward pass needs.
+    Nothing is freed before backward begins, so that is the fullest moment: what autograd saves of
+    all chunks is there, and what the largest chunk's backward pass needs.
     """
 
     def __init__(self, pipe: Pipeline, problem: Problem, stage: int) -> None:
@@ -108,96 +96,79 @@ class Holds:
         numbers = self.pipe.boundary(self.problem, self.stage - 1) - passes_on
         held.keep(self._counts[0].sum(0) * numbers * self.model.itemsize)
 
-    def pack(self, below: int, held: Held) -> None:
-        """What packing a chunk needs for the way across the boundary that ends stage `below`."""
-        pipe, problem, rows = self.pipe, self.problem, self._counts[0]
-        numbers, device = rows * pipe.boundary(problem, below), problem.cluster.device.kind
-        room = few_bits.room(numbers, self.model.itemsize, device)
-        held.at(_largest_chunk(room + rows * pipe.handed_bytes(problem, below)))
-
     def forward(self, piece: tuple[int, ...], held: Held) -> None:
         for layer in piece:
-            if layer:
-                self._layer(layer, held)
-            else:
-                self._encode(held)
-        if len(self.model.layers) in piece:
-            self._loss(held)
+            if layer == 0:
+                held.keep(np.asarray(encoding(self.model, self._counts[0]).kept).sum(0))
+                continue
+            held.keep(self._inputs(layer).sum(0), self._kept(layer).sum(0))
+            if layer == len(self.model.layers):
+                rows, stats = self._counts[0], self.problem.stats
+                trained = rows * min(1.0, stats.train_vertices / stats.vertices)
+                logits = rows * self.model.classes * self.model.itemsize
+                kept = decoded(self.model, rows)[0] + loss_itself(self.model, rows, trained).most
+                held.keep(np.asarray(kept + logits).sum(0))
 
-    def backward(self, held: Held) -> None:
-        numbers = self.model.jumped  # of the sum's gradient
-        if not self.is_last:  # a message that was unpacked, and copies of both its parts
-            copies = (self.pipe.bits is not None) + bool(self.model.carried)
-            numbers = self.pipe.boundary(self.problem, self.stage) * copies
-        besides = _largest_chunk(self._counts[0] * numbers * self.model.itemsize)
-        held.at(held.handed_on + besides)
-
-    def _encode(self, held: Held) -> None:
-        need = encoding(self.model, self._counts[0])
-        held.keep(_all_chunks(need.kept))
-        held.multiply(*need.products)
-
-    def _layer(self, layer: int, held: Held) -> None:
-        model, (rows, edges, sources, taken, meets) = self.model, self._counts
-        spec, b, apart = model.layers[layer - 1], model.itemsize, not model.reads_sparse(layer)
-        varies = layer > model.first_varying
-        need = footprint(model, layer, rows, sources, edges, apart=apart)
-        added = addition(model, layer, rows)  # to the sum of all layers' rows
-        held.multiply(*need.products, *added.products)
-        linear = spec.gathers_linearly and not spec.projects_first
-        read = (rows if linear else sources) * spec.h_in * b
-        if not varies:
-            made_anew = apart and not model.aggregate_cached(layer)
-            held.keep(_all_chunks(need.kept), read.sum(0) * made_anew)
-            self._hand_on(held, added.backward, need.backward - need.kept)
-            return
-        prepared = Prepared.of(model, spec, rows + taken)
-        held.keep(_all_chunks(prepared.rows * meets), read.sum(0))  # own and others' rows together
-        if self.pipe.checkpoint and layer < len(model.layers):
-            out = rows * spec.h_out * b
-            held.keep(out.sum(0))
-            if layer + 1 in self.layers:  # the next layer has them together with others' rows
-                held.free((out * meets).sum(0))
+    def backward(self, piece: tuple[int, ...], held: Held) -> None:
+        model, (rows, _, sources, _) = self.model, self._counts
+        needs = [0.0 * rows]
+        if len(model.layers) in piece:
+            needs = [np.asarray(decoded(model, rows)[1])]
+        for layer in filter(None, piece):
+            saved, besides = self._need(layer)
             # the last stage reuses the last layer's space
-            again = (need.kept + prepared.saved + prepared.dropped) * (not self.is_last)
-        else:
-            held.keep(_all_chunks(need.kept), _all_chunks(prepared.saved + prepared.dropped))
-            again = 0.0 * rows
-        # gradients of gathered and own rows, then of the rows read
-        spread = (2 * rows + sources) * spec.h_in * b
-        passed = (2 + 2 * meets) * prepared.rows  # back through the preparation
-        self._hand_on(held, added.backward, again + need.backward - need.kept, spread, passed)
+            again = self._recomputes(layer) and not self.is_last
+            needs.append(besides + saved * again)
+            if layer > model.first_varying:
+                # gradients of gathered and own rows, then of the rows read
+                spread = (2 * rows + sources) * model.layers[layer - 1].h_in
+                needs.append(spread * model.itemsize)
+        numbers = model.jumped  # of the sum's gradient
+        if not self.is_last:  # a message that was unpacked, and copies of both its parts
+            copies = (self.pipe.bits is not None) + bool(model.carried)
+            numbers = self.pipe.boundary(self.problem, self.stage) * copies
+        held.at((np.max(needs, axis=0) + rows * numbers * model.itemsize).max(0))
 
-    def _loss(self, held: Held) -> None:
-        model, rows, stats = self.model, self._counts[0], self.problem.stats
-        trained = rows * min(1.0, stats.train_vertices / stats.vertices)
-        kept, back, _ = decoded(model, rows)
-        most = kept + loss_itself(model, rows, trained).most
-        if model.decoder:
-            self._hand_on(held, back)  # chunk by chunk
-            held.multiply(Product(rows, *model.decoder))
-        chosen = trained * model.classes * model.weight_itemsize
-        logits = rows * model.classes * model.itemsize
-        held.keep(_all_chunks(most) - chosen.sum(0), logits.sum(0))
+    def _recomputes(self, layer: int) -> bool:
+        return self.pipe.checkpoint and self.model.first_varying < layer < len(self.model.layers)
 
-    def _hand_on(self, held: Held, *sizes: Number) -> None:
-        held.handed_on = largest(map(_largest_chunk, sizes), held.handed_on)
+    def _inputs(self, layer: int) -> np.ndarray:
+        """Rows that the layer reads, put together for it [chunks, members]."""
+        model, (rows, _, sources, taken) = self.model, self._counts
+        spec, varies = model.layers[layer - 1], layer > model.first_varying
+        linear = spec.gathers_linearly and not spec.projects_first
+        read = (rows if linear else sources) * (
+            varies or not (model.reads_sparse(layer) or model.aggregate_cached(layer))
+        )
+        if varies:  # own and others' rows; a checkpoint is the layer's own
+            meets = taken.any(1, keepdims=True)
+            checkpoint = rows * (self.pipe.checkpoint and layer > self.layers.start)
+            read = read + np.where(meets, rows + taken, checkpoint)
+        return read * spec.h_in * model.itemsize
+
+    def _kept(self, layer: int) -> np.ndarray:
+        """What autograd saves, or the rows that are handed on [chunks, members]."""
+        if not self._recomputes(layer):
+            return self._need(layer)[0]
+        is_end = layer + 1 == self.layers.stop
+        return self._counts[0] * self.model.layers[layer - 1].h_out * self.model.itemsize * is_end
+
+    def _need(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """What autograd saves of a layer, and the most that its backward pass needs besides.
+
+        Its inputs are prepared in a segment of their own [chunks, members]."""
+        model, (rows, edges, sources, taken) = self.model, self._counts
+        apart = not model.reads_sparse(layer)
+        need = footprint(model, layer, rows, sources, edges, apart=apart)
+        saved = np.asarray(need.kept)
+        if layer > model.first_varying:
+            prepared = Prepared.of(model, model.layers[layer - 1], rows + taken)
+            saved = saved + prepared.saved + prepared.dropped
+        return saved, np.asarray(need.backward - need.kept)
 
     @property
     def _counts(self) -> tuple[np.ndarray, ...]:
-        """Rows, edges, sources, others' rows that are read [chunks, members]; and whether members
-        exchange rows of a chunk [chunks, 1]."""
+        """Rows, edges, sources, others' rows that are read [chunks, members]."""
         facts = self.pipe.facts(self.problem)
         counts = facts.rows, facts.edges, facts.sources, facts.sends.sum(1)
-        meets = facts.sends.sum(1).any(1, keepdims=True)
-        return *(each.astype(float) for each in counts), meets
-
-
-def _all_chunks(sizes: ArrayLike) -> np.ndarray:
-    """[chunks, g] -> the sum over chunks [g]."""
-    return np.asarray(np.asarray(sizes).sum(0))
-
-
-def _largest_chunk(sizes: ArrayLike) -> np.ndarray:
-    """[chunks, g] -> the maximum over chunks [g]."""
-    return np.asarray(np.asarray(sizes).max(0))
+        return tuple(each.astype(float) for each in counts)

@@ -40,7 +40,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, Footprint, block, footprint, loss
+from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, block, footprint, loss
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -110,8 +110,7 @@ class ChunkedStep:
         kinds = {tuple(self.counts(layer, c) for layer in layers): c for c in self.chunks}
         step = list(self.ops(sorted(kinds.values())))
         if evaluates:
-            done = ("load", "halo", "forward", "store")
-            step = [op for op in step if op.op in done and op.way != "b"]
+            step = [op for op in step if op.op == "forward"]
         return Program.of(step)
 
     # -- operations ------------------------------------------------------------------------------
@@ -159,8 +158,7 @@ class ChunkedStep:
 
     def _load(self, way: str, layer: int, c: int) -> Op:
         loaded = _copied(self.loaded_bytes(way, layer, c))
-        holds = partial(self._held, way, layer, c)
-        return Op("load", way, layer, chunk=c, work=loaded, holds=holds)
+        return Op("load", way, layer, chunk=c, work=loaded)
 
     def _store(self, way: str, layer: int, c: int) -> Op:
         stored = _copied(self.stored_bytes(way, layer, c))
@@ -177,22 +175,16 @@ class ChunkedStep:
                 layer,
                 chunk=c,
                 work=Exchange(n.sends.T if home else n.sends, self._row_bytes(layer)),
-                holds=partial(self._hold_gradients if home else self._hold_halo, layer, c),
             )
 
     def _compute(self, op: str, layer: int, c: int, like: int) -> Op:
         """A layer's forward or backward pass on a chunk."""
         work = self._work(op, like, self.counts(layer, c))
-        passes = self._forward if op == "forward" else self._backward
-        return Op(op, layer=layer, chunk=c, work=work, holds=partial(passes, layer, c))
+        return Op(op, layer=layer, chunk=c, work=work, holds=partial(self._hold, op, layer, c))
 
     def _loss(self, c: int) -> Op:
-        return Op(
-            "loss",
-            chunk=c,
-            work=self._loss_work(self.counts(len(self.model.layers), c)),
-            holds=partial(self._hold_loss, c),
-        )
+        n = self.counts(len(self.model.layers), c)
+        return Op("loss", chunk=c, work=self._loss_work(n))
 
     # -- counts, work and bytes ------------------------------------------------------------------
 
@@ -329,51 +321,23 @@ class ChunkedStep:
                     most = np.maximum(most, copied(way, layer, c))
         return most
 
-    def _held(self, way: str, layer: int, c: int, held: Held) -> None:
-        """Of a load: nothing of the chunk before is left. There is room for the halo."""
+    def _hold(self, op: str, layer: int, c: int, held: Held) -> None:
+        """Of a pass: nothing of the chunk before is left."""
+        n, is_last = self.counts(layer, c), layer == len(self.model.layers)
+        need = footprint(self.model, layer, n.rows, n.sources, n.edges)
         held.let_go()
         read = self.read_bytes(layer, c)
         held.keep(read, use="features" if layer <= self.model.first_varying else "activations")
         held.keep(self.edge_bytes(layer, c), use="graph")
-        held.keep(self._besides(way, layer, c))
-        held.keep(self._exchanged(layer, self.counts(layer, c).given), use="buffers")
-
-    def _hold_halo(self, layer: int, c: int, held: Held) -> None:
-        held.free(self._exchanged(layer, self.counts(layer, c).given), use="buffers")
-
-    def _hold_gradients(self, layer: int, c: int, held: Held) -> None:
-        held.at(self.read_bytes(layer, c), self._exchanged(layer, self.counts(layer, c).given))
-
-    def _forward(self, layer: int, c: int, held: Held) -> None:
-        need = self._need(layer, c)
-        held.at(need.forward)
-        if layer == len(self.model.layers):  # its backward pass follows
-            held.keep(need.kept)
-        held.multiply(*need.products)
-
-    def _hold_loss(self, c: int, held: Held) -> None:
-        n = self.counts(len(self.model.layers), c)
-        logits, most, gradient = loss(self.model, n.rows, n.trained)
-        held.at(most)
-        held.keep(logits)
-        held.handed_on = gradient
-
-    def _backward(self, layer: int, c: int, held: Held) -> None:
-        need = self._need(layer, c)
-        if layer == len(self.model.layers):
-            held.at(held.handed_on, need.backward - need.kept)
-            held.free(need.kept)
-        else:
+        held.keep(self._besides("b" if op == "backward" and not is_last else "f", layer, c))
+        if op == "forward":
             held.at(need.forward)
-            if self.model.moments(layer + 1):  # the gradient that its rows get through them
-                made = self.counts(layer, c).rows * self.model.layers[layer - 1].h_out
-                held.at(need.kept, 2 * made * self.model.itemsize)
+        elif not is_last:
             held.at(need.backward)
-        held.multiply(*need.products)
-
-    def _need(self, layer: int, c: int) -> Footprint:
-        n = self.counts(layer, c)
-        return footprint(self.model, layer, n.rows, n.sources, n.edges)
+        else:
+            logits, most, gradient = loss(self.model, n.rows, n.trained)
+            held.at(need.kept, most)
+            held.at(logits, gradient, need.backward)
 
 
 def _copied(nbytes: np.ndarray) -> Copy:

@@ -276,14 +276,19 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     def sums(layer: int, course: Course, way: str) -> Iterator[Op]:
         """What a layer does on columns, and how it gets there and back."""
         there, back = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
-        held = Between(model, layer, own, course.width).cross
         if there and several:
             numbers = crossing(problem, course.width, "to_columns")
             yield Op("to_columns", way, layer, work=Exchange(numbers, b))
-        yield Op("aggregate", way, layer, work=summed(like[layer], course), holds=held)
+        yield Op("aggregate", way, layer, work=summed(like[layer], course))
         if back and several:
             numbers = crossing(problem, course.width, "to_rows")
             yield Op("to_rows", way, layer, work=Exchange(numbers, b))
+
+    def keep(layer: int, width: int, held: Held) -> None:
+        held.keep(between(model, layer, own, width))
+
+    def free(layer: int, width: int, held: Held) -> None:
+        held.free(between(model, layer, own, width))
 
     encode = model.encode(encoded) if model.encoder else None
     if encode:
@@ -291,7 +296,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     for layer in range(1, layers + 1):
         yield from moments(problem, layer, "f")
         if (course := courses[layer - 1]) is not None:
-            kept = Between(model, layer, own, course.width).keep if course.backward else None
+            kept = partial(keep, layer, course.width) if course.backward else None
             yield Op("prepare", "f", layer, work=prepare(like[layer], course)[0], holds=kept)
             yield from sums(layer, course, "f")
         keeps = partial(holds.forward, layer)
@@ -305,7 +310,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         yield Op("backward", layer=layer, work=end(like[layer])[1], holds=frees)
         if course is not None and course.backward:
             yield from sums(layer, course, "b")
-            freed = Between(model, layer, own, course.width).free
+            freed = partial(free, layer, course.width)
             yield Op("prepare", "b", layer, work=prepare(like[layer], course)[1], holds=freed)
             yield from moments(problem, layer, "b")
     if encode:
@@ -318,43 +323,15 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
 # -- bytes held ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Between:
-    """Bytes that a rank holds because a layer is two segments with an exchange between [ranks].
+def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number:
+    """Bytes that a rank keeps because a layer is two segments with an exchange between [ranks].
 
-    They are beside those of the layer itself (holds.py), which has what products save.
+    They are beside those of the layer itself (holds.py): leaves and roots of the two segments,
+    which no product saves in any case. own: rows. width: numbers per row that is summed.
     """
-
-    model: ByColumns
-    layer: int
-    own: np.ndarray  # rows
-    width: int  # numbers per row that is summed
-
-    @property
-    def _size(self) -> Number:
-        """Rows that are summed, their columns, or the sums of these."""
-        return 1.0 * self.own * self.width * self.model.itemsize
-
-    @property
-    def _prepared(self) -> Prepared:
-        spec, sparse = self.model.layers[self.layer - 1], self.model.reads_sparse(self.layer)
-        return Prepared.of(self.model, spec, self.own, sparse)
-
-    @property
-    def _kept(self) -> Number:
-        """Of leaves and roots of the two segments: what no product saves in any case."""
-        spec = self.model.layers[self.layer - 1]
-        sums = spec.projects_first or not spec.matrices or self.model.hands_on_initial
-        rows = not spec.projects_first and spec.matrices < 2
-        return self._size * sums + self._prepared.dropped * rows
-
-    def keep(self, held: Held) -> None:
-        held.keep(self._kept)
-
-    def cross(self, held: Held) -> None:
-        """What is sent and what comes, beside the rows that it is made of."""
-        first = self.model.layers[self.layer - 1].projects_first
-        held.at((2 + first) * self._size, self._prepared.saved)
-
-    def free(self, held: Held) -> None:
-        held.free(self._kept)
+    spec, sparse = model.layers[layer - 1], model.reads_sparse(layer)
+    sums = spec.projects_first or not spec.matrices or model.hands_on_initial
+    kept: Number = 1.0 * own * width * model.itemsize * sums
+    if not spec.projects_first and spec.matrices < 2:
+        kept = kept + Prepared.of(model, spec, own, sparse).dropped
+    return kept

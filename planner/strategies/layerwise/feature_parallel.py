@@ -48,13 +48,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import numpy as np
-
 from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.graph.kept import Stopwatch
 from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training
+from gnnplan.planner.strategies.base import Example, Memory, Strategy
 from gnnplan.planner.strategies.layerwise import columns
 from gnnplan.planner.strategies.layerwise.columns import (
     ByColumns,
@@ -64,7 +62,7 @@ from gnnplan.planner.strategies.layerwise.columns import (
     why_untried,
 )
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
-from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.memory import on_ranks
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -156,30 +154,23 @@ class FeatureParallel(Strategy):
 
     def memory(self, problem: Problem) -> Memory:
         """Bytes per rank by use: all edges, and an equal share of all else."""
-        model, stats, ranks = problem.model, problem.stats, problem.ranks
-        zero, b, own = np.zeros(ranks), model.weight_itemsize, shares(stats.vertices, ranks)
-        read = zero + model.features_held(own)
+        model, stats = problem.model, problem.stats
+        own = shares(stats.vertices, problem.ranks)
+        read = model.features_held(own)
         features, spec = read, model.layers[0]
         if model.aggregate_cached(1):
-            features = zero + model.features_held(own * (2 if spec.reads_own else 1))
+            features = model.features_held(own * (2 if spec.reads_own else 1))
         elif model.reads_sparse(1) and spec.reads_own:
             features = features + model.features_sorted(own)
-        held = fullest(problem, self.built(problem))
         edges = block(model, spec, *(stats.vertices,) * 2, stats.edges)
-        use: Memory = {
-            "parameters": zero + model.weights * b,
-            "optimizer": zero + problem.workload.beside_a_weight * model.weights * b,
-            "features": features,
-            "activations": held["activations"],
-            "graph": zero + edges + 16 * own,
-            "buffers": held["buffers"],
-            **before_training(problem),
-        }
-        # at set-up: rows, their columns, and the sums of these
-        most = 3 * read if model.aggregate_cached(1) else read
-        training = features + use["activations"] + use["buffers"]
-        use["buffers"] = use["buffers"] + np.maximum(most - training, 0.0)
-        return use
+        return on_ranks(
+            problem,
+            self.built(problem),
+            features=features,
+            graph=edges + 16 * own,
+            # at set-up: rows, those that leave, their columns, and the sums of these
+            elsewhere=(4 - 1 / problem.ranks) * read if model.aggregate_cached(1) else read,
+        )
 
 
 def _ordered_s(problem: Problem) -> float:

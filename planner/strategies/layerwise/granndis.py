@@ -230,9 +230,7 @@ class GraNNDis(OnParts):
         room = problem.cluster.device.memory
 
         def need(batches: int) -> float:
-            return float(
-                sum(replace(self, batches=batches).memory(problem).values(), np.zeros(1)).max()
-            )
+            return replace(self, batches=batches).most_memory(problem)
 
         if not self.suits(problem):  # the caller checks too, and reports it
             return 1

@@ -18,7 +18,6 @@ import numpy as np
 from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     Footprint,
-    Prepared,
     addition,
     encoding,
     footprint,
@@ -26,7 +25,6 @@ from gnnplan.planner.gnn.footprint import (
     loss,
 )
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
@@ -41,8 +39,7 @@ class Holds:
 
     `model` is the problem's, or the same with other orders of product and aggregation. `like` has
     for each layer the first with the same counts, which `facts` has. The encoder makes `encoded`
-    rows. Where rows lag or stay, these have buffers of their own (memory.py). Operations hand on
-    the size of the rows that they make, or of these rows' gradient.
+    rows. Where rows lag or stay, these have buffers of their own (memory.py).
     """
 
     problem: Problem
@@ -55,99 +52,94 @@ class Holds:
 
     def encode(self, held: Held) -> None:
         """The encoder's forward pass: its rows stay where layers read them again (GCNII)."""
-        need = encoding(self.model, self.encoded)
-        held.at(need.forward)
-        held.handed_on = self._initial
-        held.keep(need.kept)
-        held.multiply(*need.products)
+        held.keep(encoding(self.model, self.encoded).kept)
 
     def forward(self, layer: int, held: Held) -> None:
-        model, f, need = self.model, self._counts(layer), self._need(layer)
-        spec, added = model.layers[layer - 1], addition(model, layer, self._own)
-        varies, halo = layer > model.first_varying, self._halo(layer)
         if layer == 1:
             held.keep(self._summed)
         held.keep(self._copied(layer))
-        held.at(self._crossing(layer, "f") * varies)
-        held.at(self._unpicked(layer))
-        held.at(need.forward, self._applied(layer))
-        made = self._made(layer)
-        if not self.options.checkpoint:
-            held.keep(need.kept, self._applied(layer))
+        if self.options.checkpoint:
+            held.keep(self._made(layer))
+            held.free(self._among(layer))
         else:
-            held.keep(made)
-            if self.options.narrow and model.narrow_at(layer):
-                held.keep(Prepared.of(model, spec, f.sources - halo).dropped)
-            elif varies and not (layer == 1 and model.hands_on_initial):
-                held.free(np.where(halo > 0, held.handed_on, 0.0))  # the copy has these rows
-        held.at(added.forward)
-        held.handed_on = made
-        held.multiply(*need.products, *added.products)
+            held.keep(self._need(layer).kept)
 
     def loss(self, held: Held) -> None:
-        model, stats, own = self.model, self.problem.stats, self._own
-        if self.scored is None:
-            # of the whole graph's rows or of those that are trained on
-            trained = own * min(1.0, stats.train_vertices / max(own.sum(), 1.0))
-            logits, most, gradient = loss(model, own, trained)
-        else:
-            sends, negatives = self.scored.sends, self.problem.workload.negatives
-            row = model.layers[-1].h_out * model.itemsize
-            own = own + sends.sum(0)
-            copied = own * row * sends.any()  # own rows beside those of other ranks
-            held.at(copied, sends.sum(1) * row)
-            logits, most, gradient = link_loss(model, own, self.scored.edges, negatives)
-            most = most + copied
+        logits, most, gradient = self._loss()
         held.at(most)
         held.keep(logits)
         if self.options.checkpoint:
-            held.free(held.handed_on)  # h_L
-        if model.jump:
-            held.free(self._summed * (model.decoder is not None))  # else the logits
+            held.free(self._made(len(self.like)))
+        if self.model.jump:
             held.keep(gradient)  # for all layers
-            gradient = 0.0 * gradient
-        held.handed_on = gradient
-        if model.decoder:
-            held.multiply(Product(own, *model.decoder))
+            held.free(self._summed * (self.model.decoder is not None))  # else the logits
 
     def backward(self, layer: int, held: Held) -> None:
-        model, f, need = self.model, self._counts(layer), self._need(layer)
-        added, width = addition(model, layer, self._own), self._row_bytes(layer)
-        held.at(held.handed_on, added.backward)
-        gradient = np.maximum(held.handed_on, added.gradient)
+        model, need, gradient = self.model, self._need(layer), self._gradient(layer)
+        held.at(addition(model, layer, self._own).backward)
         if self.options.checkpoint:
-            held.at(gradient, need.forward, self._applied(layer))
-            held.at(gradient, need.backward, self._applied(layer))
+            held.at(gradient, need.backward)
         else:
             held.at(gradient, need.backward - need.kept)
             held.free(need.kept)
-            held.at(2 * self._applied(layer))  # gradients of what is applied, after and before
-            held.free(self._applied(layer))
         if layer == len(model.layers) and model.hands_on_initial:
-            held.keep(self._initial)  # their gradient
+            held.keep(self._made(0))  # their gradient
         if layer > model.first_varying:
-            held.at(gradient, f.sources * width + self._unpicked(layer))
-            held.handed_on = f.present * width
-            held.at(held.handed_on + self._crossing(layer, "b"))
-            if self.options.narrow and model.narrow_at(layer):
-                h_in = model.layers[layer - 1].h_in
-                held.handed_on = f.local * h_in * model.itemsize
+            f, width = self._counts(layer), self._row_bytes(layer)
+            held.at(gradient, (f.sources + self._unpicked(layer)) * width)
+            held.at(f.present * width, self._crossing(layer))
         held.free(self._copied(layer))
         if self.options.checkpoint and layer > 1:
-            held.free(self._checkpointed(layer))
+            held.free(self._made(layer - 1) - self._among(layer))
 
-    def _checkpointed(self, layer: int) -> Number:
-        """Rows of which a layer's own are computed again, unless they are in the copy."""
-        model, f = self.model, self._counts(layer)
-        if not (self.options.narrow and model.narrow_at(layer)):
-            return np.where(self._halo(layer) > 0, 0.0, self._made(layer - 1))
-        spec, local = model.layers[layer - 1], f.sources - self._halo(layer)
-        return self._made(layer - 1) + Prepared.of(model, spec, local).dropped
+    @property
+    def logits(self) -> Number:
+        """What the loss keeps until the step ends."""
+        return self._loss()[0]
+
+    def _loss(self) -> tuple[Number, Number, Number]:
+        """What is kept of it, the most that it needs, and the gradient that it leaves."""
+        model, stats, own = self.model, self.problem.stats, self._own
+        if self.scored is None:
+            # of the whole graph's rows or of those that are trained on
+            return loss(model, own, own * min(1.0, stats.train_vertices / max(own.sum(), 1.0)))
+        sends, negatives = self.scored.sends, self.problem.workload.negatives
+        own = own + sends.sum(0)
+        # own rows beside those of other ranks
+        copied = own * model.layers[-1].h_out * model.itemsize * sends.any()
+        logits, most, gradient = link_loss(model, own, self.scored.edges, negatives)
+        return logits, most + copied, gradient
+
+    def _gradient(self, layer: int) -> Number:
+        """The gradient of the layer's rows, in the buffer that it came in."""
+        model, following = self.model, layer + 1
+        of_sum = addition(model, layer, self._own).gradient if model.jump else self._loss()[2]
+        if layer == len(model.layers):
+            return of_sum
+        f, width = self._counts(following), self._row_bytes(following)
+        if self.options.narrow and model.narrow_at(following):
+            # a checkpoint's preparation of these rows is there again
+            again = 1 + self.options.checkpoint
+            came: Number = again * f.local * model.layers[layer - 1].h_out * model.itemsize
+        else:
+            came = f.present * width
+        return np.maximum(came, of_sum * (model.jump is not None))
 
     def _made(self, layer: int) -> np.ndarray:
-        """The rows that a layer makes."""
-        f, spec = self._counts(layer), self.model.layers[layer - 1]
-        return np.asarray(f.rows * spec.h_out * self.model.itemsize, dtype=float)
+        """The rows that a layer makes; 0: the encoder's."""
+        model = self.model
+        if layer == 0:
+            return self.encoded * (model.encoder[1] * model.itemsize if model.encoder else 0.0)
+        row: float = model.layers[layer - 1].h_out * model.itemsize
+        return self._counts(layer).rows * row
+
+    def _among(self, layer: int) -> Number:
+        """Rows of the layer before that a checkpoint need not keep: they are in the copy."""
+        model = self.model
+        narrow = self.options.narrow and model.narrow_at(layer)
+        if narrow or (layer == 1 and model.hands_on_initial):
+            return 0.0
+        return np.where(self._halo(layer) > 0, self._made(layer - 1), 0.0)
 
     @property
     def _own(self) -> np.ndarray:
@@ -159,12 +151,6 @@ class Holds:
         """The sum of all layers' rows."""
         return self._own * self.model.jumped * self.model.itemsize
 
-    @property
-    def _initial(self) -> Number:
-        """The rows that the encoder makes."""
-        model = self.model
-        return self.encoded * model.encoder[1] * model.itemsize if model.encoder else 0.0
-
     def _counts(self, layer: int) -> LayerFacts:
         return self.facts[self.like[layer]]
 
@@ -174,45 +160,31 @@ class Holds:
 
     def _row_bytes(self, layer: int) -> int:
         """Of a row that the layer exchanges."""
-        model = self.model
-        return model.exchanged_width(layer, self.options.narrow) * model.itemsize
+        return self.model.exchanged_width(layer, self.options.narrow) * self.model.itemsize
 
-    def _crossing(self, layer: int, way: str) -> Number:
-        """Rows that leave for peers or gradients that come from them, beside the layer's own."""
-        model, f = self.model, self._counts(layer)
-        width, b = model.exchanged_width(layer, self.options.narrow), model.itemsize
-        policy, bits = self.options.policy, self.options.bits
-        leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
-        # where rows stay, those that come are put among them
-        put = comes * width * b * (policy.stays and (way == "f" or bits is None))
-        whole = np.asarray(f.given * width * b)
-        if bits is None:
-            return np.asarray(whole * (not policy.lags) + put)
-        packed = (f.given + f.taken) * few_bits.row_bytes(width, b, bits)
-        room = few_bits.room(leaves * width, b, self.problem.cluster.device.kind)
-        if bits == few_bits.ADAPTIVE:  # the rows of a kind, packed and unpacked, on the way
-            room = np.maximum(room + packed, comes * width * b)
-        return np.asarray(packed + put + (np.maximum(whole, room) if way == "b" else room))
+    def _crossing(self, layer: int) -> Number:
+        """Gradients that come from peers, beside the layer's own."""
+        f, bits, policy = self._counts(layer), self.options.bits, self.options.policy
+        whole: Number = f.given * self._row_bytes(layer)
+        if bits is None:  # those that come where rows stay are put among them
+            return float(1 + policy.stays - policy.lags) * whole
+        width, b = self.model.exchanged_width(layer, self.options.narrow), self.model.itemsize
+        packed: Number = (f.given + f.taken) * few_bits.row_bytes(width, b, bits)
+        return packed + np.maximum(
+            whole, few_bits.room(f.taken * width, b, self.problem.cluster.device.kind)
+        )
 
     def _copied(self, layer: int) -> Number:
         """A copy of the layer's source rows, own and halo together."""
+        f = self._counts(layer)
         kept = self.options.checkpoint and self.options.narrow and self.model.narrow_at(layer)
-        picked = self._counts(layer).made is not None
-        copied = (self._halo(layer) > 0) | kept | picked
-        return np.asarray(self._counts(layer).sources * self._row_bytes(layer) * copied)
+        copied = (self._halo(layer) > 0) | kept | (f.made is not None)
+        return f.sources * self._row_bytes(layer) * copied
 
     def _unpicked(self, layer: int) -> Number:
         """Rows that are there, of which the layer reads some, and those that it adds up."""
         f = self._counts(layer)
-        rows = 0.0 if f.made is None else f.present
-        return (rows if f.added is None else rows + f.added) * self._row_bytes(layer)
-
-    def _applied(self, layer: int) -> Number:
-        """The layer's source rows with their bias, beside the sums that they are made of."""
-        f = self._counts(layer)
-        if f.added is None or not self.model.layers[layer - 2].bias:
-            return 0.0
-        return f.sources * self._row_bytes(layer)
+        return (0.0 if f.made is None else f.present) + (0.0 if f.added is None else f.added)
 
     def _need(self, layer: int) -> Footprint:
         model, f = self.model, self._counts(layer)

@@ -49,10 +49,10 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training, settled
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, settled
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
-from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 from gnnplan.planner.strategies.program.program import Copy, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
@@ -256,15 +256,12 @@ class Offload(Strategy):
 
 
 def _on_device(problem: Problem, step: ChunkedStep, evaluates: bool = False) -> Memory:
-    model, zero = problem.model, np.zeros(problem.ranks)
-    return {
-        "parameters": zero + model.weights * model.weight_itemsize,
-        "optimizer": zero
-        + problem.workload.beside_a_weight * model.weights * model.weight_itemsize,
-        **fullest(problem, step.fullest_program(evaluates)),
-        "copies": step.under_way("f" if evaluates else "fb"),
-        **before_training(problem),
-    }
+    return on_ranks(
+        problem,
+        step.fullest_program(evaluates),
+        code=machine_code(problem, len(step.chunks)),
+        copies=step.under_way("f" if evaluates else "fb"),
+    )
 
 
 def _server_of(problem: Problem) -> np.ndarray:

@@ -46,12 +46,12 @@ import numpy as np
 
 from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, before_training, settled
+from gnnplan.planner.strategies.base import Example, Memory, Strategy, settled
 from gnnplan.planner.strategies.layerwise import tiles
 from gnnplan.planner.strategies.layerwise.columns import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.tiles import AXES, Axis, Grid
-from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.memory import on_ranks
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -160,34 +160,25 @@ class Tensor3D(Strategy):
         model, stats, grid = problem.model, problem.stats, self.grid
         layers = tiles.layers_of(problem, grid)
         zero, b, first = np.zeros(problem.ranks), model.itemsize, layers[0]
-        weights = zero + sum(each.kept_weights for each in layers) * b
-        read = 1.0 * first.sources * stats.features * b  # a tile's rows, before they are cut
         if first.is_summed:
             features = 1.0 * first.sources * first.h_in * b
         else:
             features = 1.0 * first.rows * first.summed * b
-        held = fullest(problem, self.built(problem))
         different = {(each.layer - 1) % 6: each for each in layers if each.is_summed}
-        both = 16.0 * first.spec.reads_own / stats.vertices  # places of own rows among the inputs
-        ends = [
-            8.0 * (each.rows + each.sources) + both * each.rows * each.sources
+        edges = [
+            2.0 * each.edges * (4 + b) + 8.0 * (each.rows + each.sources)
             for each in different.values()
         ]
-        edges = [2.0 * each.edges * (4 + b) for each in different.values()]
-        use: Memory = {
-            "parameters": weights,
-            "optimizer": problem.workload.beside_a_weight * weights,
-            "features": zero + features,
-            "activations": held["activations"],
-            "graph": zero + sum(edges, zero) + sum(ends, zero) + 8.0 * layers[-1].rows,
-            "buffers": held["buffers"],
-            **before_training(problem, (group for axis in AXES for group in grid.groups(axis))),
-        }
-        # at set-up: features of all columns, and what is made of them
-        training = use["activations"] + use["buffers"]
-        use["buffers"] = use["buffers"] + np.maximum(read - training, 0.0)
-        use["buffers"] = use["buffers"] + model.weights * b  # the model as it began
-        return use
+        return on_ranks(
+            problem,
+            self.built(problem),
+            weights=sum((each.kept_weights for each in layers), zero),
+            groups=(group for axis in AXES for group in grid.groups(axis)),
+            features=features,
+            graph=sum(edges, 8.0 * layers[-1].rows),
+            # at set-up: features of all columns, and what is made of them
+            elsewhere=features + first.sources * stats.features * b,
+        )
 
 
 def grids(ranks: int) -> list[Grid]:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -47,7 +47,6 @@ from gnnplan.planner.gnn.footprint import loss
 from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.model import MASK, Model
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
-from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.gnn.trace import SUM
 from gnnplan.planner.graph.sampling import TILES
 from gnnplan.planner.problem.problem import Problem
@@ -289,7 +288,7 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     forward, backward = finish(problem, last.whole_rows, None)
     copied = 2.0 * COPY * last.whole_rows * last.spec.h_out * several * b
     work_of_loss = forward + backward + Compute(elementwise_bytes=copied, itemsize=b)
-    yield Op("loss", work=work_of_loss, holds=partial(_hold_loss, last))
+    yield Op("loss", work=work_of_loss, holds=_Holds(last).loss)
     if several:
         yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):
@@ -397,106 +396,71 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Holds:
-    """Bytes that a rank holds of a layer [ranks], as executor/strategies/tensor3d.py does.
-
-    Operations hand on the size of the gradient that they make.
-    """
+    """Bytes that a rank holds of a layer [ranks], as executor/strategies/tensor3d.py does."""
 
     tiles: Tiles
 
-    @property
-    def _b(self) -> int:
-        return self.tiles.model.itemsize
+    def _bytes(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        return np.asarray(1.0 * rows * columns * self.tiles.model.itemsize)
 
     @property
     def _inputs(self) -> np.ndarray:
-        return np.asarray(1.0 * self.tiles.sources * self.tiles.h_in * self._b)
+        return self._bytes(self.tiles.sources, self.tiles.h_in)
 
     @property
     def _sums(self) -> np.ndarray:
-        """Of neighbours alone."""
-        return np.asarray(1.0 * self.tiles.rows * self.tiles.h_in * self._b)
-
-    @property
-    def _all_sums(self) -> np.ndarray:
-        return np.asarray(1.0 * self.tiles.rows * self.tiles.summed * self._b)
-
-    @property
-    def _own(self) -> np.ndarray:
-        """Own rows that are among the inputs, where the layer reads them."""
-        t = self.tiles
-        among = t.sources / max(t.problem.stats.vertices, 1)
-        return self._sums * among * t.spec.reads_own
+        return self._bytes(self.tiles.rows, self.tiles.summed)
 
     @property
     def _outputs(self) -> np.ndarray:
-        return np.asarray(1.0 * self.tiles.rows * self.tiles.h_out * self._b)
+        return self._bytes(self.tiles.rows, self.tiles.h_out)
 
     @property
     def _weights(self) -> np.ndarray:
-        return 1.0 * self.tiles.weights * self._b
+        return 1.0 * self.tiles.weights * self.tiles.model.itemsize
 
     @property
-    def _dropped(self) -> bool:
-        return bool(self.tiles.model.dropout and self.tiles.spec.drops)
+    def _neighbours(self) -> np.ndarray:
+        """Sums of neighbours alone, where they are put beside own rows."""
+        return self._sums / 2 * self.tiles.spec.reads_own
+
+    @property
+    def _dropped(self) -> np.ndarray:
+        return self._inputs * bool(self.tiles.model.dropout and self.tiles.spec.drops)
 
     @property
     def _mask(self) -> np.ndarray:
         """A byte for each input that ReLU or dropout may have set to zero."""
         t = self.tiles
-        masked = t.varies and (t.model.relu_after(t.layer - 1) or self._dropped)
-        return self._inputs / self._b * masked
+        relu = t.model.relu_after(t.layer - 1)
+        masked = self._inputs * relu if relu else self._dropped
+        return masked / t.model.itemsize * t.varies
 
     def aggregate(self, held: Held) -> None:
-        t = self.tiles
-        dropped, drop_mask = self._inputs * self._dropped, self._inputs / self._b * self._dropped
-        held.keep(dropped)
-        held.at(drop_mask)
-        held.keep(self._mask, self._all_sums)
-        held.at(np.maximum(self._sums * t.spec.reads_own, self._own))
-        held.free(dropped, self._inputs * t.varies)  # features are no operation's
+        held.keep(self._mask, self._sums)
+        held.at(self._dropped, self._neighbours)
+        held.free(self._inputs * self.tiles.varies)  # features are no operation's
 
     def forward(self, held: Held) -> None:
-        t = self.tiles
-        several = t.grid.size(t.axes.rows) > 1
-        held.at(self._weights * (1 + several))
-        held.at(self._weights, self._outputs)
+        held.at(2 * self._weights)
         held.keep(self._outputs)
-        h_in, h_out = max(int(t.summed.max()), 1), max(int(t.h_out.max()), 1)
-        after = ("bias" if t.spec.bias else "",)
-        held.multiply(Product(t.rows, h_in, h_out, t.varies, after))
 
     def backward(self, held: Held) -> None:
-        t = self.tiles
-        several = t.grid.size(t.axes.rows) > 1
-        held.at(held.handed_on, self._weights * (1 + several))
-        held.at(held.handed_on, 3 * self._weights)
-        held.free(self._all_sums * t.is_summed)
-        to_sums = self._all_sums * t.varies
-        held.at(held.handed_on, 2 * self._weights, to_sums)
-        held.handed_on = to_sums
-        held.at(held.handed_on, 2 * self._weights)
+        held.at(self._outputs, 3 * self._weights)
+        held.free(self._sums * self.tiles.is_summed)
+        held.at(self._outputs, 2 * self._weights, self._sums * self.tiles.varies)
 
     def aggregate_back(self, held: Held) -> None:
-        part = self._sums * self.tiles.spec.reads_own
-        held.at(held.handed_on, np.maximum(part, self._own), self._inputs)
-        held.at(self._inputs)
-        held.handed_on = self._inputs
+        held.at(self._sums, self._neighbours, self._inputs)
         held.free(self._mask)
 
-
-def _hold_loss(last: Tiles, held: Held) -> None:
-    """Logits of all classes, of some of the rows, and their gradient."""
-    model, stats, rows = last.model, last.problem.stats, 1.0 * last.whole_rows
-    trained = rows * min(1.0, stats.train_vertices / max(stats.vertices, 1))
-    _, most, gradient = loss(model, rows, trained)
-    own = 1.0 * last.rows * last.h_out * model.itemsize
-    whole = rows * last.spec.h_out * model.itemsize
-    several = last.grid.size(last.axes.sources) > 1
-    held.at(2 * whole * several)
-    held.free(own)
-    held.keep(whole)  # until the step has ended
-    held.at(most)
-    held.at(gradient, gradient * several)
-    held.at(gradient * several, 2 * own * several)
-    held.handed_on = own
+    def loss(self, held: Held) -> None:
+        """Logits of all classes, of some of the rows, and their gradient."""
+        t, rows = self.tiles, 1.0 * self.tiles.whole_rows
+        trained = rows * min(1.0, t.problem.stats.train_vertices / max(t.problem.stats.vertices, 1))
+        _, most, gradient = loss(t.model, rows, trained)
+        held.at(self._outputs)
+        held.free(self._outputs)
+        held.keep(gradient)  # the logits, until the step has ended
+        held.at(most)
+        held.at(2 * gradient, 2 * self._outputs)

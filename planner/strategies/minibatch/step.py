@@ -269,9 +269,7 @@ def worth_caching(problem: Problem, plain: Strategy, columns: range | None = Non
     """
     if problem.cluster.device.kind == "cpu":
         return 0
-    left = problem.cluster.device.memory - float(
-        sum(plain.memory(problem).values(), np.zeros(1)).max()
-    )
+    left = problem.cluster.device.memory - plain.most_memory(problem)
     vertices = problem.stats.vertices
     if problem.graph is None:
         all_rows = int(row_bytes(problem, np.arange(1), columns)[0]) * vertices

@@ -139,10 +139,8 @@ class P3(Slices):
         if has_peers:
             host += batchwise.told("push", pushed, peers, ahead="host", itemsize=INT)
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
-        # a sampler of its own has its own memory
-        sampling = None if self.prefetch else holds(Batch.lay)
         lays = Sampling("lay", laid, len(layers), batchwise.samplers(problem, self.prefetch))
-        host.append(Op("lay", work=lays, ahead="host", holds=sampling))
+        host.append(Op("lay", work=lays, ahead="host"))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 

@@ -1,25 +1,89 @@
-"""Bytes that ranks hold at their fullest moment, from what a program's operations hold.
+"""Bytes that a rank holds: what stays, and what a step's operations add at its fullest moment.
 
-What stays the same during a step (weights, edges, caches) is no operation's: `Strategy.memory` adds
-it.
+Each operation of a program plays on `Held` what it keeps, frees and needs besides (`Op.holds`).
+What stays during a step (features, edges, caches) is no operation's: a family gives it to `memory`,
+which adds weights, libraries and machine code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 
 import numpy as np
 
-from gnnplan.planner.gnn.products import distinct
+from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME
+from gnnplan.planner.gnn.products import shapes
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.held import USES, Held
 from gnnplan.planner.strategies.program.program import Group, Op, Program
+from gnnplan.planner.vocabulary.numbers import Number
+
+Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
 
 
-def fullest(problem: Problem, program: Program) -> dict[str, np.ndarray]:
-    """Bytes by use at each rank's fullest moment [ranks], with machine code of the products."""
+def on_ranks(
+    problem: Problem,
+    program: Program,
+    *,
+    weights: Number | None = None,
+    groups: Iterable[Sequence[int]] = (),
+    code: Number | None = None,
+    elsewhere: Number = 0.0,
+    **stays: Number,
+) -> Memory:
+    """Bytes per rank by use, at the fullest moment.
+
+    weights: of each rank, if not all of the model's. groups: of ranks that have a communicator of
+    their own. code: of products (`machine_code`). elsewhere: the most that set-up or an
+    evaluation holds beside weights, edges and caches. stays: other bytes, by use.
+    """
+    zero, model = np.zeros(problem.ranks), problem.model
+    size = (zero + (model.weights if weights is None else weights)) * model.weight_itemsize
+    use: Memory = {"parameters": size, "optimizer": problem.workload.beside_a_weight * size}
+    use |= {name: zero + nbytes for name, nbytes in stays.items()}
+    for name, most in fullest(problem, program).items():
+        use[name] = use.get(name, zero) + most
+    use["buffers"] = use["buffers"] + (machine_code(problem) if code is None else code)
+    training = sum(use.get(name, zero) for name in ("features", "activations", "halo", "buffers"))
+    use["buffers"] = use["buffers"] + np.maximum(elsewhere - training, 0.0)
+    return use | before_training(problem, groups)
+
+
+def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
+    """Bytes of what is there before a rank trains: libraries, and on GPUs NCCL's communicators.
+
+    Two of these are of all ranks, for sums and for exchanges. groups: of the other ones.
+    """
+    kind, ranks = problem.cluster.device.kind, problem.ranks
+    use = {"runtime": np.full(ranks, RUNTIME[kind])}
+    if kind == "cuda" and ranks > 1:
+        use["communicators"] = np.full(ranks, 2 * COMMUNICATOR)
+        for group in groups:
+            use["communicators"][list(group)] += COMMUNICATOR * (1 < len(group) < ranks)
+    return use
+
+
+def machine_code(problem: Problem, pieces: float = 1, layers: Iterable[int] = ()) -> float:
+    """Bytes of the code that oneDNN makes for products, where it multiplies.
+
+    Of a step, or of some of its layers (0: the encoder). pieces: in which a rank's rows come."""
+    model, code = problem.model, problem.cluster.device.code_of(problem.model.itemsize)
+    if not code:
+        return 0.0
+    rows = 1.5 * problem.stats.vertices / problem.ranks / pieces  # of the largest
+    told = []
+    for layer in layers or range(len(model.layers) + 1):
+        told += [model.played(layer)] if layer else [model.encodes] if model.encoder else []
+        told += [model.adds(layer)] if layer and model.jump else []
+        told += [model.decodes] if layer == len(model.layers) and model.decoder else []
+    products = [product for each in told for product in each.products]
+    return code * shapes(products, model.itemsize, pieces, rows)
+
+
+def fullest(problem: Problem, program: Program) -> Memory:
+    """Bytes by use that operations hold at each rank's fullest moment [ranks]."""
     held: dict[Group, Held] = {}
     for op in _operations(program):
         if op.holds is not None:
@@ -28,15 +92,8 @@ def fullest(problem: Problem, program: Program) -> dict[str, np.ndarray]:
             op.holds(held[op.ranks])
     use = {name: np.zeros(problem.ranks) for name in USES}
     for group, each in held.items():
-        ranks = group or tuple(range(problem.ranks))
         for name, most in zip(USES, each.most, strict=True):
-            use[name][list(ranks)] = most
-        itemsize = problem.model.itemsize
-        if code := problem.cluster.device.code_of(itemsize):
-            varies = problem.workload.mode == "mini"
-            use["buffers"][list(ranks)] += code * distinct(
-                each.products, len(ranks), itemsize, varies
-            )
+            use[name][list(group or range(problem.ranks))] = most
     return use
 
 
