@@ -20,10 +20,7 @@ Open
     own.py            for a layer that the user wrote against layers.Layer
 
 Where a module is a chain of convolutions that our own layers compute too, open
-    convert.py        for the proof that they do
-    chain.py          for the guess, from the rows of forward that were recorded
-    convolutions.py   for what each convolution of PyG and DGL is among our layers
-    describe.py       for what these layers are as Workload fields
+    convert.py        for the guess, and the proof that they do
     parameters.py     for where our Net has which parameter
 
 It imports the planner and layers/."""

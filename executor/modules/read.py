@@ -24,8 +24,7 @@ from torch.nn.parameter import is_lazy
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules import live
 from gnnplan.executor.modules.bind import Fields, GraphFields, bound
-from gnnplan.executor.modules.chain import NoChain, parts_of
-from gnnplan.executor.modules.convert import converted
+from gnnplan.executor.modules.convert import NoChain, converted, parts_of
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
@@ -190,8 +189,9 @@ def _understood(
     graph = _with_its_widths(module, graph, own_widths, dtype)
     trained: Parameters | Pieces
     try:
-        fields, own, places = converted(module, graph)
-        trained, parts = Parameters(cast(module.state_dict(), dtype), places), parts_of(module)
+        chain = converted(module, graph)
+        fields, own, parts = chain.fields, chain.own, parts_of(module)
+        trained = Parameters(cast(module.state_dict(), dtype), chain.places)
     except NoChain:
         trained, parts = proved(module, graph, dtype), []
         fields, own = _described(trained, graph, dtype)
@@ -213,7 +213,7 @@ def _understood(
 
 def _described(
     pieces: Pieces, graph: GraphFields, dtype: torch.dtype
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Pieces as fields of a Workload and of a Module. Raises Unfit."""
     layers = range(1, pieces.layers + 1)
     norms = [bool(pieces.layer(number).norm) for number in layers]
@@ -359,8 +359,8 @@ def _understood_again(
             pieces, _ = followed(made, graph, dtype)
             found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]
         else:
-            _, own, places = converted(made, graph, proves=False)
-            layers = own["layers"]
+            chain = converted(made, graph, proves=False)
+            layers = chain.own["layers"]
             found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
     except (Unfit, NoChain) as unfit:
         raise SpecError(f"{path}: {module.name}: {unfit}; plan again") from unfit
@@ -370,7 +370,7 @@ def _understood_again(
             f"{path}: {module.name} has layers of {found_widths} numbers, and the plan has"
             f" {planned}; the module decides them, so plan again"
         )
-    return pieces if module.cut else Parameters(made.state_dict(), places)
+    return pieces if module.cut else Parameters(made.state_dict(), chain.places)
 
 
 def _shapes(kind: str, fields: Fields, pieces: Pieces) -> tuple[Any, ...]:

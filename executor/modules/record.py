@@ -364,9 +364,8 @@ class _Recorder(TorchFunctionMode):
             if training and p >= 1.0:
                 raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
             rows = args[0] if args else kwargs["input"]
-            # what is dropped is decided where it runs; rows tell which dropout they went through
-            factor = 1.0 + 1e-6 * node.index if node.drops else 1.0
-            result = rows.mul_(factor) if in_place else rows * factor
+            # what is dropped is decided where it runs
+            result = rows.mul_(1.0) if in_place else rows * 1.0
         else:
             result = func(*args, **kwargs)
         if before is not None and not torch.equal(before, torch.get_rng_state()):

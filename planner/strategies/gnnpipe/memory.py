@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike
 from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     Prepared,
-    addition,
     block,
     decoded,
     encoding,
@@ -103,9 +102,8 @@ class Holds:
         self.layers, self.is_last = stages[stage], stage + 1 == len(stages)
 
     def receive(self, held: Held) -> None:
-        """Messages of the stage before; the sum of layers' rows stays in the last stage alone."""
-        passes_on = self.model.jumped * (not self.is_last)
-        numbers = self.pipe.boundary(self.problem, self.stage - 1) - passes_on
+        """Messages of the stage before."""
+        numbers = self.pipe.boundary(self.problem, self.stage - 1)
         held.keep(self._counts[0].sum(0) * numbers * self.model.itemsize)
 
     def pack(self, below: int, held: Held) -> None:
@@ -125,7 +123,7 @@ class Holds:
             self._loss(held)
 
     def backward(self, held: Held) -> None:
-        numbers = self.model.jumped  # of the sum's gradient
+        numbers = 0
         if not self.is_last:  # a message that was unpacked, and copies of both its parts
             copies = (self.pipe.bits is not None) + bool(self.model.carried)
             numbers = self.pipe.boundary(self.problem, self.stage) * copies
@@ -142,14 +140,13 @@ class Holds:
         spec, b, apart = model.layers[layer - 1], model.itemsize, not model.reads_sparse(layer)
         varies = layer > model.first_varying
         need = footprint(model, layer, rows, sources, edges, apart=apart)
-        added = addition(model, layer, rows)  # to the sum of all layers' rows
-        held.multiply(*need.products, *added.products)
+        held.multiply(*need.products)
         linear = spec.gathers_linearly and not spec.projects_first
         read = (rows if linear else sources) * spec.h_in * b
         if not varies:
             made_anew = apart and not model.aggregate_cached(layer)
             held.keep(_all_chunks(need.kept), read.sum(0) * made_anew)
-            self._hand_on(held, added.backward, need.backward - need.kept)
+            self._hand_on(held, need.backward - need.kept)
             return
         prepared = Prepared.of(model, spec, rows + taken)
         held.keep(_all_chunks(prepared.rows * meets), read.sum(0))  # own and others' rows together
@@ -166,7 +163,7 @@ class Holds:
         # gradients of gathered and own rows, then of the rows read
         spread = (2 * rows + sources) * spec.h_in * b
         passed = (2 + 2 * meets) * prepared.rows  # back through the preparation
-        self._hand_on(held, added.backward, again + need.backward - need.kept, spread, passed)
+        self._hand_on(held, again + need.backward - need.kept, spread, passed)
 
     def _loss(self, held: Held) -> None:
         model, rows, stats = self.model, self._counts[0], self.problem.stats

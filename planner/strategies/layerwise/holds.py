@@ -19,7 +19,6 @@ from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     Footprint,
     Prepared,
-    addition,
     encoding,
     footprint,
     link_loss,
@@ -63,10 +62,8 @@ class Holds:
 
     def forward(self, layer: int, held: Held) -> None:
         model, f, need = self.model, self._counts(layer), self._need(layer)
-        spec, added = model.layers[layer - 1], addition(model, layer, self._own)
+        spec = model.layers[layer - 1]
         varies, halo = layer > model.first_varying, self._halo(layer)
-        if layer == 1:
-            held.keep(self._summed)
         held.keep(self._copied(layer))
         held.at(self._crossing(layer, "f") * varies)
         held.at(self._unpicked(layer))
@@ -80,9 +77,8 @@ class Holds:
                 held.keep(Prepared.of(model, spec, f.sources - halo).dropped)
             elif varies and not (layer == 1 and model.hands_on_initial):
                 held.free(np.where(halo > 0, held.handed_on, 0.0))  # the copy has these rows
-        held.at(added.forward)
         held.handed_on = made
-        held.multiply(*need.products, *added.products)
+        held.multiply(*need.products)
 
     def loss(self, held: Held) -> None:
         model, stats, own = self.model, self.problem.stats, self._own
@@ -102,19 +98,13 @@ class Holds:
         held.keep(logits)
         if self.options.checkpoint:
             held.free(held.handed_on)  # h_L
-        if model.jump:
-            held.free(self._summed * (model.decoder is not None))  # else the logits
-            held.keep(gradient)  # for all layers
-            gradient = 0.0 * gradient
         held.handed_on = gradient
         if model.decoder:
             held.multiply(Product(own, *model.decoder))
 
     def backward(self, layer: int, held: Held) -> None:
         model, f, need = self.model, self._counts(layer), self._need(layer)
-        added, width = addition(model, layer, self._own), self._row_bytes(layer)
-        held.at(held.handed_on, added.backward)
-        gradient = np.maximum(held.handed_on, added.gradient)
+        width, gradient = self._row_bytes(layer), held.handed_on
         if self.options.checkpoint:
             held.at(gradient, need.forward, self._applied(layer))
             held.at(gradient, need.backward, self._applied(layer))
@@ -153,11 +143,6 @@ class Holds:
     def _own(self) -> np.ndarray:
         """Rows of the last layer."""
         return self._counts(len(self.like)).rows
-
-    @property
-    def _summed(self) -> Number:
-        """The sum of all layers' rows."""
-        return self._own * self.model.jumped * self.model.itemsize
 
     @property
     def _initial(self) -> Number:

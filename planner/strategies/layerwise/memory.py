@@ -123,7 +123,7 @@ def _constant(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
     model, f = problem.model, layout.facts(1)
     if not model.aggregate_cached(1):
         return _read(problem, layout)
-    # GraphSAGE and residuals read a vertex's own row too
+    # GraphSAGE reads a vertex's own row too
     rows = f.rows * (2 if model.layers[0].reads_own else 1)
     return np.asarray(model.features_held(rows), dtype=float)
 
@@ -159,7 +159,6 @@ def _during_evaluation(
         inputs = f.local * spec.h_in * (layer > model.first_varying)
         if model.encoder and layer > 1:  # what the encoder makes stays until the end
             inputs = inputs + local_rows(layout, 0) * model.encoder[1]
-        inputs = inputs + layout.row_counts(len(model.layers)) * model.jumped
         most = np.maximum(most, (inputs + copied) * model.itemsize + need.forward)
     return np.asarray(most + _constant(problem, layout) + blocks(problem, layout))
 
