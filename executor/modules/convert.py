@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gnnplan.executor.layers.blocks import weighted_of
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.bind import GraphFields, bound
+from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, bound
 from gnnplan.executor.modules.cut import live_nodes
 from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.prove import (
@@ -31,7 +31,6 @@ from gnnplan.executor.modules.prove import (
     recorded_of,
 )
 from gnnplan.executor.modules.record import Node, Opaque, Recorded
-from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload

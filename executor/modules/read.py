@@ -22,16 +22,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
-from gnnplan.executor.modules import live
-from gnnplan.executor.modules.bind import Fields, GraphFields, bound
+from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, bound
 from gnnplan.executor.modules.convert import NoChain, converted, parts_of
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
     ARGUMENTS,
     MAX_SOURCE,
+    PICKLED,
     as_planned,
     in_file,
+    keep,
+    loaded,
     make,
     source_of,
 )
@@ -45,7 +47,6 @@ from gnnplan.executor.modules.prove import (
     run_once,
 )
 from gnnplan.executor.modules.record import Unfit
-from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
@@ -198,7 +199,7 @@ def _understood(
     must_make_the_same_calls(module, graph, parts)
     if file is None:
         kept = module if isinstance(trained, Pieces) else trained
-        file, sha256 = live.keep(kept, folder or cache_dir() / "modules", name)
+        file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
     description = Module(
         file=str(file),
         name=name,
@@ -331,11 +332,11 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     Raises SpecError if the file is no longer what was planned."""
     module = workload.own
     path = Path(module.file)
-    is_pickled = path.suffix == live.PICKLED
+    is_pickled = path.suffix == PICKLED
     source = as_planned(path, module.sha256, MAX_PARAMETERS if is_pickled else MAX_SOURCE)
     with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
         if is_pickled:
-            kept = live.loaded(source)
+            kept = loaded(source)
             if isinstance(kept, Parameters):
                 return kept
             return _understood_again(workload, module, path, kept)

@@ -77,30 +77,6 @@ class Count(int):
         count.of = of
         return count
 
-    def _compared(self, other: object, answer: Any) -> Any:
-        if isinstance(other, int) and not isinstance(other, Count) and other > 1:
-            raise Unfit(
-                f"forward compares a number of vertices or edges with {other}, and a part of the"
-                " graph has another one; leave that out"
-            )
-        return answer
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compared(other, int(self) < int(other))
-
-    def __le__(self, other: Any) -> Any:
-        return self._compared(other, int(self) <= int(other))
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compared(other, int(self) > int(other))
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compared(other, int(self) >= int(other))
-
-    __eq__ = int.__eq__
-    __ne__ = int.__ne__
-    __hash__ = int.__hash__
-
 
 class Shape(tuple[int, ...]):
     """A tensor's sizes, with its Count."""
