@@ -39,12 +39,8 @@ from gnnplan.planner.gnn.operations import VECTOR
 # (rows, sources, edges), of which four tell the factors; the last is to be foretold. All rows have
 # as many edges: DGL calls a user's function once for each number of edges that a row has
 SIZES = ((64, 128, 512), (128, 192, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1600))
-KINDS = ("gemm_bytes", "elementwise_bytes", "exponentials")
+KINDS = ("gemm_bytes", "elementwise_bytes")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "linear")
-# hash_ops that a number of theirs costs, on a core with AVX2; tanh alone is not vectorised
-EXPONENTIALS = dict.fromkeys(
-    ("exp", "log", "_log_softmax", "_softmax", "sigmoid", "silu", "gelu", "elu"), 0.25
-) | {"tanh": 1.0}
 ARITHMETIC = ("mul", "add", "sub", "div", "pow")
 # operations that read rows by index, and that write them
 PICKS = ("index_select", "embedding", "index", "gather")
@@ -93,7 +89,6 @@ class Work:
     multiplied: list[tuple[int, float]] = field(default_factory=list)  # length of sums, and flops
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
-    exponentials: float = 0.0
     sized: float = 0.0  # bytes that are read or written, times the logarithm of the tensor's
     gathers: list[_Gathered] = field(default_factory=list)
     products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
@@ -233,8 +228,6 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work.multiplies(_bytes(first) + _bytes(second) + _bytes(made[0]), largest)
         else:
             work.passes(sum(sizes), largest)
-            each = EXPONENTIALS.get(name.rstrip("_"), 0.0)
-            work.exponentials += each * sum(tensor.numel() for tensor in made)
 
 
 def _sized(nbytes: float, size: float) -> float:

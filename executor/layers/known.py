@@ -69,7 +69,7 @@ class KnownLayer(Layer):
         self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
     ) -> Tensor:
         given = Given(gathered, _read(rows), _read(x), relu)
-        return kinds.update(_Tensors(self, initial=x0), self.spec, given)
+        return self.kind.update(_Tensors(self, initial=x0), self.spec, given)
 
     # -- P3's calls (layer.ColumnLayer) ----------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.blocks import weight_dtype_of
-from gnnplan.executor.layers.kernels import FeatureRows, backward, gradient_of, linear
+from gnnplan.executor.layers.kernels import FeatureRows, linear
 from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm, activated, norm_of
@@ -66,13 +66,6 @@ class Net(nn.Module):
             else None
         )
         self.initial = shapes.hands_on_initial  # layers read x0, the encoder's output
-        self.jump, self.jumped = shapes.jump, shapes.jumped
-        self.products = nn.ModuleDict()  # of layers whose rows lie side by side at the end
-        if self.jump and self.jump.of == "cat":
-            for number in self.which:
-                self.products[str(number)] = nn.Linear(
-                    shapes.layers[number - 1].h_out, self.jumped, bias=number == self.total
-                )
         self.relu_after = shapes.relu_after  # whether a layer (0: the encoder) ends in ReLU
         self.to(weight_dtype_of(workload))
         if shapes.nonzeros and 1 in self.which:
@@ -100,12 +93,8 @@ class Net(nn.Module):
                 parameter.data.fill_(float(name.endswith("norm.weight")))
                 continue
             parts = name.split(".")
-            first = {"layers": 0, "products": self.total + 1}
-            place = (
-                first[parts[0]] + int(parts[1])
-                if parts[0] in first
-                else {"encoder": 0, "decoder": self.total + 1}[parts[0]]
-            )
+            ends = {"encoder": 0, "decoder": self.total + 1}
+            place = ends[parts[0]] if parts[0] in ends else int(parts[1])
             generator = torch.Generator().manual_seed(
                 (seed * 1_000_003 + place) * 7 + len(parts[-1])
             )
@@ -150,45 +139,14 @@ class Net(nn.Module):
         )
 
     def decode(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
-        """h_L [R, H], or the sum of all layers' rows -> logits [R, C]; they are that without a
-        decoder."""
+        """h_L [R, H] -> logits [R, C]; they are that without a decoder."""
         if self.ends is not None:
             return self.ends(h, drop, moments)
         if self.decoder is None:
             return h
         if self.activates_last:
             h = activated(self.norm, h, moments)
-        return linear(drop(h) if self.jump is None else h, self.decoder.weight, self.decoder.bias)
-
-    # A model with a `jump` decodes the sum of what all its layers add. It is of a rank's own rows
-    # alone, so nothing is exchanged for it, and its gradient is that of what each layer adds.
-
-    def added(self, number: int, h: Tensor, drop: Drop) -> Tensor:
-        """h_l [R, H_l] of layer `number` -> what it adds to the sum [R, jumped].
-
-        drop: the dropout before the next layer.
-        """
-        assert self.jump is not None
-        rows = drop(h) if self.jump.drops else h
-        if self.jump.of == "sum":
-            return rows
-        product = cast(nn.Linear, self.products[str(number)])
-        return linear(rows, product.weight, product.bias)
-
-    @torch.no_grad()
-    def add(self, number: int, h: Tensor, drop: Drop, summed: Tensor) -> None:
-        """Add to the sum [R, jumped], in place, what layer `number` adds; keeps nothing."""
-        summed += self.added(number, h.detach(), drop)
-
-    def add_backward(self, number: int, h: Tensor, drop: Drop, gradient: Tensor) -> Tensor:
-        """The gradient of the sum [R, jumped] -> what it adds to that of h_l [R, H_l]."""
-        with torch.enable_grad():
-            rows = h.detach().requires_grad_()
-            added = self.added(number, rows, drop)
-        if added is rows:
-            return gradient
-        backward([added], [gradient])
-        return gradient_of(rows)
+        return linear(drop(h), self.decoder.weight, self.decoder.bias)
 
 
 def _known(shapes: Model, workload: Workload, number: int) -> KnownLayer:

@@ -2,28 +2,22 @@
 
 Open
     read.py           for `with_user_module`: a file or a live module -> a problem
-    make.py           for how a file is executed, and what a class is called with
-    live.py           for a live module's file
-    limits.py         for what a user's code may take while it is read
-    elsewhere.py      for what it makes in the process of a rank
-    bind.py           for what forward is given, by the names of its parameters
+    make.py           for how a file is executed and a class called; and a live module's file
+    elsewhere.py      for what it makes in the process of a rank, and limits on what it takes
+    bind.py           for what forward is given, by the names of its parameters; small graphs
     record.py         for forward as the calls of torch that it makes
     matrices.py       for sparse matrices that it makes of edges
     cut.py            for how these calls become layers
     evaluate.py       for running calls on other rows
     structure.py      for what is computed of edges alone, on a part of the graph
     pieces.py         for these layers, as strategies call them
-    small.py          for random graphs on which a module is followed
     kept.py           for what it keeps between calls, and its copies lack
     prove.py          for the proof that they compute what the module does
     nets.py           for the Net of any workload
     own.py            for a layer that the user wrote against layers.Layer
 
 Where a module is a chain of convolutions that our own layers compute too, open
-    convert.py        for the proof that they do
-    chain.py          for the guess, from the rows of forward that were recorded
-    convolutions.py   for what each convolution of PyG and DGL is among our layers
-    describe.py       for what these layers are as Workload fields
+    convert.py        for the guess, and the proof that they do
     parameters.py     for where our Net has which parameter
 
 It imports the planner and layers/."""

@@ -1,13 +1,17 @@
 """A user's module as a chain of our own layers, where these compute the same.
 
-What `chain_of` takes a module for is a guess. It is proved as pieces are: on a small graph our
+A chain is convolutions of PyG or DGL that our layers know, one after the other. Before one of them
+rows may get a norm, ReLU and dropout; GCNII's chain begins and ends with a Linear. Which module is
+one is a guess, from the order of its calls. The guess is proved as pieces are: on a small graph our
 layers, with the module's parameters, must make its output, the gradients of all its parameters and
 its buffers, in training and in evaluation, with the same dropout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +19,9 @@ from torch import Tensor, nn
 from gnnplan.executor.layers.blocks import weighted_of
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.bind import GraphFields, bound
-from gnnplan.executor.modules.chain import Chain, NoChain, chain_of, parts_of
-from gnnplan.executor.modules.describe import described, places
-from gnnplan.executor.modules.parameters import Parameters, Places, cast
+from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, bound
+from gnnplan.executor.modules.cut import live_nodes
+from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.prove import (
     Dropouts,
     Tried,
@@ -27,25 +30,64 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.small import VERTICES, Small
+from gnnplan.executor.modules.record import Node, Opaque, Recorded
+from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import describe
-from gnnplan.planner.gnn.workload import Module, Workload
+from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 
 SEED = 7  # of dropout in the proof
+NORMS: dict[type[nn.Module], str] = {nn.BatchNorm1d: "batch", nn.LayerNorm: "layer"}
+# by library and class: its kind as Workload.model, and where ours has its parameters
+CONVOLUTIONS = {
+    (library, words[0]): (kind, words[1:])
+    for kind, ours in KINDS.items()
+    for library, theirs in (("torch_geometric", ours.pyg), ("dgl", ours.dgl))
+    if (words := theirs.split())
+}
 
 
-class Converted(NamedTuple):
+class NoChain(Exception):
+    """The module is no chain of our layers; it is run as it is written."""
+
+
+@dataclass
+class Chain:
     """What a module is among our layers.
 
-    fields: of a Workload. own: of a Module. places: by the name of each of its parameters and
-    buffers, where our Net has it."""
+    fields: of a Workload. layers, relu: of a Module. places: by the name of each of its parameters
+    and buffers, where our Net has it. drawn: by call of dropout, in their order, the layer before
+    which it is. softmax: whether it ends with one, which is part of our loss."""
 
-    fields: Mapping[str, Any]
-    own: Mapping[str, Any]
-    places: Mapping[str, Places]
+    fields: dict[str, Any]
+    layers: list[dict[str, Any]] = field(default_factory=list)  # of a ModuleLayer
+    relu: bool = True
+    places: dict[str, str] = field(default_factory=dict)
+    drawn: list[int] = field(default_factory=list)
+    softmax: bool = False
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Fields of a Module."""
+        return {"layers": tuple(ModuleLayer(**each) for each in self.layers), "relu": self.relu}
 
 
-def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Converted:
+def _class_of(part: nn.Module) -> tuple[str, str]:
+    """Its library and its name; a class that is derived from a convolution has another one."""
+    return type(part).__module__.partition(".")[0], type(part).__name__
+
+
+def parts_of(module: nn.Module) -> list[str]:
+    """Names of parts that are recorded as one call each. Raises NoChain if no convolution is."""
+    parts = dict(module.named_modules())
+    if not any(_class_of(part) in CONVOLUTIONS for part in parts.values()):
+        raise NoChain
+    kinds = (nn.Linear, *NORMS)
+    return [
+        n for n, part in parts.items() if _class_of(part) in CONVOLUTIONS or type(part) in kinds
+    ]
+
+
+def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Chain:
     """The module as our layers. Raises NoChain if they do not compute the same.
 
     proves: False where it was proved before."""
@@ -53,29 +95,114 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Con
         parts = parts_of(module)
         bound(module, GraphFields(0, 0))  # ranks know no other fields of a graph
         small = Small(VERTICES[0], module, graph)
-        chain = chain_of(*recorded_of(module, small, True, torch.float64, parts))
-        found = Converted(*described(chain), places(chain))
+        chain = _guess(*recorded_of(module, small, True, torch.float64, parts))
         if proves:
-            _prove(module, chain, found, graph)
+            _prove(module, chain, graph)
     except Exception as error:  # it is none of these chains, however that shows
         raise NoChain from error
+    return chain
+
+
+def _guess(module: nn.Module, recorded: Recorded) -> Chain:
+    """Which layers a module seems to be, by the order of its calls."""
+    parts, live = dict(module.named_modules()), {*live_nodes(recorded.output)}
+    chain = Chain({"dropout": 0.0, "norm": "none"})
+    coming: dict[str, Any] = {}
+    active: list[bool] = []
+    for node in recorded.nodes:
+        number, place = len(chain.layers) + 1, ""
+        if node.drops:
+            chain.drawn.append(number)
+        if node not in live:
+            continue
+        if node.drops:
+            coming["drops"], chain.fields["dropout"] = True, node.drops
+        if not isinstance(node.call, Opaque):
+            continue
+        part = parts[node.call.path]
+        if _class_of(part) in CONVOLUTIONS:
+            reads = _rows_read(node)
+            active += [bool((reads >= 0).all())] * (number > 1)
+            _add(chain, coming, node, part, reads)
+            coming = {}
+            continue
+        if type(part) in NORMS:
+            coming["norm"] = chain.fields["norm"] = NORMS[type(part)]
+            place = f"layers.{number}.norm"
+        elif chain.layers:
+            place = "decoder"
+        else:  # of GCNII: what was dropped before is dropped before the encoder
+            place, chain.drawn = "encoder", [0] * len(chain.drawn)
+        chain.places |= {
+            f"{node.call.path}.{name}": f"{place}.{name}"
+            for name in part.state_dict()
+            if name != "num_batches_tracked"
+        }
+    output = recorded.output.value
+    chain.relu = not active or any(active)
+    chain.softmax = torch.allclose(output, output.log_softmax(1), rtol=1e-9)
+    chain.fields |= {"layers": len(chain.layers), "hidden": chain.layers[0]["h_out"]}
+    return chain
+
+
+def _rows_read(node: Node) -> Tensor:
+    """Rows of numbers that a call reads, the first of several."""
+    values = [read.value for read in node.reads]
+    found: Tensor = next(
+        v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == 2
+    )
     return found
 
 
-def _prove(module: nn.Module, chain: Chain, found: Converted, graph: GraphFields) -> None:
+def _add(chain: Chain, coming: Mapping[str, Any], node: Node, conv: Any, reads: Tensor) -> None:
+    """Add a convolution to the chain.
+
+    coming: norm and dropout before it. What it does beyond our layer is not looked at."""
+    kind, names = CONVOLUTIONS[_class_of(conv)]
+    number, state, shapes = len(chain.layers) + 1, conv.state_dict(), {}
+    hops = getattr(conv, "K", getattr(conv, "_k", 1)) if kind == "sgc" else 1
+    path = node.call.path  # type: ignore[union-attr]
+    for theirs, ours in (pair.split("=") for pair in names):
+        if theirs in state:
+            name = ours.partition(":")[0]
+            shapes[name] = state[theirs].shape
+            at = number + hops - 1 if name == "bias" else number  # SGC: of the last hop
+            chain.places[f"{path}.{theirs}"] = f"layers.{at}.{ours}"
+    layer = {
+        "h_in": reads.shape[1],
+        "h_out": node.value.flatten(1).shape[1],  # heads side by side
+        "drops": False,
+        "bias": kind == "gcnii" or "bias" in shapes,  # which is said to have one
+    } | dict(coming)
+    fields: dict[str, Any] = {"model": kind}
+    if "attention" in shapes:
+        fields["heads"] = layer["heads"] = shapes["attention"][1]
+    if kind == "gin":
+        layer["middle"] = shapes["weight"][0]
+    if kind == "gcnii":
+        fields |= {"alpha": conv.alpha, "theta": float(f"{math.expm1(conv.beta):.12g}")}
+    if hasattr(conv, "feat_drop") and conv.feat_drop.p:  # DGL's drop their inputs
+        layer["drops"], chain.fields["dropout"] = True, conv.feat_drop.p
+        chain.drawn.append(number)
+    chain.fields = fields | chain.fields  # those of the first layer
+    more = layer | {"h_in": layer["h_out"], "drops": False}
+    chain.layers += [layer, *[more] * (hops - 1)]
+
+
+def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     """Raise an error if our layers compute something else, or learn more."""
     widths = graph.features, graph.classes
     description = Module(
-        file="", name="", sha256="", features=widths[0], classes=widths[1], **found.own
+        file="", name="", sha256="", features=widths[0], classes=widths[1], **chain.own
     )
     workload = Workload.model_validate(
-        {"dtype": "float64", **found.fields, "module": description.model_dump()}
+        {"dtype": "float64", **chain.fields, "module": description.model_dump()}
     )
     model = describe(workload, *widths)
     small = Small(VERTICES[1], module, graph)
-    state = {name: value for name, value in module.state_dict().items() if name in found.places}
-    parameters = Parameters(cast(state, torch.float64), found.places)
-    placed = {where.name for several in found.places.values() for where in several}
+    state = {name: value for name, value in module.state_dict().items() if name in chain.places}
+    parameters = Parameters(cast(state, torch.float64), chain.places)
+    placed = {place.partition(":")[0] for place in chain.places.values()}
     if chain.softmax and graph.multilabel:
         raise NoChain
 
@@ -85,7 +212,7 @@ def _prove(module: nn.Module, chain: Chain, found: Converted, graph: GraphFields
         output = _of_net(net, small, workload, is_training)
         if placed != {*net.state_dict()} or output.shape[1] != graph.classes:
             raise NoChain
-        if chain.softmax:  # which is part of our loss
+        if chain.softmax:
             output = output.log_softmax(1)
 
         def tensors() -> Mapping[str, Tensor | None]:
@@ -115,13 +242,9 @@ def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Te
 
     h = small.x if net.encoder is None else net.encode(small.x, drops[0])
     x0 = h if net.initial else None
-    met = []
     for number in range(1, net.total + 1):
         layer = net.layer(number)
         block = weighted_of(small.whole, layer.edges, everyone.numpy(), workload)
         relu = net.relu_after(number)
         h = layer(block, h, drops[number], x0, relu, moments(number, h))
-        if net.jump:
-            met.append(net.added(number, h, drops[number + 1]))
-    h = torch.stack(met).sum(0) if met else h
     return net.decode(h, drops[net.total + 1], moments(net.total + 1, h))

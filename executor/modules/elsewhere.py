@@ -1,4 +1,4 @@
-"""Runs a user's code in another process, as a rank will.
+"""Runs a user's code in another process, as a rank will, and limits what it may take.
 
 A forward that ends its process, waits or allocates without end does so there, and what a module
 makes of the number of its rank shows: ranks would train different modules."""
@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gnnplan.executor.modules import limits
+from gnnplan.executor.modules.bind import VERTICES
 from gnnplan.executor.modules.cut import differing
 from gnnplan.executor.modules.record import Unfit
-from gnnplan.executor.modules.small import VERTICES
 
+FORWARD_SECONDS = 60.0  # on a graph of few vertices
+FORWARD_BYTES = 4e9  # on such a graph, beside parameters
+MAKING_SECONDS = 600.0  # a file that is executed may import much, or load weights
 # what torchrun tells the second of two ranks
 RANK = {
     "RANK": "1",
@@ -32,6 +39,37 @@ RANK = {
 
 
 Rows = Callable[[nn.Module], Sequence[Tensor]]
+
+
+@contextmanager
+def seconds(most: float, what: str) -> Iterator[None]:
+    """Have the block end with Unfit after so many seconds. Threads other than the main one, which
+    gets no signal, take as long as they take."""
+
+    def ends(number: int, frame: FrameType | None) -> None:
+        raise Unfit(
+            f"{what} takes more than {most:.0f} s; leave out what waits, asks or loads there"
+        )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ends)
+    signal.setitimer(signal.ITIMER_REAL, most)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def limit_memory(more: float) -> None:
+    """Have allocations fail, from now on, that make the process so many bytes larger than it is."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + int(more)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY or limit < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) -> None:
@@ -86,9 +124,9 @@ def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
         _meet_nobody()
         module = make()
         held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
-        limits.limit_memory(limits.FORWARD_BYTES + 4 * held)
+        limit_memory(FORWARD_BYTES + 4 * held)
         forward = f"forward on a graph of {VERTICES[0]} vertices"
-        with limits.seconds(limits.FORWARD_SECONDS, forward):
+        with seconds(FORWARD_SECONDS, forward):
             found = [tensor.detach().clone() for tensor in rows(module)]
     except Unfit as error:
         unfit = str(error)

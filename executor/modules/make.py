@@ -1,4 +1,4 @@
-"""Makes a user's module: of a file, of a class or of a function.
+"""Makes a user's module: of a file, of a class or of a function; and keeps a live one in a file.
 
 The file is executed, which is why the user names it: as `--model file.py:MyGNN`, in a plan that
 they run."""
@@ -19,10 +19,12 @@ from typing import Any
 
 from torch import nn
 
-from gnnplan.executor.modules import limits
+from gnnplan.executor.modules import elsewhere
+from gnnplan.executor.modules.parameters import Parameters
+from gnnplan.executor.modules.record import Unfit, is_the_users
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import read_bytes, suggest
+from gnnplan.planner.vocabulary.files import read_bytes, suggest, write_atomically
 
 # Names of parameters that a module is made with, as PyG, DGL and their examples call them.
 ARGUMENTS = {
@@ -52,6 +54,7 @@ ARGUMENTS = {
 
 
 MAX_SOURCE = 1 << 22  # [B] of a file that is executed
+PICKLED = ".pickle"
 
 
 def source_of(model: str) -> tuple[Path, str, str] | None:
@@ -79,7 +82,7 @@ def in_file(file: Path, name: str) -> object:
     """What a name in a file stands for. Raises SpecError."""
     with (
         _blamed(file, f"{file} cannot be executed"),
-        limits.seconds(limits.MAKING_SECONDS, "the file"),
+        elsewhere.seconds(elsewhere.MAKING_SECONDS, "the file"),
         redirect_stdout(sys.stderr),
     ):
         code = _execute(file)
@@ -124,7 +127,7 @@ def make(
     shown = f"{name}({', '.join(map(str, arguments.values()))})"
     with (
         _blamed(file, f"{shown} cannot be made"),
-        limits.seconds(limits.MAKING_SECONDS, shown),
+        elsewhere.seconds(elsewhere.MAKING_SECONDS, shown),
         redirect_stdout(sys.stderr),
     ):
         made = found(**arguments)
@@ -205,3 +208,50 @@ def _arguments(
             )
         out[parameter.name] = by_name[parameter.name]
     return out
+
+
+def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, str]:
+    """Write a file that `loaded` reads; its path and its SHA-256, which its name has too.
+
+    Raises Unfit for what cannot be pickled."""
+    import cloudpickle
+
+    code = _code_of(kept) if isinstance(kept, nn.Module) else set()
+    for each in code:
+        cloudpickle.register_pickle_by_value(each)
+    try:
+        data = cloudpickle.dumps(kept)
+    except Exception as error:
+        raise Unfit(
+            f"ranks cannot be given it ({type(error).__name__}: {str(error)[:100]}); name the file"
+            " that it is in, as 'model.py:MyGNN'"
+        ) from error
+    finally:
+        for each in code:
+            cloudpickle.unregister_pickle_by_value(each)
+    sha256 = hashlib.sha256(data).hexdigest()
+    path = folder.resolve() / f"{name}-{sha256[:12]}{PICKLED}"
+    if not path.exists():
+        write_atomically(path, data, parents=True)
+    return path, sha256
+
+
+def loaded(data: bytes) -> nn.Module | Parameters:
+    """What is in a file of `keep`."""
+    import cloudpickle
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that it imports
+        kept = cloudpickle.loads(data)
+    assert isinstance(kept, (nn.Module, Parameters))
+    return kept
+
+
+def _code_of(module: nn.Module) -> set[ModuleType]:
+    """Code of its parts that a rank cannot import: the user's, and what PyG generates for the
+    user's classes."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    values = [value for kind in kinds for value in (kind, *vars(kind).values())]
+    names = {str(getattr(value, "__module__", "")) for value in values} - {"__main__"}
+    code = {sys.modules[name] for name in names if name in sys.modules}
+    return {each for each in code if is_the_users(getattr(each, "__file__", None) or "<none>")}

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
-from gnnplan.executor.modules import limits
-from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules import elsewhere
+from gnnplan.executor.modules.bind import MANY_VERTICES, VERTICES, GraphFields, Small, block_of
 from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm, live_nodes
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
@@ -42,7 +42,6 @@ from gnnplan.executor.modules.record import (
     named_in,
     record,
 )
-from gnnplan.executor.modules.small import MANY_VERTICES, VERTICES, Small, block_of
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
@@ -71,7 +70,7 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
         raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
     except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            most = f"{limits.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
+            most = f"{elsewhere.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
             raise Unfit(f"{line_of(error, module)}it allocates more than {most}") from error
         words = (str(error).strip().splitlines() or [_code_of(error)])[0]
         raise Unfit(

@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
-from gnnplan.executor.modules import live
-from gnnplan.executor.modules.bind import Fields, GraphFields, bound
-from gnnplan.executor.modules.chain import NoChain, parts_of
-from gnnplan.executor.modules.convert import converted
+from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, bound
+from gnnplan.executor.modules.convert import NoChain, converted, parts_of
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
     ARGUMENTS,
     MAX_SOURCE,
+    PICKLED,
     as_planned,
     in_file,
+    keep,
+    loaded,
     make,
     source_of,
 )
@@ -46,7 +47,6 @@ from gnnplan.executor.modules.prove import (
     run_once,
 )
 from gnnplan.executor.modules.record import Unfit
-from gnnplan.executor.modules.small import VERTICES, Small
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
@@ -190,15 +190,16 @@ def _understood(
     graph = _with_its_widths(module, graph, own_widths, dtype)
     trained: Parameters | Pieces
     try:
-        fields, own, places = converted(module, graph)
-        trained, parts = Parameters(cast(module.state_dict(), dtype), places), parts_of(module)
+        chain = converted(module, graph)
+        fields, own, parts = chain.fields, chain.own, parts_of(module)
+        trained = Parameters(cast(module.state_dict(), dtype), chain.places)
     except NoChain:
         trained, parts = proved(module, graph, dtype), []
         fields, own = _described(trained, graph, dtype)
     must_make_the_same_calls(module, graph, parts)
     if file is None:
         kept = module if isinstance(trained, Pieces) else trained
-        file, sha256 = live.keep(kept, folder or cache_dir() / "modules", name)
+        file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
     description = Module(
         file=str(file),
         name=name,
@@ -213,7 +214,7 @@ def _understood(
 
 def _described(
     pieces: Pieces, graph: GraphFields, dtype: torch.dtype
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Pieces as fields of a Workload and of a Module. Raises Unfit."""
     layers = range(1, pieces.layers + 1)
     norms = [bool(pieces.layer(number).norm) for number in layers]
@@ -331,11 +332,11 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     Raises SpecError if the file is no longer what was planned."""
     module = workload.own
     path = Path(module.file)
-    is_pickled = path.suffix == live.PICKLED
+    is_pickled = path.suffix == PICKLED
     source = as_planned(path, module.sha256, MAX_PARAMETERS if is_pickled else MAX_SOURCE)
     with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
         if is_pickled:
-            kept = live.loaded(source)
+            kept = loaded(source)
             if isinstance(kept, Parameters):
                 return kept
             return _understood_again(workload, module, path, kept)
@@ -359,8 +360,8 @@ def _understood_again(
             pieces, _ = followed(made, graph, dtype)
             found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]
         else:
-            _, own, places = converted(made, graph, proves=False)
-            layers = own["layers"]
+            chain = converted(made, graph, proves=False)
+            layers = chain.own["layers"]
             found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
     except (Unfit, NoChain) as unfit:
         raise SpecError(f"{path}: {module.name}: {unfit}; plan again") from unfit
@@ -370,7 +371,7 @@ def _understood_again(
             f"{path}: {module.name} has layers of {found_widths} numbers, and the plan has"
             f" {planned}; the module decides them, so plan again"
         )
-    return pieces if module.cut else Parameters(made.state_dict(), places)
+    return pieces if module.cut else Parameters(made.state_dict(), chain.places)
 
 
 def _shapes(kind: str, fields: Fields, pieces: Pieces) -> tuple[Any, ...]:

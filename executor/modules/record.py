@@ -77,30 +77,6 @@ class Count(int):
         count.of = of
         return count
 
-    def _compared(self, other: object, answer: Any) -> Any:
-        if isinstance(other, int) and not isinstance(other, Count) and other > 1:
-            raise Unfit(
-                f"forward compares a number of vertices or edges with {other}, and a part of the"
-                " graph has another one; leave that out"
-            )
-        return answer
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compared(other, int(self) < int(other))
-
-    def __le__(self, other: Any) -> Any:
-        return self._compared(other, int(self) <= int(other))
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compared(other, int(self) > int(other))
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compared(other, int(self) >= int(other))
-
-    __eq__ = int.__eq__
-    __ne__ = int.__ne__
-    __hash__ = int.__hash__
-
 
 class Shape(tuple[int, ...]):
     """A tensor's sizes, with its Count."""
@@ -364,9 +340,8 @@ class _Recorder(TorchFunctionMode):
             if training and p >= 1.0:
                 raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
             rows = args[0] if args else kwargs["input"]
-            # what is dropped is decided where it runs; rows tell which dropout they went through
-            factor = 1.0 + 1e-6 * node.index if node.drops else 1.0
-            result = rows.mul_(factor) if in_place else rows * factor
+            # what is dropped is decided where it runs
+            result = rows.mul_(1.0) if in_place else rows * 1.0
         else:
             result = func(*args, **kwargs)
         if before is not None and not torch.equal(before, torch.get_rng_state()):

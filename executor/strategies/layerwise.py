@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import (
     FeatureRows,
     SparseRows,
@@ -116,7 +115,6 @@ class Worker(base.Worker):
         self.halo = halo_of(self.plain_halo, problem, self.options, self.vertices, weights or {})
         self.errors = self.halo.errors
         self.cached: Tensor | None = None
-        self.to_sum: Tensor | None = None  # gradient of the sum of all layers' rows
 
     @property
     def _current_halo(self) -> Halo:
@@ -226,16 +224,7 @@ class Worker(base.Worker):
             lay_out = None  # it has the rows as they were before they were laid out
             out = self._kept(entered.segment)
             entered.out = None if self.options.checkpoint else out
-            if self.summed is not None:
-                drop = self.drop(step, layer + 1, self.own_vertices)
-                self.net.add(layer, self._own(out), drop, self.summed)
-                if layer == len(self.layers):
-                    out = self.summed
             return self._enter(out, step, layer + 1)
-
-    def _own(self, rows: Tensor) -> Tensor:
-        """Those of a layer's rows that the loss is of."""
-        return rows[: len(self.own_vertices)]
 
     def _first_segment(self, step: int) -> _Segment:
         """Layer 1 on constant features."""
@@ -291,8 +280,6 @@ class Worker(base.Worker):
         with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
             gradient = self._through_projection(above, home)
             out = entered.segment() if entered.out is None else entered.out
-            if self.to_sum is not None:
-                gradient = self._through_sum(step, layer, out, gradient, self.to_sum)
             backward([out], [gradient])
             del out
             entered.out = entered.segment = None
@@ -307,17 +294,6 @@ class Worker(base.Worker):
             entered.source.grad = None
         gradient = self._current_halo.home(step, layer, of_all)
         self._moments_home(step, layer, entered, gradient)
-        return gradient
-
-    def _through_sum(
-        self, step: int, layer: int, out: Tensor, gradient: Tensor, to_sum: Tensor
-    ) -> Tensor:
-        """The gradient of h_l by the layer above -> also by the sum of all layers' rows."""
-        drop = self.drop(step, layer + 1, self.own_vertices)
-        by_sum = self.net.add_backward(layer, self._own(out), drop, to_sum)
-        if layer == len(self.layers):
-            return by_sum
-        self._own(gradient).add_(by_sum)
         return gradient
 
     def _through_projection(self, above: Entered | None, gradient: Tensor) -> Tensor:
@@ -341,13 +317,10 @@ class Worker(base.Worker):
     def forward(self, step: int) -> tuple[list[Entered], Tensor | None]:
         """Forward of all layers.
 
-        Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L] or the sum of all
-        layers' rows; and the encoder's output with its graph, if there is an encoder.
+        Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L]; and the encoder's
+        output with its graph, if there is an encoder.
         """
-        encoded, self.x0, self.summed = None, None, None
-        if self.net.jump:
-            own, dtype = len(self.own_vertices), dtype_of(self.problem.workload)
-            self.summed = torch.zeros(own, self.net.jumped, dtype=dtype, device=self.rank.device)
+        encoded, self.x0 = None, None
         if self.net.encoder is None:
             entered = [Entered(torch.empty(0))]
         else:
@@ -385,7 +358,6 @@ class Worker(base.Worker):
         gradient: Tensor | None
         gradient = self.plain_halo.home(step, end, gradient_of(last.leaf))
         self._moments_home(step, end, last, gradient)
-        self.to_sum, self.summed = gradient if self.net.jump else None, None
         del last
         for layer in reversed(self.layers):
             gradient = self._backward(step, layer, entered[-1], above, gradient)
@@ -401,7 +373,6 @@ class Worker(base.Worker):
                 )
             if self.learner is not None:
                 self.learner.complete(step, 0)
-        self.to_sum = None
         return loss, logits
 
     @torch.no_grad()

@@ -51,8 +51,6 @@ class Plain:
             if self.model != "gin":
                 sources, readers = self.operator.sum(0), self.operator.sum(1)
                 self.operator = self.operator / (readers[:, None] * sources[None, :]).sqrt()
-        module = self.workload.module
-        self.jump = module.jump if module else None
         self.x = torch.from_numpy(self.graph.features().astype(np.float64))
         y = torch.from_numpy(np.array(self.graph.y))
         self.train = torch.from_numpy(np.array(self.graph.train))
@@ -159,19 +157,7 @@ class Plain:
             out = out.relu() @ w_out.T + bias_out
         if self.model == "sage":
             out = out + own @ self.w[f"layers.{layer}.weight_self"].T
-        relu = self.jump.relu if self.jump and layer == self.layers else layer < self.layers
-        return out.relu() if relu and self.norm == "none" else out
-
-    def meet(self, rows: list[Tensor], step: int | None) -> Tensor:
-        """The logits of a model whose layers' rows [h_1 .. h_L] meet at the end."""
-        assert self.jump
-        if self.jump.drops:
-            rows = [self.drop(h, step, layer) for layer, h in enumerate(rows, 2)]
-        if self.jump.of == "sum":
-            met, w, bias = torch.stack(rows).sum(0), "decoder.weight", "decoder.bias"
-            return met @ self.w[w].T + self.w[bias] if self.jump.linear else met
-        weights = [self.w[f"products.{layer}.weight"] for layer in range(1, self.layers + 1)]
-        return torch.cat(rows, 1) @ torch.cat(weights, 1).T + self.w[f"products.{self.layers}.bias"]
+        return out.relu() if layer < self.layers and self.norm == "none" else out
 
     def decode(self, h: Tensor, step: int | None) -> Tensor:
         if self.model not in ("gcnii", "resgcn"):
@@ -197,7 +183,7 @@ class Plain:
             )
             h = self.update(layer, self.gather(layer, operator, sources), sources[: len(h)], h, x0)
         rows.append(h)
-        return self.meet(rows[1:], step) if self.jump else self.decode(h, step), rows
+        return self.decode(h, step), rows
 
     def varies(self, layer: int) -> bool:
         """Whether layer l's input changes from epoch to epoch: features do not."""

@@ -44,7 +44,7 @@ class CountedWork(Spec):
     flops: Linear = NOTHING  # but for weights' gradients
     gemm_bytes: Linear = NOTHING
     elementwise_bytes: Linear = NOTHING
-    exponentials: Linear = NOTHING
+    exponentials: Linear = NOTHING  # in plans from before: under half a per cent of a step
     tensor_bytes: Linear = NOTHING  # of a tensor, the mean over what is read and written
     gathers: tuple[CountedGather, ...] = ()
     launches: int = Field(0, ge=0)

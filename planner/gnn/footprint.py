@@ -5,7 +5,7 @@ R are a block's rows, S its sources, E its edges."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gnnplan.planner.gnn.amounts import Block, Tape, block_of
 from gnnplan.planner.gnn.counted import amount
@@ -31,7 +31,6 @@ class Footprint:
     kept: Number  # from its forward to its backward pass, with its output
     forward: Number  # the most in its forward pass
     backward: Number  # the most in its backward pass, which begins with what was kept
-    gradient: Number = 0.0  # of rows that are added up: 0 where it is the sum's
 
     @staticmethod
     def of(told: Played, counts: Block) -> Footprint:
@@ -143,12 +142,3 @@ def link_loss(
     tape.free(heads, tails, rows)
     tape.touch(back)
     return rows * (model.decoder is not None), tape.most, gradient
-
-
-def addition(model: Model, layer: int, own: Number) -> Footprint:
-    """Memory of adding a layer's rows, a rank's `own`, to the sum of all layers'."""
-    if model.jump is None:
-        return Footprint(0.0, 0.0, 0.0)
-    need = Footprint.of(model.adds(layer), block_of(own, own, 0.0))
-    changes = model.jump.of == "cat" or (model.jump.drops and model.dropout > 0)
-    return replace(need, gradient=own * model.layers[layer - 1].h_out * model.itemsize * changes)

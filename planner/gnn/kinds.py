@@ -18,24 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.fields import Fields
-from gnnplan.planner.vocabulary.spec import Spec
 
 V = TypeVar("V")  # rows: amounts of them, or tensors
 Shapes = dict[str, tuple[int, ...]]
-
-
-class Residual(Spec):
-    """What a layer adds to what it computes: rows of its own input, or their product."""
-
-    # as the layer before left them, or as the convolution reads them: after norm, ReLU, dropout
-    of: Literal["inputs", "prepared"] = "prepared"
-    linear: bool = False  # times a matrix
-    bias: bool = False  # of that product
-    after_relu: bool = False  # added after the layer's ReLU, not before
 
 
 @dataclass(frozen=True)
@@ -58,19 +47,12 @@ class Layer:
     drops: bool = True  # dropout of its inputs
     bias: bool = True
     middle: int = 0  # GIN: numbers per row between its two products; 0: there is one
-    residual: Residual | None = None
     counted: Counted | None = None
 
     @property
     def parameters(self) -> Shapes:
         """Shapes of its parameters by name, but for those of its norm."""
-        residual = self.residual
-        found: Shapes = {}
-        if residual and residual.linear:
-            found["weight_residual"] = self.h_out, self.h_in
-            if residual.bias:
-                found["bias_residual"] = (self.h_out,)
-        return found | KINDS[self.kind].parameters(self)
+        return KINDS[self.kind].parameters(self)
 
     @property
     def weights(self) -> int:
@@ -107,7 +89,7 @@ class Layer:
     @property
     def reads_own(self) -> bool:
         """Whether it reads the rows of its destinations besides what it aggregates."""
-        return self.matrices > 1 or self.residual is not None or self.counted is not None
+        return self.matrices > 1 or self.counted is not None
 
     @property
     def multiplied(self) -> int:
@@ -219,20 +201,6 @@ def _biased(spec: Layer) -> Shapes:
     return {"bias": (spec.h_out,)} if spec.bias else {}
 
 
-def update(ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
-    """What a layer makes of what was gathered, with what it adds (Residual)."""
-    residual, relu = spec.residual, given.relu
-    after = residual is None or residual.after_relu
-    out = KINDS[spec.kind].update(ops, spec, given._replace(relu=relu and after))
-    if residual is None:
-        return out
-    own = given.own if residual.of == "prepared" else given.inputs
-    if residual.linear:
-        own = ops.linear([(own, "weight_residual")], "bias_residual")
-    out = ops.add(out, own)
-    return ops.relu(out) if relu and not after else out
-
-
 class GCN(Kind):
     """A~ x W + b with A~ = (D+1)^-1/2 (A+I) (D+1)^-1/2.
 
@@ -327,15 +295,8 @@ class GAT(Kind):
 
     edges = "loop"
     launches = (15, 21)
-    pyg = (
-        "GATConv lin.weight=weight att_src=attention:left att_dst=attention:right bias=bias"
-        " res.weight=weight_residual"
-    )
-    # where it multiplies its residual, it has no other bias
-    dgl = (
-        "GATConv fc.weight=weight attn_l=attention:left attn_r=attention:right bias=bias"
-        " res_fc.weight=weight_residual res_fc.bias=bias"
-    )
+    pyg = "GATConv lin.weight=weight att_src=attention:left att_dst=attention:right bias=bias"
+    dgl = "GATConv fc.weight=weight attn_l=attention:left attn_r=attention:right bias=bias"
     linear, attends, sends_logits, rounds_rows = False, True, True, False
     by_columns: ClassVar[tuple[str, ...]] = ("weight",)
 
@@ -368,12 +329,11 @@ class GATv2(GAT):
     launches = (8, 15)
     pyg = (
         "GATv2Conv lin_l.weight=weight:upper lin_l.bias=bias_in:upper lin_r.weight=weight:lower"
-        " lin_r.bias=bias_in:lower att=attention:heads bias=bias res.weight=weight_residual"
+        " lin_r.bias=bias_in:lower att=attention:heads bias=bias"
     )
     dgl = (
         "GATv2Conv fc_src.weight=weight:upper fc_src.bias=bias_in:upper fc_dst.weight=weight:lower"
-        " fc_dst.bias=bias_in:lower attn=attention:heads res_fc.weight=weight_residual"
-        " res_fc.bias=bias_residual"
+        " fc_dst.bias=bias_in:lower attn=attention:heads"
     )
     sends_logits = False
     by_columns = ()

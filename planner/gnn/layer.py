@@ -18,7 +18,7 @@ from gnnplan.planner.gnn.amounts import (
     peaks,
 )
 from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
-from gnnplan.planner.gnn.kinds import KINDS, Given, Layer, update
+from gnnplan.planner.gnn.kinds import KINDS, Given, Layer
 from gnnplan.planner.gnn.operations import Operations
 from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Value, Work
@@ -92,7 +92,7 @@ def _all_of(ops: Operations, spec: Layer) -> Value:
     gathered, own = _gather(ops, spec, prepared)
     gathered.lives_on = True
     inputs = Value(ROWS, x.width, x.varies) if setting.apart else ops.first_rows(x)
-    out = update(ops, spec, Given(gathered, own, inputs, setting.relu))
+    out = KINDS[spec.kind].update(ops, spec, Given(gathered, own, inputs, setting.relu))
     # who calls the backward pass of what was before the exchange holds own rows
     held = {out, x, prepared} if setting.narrow and spec.reads_own else {out, x}
     for value in {gathered, prepared} - held:

@@ -19,7 +19,7 @@ from gnnplan.planner.gnn.kinds import KINDS, Kind, Layer
 from gnnplan.planner.gnn.layer import Played, played, played_rowwise
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, MASKED_IN_PASSING, RELU, VECTOR
 from gnnplan.planner.gnn.trace import SUM, Setting, Work
-from gnnplan.planner.gnn.workload import Jump, Module, Workload
+from gnnplan.planner.gnn.workload import Module, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -59,8 +59,6 @@ class Model:
     # attention keeps nothing per edge.
     on_gpu: bool = False
     relu: bool = True  # between layers
-    # All layers' rows, or products of them, are added up; the sum is what is decoded.
-    jump: Jump | None = None
     # what follows the last layer has its weights in that layer
     ends: bool = False
     is_cut: bool = False  # a user's module: where narrow, rows that no neighbour reads stay
@@ -68,16 +66,9 @@ class Model:
     own_laid_out: ClassVar[int] = COPY  # passes over own rows, to put them beside others
 
     @property
-    def jumped(self) -> int:
-        """Numbers per row of the sum of all layers' rows; 0: nothing is summed."""
-        if self.jump is None:
-            return 0
-        return self.classes if self.jump.of == "cat" else self.layers[-1].h_out
-
-    @property
     def carried(self) -> int:
         """Numbers per row that go past all layers: a pipeline stage hands them on."""
-        return self.layers[0].h_in if self.hands_on_initial else self.jumped
+        return self.layers[0].h_in * self.hands_on_initial
 
     @property
     def decoder_inputs(self) -> Layer:
@@ -85,7 +76,7 @@ class Model:
         assert self.decoder
         if self.activates_last:
             return self.layers[-1]
-        return Layer(*self.decoder, drops=self.jump is None)
+        return Layer(*self.decoder)
 
     @property
     def first_varying(self) -> int:
@@ -106,9 +97,6 @@ class Model:
             total += _linear(*self.encoder)
         if self.decoder and len(self.layers) in layers and not self.ends:
             total += _linear(*self.decoder) + self.decoder_inputs.norm_weights
-        if self.jump and self.jump.of == "cat":
-            widths = [self.layers[layer - 1].h_out for layer in layers]
-            total += sum(widths) * self.jumped + self.jumped * (len(self.layers) in layers)
         return total
 
     @cached_property
@@ -140,8 +128,6 @@ class Model:
         """Whether the layer (0: the encoder) ends in ReLU.
 
         It does not where the next layer activates its own inputs."""
-        if self.jump and layer == len(self.layers):
-            return self.jump.relu
         return self.hands_on_initial or (
             self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
         )
@@ -214,17 +200,14 @@ class Model:
     def narrow_at(self, layer: int) -> bool:
         """Whether the option `narrow` makes the layer project before its exchange.
 
-        Batch norm needs all rows before the projection, so there it does not; nor where the layer
-        adds its inputs, of which a narrow layer has the prepared ones alone."""
+        Batch norm needs all rows before the projection, so there it does not."""
         if not self.first_varying < layer <= len(self.layers):
             return False
         spec = self.layers[layer - 1]
-        adds_inputs = spec.residual is not None and spec.residual.of == "inputs"
         return (
             spec.projects_first
             and spec.projected < spec.h_in
             and spec.norm != "batch"
-            and not adds_inputs
             and (self.is_cut or not spec.counted)
         )
 
@@ -354,26 +337,6 @@ class Model:
         specs[layer - 1] = replace(specs[layer - 1], bias=False)
         return replace(self, relu=False, layers=tuple(specs))
 
-    def add_up(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of adding a layer's `rows`, a rank's own, to the sum of all
-        layers'.
-
-        The backward pass does it once more, to keep nothing."""
-        if self.jump is None:
-            return self._moved(), self._moved()
-        again, gradient = self._rowwise(self.adds(layer).ways, rows)
-        h_out = self.layers[layer - 1].h_out
-        added = self._moved(3.0 * rows * self.jumped * self.itemsize, 2)
-        passed = self._moved(3.0 * rows * h_out * self.itemsize, 3)
-        return again + added, again + gradient + passed
-
-    def adds(self, layer: int) -> Played:
-        """What a layer's rows go through before they are added to the sum of all layers'."""
-        assert self.jump
-        h_out, ends = self.layers[layer - 1].h_out, layer == len(self.layers)
-        spec = Layer(h_out, self.jumped, drops=self.jump.drops, bias=ends)
-        return played_rowwise(spec, self._setting(), self.jumped * (self.jump.of == "cat"))
-
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Forward and backward work of the encoder."""
         if self.encoder is None:
@@ -443,10 +406,8 @@ class Model:
             ways = KINDS[spec.kind].launches if spec.matrices else (2, 1)
             if spec.sums > 1:
                 ways = ways[0] + 6, ways[1] + 2
-        residual = 3 * bool(spec.residual)
         before = (0, 0) if narrow else self.prepare_launches(spec)
-        again = residual * (1 if self.on_gpu else 2)
-        return ways[0] + residual + before[0], ways[1] + again + before[1]
+        return ways[0] + before[0], ways[1] + before[1]
 
     def prepare_launches(self, spec: Layer) -> tuple[int, int]:
         """The same of norm, activation and dropout."""
@@ -469,10 +430,9 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
     module, kind = workload.module, _kind_of(workload)
     layers = _as_in_module(_layers(workload, features, classes, nonzeros > 0), module)
-    jump = module.jump if module else None
     decoder = (workload.hidden, classes) if kind.encodes else None
     ends = module is not None and module.ends
-    if (jump and jump.of == "sum" and jump.linear) or ends:
+    if ends:
         decoder = (layers[-1].h_out, classes)
     return Model(
         layers=layers,
@@ -489,7 +449,6 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
         relu=kind.has_relu and (module is None or module.relu),
-        jump=jump,
         ends=ends,
         is_cut=workload.is_cut,
     )
@@ -560,7 +519,6 @@ def _as_in_module(layers: Iterable[Layer], module: Module | None) -> tuple[Layer
             heads=own.heads,
             middle=own.middle,
             bias=layer.bias and own.bias,
-            residual=own.residual,
         )
         for layer, own in zip(layers, module.layers, strict=True)
     )

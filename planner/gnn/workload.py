@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.fields import FANOUT, Fields
-from gnnplan.planner.gnn.kinds import KINDS, Kind, Residual
+from gnnplan.planner.gnn.kinds import KINDS, Kind
 from gnnplan.planner.vocabulary.spec import Spec
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: what papers trained with
@@ -80,21 +80,6 @@ class Conflict(ValueError):
         self.fields = fields
 
 
-class Jump(Spec):
-    """Rows of all layers that meet at the end, each as its layer hands them on."""
-
-    of: Literal["sum", "cat"]
-    relu: bool = False  # of the last layer's rows
-    drops: bool = False  # after the dropout that the next layer does, or the end
-    linear: bool = True  # a Linear reads what they make, as always of 'cat'
-
-    @model_validator(mode="after")
-    def _is_multiplied(self) -> Jump:
-        if self.of == "cat" and not self.linear:
-            raise ValueError("rows side by side are read by a Linear (linear: false); use of=sum")
-        return self
-
-
 class ModuleLayer(Spec):
     """A layer of a user's module: its widths, and what the module does to its inputs."""
 
@@ -105,7 +90,7 @@ class ModuleLayer(Spec):
     norm: Literal["none", "layer", "batch"] = "none"  # of its inputs, before their ReLU
     drops: bool = True  # dropout of its inputs
     bias: bool = True
-    residual: Residual | None = None
+    residual: None = None  # in plans from before; a module with one is run as it is written
     counted: Counted | None = None  # a layer of the user's own
     half: Counted | None = None  # the same for half of its input's columns, where P3 can cut them
     # number of the first layer that has some of its parameters, which belong to that; 0: no other
@@ -124,7 +109,7 @@ class Module(Spec):
     classes: int = Field(ge=1)
     layers: tuple[ModuleLayer, ...] = Field(min_length=1)
     relu: bool = True  # between layers
-    jump: Jump | None = None
+    jump: None = None  # as a layer's residual
     # `forward` is cut in pieces, and these are its layers; else they are our layers, or the user's
     cut: bool = False
     arguments: tuple[tuple[str, int | float], ...] = ()  # that it is made with

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 from examples import NIGHT
-from jumping import jumping
 from pairwise import covered
 
-from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.trace import (
     recorded_order,
@@ -172,12 +170,6 @@ SETTINGS_AS_TEXT = """
     2 1 offload(chunks=2,trim=True) multi 0.5 sage
     2 1 offload(chunks=3) rough 0.5 gcn norm=batch
     4 2 offload(chunks=2) multi 0.0 sage dtype=bfloat16
-    # rows of all layers meet at the end
-    4 1 gnnpipe(stages=2,chunks=3) rough 0.5 sage met=cat
-    3 1 gnnpipe rough 0.0 gcn met=sum
-    4 2 granndis(depth=1) multi 0.0 gcn met=sum
-    2 1 gsplit rough 0.5 gcn mini met=sum-dropped
-    2 1 p3 rough 0.5 sage mini met=cat-dropped
 """
 
 
@@ -262,10 +254,6 @@ def played(
         case = Case(
             strategy, graphs[graph], workload, servers, epochs=epochs, eval_every=1, islands=islands
         )
-        if met := workload.pop("met", ""):
-            of, _, dropped = met.partition("-")
-            jump = Jump(of=of, relu=True, drops=bool(dropped))
-            case = jumping(case, tmp_path, (8, 8, 8, 8) if of == "sum" else (8, 10, 4, 6), jump)
         _played[request.param] = Played(run_ranks(world, [case])[0])
     return _played[request.param]
 

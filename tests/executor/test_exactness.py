@@ -6,16 +6,13 @@ an error that all ranks share shows too."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from examples import NIGHT
-from jumping import jumping
 from pairwise import covered, pairs
 
-from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies import parse
@@ -387,35 +384,3 @@ def test_ranks_train_blocks_as_one_process(
     work = workload(dtype="float64", dropout=dropout, optimizer=optimizer_for(how), **how)
     case = Case(strategy, graphs[graph], work, servers, eval_every=2)
     must_train_as_one_process(run_ranks, world, [case], 1e-9, 1e-9, idle(how))
-
-
-# -- rows of all layers that meet at the end -------------------------------------------------------
-
-
-MET = [
-    ("sage", "rough", Jump(of="cat", relu=True, drops=True)),
-    ("gcn", "multi", Jump(of="sum", relu=True)),
-    pytest.param("gcn", "sparse", Jump(of="sum", drops=True, linear=False), marks=NIGHTLY),
-    pytest.param("gcn", "islands", Jump(of="cat"), marks=NIGHTLY),
-]
-
-
-@pytest.mark.parametrize(("model", "graph", "jump"), MET, ids=str)
-def test_rows_of_all_layers_meet_on_any_ranks(
-    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path, model: str, graph: str, jump: Jump
-) -> None:
-    how = workload(model, dtype="float64", dropout=0.5)
-    case = Case("graph_parallel", graphs[graph], how)
-    classes = case.problem(1).stats.classes
-    widths = (8, 10, 6, 4) if jump.of == "cat" else (10 if jump.linear else classes,) * 4
-    case = jumping(case, tmp_path, widths, jump)
-    losses, weights = train_plainly(case)
-    alone = one_process(run_ranks, case)
-    assert alone.losses == pytest.approx(losses, rel=1e-9)
-    assert difference(alone.weights, weights) <= 1e-9
-    cases = [
-        replace(case, strategy="graph_parallel(narrow=True,checkpoint=True)"),
-        replace(case, strategy="granndis(depth=1,narrow=True,buckets=4)", servers=2),
-        replace(case, strategy="gnnpipe(stages=2,chunks=1,checkpoint=True)"),
-    ]
-    must_train_as_one_process(run_ranks, 4, cases, 1e-9, 1e-9)

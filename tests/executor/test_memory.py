@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from counting import counted
-from jumping import jumping
 from libraries import multiply
 from pairwise import covered
 
@@ -28,9 +27,8 @@ from gnnplan.executor.ranks.opening import wait_in_turn
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
-from gnnplan.planner.gnn.kinds import Residual
 from gnnplan.planner.gnn.model import Model, describe
-from gnnplan.planner.gnn.workload import Jump, Workload
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
@@ -117,16 +115,6 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-RESIDUALS = [
-    Residual(),
-    Residual(after_relu=True),
-    Residual(of="inputs"),
-    Residual(linear=True, bias=True),
-    Residual(linear=True, after_relu=True),
-    Residual(of="inputs", linear=True),
-]
-
-
 @pytest.mark.parametrize(
     ("model", "p", "layer"),
     covered(
@@ -148,30 +136,6 @@ def test_footprint_is_what_torch_allocates(
         pytest.skip("its aggregate is made at set-up")
     multiply(monkeypatch, in_place)
     measure_footprint(shapes, workload, layer)
-
-
-@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"model": "gcn", "norm": "layer"},
-        {"model": "sage"},
-        {"model": "gat", "heads": 2},
-        {"model": "gin"},
-    ],
-    ids=str,
-)
-def test_footprint_of_a_residual(
-    model: dict[str, Any], residual: Residual, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workload = Workload(layers=3, hidden=HIDDEN, dropout=0.5, **model)
-    shapes = describe(workload, FEATURES, CLASSES)
-    if residual.after_relu and not shapes.relu_after(2):
-        pytest.skip("no ReLU")
-    multiply(monkeypatch, in_place=False)
-    first, second, third = shapes.layers
-    layers = (first, replace(second, residual=residual), third)
-    measure_footprint(replace(shapes, layers=layers), workload, 2)
 
 
 def measure_footprint(shapes: Model, workload: Workload, layer: int) -> None:
@@ -385,42 +349,6 @@ def test_rows_of_eight_devices_pass_one(fresh_ranks: Ranks) -> None:
     held = sum(float(nbytes[0]) for what, nbytes in use.items() if what not in BESIDE_TRAINING)
     assert problem.stats.vertices * (64 + 2 * 2 * 128) * 4 > 8 * held
     assert held == pytest.approx(result.fullest(), rel=0.03), use
-
-
-MET = {
-    "sum": ("graph_parallel", (2, "sage", (128,) * 3, 0.0), Jump(of="sum", relu=True)),
-    "cat, checkpoints": (
-        "graph_parallel(checkpoint=True)",
-        (2, "gcn", (118,) * 6, 0.5),
-        Jump(of="cat", relu=True, drops=True),
-    ),
-    "recompute": ("granndis(depth=1)", (2, "sage", (122,) * 3, 0.0), Jump(of="cat", relu=True)),
-    "pipeline, sum": ("gnnpipe(chunks=4)", (2, "gcn", (200,) * 2, 0.0), Jump(of="sum", relu=True)),
-    "pipeline, cat": (
-        "gnnpipe(chunks=4)",
-        (2, "sage", (110,) * 4, 0.5),
-        Jump(of="cat", relu=True, drops=True),
-    ),
-}
-
-
-@glibc
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "name",
-    [
-        # a pipeline's fullest moment is short: on a busy machine the watch may sleep through it
-        name if name == "cat, checkpoints" else pytest.param(name, marks=pytest.mark.nightly)
-        for name in MET
-    ],
-)
-def test_predicted_memory_of_rows_that_meet_at_the_end(
-    name: str, fresh_ranks: Ranks, tmp_path: Path
-) -> None:
-    strategy, (world, model, widths, p), jump = MET[name]
-    servers = 2 if "granndis" in strategy else 1
-    case = Case(strategy, DENSE, {"model": model, "dropout": p}, servers=servers)
-    must_fill_as_predicted(world, jumping(case, tmp_path, widths, jump), fresh_ranks)
 
 
 MINI = {"mode": "mini", "layers": 3, "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}

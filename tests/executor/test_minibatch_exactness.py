@@ -10,18 +10,15 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from examples import NIGHT
-from jumping import jumping
 from pairwise import covered
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Shapes
-from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.graph.sampling import Frontier, frontier, seeds_of
 from gnnplan.testing.plain import Plain, difference
 from gnnplan.testing.ranks import Case, Ranks
@@ -252,26 +249,3 @@ def test_batch_norm_is_over_a_batchs_rows_of_all_ranks(
     case = replace(cases[0], strategy="data_parallel")
     (result,) = run_ranks(2, [case])
     assert result.losses != pytest.approx(run_ranks.alone(case).losses, rel=1e-6)
-
-
-MET = [
-    ("sage", Jump(of="sum", relu=True, drops=True)),
-    pytest.param("gcn", Jump(of="cat", relu=True), marks=pytest.mark.nightly),
-    pytest.param("gat", Jump(of="cat", drops=True), marks=pytest.mark.nightly),
-]
-
-
-@pytest.mark.parametrize(("model", "jump"), MET, ids=str)
-def test_rows_of_all_layers_meet_at_the_seeds(
-    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path, model: str, jump: Jump
-) -> None:
-    """Of a batch's rows, the sum at the end is of the seeds' alone."""
-    case = Case("data_parallel", graphs["rough"], workload(model, dropout=0.5))
-    case = jumping(case, tmp_path, (8, 10, 6) if jump.of == "cat" else (10,) * 3, jump)
-    losses, weights = train_plainly_in_batches(case)
-    alone = run_ranks.alone(case)
-    assert alone.losses == pytest.approx(losses, rel=1e-9)
-    assert difference(alone.weights, weights) <= 1e-9
-    strategies = ("data_parallel", "gsplit(narrow=True)", "p3")
-    cases = [replace(case, strategy=strategy, servers=2) for strategy in strategies]
-    assert_as_one_process(run_ranks, 4, cases)

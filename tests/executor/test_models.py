@@ -3,17 +3,12 @@ PyG are trained beside ours in test_user_modules.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from libraries import multiply
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
@@ -21,7 +16,7 @@ from gnnplan.executor.layers.layer import keep
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.ranks.learner import Gradients, Optimizer
 from gnnplan.planner.gnn.model import describe
-from gnnplan.planner.gnn.workload import Jump, Workload
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.testing.plain import Plain
 from gnnplan.testing.ranks import Case, Ranks
@@ -50,66 +45,6 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 # -- what layers touch ------------------------------------------------------------------------------
-
-
-class Touched(TorchDispatchMode):
-    """Bytes that torch's operations read and write, but for products, sums over neighbours, and
-    what moves nothing."""
-
-    elsewhere = (
-        "mkldnn",
-        "mm.",
-        "embedding",
-        "view",
-        "aten.t.",
-        "slice.",
-        "detach",
-        "transpose",
-        "as_strided",
-        "empty",
-        "alias",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = op(*args, **(kwargs or {}))
-        if not any(name in str(op) for name in self.elsewhere):
-            read = args[1:] if "copy_" in str(op) else args
-            self.nbytes += sum(each.nbytes for each in (*read, out) if isinstance(each, Tensor))
-        return out
-
-
-@pytest.mark.parametrize(("of", "products"), [("sum", 0), ("cat", 1)])
-def test_rows_that_meet_touch_what_torch_says(
-    of: Literal["sum", "cat"], products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A product is done once forward, and backward once more before its two gradients."""
-    multiply(monkeypatch, in_place=False)
-    rows, width, classes = 4000, 32, 16
-    workload = Workload(model="gcn", layers=3, hidden=width)
-    model = replace(describe(workload, 8, classes), jump=Jump(of=of, relu=True))
-    layers = (*model.layers[:2], replace(model.layers[2], h_out=width))
-    model = replace(model, layers=layers)
-    net, h = Net(model, workload), random(rows, width, dtype=torch.float32)
-    summed, to_h = torch.zeros(rows, model.jumped), torch.zeros(rows, width)
-    gradient = random(rows, model.jumped, dtype=torch.float32)
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with Touched() as forward:
-        net.add(1, h, keep, summed)
-    with Touched() as backward:
-        to_h += net.add_backward(1, h, keep, gradient)
-    for touched, told, times in zip(
-        (forward, backward), model.add_up(1, rows), (1, 3), strict=True
-    ):
-        assert told.elementwise_bytes == pytest.approx(touched.nbytes, rel=0.05)
-        flops = told.flops + told.weight_gradient_flops
-        assert flops == products * times * 2 * rows * width * classes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

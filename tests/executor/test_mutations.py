@@ -17,10 +17,10 @@ from examples import NIGHT
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.layer import Drop
+from gnnplan.executor.modules.bind import Small
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import as_pieces_draw, in_parts
 from gnnplan.executor.modules.read import GraphFields, read
-from gnnplan.executor.modules.small import Small
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 

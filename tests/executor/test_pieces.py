@@ -12,7 +12,7 @@ from counting import counted
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.modules import limits
+from gnnplan.executor.modules import elsewhere
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.read import UserModule, read, with_module
@@ -181,7 +181,7 @@ WAYS = {
 def test_a_forward_that_does_not_come_back_is_refused(
     does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FORWARD_SECONDS", 1.0)
+    monkeypatch.setattr(elsewhere, "FORWARD_SECONDS", 1.0)
     head = f"{HEAD}\nclass Odd(Two):\n    def forward(self, x, edge_index):\n        h = {does}\n        return super().forward(x, edge_index)\n"
     with pytest.raises(SpecError, match=WAYS[does]):
         module(tmp_path, "Odd(GCNConv(f, 64), GCNConv(64, c))", head)
@@ -190,6 +190,6 @@ def test_a_forward_that_does_not_come_back_is_refused(
 def test_a_class_that_does_not_come_back_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAKING_SECONDS", 10.0)
+    monkeypatch.setattr(elsewhere, "MAKING_SECONDS", 10.0)
     with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 10 s"):
         module(tmp_path, "time.sleep(100)")

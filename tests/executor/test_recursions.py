@@ -10,17 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from crossing import crossed
-from jumping import jumping
 from pairwise import covered, pairs
 from torch import Tensor
 
-from gnnplan.planner.gnn.workload import Jump
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.testing.plain import Plain, Read, difference
@@ -591,33 +588,3 @@ def test_blocks_under_historical_rows_of_gnnpipe(
     result = run_ranks(world, [case])[0]
     assert result.losses == pytest.approx(losses, rel=1e-9)
     assert difference(result.weights, weights) <= 1e-9
-
-
-# -- rows of all layers that meet at the end -------------------------------------------------------
-
-MET = [
-    ("sage", Jump(of="sum", relu=True)),
-    ("sage", Jump(of="cat", relu=True, drops=True)),
-    pytest.param("gcn", Jump(of="sum", drops=True, linear=False), marks=pytest.mark.nightly),
-    pytest.param("gat", Jump(of="cat"), marks=pytest.mark.nightly),
-]
-
-
-@pytest.mark.parametrize(("model", "jump"), MET, ids=str)
-def test_rows_that_meet_are_never_stale(
-    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path, model: str, jump: Jump
-) -> None:
-    """Under PipeGCN and GNNPipe the sum at the end is of this step's own rows."""
-    widths = (8, 10, 4, 6) if jump.of == "cat" else (8 if jump.linear else CLASSES,) * 4
-    case = Case("pipegcn", graphs["rough"], workload(model, 0.5, heads=2), epochs=4, eval_every=2)
-    case = jumping(case, tmp_path, widths, jump)
-    tricks = "shuffle=True,historical_gradients=True,period=2"
-    piped = replace(case, strategy=f"gnnpipe(stages=2,chunks=5,{tricks})")
-    results = run_ranks(4, [case, piped])
-    found = [
-        pipegcn(case, case.problem(4).layout().owner)[:2],
-        gnnpipe(piped, piped.problem(1).chunk_of(5), True, True, 2),
-    ]
-    for result, (losses, weights) in zip(results, found, strict=True):
-        assert result.losses == pytest.approx(losses, rel=1e-9)
-        assert difference(result.weights, weights) <= 1e-9

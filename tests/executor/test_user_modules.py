@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import GraphFields
-from gnnplan.executor.modules.live import loaded as kept
+from gnnplan.executor.modules.make import loaded as kept
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.parameters import Parameters
 from gnnplan.executor.modules.read import (
@@ -35,12 +35,11 @@ from gnnplan.executor.modules.read import (
 )
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.graph_parallel import worker_on
-from gnnplan.planner.gnn.workload import Jump, Workload
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.p3.slices import Slices
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case, ForkServer, Ranks
 
@@ -209,170 +208,6 @@ class M(nn.Module):
         self.conv = SGConv(in_feats, out_feats, k=2)
     def forward(self, g, x):
         return self.conv(g, x)
-""",
-}
-# Residuals: of what a layer reads or of its inputs, with a product or without, before ReLU or after.
-MODULES |= {
-    "pyg sage, residual": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 16), SAGEConv(16, out_channels)])
-        self.skips = nn.ModuleList([nn.Linear(in_channels, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, out_channels)])
-    def forward(self, x, edge_index):
-        for i, (conv, skip) in enumerate(zip(self.convs, self.skips)):
-            x = F.dropout(x, {{p}}, self.training)
-            x = conv(x, edge_index) + skip(x)
-            if i + 1 < len(self.convs):
-                x = F.relu(x)
-        return x
-""",
-    "pyg gcn, residual after ReLU": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b, self.c = GCNConv(in_channels, 16), GCNConv(16, 16), GCNConv(16, out_channels)
-        self.skip = nn.Linear(in_channels, 16)
-    def forward(self, x, edge_index):
-        x = self.skip(x) + self.a(x, edge_index).relu()
-        x = x + self.b(F.dropout(x, {{p}}, self.training), edge_index).relu()
-        return self.c(x, edge_index)
-""",
-    "pyg gin, residual of inputs": f"""{PYG}
-def net(a, b):
-    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b))
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b, self.c = GINConv(net(in_channels, 9)), GINConv(net(9, 9)), GINConv(net(9, out_channels))
-        self.norm, self.last = nn.LayerNorm(9), nn.LayerNorm(9)
-        self.skip = nn.Linear(9, out_channels)
-    def forward(self, x, edge_index):
-        x = self.a(x, edge_index)
-        x = x + self.b(F.dropout(self.norm(x).relu(), {{p}}, self.training), edge_index)
-        return self.skip(x) + self.c(self.last(x).relu(), edge_index)
-""",
-    "pyg gat, residual": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GATConv(in_channels, 6, heads=3, residual=True), GATConv(18, 9, heads=2)
-        self.c = GATConv(18, out_channels, residual=True)
-    def forward(self, x, edge_index):
-        x = self.a(x, edge_index).relu()
-        x = (self.b(x, edge_index) + x).relu()
-        return self.c(F.dropout(x, {{p}}, self.training), edge_index)
-""",
-    "pyg gatv2, residual": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GATv2Conv(in_channels, 6, heads=3, residual=True), GATv2Conv(18, out_channels)
-        self.skip = nn.Linear(18, out_channels)
-    def forward(self, x, edge_index):
-        x = F.dropout(self.a(x, edge_index).relu(), {{p}}, self.training)
-        return self.b(x, edge_index) + self.skip(x)
-""",
-    "dgl gat, residual": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.layers = nn.ModuleList([GATConv(in_feats, 5, 3, feat_drop={{p}}, residual=True, activation=F.relu)])
-        self.layers.append(GATConv(15, 5, 3, feat_drop={{p}}, residual=True, activation=F.relu))
-        self.layers.append(GATConv(15, out_feats, 1, feat_drop={{p}}, residual=True))
-    def forward(self, g, x):
-        for layer in self.layers[:-1]:
-            x = layer(g, x).flatten(1)
-        return self.layers[-1](g, x).mean(1)
-""",
-    "dgl gcn, residual of inputs": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b, self.c = GraphConv(in_feats, 16), GraphConv(16, 16), GraphConv(16, out_feats)
-        self.norms = nn.ModuleList([nn.BatchNorm1d(16), nn.BatchNorm1d(16)])
-        self.drop = nn.Dropout({{p}})
-    def forward(self, g, x):
-        x = self.a(g, x)
-        x = x + self.b(g, self.drop(self.norms[0](x).relu()))
-        return self.c(g, self.drop(self.norms[1](x).relu()))
-""",
-    "dgl gatv2, residual": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a = GATv2Conv(in_feats, 6, 3, feat_drop={{p}}, residual=True, activation=F.relu)
-        self.b = GATv2Conv(18, 6, 3, feat_drop={{p}}, residual=True, activation=F.relu)
-        self.c = GATv2Conv(18, out_feats, 1)
-    def forward(self, g, x):
-        return self.c(g, self.b(g, self.a(g, x).flatten(1)).flatten(1)).squeeze(1)
-""",
-}
-# Rows of all layers meet at the end: added up in several ways, or side by side before a Linear.
-MODULES |= {
-    "pyg gcn, sum": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.convs = nn.ModuleList([GCNConv(in_channels, 16), GCNConv(16, 16), GCNConv(16, 16)])
-        self.lin = nn.Linear(16, out_channels)
-    def forward(self, x, edge_index):
-        met = 0
-        for conv in self.convs:
-            x = conv(x, edge_index).relu()
-            met = met + x
-            x = F.dropout(x, {{p}}, self.training)
-        return self.lin(met)
-""",
-    "pyg sage, cat": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 8), SAGEConv(8, 10)])
-        self.jump = JumpingKnowledge("cat")
-        self.lin = nn.Linear(34, out_channels)
-    def forward(self, x, edge_index):
-        xs = []
-        for conv in self.convs:
-            x = F.dropout(conv(x, edge_index).relu(), {{p}}, self.training)
-            xs.append(x)
-        return self.lin(self.jump(xs))
-""",
-    "pyg gin, sum of logits": f"""{PYG}
-def net(a, b):
-    return nn.Sequential(nn.Linear(a, 9), nn.ReLU(), nn.Linear(9, b))
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GINConv(net(in_channels, out_channels)), GINConv(net(out_channels, out_channels))
-        self.norm = nn.LayerNorm(out_channels)
-    def forward(self, x, edge_index):
-        a = self.a(x, edge_index)
-        b = self.b(F.dropout(self.norm(a).relu(), {{p}}, self.training), edge_index).relu()
-        return a + b
-""",
-    "dgl gat, cat": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a = GATConv(in_feats, 5, 3, feat_drop={{p}}, activation=F.relu)
-        self.b = GATConv(15, 4, 2, feat_drop={{p}}, residual=True, activation=F.relu)
-        self.jump, self.lin = JumpingKnowledge("cat"), nn.Linear(23, out_feats)
-    def forward(self, g, x):
-        a = self.a(g, x).flatten(1)
-        b = self.b(g, a).flatten(1)
-        return self.lin(self.jump([b, a]))
-""",
-    "dgl sage, sum with a residual": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b, self.c = (SAGEConv(width, 8, "mean") for width in (in_feats, 8, 8))
-        self.lin = nn.Linear(8, out_feats)
-    def forward(self, g, x):
-        a = self.a(g, x).relu()
-        b = (self.b(g, a) + a).relu()
-        return self.lin(self.c(g, b) + b + a)
 """,
 }
 LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs with self loops
@@ -646,23 +481,6 @@ def test_a_live_modules_file_that_is_gone_or_damaged_is_refused(tmp_path: Path) 
         read_again(workload)
 
 
-def test_p3_cuts_no_residual_by_columns(tmp_path: Path, graphs: dict[str, str]) -> None:
-    """That of a later layer it carries, as any layer."""
-    mini = {"mode": "mini", "batch": 16, "fanout": "full"}
-    case = case_of(tmp_path, "pyg sage, residual", graphs["rough"], 0.0, "p3", **mini)
-    with pytest.raises(
-        SpecError, match=r"layer 1 must be a sum .* adds a residual, .* use data_pa"
-    ):
-        case.settled(case.problem(2)).check(case.problem(2))
-    assert not list(Slices.candidates(case.problem(2)))
-    file = tmp_path / "model.py"
-    later = "x = conv(x, edge_index) + skip(x) if i else conv(x, edge_index)"
-    file.write_text(file.read_text().replace("x = conv(x, edge_index) + skip(x)", later))
-    workload = workload_of(file, loaded(graphs["rough"]), **mini)
-    case = Case("p3", graphs["rough"], workload.model_dump())
-    case.settled(case.problem(2)).check(case.problem(2))
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 FRAME = """
@@ -827,6 +645,18 @@ CARRIED = {
         "return self.b(h + self.m(self.c(h, edge_index)).relu(), edge_index)",
         "self.c = GCNConv(8, 8)\nself.m = nn.LayerNorm(8)",
     ),
+    "rows that meet": jumping("return self.lin(h1 + h2 + h3)"),
+    "rows that meet side by side": jumping(
+        "return self.l3(self.m((h3, h2, h1)))",
+        "self.l3, self.m = nn.Linear(24, out_channels), JumpingKnowledge('cat')",
+    ),
+    "a residual of what is dropped in place": frame(
+        "h = self.a(x, edge_index)\n"
+        "y = self.c(F.dropout(h, 0.5, self.training, True), edge_index)\n"
+        "return self.b((h + y).relu(), edge_index)",
+        "self.c = GCNConv(8, 8)",
+    ),
+    "a residual of its own": frame(PLAIN, "self.a = GATConv(in_channels, 8, residual=True)"),
     "two of three layers": jumping(
         "return self.l2(torch.cat([h1, h3], -1))", "self.l2 = nn.Linear(16, 4)"
     ),
@@ -863,7 +693,6 @@ CHAINS = {
         "x = F.dropout(self.a(x, edge_index), 0.5, self.training)\n"
         "return self.b(x.relu(), edge_index)"
     ),
-    "ReLU of rows that have it": jumping("return self.lin((h1 + h2 + h3).relu())"),
 }
 
 
@@ -893,58 +722,6 @@ def test_what_our_layers_compute_they_do_however_it_is_written(what: str, tmp_pa
     file.write_text(CHAINS[what])
     user = read(f"{file}:M", Workload(), GRAPH)
     assert user.pieces is None and user.fields["model"] in ("gcn", "sage")
-
-
-SUM, CAT = Jump(of="sum", relu=True), Jump(of="cat", relu=True)
-MET = {
-    "in order": ("return self.lin(h1 + h2 + h3)", SUM),
-    "from the last": ("return self.lin(h3 + h2 + h1)", SUM),
-    "in brackets": ("return self.lin(h1 + (h3 + h2))", SUM),
-    "as a list": ("return self.lin(sum([h1, h2, h3]))", SUM),
-    "by name": ("return self.lin(torch.add(h1, h3).add(h2))", SUM),
-    "log_softmax": ("return (self.lin(h1 + h2 + h3)).log_softmax(1)", SUM),
-    "side by side": ("return self.l3(torch.cat([h1, h2, h3], dim=-1))", CAT),
-    "backwards": ("return self.l3(torch.cat((h3, h2, h1), 1))", CAT),
-    "PyG's": ("return self.l3(self.jump([h1, h2, h3]))", CAT),
-}
-
-
-@pytest.mark.parametrize("how", MET)
-def test_rows_of_all_layers_meet_however_it_is_written(how: str, tmp_path: Path) -> None:
-    end, jump = MET[how]
-    more = "self.l3, self.jump = nn.Linear(24, out_channels), JumpingKnowledge('cat')"
-    (tmp_path / "model.py").write_text(jumping(end, more))
-    user = read(f"{tmp_path / 'model.py'}:M", Workload(), GRAPH)
-    assert user.description.jump == jump
-    assert not any(layer.residual for layer in user.description.layers)
-
-
-def test_a_residual_at_the_end_stays_one(tmp_path: Path) -> None:
-    """Where two layers' rows meet without ReLU or Linear, both readings compute the same."""
-    (tmp_path / "model.py").write_text(
-        frame("h = self.a(x, edge_index).relu()\nreturn h + self.b(h, edge_index)")
-        .replace("GCNConv(in_channels, 8)", "GCNConv(in_channels, out_channels)")
-        .replace("GCNConv(8, out_channels)", "GCNConv(out_channels, out_channels)")
-    )
-    user = read(f"{tmp_path / 'model.py'}:M", Workload(), GRAPH)
-    assert user.description.jump is None and user.description.layers[1].residual
-
-
-def test_what_is_dropped_in_place_is_dropped_for_the_residual_too(tmp_path: Path) -> None:
-    """`read` proves either; our own layers have the residual of what is not dropped."""
-    for in_place, activation in ((True, ""), (False, ".relu()")):
-        body = (
-            f"h = self.a(x, edge_index){activation}\n"
-            f"y = self.c(F.dropout(h, 0.5, self.training, {in_place}), edge_index)\n"
-            "return self.b((h + y).relu(), edge_index)"
-        )
-        (tmp_path / "model.py").write_text(frame(body, "self.c = GCNConv(8, 8)"))
-        user = read(f"{tmp_path / 'model.py'}:M", Workload(), GRAPH)
-        if in_place:
-            assert user.pieces
-        else:
-            residual = user.description.layers[1].residual
-            assert residual and residual.of == "inputs"
 
 
 @pytest.mark.parametrize("model", ["model.py", "model.py:", "absent.py:M", "model.pyc:M"])

@@ -28,7 +28,6 @@ from gnnplan.executor.layers.kernels import Shapes, backward, dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.planner.gnn.counted import amount
-from gnnplan.planner.gnn.kinds import Residual
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -40,12 +39,6 @@ NARROWS, WIDENS = (192, 128), (128, 192)
 # so wide that a head's own numbers, which attention_edges stand for, weigh little
 WIDE = 8
 HEADS = 2
-RESIDUALS = {
-    "prepared": Residual(),
-    "inputs": Residual(of="inputs"),
-    "product": Residual(linear=True, bias=True),
-    "after ReLU": Residual(of="inputs", after_relu=True),
-}
 
 
 def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) -> Noted:
@@ -105,7 +98,6 @@ class Case(NamedTuple):
     number: int = 2
     shape: tuple[int, int] = (WIDTH, WIDTH)
     norm: str | None = None
-    residual: str = ""
     p: float = 0.0
     aggregation: str = "softmax"
     narrow: bool = False
@@ -115,7 +107,6 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         told = [self.kind, f"layer {self.number}", "x".join(map(str, self.shape))]
         told += [f"norm {self.norm}"] if self.norm else []
-        told += [f"residual {self.residual}"] if self.residual else []
         told += ["dropout"] * (self.p > 0) + ["narrow"] * self.narrow
         told += ["mini-batches"] * self.mini + ["in place"] * self.in_place
         return ", ".join(told + ["sum"] * (self.aggregation == "sum"))
@@ -144,8 +135,6 @@ class Case(NamedTuple):
         spec = replace(layers[self.number - 1], h_in=h_in, h_out=h_out)
         if not spec.heads and self.number == 2:
             spec = replace(spec, projects_first=h_out < h_in)
-        if self.residual:
-            spec = replace(spec, residual=RESIDUALS[self.residual])
         layers[self.number - 1] = spec
         return replace(
             model,
@@ -236,11 +225,6 @@ CASES = [
         for norm in (None, "layer", "batch")
         for p in (0.0, 0.5)
     ),
-    *(
-        Case(kind, shape=wide((WIDTH,) * 2) if kind in ATTENTION else (WIDTH,) * 2, residual=of)
-        for kind in CONVOLUTIONS
-        for of in RESIDUALS
-    ),
     *(Case(kind, 1, wide(NARROWS) if kind in ATTENTION else NARROWS) for kind in CONVOLUTIONS),
     *(
         Case(
@@ -254,7 +238,6 @@ CASES = [
         for kind in CONVOLUTIONS
         for shape in (NARROWS, WIDENS)
     ),
-    *(Case(kind, residual="product", mini=True) for kind in ("gcn", "sage", "gin")),
     Case("gcn", shape=NARROWS, narrow=True, mini=True),
     Case("resgcn", mini=True),
     Case("gcnii", mini=True),

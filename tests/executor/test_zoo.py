@@ -26,10 +26,9 @@ from zoo_table import (
     table,
 )
 
-from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.bind import GraphFields, Small
 from gnnplan.executor.modules.prove import prove
 from gnnplan.executor.modules.read import with_module
-from gnnplan.executor.modules.small import Small
 from gnnplan.planner import strategies as planner
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse

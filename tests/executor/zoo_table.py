@@ -135,8 +135,6 @@ def fields_of(entry: Entry, graph: Graph, folder: Path) -> str:
 def as_layers_draw(module: Module, seed: int, epoch: int) -> Dropouts:
     """Has a module's dropout draw as that of our layers, which have taken the module's place."""
     layers = [n for n, layer in enumerate(module.layers, 1) if layer.drops]
-    if module.jump and module.jump.drops:
-        layers.append(len(module.layers) + 1)
     left = iter(layers)
     return Dropouts(
         lambda rows, p: dropout(rows, seed, epoch, next(left), torch.arange(len(rows)), p)

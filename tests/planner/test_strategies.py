@@ -17,7 +17,6 @@ from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.search import families, search
 from gnnplan.planner.gnn.footprint import COMMUNICATOR
-from gnnplan.planner.gnn.workload import Jump, Module, ModuleLayer
 from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
@@ -369,32 +368,6 @@ def test_pipeline_bytes_by_hand():
             "intra_node": p.bytes_total * 2 // 3,
             "inter_node": p.bytes_total // 3,
         }
-
-
-def test_rows_that_meet_are_handed_on_by_a_pipeline_and_exchanged_by_nobody():
-    """The sum of all layers' rows goes from stage to stage beside the last layer's; a product per
-    layer and one bias are all-reduced."""
-    layers = tuple(ModuleLayer(h_in=h, h_out=16) for h in (40, 16, 16, 16))
-    for of, width, weights in (("sum", 16, 16 * 5 + 5), ("cat", 5, 4 * 16 * 5 + 5)):
-        module = Module(
-            file="m.py",
-            name="M",
-            sha256="",
-            features=40,
-            classes=5,
-            layers=layers,
-            jump=Jump(of=of),
-        )
-        options = {"model": "gcn", "layers": 4, "hidden": 16}
-        met, plain = (
-            problem_of(GRAPHS[1], cluster(2, 2), **options, module=each) for each in (module, None)
-        )
-        told = GNNPipe().settle(met).predict(met)
-        assert told.bytes == {"pipeline": 2 * 3 * 120 * (16 + width) * 4}
-        told, without = (GraphParallel().predict(problem) for problem in (met, plain))
-        assert told.bytes["halo"] == without.bytes["halo"]
-        more = weights + 16 * 16 + 16 - (16 * 5 + 5)  # the last layer is as wide as the others
-        assert told.bytes["all_reduce"] - without.bytes["all_reduce"] == 2 * 3 * 4 * more
 
 
 def test_hybrid_bytes_by_hand():

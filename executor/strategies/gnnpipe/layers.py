@@ -39,19 +39,17 @@ class Passage:
     encoded: Tensor | None = None  # with its graph
     loss: Tensor | None = None  # on the last stage, with its graph
     gradient: Tensor | None = None  # of h, on the way back
-    summed: Tensor | None = None  # of all layers' rows so far, if the model adds them up
-    to_sum: Tensor | None = None  # its gradient
 
     @property
     def carried(self) -> Tensor | None:
         """What goes past all layers, to the next stage."""
-        return self.summed if self.x0 is None else self.x0.detach()
+        return None if self.x0 is None else self.x0.detach()
 
     @property
     def carried_gradient(self) -> Tensor | None:
         """Its gradient, for the stage before."""
         if self.x0 is None:
-            return self.to_sum
+            return None
         return self.x0.grad if self.x0.grad is not None else torch.zeros_like(self.x0)
 
 
@@ -190,12 +188,11 @@ class History:
         return Kept(x, read, lambda: finished)
 
     def backward(
-        self, layer: int, chunk: Chunk, kept: Kept | Constant, passage: Passage, drop: Drop
+        self, layer: int, chunk: Chunk, kept: Kept | Constant, passage: Passage
     ) -> Tensor | None:
         """The passage's gradient of the layer's output -> that of its input rows.
 
-        drop: dropout of the chunk's own rows before the next layer. Returns the gradient of own and
-        then far rows; None if the inputs are constant.
+        Returns the gradient of own and then far rows; None if the inputs are constant.
         """
         finished = kept.finish()
         if layer == self.net.total:
@@ -203,12 +200,6 @@ class History:
             passage.loss.backward()  # type: ignore[no-untyped-call]
             # their graph would hold the layer's rows while the layers before go backward
             passage.loss = passage.h = None
-            if passage.summed is not None:
-                passage.to_sum, passage.summed = passage.summed.grad, None
-        if passage.to_sum is not None:
-            by_sum = self.net.add_backward(layer, finished.out, drop, passage.to_sum)
-            passage.gradient = by_sum if passage.gradient is None else passage.gradient.add_(by_sum)
-            del by_sum
         if passage.gradient is not None:
             backward([finished.out], [passage.gradient])
         if isinstance(kept, Constant) or isinstance(finished, Constant):

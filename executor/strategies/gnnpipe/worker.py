@@ -80,7 +80,7 @@ class Worker(base.Worker):
         self.history = History(
             self.net, widths, kept.size, self.dtype, device, strategy.historical_gradients
         )
-        # columns that travel with every row past all layers: x0, or the sum of layers' rows
+        # columns of x0, which travel with every row past all layers
         self.carried_columns = self.shapes.carried
         # epoch 0 does not exist in training: its embeddings are those of the initial weights
         self._whole_graph()
@@ -133,7 +133,6 @@ class Worker(base.Worker):
                 onward = passage.h
                 if passage.carried is not None:
                     onward = torch.cat([onward, passage.carried], 1)
-                passage.summed = None  # it is the next stage's
                 departures += self._send(step, c, "f", behind, onward)
                 del onward
         del passage, layers  # of the last chunk, which would stay until the end
@@ -259,8 +258,6 @@ class Worker(base.Worker):
                     kept[layer] = self._layer(step, c, layer, passage, far, refresh)
                 if last_layer in piece:
                     out = kept[last_layer].finish().out
-                    if passage.summed is not None:
-                        out = passage.summed.requires_grad_()
                     passage.h = self.net.decode(out, self._drop_next(step, last_layer, chunk))
                     passage.loss = self.targets[c].loss(passage.h)
         return passage, kept
@@ -269,9 +266,7 @@ class Worker(base.Worker):
         if message is None:
             return Passage(None)
         h, carried = self._split(message)
-        if self.net.initial:
-            return Passage(h, carried.requires_grad_())
-        return Passage(h, summed=carried if self.net.jump else None)
+        return Passage(h, carried.requires_grad_() if self.net.initial else None)
 
     def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
         drop = self.drop(step, 0, self.vertices[chunk.rows])
@@ -301,10 +296,6 @@ class Worker(base.Worker):
             drop = self.drop(step, layer, chunk.of(self.vertices))
             forgets = self.strategy.checkpoint and layer < self.net.total
             kept = self.history.forward(layer, chunk, passage, far, drop, refresh, forgets)
-        if self.net.jump:
-            if passage.summed is None:
-                passage.summed = passage.h.new_zeros(chunk.size, self.net.jumped)
-            self.net.add(layer, passage.h, self._drop_next(step, layer, chunk), passage.summed)
         return kept
 
     # -- backward ---------------------------------------------------------------------------------
@@ -327,15 +318,12 @@ class Worker(base.Worker):
             passage.gradient, to_carried = self._split(message)
             if passage.x0 is not None:
                 passage.x0.grad = to_carried
-            elif self.net.jump:
-                passage.to_sum = to_carried
         for piece in reversed(self.pieces):
             with self.rank.recorder.span(self._label("backward", step, piece, c), "compute"):
                 for layer in reversed(piece):
                     if layer:
-                        drop = self._drop_next(step, layer, chunk)
                         passage.gradient = self.history.backward(
-                            layer, chunk, kept.pop(layer), passage, drop
+                            layer, chunk, kept.pop(layer), passage
                         )
                     else:
                         self._encode_backward(passage)
@@ -378,22 +366,17 @@ class Worker(base.Worker):
                     h = with_far(self.chunks, h)
                     self.history.mixed[layer].copy_(h)
                 part, relu = self.net.layer(layer), self.net.relu_after(layer)
-                x0 = carried if self.net.initial else None
                 prepared, outs = part.prepare(h, keep), list[Tensor]()
                 for chunk in self.chunks:
                     of_chunk = chunk.gather(part, prepared), prepared[chunk.rows], h[chunk.rows]
-                    initial = None if x0 is None else x0[chunk.rows]
+                    initial = None if carried is None else carried[chunk.rows]
                     outs.append(part.update(*of_chunk, initial, relu))
                 del prepared, of_chunk
                 h = torch.cat(outs)
                 del outs
-            if self.net.jump:
-                if carried is None:
-                    carried = h.new_zeros(self.own, self.net.jumped)
-                self.net.add(layer, h, keep, carried)
         assert h is not None
         if self.is_last:
-            return self.net.decode(carried if carried is not None and self.net.jump else h)
+            return self.net.decode(h)
         # one by one: side by side they would be held twice
         for rows in (h, carried):
             if rows is not None:

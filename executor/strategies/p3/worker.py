@@ -74,8 +74,8 @@ class Flight:
     net: Net
     share: Share
     exchange: Exchange
-    # of the layers above the first: edges, ids of rows that they read and make, and targets
-    above: tuple[list[Block], list[Tensor], Tensor, Targets | LinkTargets]
+    # of the layers above the first: edges, ids of rows that they read, and targets
+    above: tuple[list[Block], list[Tensor], Targets | LinkTargets]
     partial: Tensor  # layer 1's partial sums for all peers' blocks, with their graph
     own: slice  # the rows of this rank's block among them
     pulled: Future[Tensor] = NOTHING  # the peers' partial sums of this rank's block
@@ -216,7 +216,6 @@ class Worker(base.Worker):
         above = (
             [part.block for part in share.parts[1:]],
             [part.vertices for part in share.parts[1:]],
-            torch.from_numpy(share.own),
             targets_of(problem, share, HOST, share.total),
         )
         read = part.block, part.vertices, Exchange(rank, give, take, at=HOST)
@@ -289,7 +288,7 @@ class Worker(base.Worker):
         """
         step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
         pulled, flight.pulled = flight.pulled.result(), NOTHING
-        blocks, sources, own, targets = flight.above
+        blocks, sources, targets = flight.above
         with self.rank.recorder.span(Label("forward", step), "compute"):
             summed = flight.partial.detach()[flight.own].clone()
             for part in pulled.view(len(self.rail) - 1, *summed.shape):
@@ -297,19 +296,9 @@ class Worker(base.Worker):
             del pulled
             summed.requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
-
-            def added_up(number: int, h: Tensor, summed: Tensor | None) -> Tensor | None:
-                if net.jump is None:
-                    return None
-                added = net.added(number, h[: len(own)], self.drop(step, number + 1, own))
-                return added if summed is None else summed + added
-
-            of_layers = added_up(1, h, None)
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
                 drop = self.drop(step, number, source)
                 h = net.layer(number)(block, h, drop, None, net.relu_after(number))
-                of_layers = added_up(number, h, of_layers)
-            h = h if of_layers is None else of_layers
         with self.rank.recorder.span(Label("loss", step), "compute"):
             leaf = h.detach().requires_grad_()
             logits = net.decode(leaf)

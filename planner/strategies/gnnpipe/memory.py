@@ -91,9 +91,8 @@ class Holds:
         self.layers, self.is_last = stages[stage], stage + 1 == len(stages)
 
     def receive(self, held: Held) -> None:
-        """Messages of the stage before; the sum of layers' rows stays in the last stage alone."""
-        passes_on = self.model.jumped * (not self.is_last)
-        numbers = self.pipe.boundary(self.problem, self.stage - 1) - passes_on
+        """Messages of the stage before."""
+        numbers = self.pipe.boundary(self.problem, self.stage - 1)
         held.keep(self._counts[0].sum(0) * numbers * self.model.itemsize)
 
     def forward(self, piece: tuple[int, ...], held: Held) -> None:
@@ -123,7 +122,7 @@ class Holds:
                 # gradients of gathered and own rows, then of the rows read
                 spread = (2 * rows + sources) * model.layers[layer - 1].h_in
                 needs.append(spread * model.itemsize)
-        numbers = model.jumped  # of the sum's gradient
+        numbers = 0
         if not self.is_last:  # a message that was unpacked, and copies of both its parts
             copies = (self.pipe.bits is not None) + bool(model.carried)
             numbers = self.pipe.boundary(self.problem, self.stage) * copies

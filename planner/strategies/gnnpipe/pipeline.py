@@ -317,8 +317,6 @@ class Pipeline(Strategy):
                 launches=1,
                 itemsize=b,
             )
-        added_forward, added_backward = model.add_up(layer, rows)
-        forward, backward = forward + added_forward, backward + added_backward
         if varies:
             # their gradients are added there, to scattered rows
             scattered = sources - rows

@@ -291,7 +291,7 @@ class ChunkedStep:
         """Rows of h_{l-1} that the layer reads, or of its constant aggregate [ranks] [B]."""
         n, model = self.counts(layer, c), self.model
         rows = n.sources
-        if model.aggregate_cached(layer):  # GraphSAGE and residuals read a vertex's own row too
+        if model.aggregate_cached(layer):  # GraphSAGE reads a vertex's own row too
             rows = n.rows * (2 if model.layers[0].reads_own else 1)
         return np.asarray(rows * self._row_bytes(layer))
 

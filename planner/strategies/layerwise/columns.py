@@ -189,7 +189,7 @@ def _stays(model: Model, layer: int) -> bool:
 
 def _by_column(spec: Layer) -> bool:
     """Whether all that a layer does besides its product and its sum is done number by number."""
-    return spec.kind in ("gcn", "sgc") and not (spec.activates or spec.residual or spec.heads)
+    return spec.kind in ("gcn", "sgc") and not (spec.activates or spec.heads)
 
 
 # -- operations ------------------------------------------------------------------------------------

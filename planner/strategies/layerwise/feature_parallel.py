@@ -190,8 +190,6 @@ def _numbers(problem: Problem, order: str) -> int:
 def unsuited(problem: Problem) -> str:
     """Why the model cannot be summed on columns; '' if it can."""
     model, kind = problem.model, problem.workload.model
-    if model.jump is not None:
-        return "the rows of all layers meet at the end of this model, which needs them by rows"
     for number, spec in enumerate(model.layers, 1):
         if spec.counted:
             return (

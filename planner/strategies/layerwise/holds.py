@@ -18,7 +18,6 @@ import numpy as np
 from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.footprint import (
     Footprint,
-    addition,
     encoding,
     footprint,
     link_loss,
@@ -55,8 +54,6 @@ class Holds:
         held.keep(encoding(self.model, self.encoded).kept)
 
     def forward(self, layer: int, held: Held) -> None:
-        if layer == 1:
-            held.keep(self._summed)
         held.keep(self._copied(layer))
         if self.options.checkpoint:
             held.keep(self._made(layer))
@@ -65,18 +62,14 @@ class Holds:
             held.keep(self._need(layer).kept)
 
     def loss(self, held: Held) -> None:
-        logits, most, gradient = self._loss()
+        logits, most, _ = self._loss()
         held.at(most)
         held.keep(logits)
         if self.options.checkpoint:
             held.free(self._made(len(self.like)))
-        if self.model.jump:
-            held.keep(gradient)  # for all layers
-            held.free(self._summed * (self.model.decoder is not None))  # else the logits
 
     def backward(self, layer: int, held: Held) -> None:
         model, need, gradient = self.model, self._need(layer), self._gradient(layer)
-        held.at(addition(model, layer, self._own).backward)
         if self.options.checkpoint:
             held.at(gradient, need.backward)
         else:
@@ -113,17 +106,14 @@ class Holds:
     def _gradient(self, layer: int) -> Number:
         """The gradient of the layer's rows, in the buffer that it came in."""
         model, following = self.model, layer + 1
-        of_sum = addition(model, layer, self._own).gradient if model.jump else self._loss()[2]
         if layer == len(model.layers):
-            return of_sum
+            return self._loss()[2]
         f, width = self._counts(following), self._row_bytes(following)
         if self.options.narrow and model.narrow_at(following):
             # a checkpoint's preparation of these rows is there again
             again = 1 + self.options.checkpoint
-            came: Number = again * f.local * model.layers[layer - 1].h_out * model.itemsize
-        else:
-            came = f.present * width
-        return np.maximum(came, of_sum * (model.jump is not None))
+            return again * f.local * model.layers[layer - 1].h_out * model.itemsize
+        return f.present * width
 
     def _made(self, layer: int) -> np.ndarray:
         """The rows that a layer makes; 0: the encoder's."""
@@ -145,11 +135,6 @@ class Holds:
     def _own(self) -> np.ndarray:
         """Rows of the last layer."""
         return self._counts(len(self.like)).rows
-
-    @property
-    def _summed(self) -> Number:
-        """The sum of all layers' rows."""
-        return self._own * self.model.jumped * self.model.itemsize
 
     def _counts(self, layer: int) -> LayerFacts:
         return self.facts[self.like[layer]]

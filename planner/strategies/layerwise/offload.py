@@ -107,11 +107,10 @@ class Offload(Strategy):
     def refused(cls, problem: Problem) -> str:
         """Why this model is not trained chunk by chunk, with a remedy; '' if it is."""
         model, name = problem.model, problem.workload.model
-        if model.encoder or model.jump:
-            read = "the encoder's" if model.encoder else "all layers'"
+        if model.encoder:
             return (
-                f"it does not keep {read} rows in the server's memory (model: {name}); use a model"
-                " whose layers read the layer before"
+                f"it does not keep the encoder's rows in the server's memory (model: {name}); use a"
+                " model whose layers read the layer before"
             )
         if model.ends:
             return (

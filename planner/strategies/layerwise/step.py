@@ -136,7 +136,6 @@ def step(
         work = (its.forward, its.backward)[forward_or_backward](
             layer, f.rows, f.sources, f.edges, options.narrow, away=away
         )
-        work = work + model.add_up(layer, facts[like[layers]].rows)[forward_or_backward]
         if options.narrow:
             work = work + model.project(layer + 1, f.rows)[forward_or_backward]
         # a checkpoint's backward pass begins with the forward pass
@@ -310,7 +309,7 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
         )
         return np.array([int(problem.features_bytes(rows).sum()) for rows in read])
     if model.aggregate_cached(1):
-        # GraphSAGE and residuals read a vertex's own row too
+        # GraphSAGE reads a vertex's own row too
         rows = layout.facts(1).rows * (2 if model.layers[0].reads_own else 1)
     else:
         rows = layout.facts(1).sources if model.first_varying else local_rows(layout, 0)

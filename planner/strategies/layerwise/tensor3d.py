@@ -234,13 +234,9 @@ def unsuited(problem: Problem) -> str:
     if kind not in ("gcn", "sage"):
         what = "attention" if model.layers[0].heads else "layers of another kind"
         return f"its tiles are those of gcn and sage, and {problem.workload.called} has {what}"
-    if model.jump is not None:
-        return "the rows of all layers meet at the end of this model, which needs whole rows"
     if model.nonzeros:
         return "sparse features are multiplied before they are summed, which tiles are not"
     for number, spec in enumerate(model.layers, 1):
         if spec.activates:
             return f"layer {number} has a norm ({spec.norm}), of numbers that lie on several ranks"
-        if spec.residual is not None:
-            return f"layer {number} adds its own rows (residual), which lie on other ranks"
     return ""

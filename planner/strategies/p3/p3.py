@@ -222,8 +222,6 @@ class P3(Slices):
         )
         own = facts[max(facts)].rows
         for layer, f in facts.items():
-            added_forward, added_backward = model.add_up(layer, own)
-            forward, backward = forward + added_forward, backward + added_backward
             if layer > 1:
                 forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
                 backward = backward + model.backward(layer, f.rows, f.sources, f.edges)

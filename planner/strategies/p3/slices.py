@@ -302,13 +302,7 @@ def _why_whole(problem: Problem) -> str:
         )
     first = problem.workload.module.layers[0] if problem.workload.module else None
     if model in MODELS or (first and first.half):
-        if problem.model.layers[0].residual is None:
-            return ""
-        return (
-            "layer 1 must be a sum over feature columns, and this one adds a residual, which is not"
-            " cut by columns here; leave out that of layer 1, or use data_parallel or gsplit, which"
-            " run any layer"
-        )
+        return ""
     if problem.workload.is_cut:
         return (
             f"layer 1 must be a sum over feature columns, and {problem.workload.called} is run as"

@@ -76,7 +76,6 @@ def machine_code(problem: Problem, pieces: float = 1, layers: Iterable[int] = ()
     told = []
     for layer in layers or range(len(model.layers) + 1):
         told += [model.played(layer)] if layer else [model.encodes] if model.encoder else []
-        told += [model.adds(layer)] if layer and model.jump else []
         told += [model.decodes] if layer == len(model.layers) and model.decoder else []
     products = [product for each in told for product in each.products]
     return code * shapes(products, model.itemsize, pieces, rows)
