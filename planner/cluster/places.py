@@ -30,10 +30,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, cluster: Cluster, placement: Sequence[int]) -> Places:
-        """Rank r sits on GPU `placement[r]`.
-
-        GPUs beyond the last are those of a copy of the cluster, whose places are numbered on.
-        """
+        """Rank r sits on GPU `placement[r]`."""
         gpus_per_server = cluster.gpus_per_server
         server, gpu = np.divmod(np.asarray(placement, dtype=np.int64), gpus_per_server)
 

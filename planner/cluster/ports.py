@@ -141,10 +141,9 @@ class MessagePorts:
         target: np.ndarray,
         between_servers: np.ndarray,
     ) -> Iterator[PortUse]:
-        servers = self.cluster.servers
-        ways = routes(fabric, servers)
+        ways = routes(fabric, self.cluster.servers)
         start, end = self.places.server[source], self.places.server[target]
-        hops = ways.hops(start % servers, end % servers)
+        hops = ways.hops(start, end)
         if hops.any():
             starts, ends = start[between_servers], end[between_servers]
             yield PortUse(
@@ -293,7 +292,7 @@ class MessagePorts:
             starts = (alike.reaching(point, ways.points) * hops[point]).sum(1)
             if starts.any():
                 link = self.fabric_link(op, cluster.fabric)
-                loads = {"fabric": ways.by_link(alike.between(point, ways.points)[None])}
+                loads = {"fabric": ways.by_link(alike.between(point, ways.points))}
                 yield PortLoads("fabric", link, starts, loads)
 
 

@@ -82,9 +82,9 @@ def tightest(best: Candidate) -> list[str]:
     """The port that is busy longest, and the busiest port of every other kind."""
     cost, cluster = best.problem.cost, best.problem.cluster
     busy_s = defaultdict[Port, float](float)
-    for sent, times in best.strategy.traffic(best.problem):
+    for sent in best.strategy.traffic(best.problem):
         for port, seconds in cost.exchange(sent).busy.items():
-            busy_s[port] += times * float(seconds)
+            busy_s[port] += seconds
     busiest_of_kind: dict[str, Port] = {}
     for port in sorted(busy_s, key=lambda port: (-busy_s[port], port)):
         busiest_of_kind.setdefault(port[0].split("_")[0], port)
