@@ -43,10 +43,6 @@ class Routes:
         self.points = int(self.at[-1]) + 1
         self.links = len(links(fabric, servers))
 
-    def hops(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Links on the way of each message between servers [messages]."""
-        return self.between(self.at[source], self.at[target])
-
     def between(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Links on the way from points a to points b."""
         return np.asarray(np.minimum(*self._around(a, b)) if self.is_ring else 2 * (a != b))
@@ -55,14 +51,6 @@ class Routes:
         """Links from a on to b, and from a back to b; two routers have one cable."""
         n, alone = self.points, self.points == 2
         return (b - a) % n + alone * (a > b), (a - b) % n + alone * (a < b)
-
-    def bytes_by_link(
-        self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
-    ) -> np.ndarray:
-        """Bytes on each link of the fabric [links], from messages between servers [B]."""
-        place = self.at[source] * self.points + self.at[target]
-        between = np.bincount(place, nbytes, self.points**2)
-        return self.by_link(between.reshape(self.points, -1))
 
     def by_link(self, between: np.ndarray) -> np.ndarray:
         """Bytes on each link [links], of those from point to point [points, points]."""

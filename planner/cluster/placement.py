@@ -22,7 +22,7 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
-from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.cluster.spec import MOST_PAIRED, Cluster
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
 MOST_SWAPPED = 128  # ranks of which every pair may swap: a step takes a product of such matrices
@@ -64,12 +64,13 @@ def proposed(
 ) -> list[tuple[int, ...]]:
     """Placements that may be fastest, the GPU of each rank; the first is the `gpus` in their order.
 
-    sent: bytes from rank to rank, each matrix [ranks, ranks]. groups: of ranks that exchange; they
+    sent: bytes from rank to rank, each matrix [ranks, ranks]; of more than MOST_PAIRED none, for
+    nobody looks at all their pairs. groups: of ranks that exchange; they
     may send each other more than their members do. `tied[r]` is the number of rank r's group, none:
     every rank may sit anywhere; groups are equally large.
     """
     uneven = [each for each in sent if not _even(each)]
-    if not uneven:
+    if not uneven and len(gpus) <= MOST_PAIRED:
         return [tuple(gpus)]
     path = np.array(walk(cluster, gpus))
     beside = path.copy()
@@ -116,8 +117,9 @@ def _seconds_per_byte(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
     ]
     out = np.array(of_link)[cost.places.links(a, b)]
     if cluster.fabric:
-        hops = routes(cluster.fabric, cluster.servers).hops(*cost.places.server[np.array([a, b])])
-        out = out + hops / cost.ports.fabric_link("exchange", cluster.fabric).bandwidth
+        ways = routes(cluster.fabric, cluster.servers)
+        hops = ways.between(*ways.at[cost.places.server[np.array([a, b])]])
+        out = out + hops / cost.ports.fabric_link("exchange").bandwidth
     return np.asarray(out * (a != b))
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import proposed
+from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.decision.epochs import Epochs
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import missed
@@ -190,7 +191,8 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
         predicted = strategy.predict(in_order)
         if float(predicted.epoch_s - predicted.comm_s) >= limit_s:
             return in_order
-    sent, groups = strategy.traffic(in_order), strategy.built(in_order).groups
+    sent = strategy.traffic(in_order) if len(gpus) <= MOST_PAIRED else []
+    groups = strategy.built(in_order).groups
     _, *others = proposed(problem.cluster, gpus, sent, groups, strategy.tied(in_order))
     best, best_s = in_order, np.inf if not others else float(strategy.predict(in_order).epoch_s)
     for placement in others:

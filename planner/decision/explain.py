@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.topology import describe_port
+from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.recommendation import SURE_SHARE

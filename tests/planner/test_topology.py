@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.fabric import links
 from gnnplan.planner.cluster.placement import fewer, proposed
+from gnnplan.planner.cluster.places import attached, describe_port
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
-from gnnplan.planner.cluster.topology import attached, describe_port
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.explain import tightest
 from gnnplan.planner.gnn.workload import Workload
@@ -75,7 +75,7 @@ def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
 
     def bandwidth(kind: str) -> float:
         if kind == "fabric":
-            return cost.ports.fabric_link("send", cost.cluster.fabric).bandwidth
+            return cost.ports.fabric_link("send").bandwidth
         return (
             cost.cluster.bridge.bandwidth
             if kind == "bridge"
