@@ -144,38 +144,6 @@ def play(
     return Played(schedule.tasks, [(node.start, node.end) for node in task_graph.nodes])
 
 
-def critical_path(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:
-    """A lower bound: the longest path through the task graph, all tasks at their durations alone.
-
-    The path goes through lanes, `after`, messages and collectives [s].
-    """
-    task_graph = task_graph or TaskGraph(schedule, cost)
-    task_graph.rewind()
-    ready = [node for node in task_graph.nodes if not node.waits_for]
-    while ready:
-        node = ready.pop()
-        arrived = [node.activity]
-        node.activity.begin = max(node.activity.begin, node.start)
-        while arrived:
-            activity = arrived.pop()
-            activity.missing -= 1
-            if activity.missing:
-                continue
-            end = activity.begin + activity.seconds
-            for member in activity.nodes:
-                member.end = end
-                for receipt in member.receipts:
-                    receipt.begin = max(receipt.begin, end)
-                    arrived.append(receipt)
-                for successor in member.successors:
-                    successor.start = max(successor.start, end)
-                    successor.waits_for -= 1
-                    if not successor.waits_for:
-                        ready.append(successor)
-    task_graph.check_all_ended()
-    return max((node.end for node in task_graph.nodes), default=0.0)
-
-
 def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:
     """An upper bound: one activity at a time, each collective once [s]."""
     task_graph = task_graph or TaskGraph(schedule, cost)
@@ -192,7 +160,6 @@ class _Activity:
     """Begins when no party is missing any more; its tasks end together."""
 
     __slots__ = (
-        "begin",
         "demand",
         "missing",
         "nodes",
@@ -204,7 +171,6 @@ class _Activity:
 
     def __init__(self, parties: int, seconds_alone: float = 0.0, demand: Demand = NOTHING) -> None:
         self.missing = self.parties = parties
-        self.begin = 0.0  # kept by critical_path [s]
         self.nodes: list[_Node] = []
         self.seconds = self.seconds_alone = seconds_alone
         self.threads = parties  # that work on it: one for each rank
@@ -267,7 +233,7 @@ class TaskGraph:
         for node in self.nodes:
             node.waits_for, node.start, node.end = node.predecessors, 0.0, -1.0
         for activity in self.activities:
-            activity.missing, activity.begin = activity.parties, 0.0
+            activity.missing = activity.parties
             activity.seconds = activity.seconds_alone
         for node, factor in zip(self.nodes, factors, strict=bool(factors)):
             if isinstance(node.task.work, (Compute, Host)):

@@ -33,7 +33,7 @@ from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
 from gnnplan.simulator.flows import ByFlows
 from gnnplan.simulator.noise import Noise, epochs, percentiles
-from gnnplan.simulator.player import Played, TaskGraph, critical_path, play, serial
+from gnnplan.simulator.player import Played, TaskGraph, play, serial
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
 
@@ -165,7 +165,9 @@ class Simulation(View):
             "simulated": {
                 "epoch_s": played.epoch_s(batches, period),
                 "end_s": played.end_s,
-                "critical_path_s": critical_path(schedule, cost, task_graph),
+                "critical_path_s": play(
+                    schedule, cost, contention=False, task_graph=task_graph
+                ).end_s,
                 "serial_s": serial(schedule, cost, task_graph),
                 "bytes": schedule.bytes_by_op(last),
                 "operations": per_operation(by_epoch(played.spans, batches), steady, period),

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.topology import describe_port
+from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.planner.vocabulary.table import Table

@@ -5,9 +5,9 @@
     compute.py       how long a device computes
     shared_cores.py  ranks on a CPU that share the cores of their machine
     transfer.py      what a transfer is: a latency, and seconds of ports
-    ports.py         which ports messages pass; alike.py: the same of many that are alike
+    ports.py         which ports messages pass; messages.py: where their ends sit
     places.py        who shares a server, an island, a PCIe switch, a NIC
-    topology.py      the same as a graph; fabric.py has the part between servers
+    fabric.py        what lies between servers
     all_reduce.py    what an all-reduce keeps busy
     collectives.py   the algorithms of an all-reduce
     placement.py     which GPU each rank sits on

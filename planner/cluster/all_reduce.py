@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
+from gnnplan.planner.cluster.messages import Listed
 from gnnplan.planner.cluster.places import LINK_NAMES
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import Link, LinkName
@@ -85,7 +86,7 @@ class AllReduces:
     def _passing(self, flows: Flows) -> Passed:
         """What passes the ports; flows that are alike are counted once, whatever they carry."""
         source, target, share = flows
-        uses = list(self.ports.uses("all_reduce", source, target))
+        uses = list(self.ports.uses("all_reduce", Listed(source, target)))
         starts = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
         return Passed(
             [use.link for use in uses],

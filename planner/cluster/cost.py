@@ -55,9 +55,7 @@ class Cost:
         self.placement = tuple(placement) or tuple(range(cluster.ranks))
         self.places = Places.of(cluster, self.placement)  # what each rank shares with others
         self.servers: tuple[int, ...] = tuple(self.places.server.tolist())  # of each rank
-        self.cores = SharedCores(
-            cluster, self.places.server // (cluster.servers if cluster.one_machine else 1)
-        )
+        self.cores = SharedCores(cluster, self.places.server * (not cluster.one_machine))
         self.ports = MessagePorts(cluster, self.places, self.cores)
         self.all_reduces = AllReduces(self.ports, self.placement)
         bandwidth = self.ports.link("exchange", "intra_node").bandwidth

@@ -43,10 +43,6 @@ class Routes:
         self.points = int(self.at[-1]) + 1
         self.links = len(links(fabric, servers))
 
-    def hops(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Links on the way of each message between servers [messages]."""
-        return self.between(self.at[source], self.at[target])
-
     def between(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Links on the way from points a to points b."""
         return np.asarray(np.minimum(*self._around(a, b)) if self.is_ring else 2 * (a != b))
@@ -56,40 +52,25 @@ class Routes:
         n, alone = self.points, self.points == 2
         return (b - a) % n + alone * (a > b), (a - b) % n + alone * (a < b)
 
-    def bytes_by_link(
-        self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
-    ) -> np.ndarray:
-        """Bytes on each link of the fabric [copies * links], from messages between servers [B].
-
-        Servers beyond the last are those of a copy of the cluster, whose links follow.
-        """
-        n, servers = self.points, self.at.size
-        copies = int(source.max()) // servers + 1
-        a, b = self.at[source % servers], self.at[target % servers]
-        place = (source // servers * n + a) * n + b
-        return self.by_link(np.bincount(place, nbytes, copies * n * n).reshape(copies, n, n))
-
     def by_link(self, between: np.ndarray) -> np.ndarray:
-        """Bytes on each link [copies * links], of those from point to point [copies, n, n]."""
-        n = self.points
+        """Bytes on each link [links], of those from point to point [points, points]."""
         if self.is_ring:
-            mirrored = self._passing_on(between[:, ::-1, ::-1])[:, ::-1]
-            both = self._passing_on(between), np.roll(mirrored, -1, 1)
+            mirrored = self._passing_on(between[::-1, ::-1])[::-1]
+            both = self._passing_on(between), np.roll(mirrored, -1)
         else:
-            between[:, range(n), range(n)] = 0.0
-            both = between.sum(2), between.sum(1)
-        return np.concatenate([one_way[:, : self.links // 2] for one_way in both], 1).ravel()
+            np.fill_diagonal(between, 0.0)
+            both = between.sum(1), between.sum(0)
+        return np.concatenate([one_way[: self.links // 2] for one_way in both])
 
     def _passing_on(self, between: np.ndarray) -> np.ndarray:
-        """Bytes on the cable from each router of a ring to the next, of those between points
-        [copies, n, n]: [copies, n]."""
+        """Bytes on the cable from each router of a ring to the next [points]."""
         start = np.arange(self.points)
-        cable = passing = np.zeros(between.shape[:2])
+        cable = passing = np.zeros(self.points)
         for left in range(self.points // 2, 0, -1):  # cables that are left to pass
             end = (start + left) % self.points
             on, back = self._around(start, end)
             share = (on <= back) / (1.0 + (on == back))
-            passing = np.roll(passing, 1, 1) + share * between[:, start, end]
+            passing = np.roll(passing, 1) + share * between[start, end]
             cable = cable + passing
         return cable
 

@@ -1,6 +1,13 @@
 """Which server, island, PCIe switch and NIC each rank uses, and the names of ports.
 
-That is all that a cost needs of a cluster's topology; the graph itself is in topology.py."""
+    GPU ── island (NVLink)
+     ├──── PCIe switch ── host bridge of the server
+     └──── NIC ── its leaf, or its server's place in the ring, or the one switch that joins all NICs
+
+    leaf_spine   leaf ── spine ── leaf
+    ring         server ── server ── server ── (the first)
+
+fabric.py has the part between servers. Tests draw all of it as a graph, and follow routes."""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gnnplan.planner.cluster.fabric import Node, links
 from gnnplan.planner.cluster.spec import Cluster, LinkName
 
 # A part of the cluster that carries bytes at a limited rate, in one direction where it has two:
@@ -30,10 +38,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, cluster: Cluster, placement: Sequence[int]) -> Places:
-        """Rank r sits on GPU `placement[r]`.
-
-        GPUs beyond the last are those of a copy of the cluster, whose places are numbered on.
-        """
+        """Rank r sits on GPU `placement[r]`."""
         gpus_per_server = cluster.gpus_per_server
         server, gpu = np.divmod(np.asarray(placement, dtype=np.int64), gpus_per_server)
 
@@ -56,12 +61,42 @@ class Places(NamedTuple):
             uplinked=~np.asarray(within_switch)[nic % len(nics)],
         )
 
-    def of_ranks(self, ranks: np.ndarray) -> Places:
-        """Those of some ranks."""
-        return Places(*(each[ranks] for each in self))
-
     def links(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """The link between two ranks of each message, as its place among LINK_NAMES [messages]."""
         same_island = self.island[source] == self.island[target]
         between = self.server[source] != self.server[target]
         return np.asarray(np.where(between, 0, np.where(same_island, 1, 2)))
+
+
+def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str:
+    """A port in words: the link, as 'leaf 0 -> spine 0', or the memory or cores that are shared."""
+    kind, number = port
+    if kind == "bridge":
+        return f"the memory of server {number}"
+    if kind == "cores":
+        return "the cores of " + ("the machine" if cluster.one_machine else f"server {number}")
+    if kind == "fabric":
+        assert cluster.fabric is not None
+        ends = links(cluster.fabric, cluster.servers)[number]
+    else:
+        at, (what, way) = Places.of(cluster, range(cluster.ranks)), kind.split("_")
+        if what in ("gpu", "island"):
+            gpu, above = placement[number], "island" if what == "island" else "switch"
+            ends = ("GPU", gpu), (above, int(getattr(at, above)[gpu]))
+        else:
+            server = int(at.server[getattr(at, what) == number][0])
+            ends = (
+                (("switch", number), ("host", server))
+                if what == "switch"
+                else (("NIC", number), attached(cluster, server))
+            )
+        ends = ends if way == "out" else ends[::-1]
+    return " -> ".join(f"{name} {place}" for name, place in ends)
+
+
+def attached(cluster: Cluster, server: int) -> Node:
+    """The node of the fabric that a server's NICs are plugged into."""
+    fabric = cluster.fabric
+    if fabric is None:
+        return ("network", 0)
+    return ("leaf", server // fabric.below) if fabric.kind == "leaf_spine" else ("router", server)

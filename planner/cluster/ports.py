@@ -11,32 +11,84 @@ That follows from where the two ranks sit:
                         bridge that they share
     ranks on a CPU      also the cores at both ends, which copy (shared_cores.py)
 
-A `Transfer` (transfer.py) says how long messages keep these ports busy."""
+A `Transfer` (transfer.py) says how long messages (messages.py) keep these ports busy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.alike import Alike, Ends
-from gnnplan.planner.cluster.fabric import routes
+from gnnplan.planner.cluster.fabric import Routes, routes
+from gnnplan.planner.cluster.messages import Alike, Count, Listed, Messages
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
-from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
-from gnnplan.planner.cluster.transfer import (
-    Passes,
-    PortLoads,
-    PortSeconds,
-    PortUse,
-    Transfer,
-    add,
-    seconds_of,
-)
+from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
+from gnnplan.planner.cluster.transfer import PortSeconds, Transfer, add, seconds_of
 from gnnplan.planner.vocabulary.numbers import Number, total
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
+
+
+class Passes(NamedTuple):
+    """Which messages pass which ports of one name. All arrays are [passes]."""
+
+    port: str
+    messages: np.ndarray  # index of the message
+    numbers: np.ndarray  # number of the port
+    shares: np.ndarray  # bytes on the port per byte of the message
+
+
+class Part(NamedTuple):
+    """Messages that pass the ports of one name where they leave a rank, or arrive at one."""
+
+    port: str
+    passing: Count  # of a message's bytes, what passes
+    numbers: np.ndarray  # of the port of each rank [ranks]
+    leave: bool
+
+
+class PortLoads(NamedTuple):
+    """What messages put on the ports of one kind."""
+
+    kind: str
+    link: Link
+    starts: np.ndarray  # messages that each rank starts, times the links that they pass [ranks]
+    bytes_by_port: dict[str, np.ndarray]  # port -> bytes by number
+
+
+class PortUse(NamedTuple):
+    """How messages use the ports of one kind."""
+
+    kind: str
+    link: Link
+    messages: Messages
+    hops: Count  # links of this kind on the way
+    parts: tuple[Part, ...] = ()
+    fabric: tuple[Routes, np.ndarray] | None = None  # and the server of each rank
+
+    def loads(self, nbytes: Number) -> dict[str, np.ndarray]:
+        """Bytes of each message -> port -> bytes by the port's number."""
+        if self.fabric:
+            ways, server = self.fabric
+            return {"fabric": ways.by_link(self.messages.between(ways, ways.at[server], nbytes))}
+        out: dict[str, np.ndarray] = {}
+        for port, count, numbers, leave in self.parts:
+            add(out, {port: self.messages.load(count, numbers, leave, nbytes)})
+        return out
+
+    def passes(self) -> Iterator[Passes]:
+        """Which of the listed messages pass which ports."""
+        assert isinstance(self.messages, Listed)
+        if self.fabric:
+            ways, server = self.fabric
+            ends = (self.messages.ends(server, leave) for leave in (True, False))
+            yield Passes("fabric", *ways.passes(*ends))
+        for port, count, numbers, leave in self.parts:
+            passing = np.flatnonzero(count)
+            at = self.messages.ends(numbers, leave)[passing]
+            yield Passes(port, passing, at, count[passing])
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +110,13 @@ class MessagePorts:
         assert plain is not None  # Cluster checks that every place has its link
         return self.cluster.collectives.get(f"{op}.{where}", plain)
 
-    def fabric_link(self, op: str, fabric: Fabric) -> Link:
+    def fabric_link(self, op: str) -> Link:
         """A leaf's uplinks together, or a cable of the ring.
 
         It is as wide as the NICs below it, divided by the oversubscription.
         """
-        nic = self.link(op, "inter_node")
+        nic, fabric = self.link(op, "inter_node"), self.cluster.fabric
+        assert fabric is not None
         nics_below = fabric.below * max(1, len(self.cluster.nics))
         return nic.model_copy(
             update={
@@ -73,90 +126,59 @@ class MessagePorts:
             }
         )
 
-    def uses(self, op: str, source: np.ndarray, target: np.ndarray) -> Iterator[PortUse]:
-        """How messages from rank to rank [messages] use the ports, kind by kind."""
-        at, cluster = self.places, self.cluster
-        ranks = np.arange(at.server.size)
-        same_island = at.island[source] == at.island[target]
-        between_servers = at.server[source] != at.server[target]
-        over_gpu_links = ~between_servers & ~same_island
-        between_switches = over_gpu_links & (at.switch[source] != at.switch[target])
-        up = between_switches | between_servers & at.uplinked[source]
-        down = between_switches | between_servers & at.uplinked[target]
+    def uses(self, op: str, messages: Messages) -> Iterator[PortUse]:
+        """How messages use the ports, kind by kind."""
+        at, cluster, ranks = self.places, self.cluster, np.arange(self.places.server.size)
+        in_server, in_island = messages.among(at.server), messages.among(at.island)
+        between, over_gpus = messages.among() - in_server, in_server - in_island
         if not cluster.peer_access:
-            # Through memory: up the sender's host link, then down the receiver's or out by a NIC.
-            over_gpu_links = over_gpu_links | between_servers
-            up = down = over_gpu_links if cluster.switches else np.zeros_like(over_gpu_links)
+            # through memory: up the sender's host link, then down the receiver's or out by a NIC
+            over_gpus = over_gpus + between
 
-        def both_ends(
+        def use(
             kind: str,
             place: LinkName | Literal["switch"],
-            out: np.ndarray,
-            into: np.ndarray,
+            hops: Count,
             numbers: np.ndarray,
+            out: Count,
+            into: Count,
         ) -> Iterator[PortUse]:
-            """Ports that messages pass out of their source and into their target."""
-            used = out | into
-            if used.any():
-                leaving, arriving = np.flatnonzero(out), np.flatnonzero(into)
-                yield PortUse(
-                    kind,
-                    int(numbers.max()) + 1,
-                    self.link(op, place),
-                    used,
-                    lambda: [
-                        Passes(f"{kind}_out", leaving, numbers[source[leaving]], np.ones(1)),
-                        Passes(f"{kind}_in", arriving, numbers[target[arriving]], np.ones(1)),
-                    ],
+            if hops.any():
+                parts = (
+                    Part(f"{kind}_out", out, numbers, True),
+                    Part(f"{kind}_in", into, numbers, False),
                 )
+                yield PortUse(kind, self.link(op, place), messages, hops, parts)
 
-        yield from both_ends("island", "island", same_island, same_island, ranks)
-        yield from both_ends("gpu", "intra_node", over_gpu_links, over_gpu_links, ranks)
-        yield from both_ends("switch", "switch", up, down, at.switch)
-        if cluster.bridge and over_gpu_links.any():
-            # Each byte is written and read; between servers, in the receiver's memory too.
-            servers = np.append(
-                at.server[source[over_gpu_links]], at.server[target[between_servers]]
+        yield from use("island", "island", in_island, ranks, in_island, in_island)
+        yield from use("gpu", "intra_node", over_gpus, ranks, over_gpus, over_gpus)
+        if cluster.switches and cluster.peer_access:
+            same = messages.among(at.switch) - messages.among(at.switch, at.island)
+            up = over_gpus - same + messages.leaving(between, at.uplinked)
+            down = over_gpus - same + messages.arriving(between, at.uplinked)
+            arriving = messages.among(to=at.uplinked) - messages.among(at.server, to=at.uplinked)
+            either = up + messages.leaving(arriving, ~at.uplinked)
+            yield from use("switch", "switch", either, at.switch, up, down)
+        elif cluster.switches:
+            yield from use("switch", "switch", over_gpus, at.switch, over_gpus, over_gpus)
+        if cluster.bridge and over_gpus.any():
+            # each byte is written and read; between servers, in the receiver's memory too
+            parts = (
+                Part("bridge", 2.0 * over_gpus, at.server, True),
+                Part("bridge", 2.0 * between, at.server, False),
             )
-            messages = np.append(np.flatnonzero(over_gpu_links), np.flatnonzero(between_servers))
-            yield PortUse(
-                "bridge",
-                int(at.server.max()) + 1,
-                cluster.bridge,
-                over_gpu_links,
-                lambda: [Passes("bridge", messages, servers, np.full(1, 2.0))],
-            )
-        yield from both_ends("nic", "inter_node", between_servers, between_servers, at.nic)
-        yield from self.cores.copying(
-            lambda place: self.link(op, place), source, target, between_servers
-        )
-        if cluster.fabric and between_servers.any():
-            yield from self._fabric_use(op, cluster.fabric, source, target, between_servers)
-
-    def _fabric_use(
-        self,
-        op: str,
-        fabric: Fabric,
-        source: np.ndarray,
-        target: np.ndarray,
-        between_servers: np.ndarray,
-    ) -> Iterator[PortUse]:
-        servers = self.cluster.servers
-        ways = routes(fabric, servers)
-        start, end = self.places.server[source], self.places.server[target]
-        hops = ways.hops(start % servers, end % servers)
-        if hops.any():
-            starts, ends = start[between_servers], end[between_servers]
-            yield PortUse(
-                "fabric",
-                ways.links,
-                self.fabric_link(op, fabric),
-                hops,
-                lambda: [Passes("fabric", *ways.passes(start, end))],
-                lambda nbytes: {
-                    "fabric": ways.bytes_by_link(starts, ends, nbytes[between_servers])
-                },
-            )
+            yield PortUse("bridge", cluster.bridge, messages, over_gpus, parts)
+        yield from use("nic", "inter_node", between, at.nic, between, between)
+        for place, count in (("intra_node", in_server), ("inter_node", between)):
+            if count.any() and (copied := self.cores.copying(self.link(op, place))):  # type: ignore[arg-type]
+                link, share = copied
+                ends = (Part("cores", share * count, self.cores.machines, e) for e in (True, False))
+                yield PortUse("cores", link, messages, 0.0 * count, tuple(ends))
+        if cluster.fabric and between.any():
+            ways = routes(cluster.fabric, cluster.servers)
+            hops, link = messages.hops(ways, ways.at[at.server]), self.fabric_link(op)
+            if hops.any():
+                yield PortUse("fabric", link, messages, hops, fabric=(ways, at.server))
 
     def loads(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
@@ -165,8 +187,10 @@ class MessagePorts:
 
         The bytes of each pair go in `messages` equal messages.
         """
-        for use in self.uses(op, source, target):
-            yield use.starting(source, use.loads(use.link.stretched(nbytes, messages)))
+        listed = Listed(source, target)
+        for use in self.uses(op, listed):
+            loads = use.loads(use.link.stretched(nbytes, messages))
+            yield PortLoads(use.kind, use.link, listed.started(use.hops), loads)
 
     def passes(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
@@ -174,7 +198,7 @@ class MessagePorts:
         """Which ports each message passes, and the bandwidth of those ports [B/s]."""
         passes: list[Passes] = []
         bandwidth: dict[Port, float] = {}
-        for use in self.uses(op, source, target):
+        for use in self.uses(op, Listed(source, target)):
             stretch = use.link.stretched(nbytes) / nbytes
             for passed in use.passes():
                 shares = stretch[passed.messages] * passed.shares
@@ -192,7 +216,7 @@ class MessagePorts:
         """
         latencies: np.ndarray = np.zeros(source.size)
         ports: dict[str, np.ndarray] = {}
-        for use in self.uses(op, source, target):
+        for use in self.uses(op, Listed(source, target)):
             latencies = latencies + use.hops * use.link.latency
             loads = use.loads(use.link.stretched(nbytes))
             add(ports, seconds_of(loads, 1.0, use.link.bandwidth))
@@ -205,103 +229,38 @@ class MessagePorts:
         messages: int = 1,
         itemsize: int = 1,
     ) -> Transfer:
-        """An all-to-all of `sent[i, j]` items from the group's i-th rank to its j-th."""
-        if isinstance(sent, Outer):
-            return self._alike_exchange(sent, group, messages, itemsize)
-        source, target = np.nonzero(sent)
-        nbytes = sent[source, target] * itemsize
-        if group is not None:
-            source, target = np.asarray(group)[source], np.asarray(group)[target]
-        return _transfer(self.loads("exchange", source, target, nbytes, messages))
-
-    def _alike_exchange(
-        self, sent: Outer, group: Sequence[int] | None, messages: int, itemsize: int
-    ) -> Transfer:
-        """The same where a number per sender and one per receiver say what is sent.
-
-        Who talks to whom is counted once for all sizes of messages."""
+        """An all-to-all of `sent[i, j]` items from the group's i-th rank to its j-th; each rank
+        starts its messages one after the other."""
         members = np.arange(self.places.server.size) if group is None else np.asarray(group)
         ports, starts = dict[str, np.ndarray](), dict[str, np.ndarray]()
         latency: dict[str, Number] = {}
+        for each, times in self._loads_of(sent, members, messages, itemsize):
+            add(ports, seconds_of(each.bytes_by_port, times, each.link.bandwidth))
+            add(starts, {each.kind: each.starts})
+            latency[each.kind] = each.link.latency
+        each_s = (float(starts[kind].max()) * seconds for kind, seconds in latency.items())
+        return Transfer(total(each_s), ports)
+
+    def _loads_of(
+        self, sent: Pairs, members: np.ndarray, messages: int, itemsize: int
+    ) -> Iterator[tuple[PortLoads, float]]:
+        """What an exchange puts on the ports, and how many times that.
+
+        Who talks to whom in an `Outer` is counted once for all sizes of messages."""
+        if not isinstance(sent, Outer):
+            source, target = np.nonzero(sent)
+            nbytes = sent[source, target] * itemsize
+            all_of = self.loads("exchange", members[source], members[target], nbytes, messages)
+            yield from ((each, 1.0) for each in all_of)
+            return
         for pairs in sent.equal_pairs:
             ends = pairs.senders.tobytes(), pairs.receivers.tobytes()
             asked = sent.groups.tobytes(), sent.same, *ends, members.tobytes()
             if asked not in self._alike:
-                alike = Alike(self.places.of_ranks(members), sent, pairs)
-                self._alike[asked] = list(self._each_loads("exchange", alike, members))
-            for use in self._alike[asked]:
-                nbytes = float(use.link.stretched(float(pairs.value * itemsize), messages))
-                add(ports, seconds_of(use.bytes_by_port, nbytes, use.link.bandwidth))
-                add(starts, {use.kind: use.starts})
-                latency[use.kind] = use.link.latency
-        each = (float(starts[kind].max()) * seconds for kind, seconds in latency.items())
-        return Transfer(total(each), ports)
-
-    def _each_loads(self, op: str, alike: Alike, members: np.ndarray) -> Iterator[PortLoads]:
-        """What messages of one byte put on the ports; `uses` has the same rules."""
-        at, cluster, ranks = alike.at, self.cluster, self.places.server.size
-        on_server, on_island = alike.within(at.server), alike.within(at.island)
-        on_switch = alike.within(at.switch).less(alike.within(at.switch, at.island))
-        between = alike.within().less(on_server)
-        over_gpu_links = on_server.less(on_island)
-        switched = over_gpu_links.less(on_switch)
-        # of messages between servers, those that pass an uplink at this end, and at either
-        uplinked = Ends(between.out * at.uplinked, between.into * at.uplinked)
-        to_uplinked = alike.to(at.uplinked)
-        either = np.where(
-            at.uplinked, between.out, to_uplinked.within().out - to_uplinked.within(at.server).out
-        )
-        up_or_down, starting = switched.plus(uplinked), switched.out + either
-        if not cluster.peer_access:
-            over_gpu_links = over_gpu_links.plus(between)
-            up_or_down = over_gpu_links.plus(over_gpu_links, -float(not cluster.switches))
-            starting = up_or_down.out
-        for kind, place, ends, starts, numbers, size in (
-            ("island", "island", on_island, on_island.out, members, ranks),
-            ("gpu", "intra_node", over_gpu_links, over_gpu_links.out, members, ranks),
-            (
-                "switch",
-                "switch",
-                up_or_down,
-                starting,
-                at.switch,
-                int(self.places.switch.max()) + 1,
-            ),
-            ("nic", "inter_node", between, between.out, at.nic, int(self.places.nic.max()) + 1),
-        ):
-            if starts.any():
-                loads = {
-                    f"{kind}_{way}": np.bincount(numbers, each, size)
-                    for way, each in (("out", ends.out), ("in", ends.into))
-                }
-                yield PortLoads(kind, self.link(op, place), starts, loads)  # type: ignore[arg-type]
-        if cluster.bridge and over_gpu_links.out.any():
-            passed, servers = (
-                2.0 * (over_gpu_links.out + between.into),
-                int(self.places.server.max()),
-            )
-            loads = {"bridge": np.bincount(at.server, passed, servers + 1)}
-            yield PortLoads("bridge", cluster.bridge, over_gpu_links.out, loads)
-        for where, ends in (("intra_node", on_server), ("inter_node", between)):
-            if ends.out.any():
-                of_rank = np.bincount(members, ends.out + ends.into, ranks)
-                yield from self.cores.copied(self.link(op, where), of_rank)  # type: ignore[arg-type]
-        if cluster.fabric and between.out.any():
-            ways = routes(cluster.fabric, cluster.servers)
-            point, points = ways.at[at.server], np.arange(ways.points)
-            hops = ways.between(points[:, None], points)
-            starts = (alike.reaching(point, ways.points) * hops[point]).sum(1)
-            if starts.any():
-                link = self.fabric_link(op, cluster.fabric)
-                loads = {"fabric": ways.by_link(alike.between(point, ways.points)[None])}
-                yield PortLoads("fabric", link, starts, loads)
-
-
-def _transfer(loads: Iterable[PortLoads]) -> Transfer:
-    """The transfer of these loads; each rank starts its messages one after the other."""
-    latency: Number = 0.0
-    ports: dict[str, np.ndarray] = {}
-    for _, link, starts, bytes_by_port in loads:
-        latency = latency + float(starts.max()) * link.latency
-        add(ports, seconds_of(bytes_by_port, 1.0, link.bandwidth))
-    return Transfer(latency, ports)
+                alike = Alike(members, sent, pairs)
+                self._alike[asked] = [
+                    PortLoads(use.kind, use.link, alike.started(use.hops), use.loads(1.0))
+                    for use in self.uses("exchange", alike)
+                ]
+            for each in self._alike[asked]:
+                yield each, float(each.link.stretched(float(pairs.value * itemsize), messages))

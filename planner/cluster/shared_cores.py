@@ -12,15 +12,15 @@ second when all cores are busy for a second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
 from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
-from gnnplan.planner.cluster.transfer import Passes, PortLoads, PortUse, Transfer, add
+from gnnplan.planner.cluster.spec import Cluster, Link
+from gnnplan.planner.cluster.transfer import Transfer, add
 from gnnplan.planner.vocabulary.numbers import Number, slowest
 
 # The port 'cores' needs a bandwidth, but cores have none: they copy so many bytes per second, and
@@ -103,66 +103,18 @@ class SharedCores:
         add(ports, {"cores": np.where(self.ranks_by_machine > self.count, penalties, 0.0)})
         return replace(transfer, ports=ports)
 
-    def copying(
-        self,
-        link: Callable[[LinkName], Link],
-        source: np.ndarray,
-        target: np.ndarray,
-        between_servers: np.ndarray,
-    ) -> Iterator[PortUse]:
-        """How messages from rank to rank [messages] use the cores at both ends.
-
-        `link` gives the link of a place. Messages inside servers and `between_servers` (bool
-        [messages]) have different ones.
-        """
-        if not self.count:
-            return
-        places: dict[LinkName, np.ndarray] = {
-            "intra_node": ~between_servers,
-            "inter_node": between_servers,
-        }
-        for place, mask in places.items():
-            if mask.any():
-                own = link(place)
-                if own.core_s_per_byte or own.core_s_per_message:
-                    yield self._copying_over(own, self.count, source, target, np.flatnonzero(mask))
-
-    def _copying_over(
-        self,
-        link: Link,
-        cores: int,
-        source: np.ndarray,
-        target: np.ndarray,
-        messages: np.ndarray,
-    ) -> PortUse:
-        ends = self.machines[np.append(source[messages], target[messages])]
-        copying, share = _copying(link, cores)
-        shares = np.full(2 * messages.size, share)
-        return PortUse(
-            "cores",
-            self.ranks_by_machine.size,
-            copying,
-            np.zeros(source.size),
-            lambda: [Passes("cores", np.tile(messages, 2), ends, shares)],
-        )
-
-    def copied(self, own: Link, ends: np.ndarray) -> Iterator[PortLoads]:
-        """The same of messages over one link; so many begin or end at each rank [ranks]."""
-        if self.count and ends.any() and (own.core_s_per_byte or own.core_s_per_message):
-            link, share = _copying(own, self.count)
-            busy = np.bincount(self.machines, ends * share, self.ranks_by_machine.size)
-            yield PortLoads("cores", link, np.zeros(ends.size), {"cores": busy})
+    def copying(self, own: Link) -> tuple[Link, float] | None:
+        """How cores copy what crosses a link, and a message's bytes on them at either end, per
+        byte; None if they do not."""
+        if not (self.count and (own.core_s_per_byte or own.core_s_per_message)):
+            return None
+        core_s_per_byte = max(own.core_s_per_byte, LEAST_CORE_S_PER_BYTE)
+        share = core_s_per_byte * COPY_RATE / (2 * self.count)  # half at either end
+        return _copy_link(own.core_s_per_message / core_s_per_byte), share
 
     def _by_rank(self, seconds: Number) -> np.ndarray:
         """The same for every rank, if one number is given [.., ranks]."""
         return np.broadcast_to(seconds, (*np.shape(seconds)[:-1], self.machines.size))
-
-
-def _copying(link: Link, cores: int) -> tuple[Link, float]:
-    """How cores copy what crosses a link, and a message's bytes on them at either end, per byte."""
-    core_s_per_byte = max(link.core_s_per_byte, LEAST_CORE_S_PER_BYTE)
-    share = core_s_per_byte * COPY_RATE / (2 * cores)  # half at either end
-    return _copy_link(link.core_s_per_message / core_s_per_byte), share
 
 
 @cache

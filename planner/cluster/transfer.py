@@ -1,18 +1,16 @@
-"""What a transfer is, and how messages use the ports of one kind.
+"""What a transfer is.
 
 A *port* is a part of the cluster that carries bytes at a limited rate (places.py). ports.py says
 which ports a message passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.vocabulary.numbers import Number, largest
 from gnnplan.planner.vocabulary.values import Value
 
@@ -55,49 +53,6 @@ def add(ports: dict[str, np.ndarray], more: PortSeconds, times: int = 1) -> None
     for kind, seconds in more.items():
         longer = seconds if times == 1 else seconds * times
         ports[kind] = ports[kind] + longer if kind in ports else longer
-
-
-class Passes(NamedTuple):
-    """Which messages pass which ports of one name. All arrays are [passes]; `shares` may be [1]."""
-
-    port: str
-    messages: np.ndarray  # index of the message
-    numbers: np.ndarray  # number of the port
-    shares: np.ndarray  # bytes on the port per byte of the message
-
-
-class PortLoads(NamedTuple):
-    """What messages put on the ports of one kind."""
-
-    kind: str
-    link: Link
-    starts: np.ndarray  # messages that each rank starts, times the links that they pass [ranks]
-    bytes_by_port: dict[str, np.ndarray]  # port -> bytes by number
-
-
-class PortUse(NamedTuple):
-    """How messages use the ports of one kind."""
-
-    kind: str
-    size: int  # ports of each name
-    link: Link
-    hops: np.ndarray  # links of this kind that each message passes [messages]
-    passes: Callable[[], list[Passes]]
-    # A faster way to the same as `passes`: bytes of each message -> port -> bytes by number.
-    bytes_by_port: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
-
-    def loads(self, nbytes: np.ndarray) -> dict[str, np.ndarray]:
-        """Bytes of each message [messages] -> port -> bytes by the port's number."""
-        if self.bytes_by_port:
-            return self.bytes_by_port(nbytes)
-        return {
-            port: np.bincount(numbers, nbytes[messages] * shares, self.size)
-            for port, messages, numbers, shares in self.passes()
-        }
-
-    def starting(self, source: np.ndarray, loads: dict[str, np.ndarray]) -> PortLoads:
-        """The loads of messages that these ranks start [messages]."""
-        return PortLoads(self.kind, self.link, np.bincount(source, weights=self.hops), loads)
 
 
 def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> PortSeconds:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import DRAWS, drawn
-from gnnplan.planner.cluster.placement import best_placement, laid_out
+from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.decision.epochs import Epochs
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second
@@ -179,9 +179,9 @@ def unproposed(
 def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:
     """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
 
-    Ranks stay in order where that is predicted to be faster: `best_placement` adds up exchanges one
-    by one, but the stages of a pipeline exchange at the same time. They also do where computation
-    and waiting alone take `limit_s` [s], for then no placement wins. Raises SpecError.
+    Of the placements that are `proposed` it is the one whose epoch is predicted to be shortest.
+    Ranks also stay in order where computation and waiting alone take `limit_s` [s], for then no
+    placement wins. Raises SpecError.
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
@@ -191,13 +191,12 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
         predicted = strategy.predict(in_order)
         if float(predicted.epoch_s - predicted.comm_s) >= limit_s:
             return in_order
-    cluster, tied = problem.cluster, strategy.tied(in_order)
-    if len(gpus) > MOST_PAIRED:
-        ways = map(problem.placed, laid_out(cluster, gpus, strategy.built(in_order).groups, tied))
-        chosen = min(ways, key=lambda there: float(strategy.predict(there).epoch_s))
-    else:
-        chosen = problem.placed(best_placement(cluster, gpus, strategy.traffic(in_order), tied))
-    if chosen.placement == in_order.placement:
-        return in_order
-    chosen_s, in_order_s = (strategy.predict(there).epoch_s for there in (chosen, in_order))
-    return in_order if in_order_s < chosen_s * (1 - 1e-9) else chosen
+    sent = strategy.traffic(in_order) if len(gpus) <= MOST_PAIRED else []
+    groups = strategy.built(in_order).groups
+    _, *others = proposed(problem.cluster, gpus, sent, groups, strategy.tied(in_order))
+    best, best_s = in_order, np.inf if not others else float(strategy.predict(in_order).epoch_s)
+    for placement in others:
+        there = problem.placed(placement)
+        if (epoch_s := float(strategy.predict(there).epoch_s)) < best_s * (1 - 1e-9):
+            best, best_s = there, epoch_s
+    return best

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from gnnplan.planner.cluster.places import Port
-from gnnplan.planner.cluster.topology import describe_port
+from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.recommendation import SURE_SHARE
@@ -82,9 +81,9 @@ def tightest(best: Candidate) -> list[str]:
     """The port that is busy longest, and the busiest port of every other kind."""
     cost, cluster = best.problem.cost, best.problem.cluster
     busy_s = defaultdict[Port, float](float)
-    for sent, times in best.strategy.traffic(best.problem):
+    for sent in best.strategy.traffic(best.problem):
         for port, seconds in cost.exchange(sent).busy.items():
-            busy_s[port] += times * float(seconds)
+            busy_s[port] += seconds
     busiest_of_kind: dict[str, Port] = {}
     for port in sorted(busy_s, key=lambda port: (-busy_s[port], port)):
         busiest_of_kind.setdefault(port[0].split("_")[0], port)

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -35,6 +34,7 @@ from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.units import kind, quantity
 
@@ -249,11 +249,8 @@ class Strategy(ABC):
         problem = problem.launching(self.replays)
         return build_schedule(problem, self.program(problem), steps)
 
-    def traffic(self, problem: Problem) -> list[Phase]:
-        """What the ranks send each other in a step, from which their placement follows.
-
-        Empty: ranks sit in their order.
-        """
+    def traffic(self, problem: Problem) -> list[Pairs]:
+        """Bytes that ranks send each other [ranks, ranks], from which their placement follows."""
         return traffic(self.built(problem), problem.ranks)
 
     def tied(self, problem: Problem) -> tuple[int, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import networkx as nx
 from hypothesis import strategies as st
 
-from gnnplan.planner.cluster.places import Port
+from gnnplan.planner.cluster.fabric import Node, links
+from gnnplan.planner.cluster.places import Places, Port, attached
 from gnnplan.planner.cluster.spec import Cluster, Link
-from gnnplan.planner.cluster.topology import edges
 
 LINKS = st.builds(
     Link,
@@ -32,6 +33,40 @@ def wiring(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
             if of:
                 more[of] = draw(LINKS)
     return more
+
+
+class Edge(NamedTuple):
+    """One way between two neighbours."""
+
+    start: Node
+    end: Node
+    port: Port | None  # that it keeps busy
+
+
+def edges(cluster: Cluster) -> Iterator[Edge]:
+    """Nodes are ('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and those of the
+    fabric, numbered over the cluster. A server without `switches` has one, its host bridge."""
+    at = Places.of(cluster, range(cluster.ranks))
+    for g, (server, island, switch, nic) in enumerate(
+        zip(*(numbers.tolist() for numbers in at[:4]), strict=True)
+    ):
+        gpu = ("gpu", g)
+        yield from _both(gpu, ("island", island), "island" if cluster.islands else None, g)
+        yield from _both(gpu, ("switch", switch), "gpu", g)
+        yield from _both(gpu, ("nic", nic), "switch" if at.uplinked[g] else None, switch)
+        uplink = "switch" if cluster.switches else None
+        yield from _both(("switch", switch), ("host", server), uplink, switch)
+        if cluster.servers > 1:
+            yield from _both(("nic", nic), attached(cluster, server), "nic", nic)
+    if cluster.servers > 1 and cluster.fabric:
+        for number, (a, b) in enumerate(links(cluster.fabric, cluster.servers)):
+            yield Edge(a, b, ("fabric", number))
+
+
+def _both(below: Node, above: Node, kind: str | None, number: int) -> Iterator[Edge]:
+    """Two edges, whose ports are (kind + '_out', number) up and (kind + '_in', number) down."""
+    yield Edge(below, above, (f"{kind}_out", number) if kind else None)
+    yield Edge(above, below, (f"{kind}_in", number) if kind else None)
 
 
 def graph(cluster: Cluster) -> nx.DiGraph:

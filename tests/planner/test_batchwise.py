@@ -26,7 +26,7 @@ from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective
-from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
+from gnnplan.simulator.player import TaskGraph, play, serial
 
 ROUND = 1e-9
 
@@ -150,7 +150,6 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
         task_graph = TaskGraph(schedule, problem.cost)
         played = play(schedule, problem.cost, task_graph=task_graph)
         ends = [
-            critical_path(schedule, problem.cost, task_graph),
             play(schedule, problem.cost, contention=False, task_graph=task_graph).end_s,
             played.end_s,
             serial(schedule, problem.cost, task_graph),

@@ -1,35 +1,22 @@
-"""Where ranks sit: the best of all placements where all can be looked at, near it beyond; and how
-many GPUs are worth using."""
+"""Where ranks sit, and how many GPUs are worth using."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations, product
-from math import factorial
+from itertools import permutations
 from typing import Any
 
-import networkx as nx
 import numpy as np
 import pytest
-from any_wiring import graph as topology
 from any_wiring import wiring
 from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pairwise import covered
 
-from gnnplan.planner.cluster import placement as placement_module
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.placement import (
-    Phase,
-    _groups_stay_alone,
-    all_placements,
-    best_placement,
-    evaluator,
-    fewer,
-    heuristic,
-    walk,
-)
+from gnnplan.planner.cluster.placement import fewer, proposed, walk
 from gnnplan.planner.cluster.places import Places
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
@@ -38,7 +25,7 @@ from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
+from gnnplan.planner.problem.inputs import apply_overrides
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -85,74 +72,45 @@ EIGHT = {
 }
 
 
-def traffic(ranks: int, seed: int) -> list[Phase]:
-    """Two phases: everyone to some, and a few heavy pairs."""
+def traffic(ranks: int, seed: int) -> np.ndarray:
+    """Everyone sends to some, and a few pairs are heavy."""
     random = np.random.default_rng(seed)
-    apart = ~np.eye(ranks, dtype=bool)
-    return [
-        Phase(
-            random.integers(0, 100_000, (ranks, ranks))
-            * apart
-            * (random.random((ranks, ranks)) < 0.7),
-            3.0,
-        ),
-        Phase(
-            random.integers(0, 1_000_000, (ranks, ranks))
-            * apart
-            * (random.random((ranks, ranks)) < 0.2),
-            2.0,
-        ),
-    ]
+    some, few = (random.random((ranks, ranks)) < share for share in (0.7, 0.2))
+    sent = random.integers(0, 300_000, (ranks, ranks)) * some
+    return (sent + random.integers(0, 2_000_000, (ranks, ranks)) * few) * ~np.eye(ranks, dtype=bool)
 
 
-def by_cost(where: Cluster, placement: tuple[int, ...], phases: list[Phase]) -> float:
-    """As cost.py has it, one placement at a time."""
-    return sum(
-        phase.times * float(Cost(where, placement).exchange(phase.sent).alone) for phase in phases
-    )
+def by_cost(where: Cluster, placement: tuple[int, ...], sent: np.ndarray) -> float:
+    return float(Cost(where, placement).exchange(sent).alone)
 
 
-# -- up to 8 GPUs ----------------------------------------------------------------------------------
+def best(where: Cluster, sent: np.ndarray, groups: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+    """Of the placements that are proposed."""
+    every = proposed(where, range(where.ranks), [sent], groups)
+    return min(every, key=lambda placement: by_cost(where, placement, sent))
+
+
+# -- what is proposed ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EIGHT)
-def test_every_kind_of_placement_is_looked_at_once(name: str):
-    """As many as there are orders of the ranks, divided by the symmetries of the topology, which
-    networkx counts."""
-    graph = topology(EIGHT[name])
-    for node in graph:
-        graph.nodes[node]["what"] = node[0]
-    if graph.number_of_nodes() > 9 and name not in ("1x8", "8x1"):
-        same = nx.isomorphism.DiGraphMatcher(
-            graph,
-            graph,
-            node_match=lambda a, b: a["what"] == b["what"],
-            edge_match=lambda a, b: (a["port"] or "")[:1] == (b["port"] or "")[:1],
-        )
-        orders = {tuple(image["gpu", g] for g in range(8)) for image in same.isomorphisms_iter()}
-        assert len(all_placements(EIGHT[name], range(8))) == factorial(8) / len(orders)
-    else:
-        assert len(all_placements(EIGHT[name], range(8))) == 1
+def test_ranks_stay_in_order_or_sit_where_fewer_bytes_go_far(name: str):
+    """The order of the GPUs is proposed first, alone where everyone sends as much to everyone. Of
+    what is proposed, one is no slower than four of five other orders."""
+    where, sent, order = EIGHT[name], traffic(8, 0), tuple(range(8))
+    every = proposed(where, order, [sent], ())
+    assert every[0] == order and all(sorted(each) == list(order) for each in every)
+    assert proposed(where, order, [1e6 * ~np.eye(8, dtype=bool)], ()) == [order]
+    random = np.random.default_rng(1)
+    others = [tuple(random.permutation(8).tolist()) for _ in range(200)]
+    seconds = [by_cost(where, each, sent) for each in others]
+    assert by_cost(where, best(where, sent), sent) <= np.quantile(seconds, 0.2) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), covered(list(product(EIGHT, (0, 1))), lambda row: {row[0]})
-)
-def test_eight_gpus_have_the_best_of_all_placements(name: str, seed: int):
-    """All 40,320 permutations, weighed without regard to symmetry. Swaps, as used beyond, come
-    within a tenth of it."""
-    where, phases = EIGHT[name], traffic(8, seed)
-    seconds = evaluator(where, range(8), phases)
-    best = float(seconds(np.array(list(permutations(range(8))))).min())
-    chosen = best_placement(where, range(8), phases)
-    assert sorted(chosen) == list(range(8)) and by_cost(where, chosen, phases) == pytest.approx(
-        best, rel=1e-9
-    )
-    near = heuristic(where, range(8), phases, seconds, range(8))
-    assert (
-        best <= by_cost(where, near, phases) * (1 + 1e-9)
-        and by_cost(where, near, phases) <= 1.1 * best
-    )
+def test_no_other_gpus_are_used_than_those_given():
+    gpus = (0, 1, 4, 5)
+    every = proposed(EIGHT["2x4"], gpus, [traffic(4, 1)], ())
+    assert len(every) > 1 and all(set(each) == set(gpus) for each in every)
 
 
 @st.composite
@@ -162,84 +120,15 @@ def places(draw) -> Cluster:
     return cluster(servers, gpus, **wiring(draw, gpus))
 
 
-@given(places(), st.integers(0, 10**6))
-@settings(deadline=None, max_examples=examples(40))
-def test_no_permutation_is_faster(where: Cluster, seed: int):
-    """Literally all of them, one at a time, by the cost of each phase."""
-    phases = traffic(where.ranks, seed)
-    chosen = best_placement(where, range(where.ranks), phases)
-    best = min(by_cost(where, placement, phases) for placement in permutations(range(where.ranks)))
-    assert by_cost(where, chosen, phases) == pytest.approx(best, rel=1e-9)
-
-
-def test_links_of_one_speed_are_used_at_once():
-    """What a rank sends inside its server and out of it goes on two links at a time, so placement matters
-    where both are equally fast. They were left in order: 58 ms where 47 are possible."""
-    link = Link(bandwidth=1e7, latency=0.0)
-    where, phases = cluster(2, 2, intra_node=link, inter_node=link), traffic(4, 0)
-    best = min(by_cost(where, placement, phases) for placement in permutations(range(4)))
-    assert by_cost(where, best_placement(where, range(4), phases), phases) == pytest.approx(best)
-
-
-@given(places(), st.integers(0, 10**6))
-@settings(deadline=None, max_examples=examples(25))
-def test_placements_evaluated_together_are_those_evaluated_alone(where: Cluster, seed: int):
-    phases = [phase for phase in traffic(where.ranks, seed) if phase.sent.any()]
-    some = list(permutations(range(where.ranks)))[::7]
-    if phases:
-        together = evaluator(where, range(where.ranks), phases)(np.array(some))
-        assert together == pytest.approx([by_cost(where, placement, phases) for placement in some])
-
-
 @given(places(), st.booleans(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(40))
-def test_groups_that_stay_alone_have_only_equal_placements(
-    where: Cluster, by_server: bool, seed: int
-):
-    """Then nothing is evaluated: proven by every placement that keeps the groups, one at a time."""
-    ranks = range(where.ranks)
-    at = Places.of(where, ranks)
+def test_groups_stay_together(where: Cluster, by_server: bool, seed: int):
+    at = Places.of(where, range(where.ranks))
     tied = (at.server if by_server else at.island).tolist()
-    inside = np.equal.outer(tied, tied)
-    phases = [Phase(phase.sent * inside, phase.times) for phase in traffic(where.ranks, seed)]
-    assume(len(set(np.unique(tied, return_counts=True)[1].tolist())) == 1)
-    assume(_groups_stay_alone(where, ranks, phases, tied))
-    kept = [
-        placement
-        for placement in permutations(ranks)
-        if all(
-            tied[placement[a]] == tied[placement[b]]
-            for a in ranks
-            for b in ranks
-            if tied[a] == tied[b]
-        )
-    ]
-    in_order = by_cost(where, tuple(ranks), phases)
-    assert [by_cost(where, p, phases) for p in kept] == pytest.approx([in_order] * len(kept))
-
-
-def test_groups_of_a_thousand_gpus_that_stay_alone_are_not_evaluated(monkeypatch):
-    """128 servers whose GPUs are an island each: no placement was better in half a second a time."""
-    where = read_cluster("dgx_a100").model_copy(update={"servers": 128})
-    servers = np.arange(1024) // 8
-    inside = np.equal.outer(servers, servers) & ~np.eye(1024, dtype=bool)
-    uneven = Phase(inside * np.arange(1, 1025)[:, np.newaxis], 1.0)
-    evaluations: list[int] = []
-    monkeypatch.setattr(placement_module, "evaluator", lambda *asked: evaluations.append(1))
-    assert best_placement(where, range(1024), [uneven], servers.tolist()) == tuple(range(1024))
-    assert not evaluations
-
-
-def test_ranks_stay_in_order_where_nothing_is_faster():
-    even = [Phase(1e6 * ~np.eye(8, dtype=bool), 1.0)]
-    assert all(best_placement(where, range(8), even) == tuple(range(8)) for where in EIGHT.values())
-    assert best_placement(EIGHT["1x8"], range(8), traffic(8, 0)) == tuple(range(8))
-    assert best_placement(EIGHT["2x4"], range(8), []) == tuple(range(8))
-    # no others than those it is given
-    assert set(best_placement(EIGHT["2x4"], (0, 1, 4, 5), traffic(4, 1))) == {0, 1, 4, 5}
-
-
-# -- beyond ----------------------------------------------------------------------------------------
+    assume(len(set(Counter(tied).values())) == 1)
+    for placement in proposed(where, range(where.ranks), [traffic(where.ranks, seed)], (), tied):
+        homes = {(group, tied[gpu]) for group, gpu in zip(tied, placement, strict=True)}
+        assert len(homes) == len(set(tied))
 
 
 def test_hidden_groups_are_found_among_32_gpus():
@@ -247,16 +136,14 @@ def test_hidden_groups_are_found_among_32_gpus():
     servers left."""
     where = cluster(4, 8, islands=HALVES, island=FAST)
     member = np.random.default_rng(3).permutation(32) // 4  # 8 groups of 4
-    together = np.equal.outer(member, member) & ~np.eye(32, dtype=bool)
-    phases = [Phase(1e6 * together, 2.0)]
-    placement = best_placement(where, range(32), phases)
+    sent = 1e6 * (np.equal.outer(member, member) & ~np.eye(32, dtype=bool))
+    placement = best(where, sent)
     at = Cost(where, placement).places
     assert all(
         len({int(at.island[rank]) for rank in np.flatnonzero(member == group)}) == 1
         for group in range(8)
     )
-    assert by_cost(where, placement, phases) < by_cost(where, tuple(range(32)), phases) / 10
-    assert best_placement(where, range(32), phases) == placement  # the same every time
+    assert by_cost(where, placement, sent) < by_cost(where, tuple(range(32)), sent) / 10
 
 
 def test_a_walk_leaves_a_place_when_it_has_seen_it():
@@ -322,30 +209,21 @@ def test_where_little_is_read_by_others_a_pipeline_keeps_its_messages_inside():
     onward = np.zeros((8, 8))
     onward[np.arange(6), np.arange(6) + 2] = 1e6
     halo = np.kron(np.eye(4), [[0, 1], [1, 0]])
-    assert [
-        gpu // 4
-        for gpu in best_placement(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e3, 8.0)])
-    ] == [0, 1] * 4
-    assert [
-        gpu // 4
-        for gpu in best_placement(where, range(8), [Phase(onward, 8.0), Phase(halo * 1e7, 8.0)])
-    ] == [0] * 4 + [1] * 4
+    sits = [[gpu // 4 for gpu in best(where, onward + halo * much, PAIRS)] for much in (1e3, 1e7)]
+    assert sits[0] in ([0, 1] * 4, [1, 0] * 4) and sits[1] in ([0] * 4 + [1] * 4, [1] * 4 + [0] * 4)
 
 
 def test_a_placement_is_not_predicted_to_be_slower_than_the_gpus_in_order():
-    """Weighed exchange by exchange, groups across servers saved a pipeline's messages; but both
-    stages' exchanges passed the same cards together, and on an emulated cluster an epoch took a
-    third longer than in order."""
+    """Groups across servers save a pipeline's messages; but both stages' exchanges pass the same
+    cards together, and on an emulated cluster an epoch took a third longer than in order."""
     device = Device(kind="cpu", memory=8e9, gemm=1.5e11, memory_bandwidth=2e10)
     where = cluster(2, 2, device=device, inter_node=Link(bandwidth=5e7), cores=2, one_machine=True)
     graph = load("synthetic:community?vertices=2000&edges=40000&features=128&classes=16&seed=0")
     assert isinstance(graph, Graph)
     problem = Problem(graph.stats, graph, Workload(model="sage", layers=3, hidden=32), where)
     strategy = parse("gnnpipe(stages=2,chunks=8)").settle(problem)
-    across = problem.placed(
-        best_placement(where, range(4), strategy.traffic(problem), strategy.tied(problem))
-    )
-    assert across.placement and strategy.predict(across).epoch_s > strategy.predict(problem).epoch_s
+    across = problem.placed((0, 2, 1, 3))
+    assert strategy.predict(across).epoch_s > strategy.predict(problem).epoch_s
     assert not placed(problem, strategy).placement
 
 
@@ -365,15 +243,15 @@ def test_groups_that_pass_the_same_cards_slow_each_other():
 
 
 def test_parts_that_read_each_other_sit_together():
-    """Graph parallel: the parts of a graph in a ring of communities, on two servers, cost no more
-    than in any other order."""
+    """Graph parallel: the parts of a graph in a ring of communities, on two servers, cost 1 % more
+    than in the best of all orders at most."""
     problem, strategy = problem_of(cluster(2, 2)), parse("graph_parallel")
     chosen = evaluate(placed(problem, strategy), strategy).predicted
     every = [
         evaluate(problem.placed(placement), strategy).predicted
         for placement in permutations(range(4))
     ]
-    assert float(chosen.epoch_s) == pytest.approx(min(float(p.epoch_s) for p in every), rel=1e-9)
+    assert float(chosen.epoch_s) == pytest.approx(min(float(p.epoch_s) for p in every), rel=0.01)
     assert {p.bytes_total for p in every} == {chosen.bytes_total} and len(
         {p.bytes_by_link["inter_node"] for p in every}
     ) > 1

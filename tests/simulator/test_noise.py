@@ -15,7 +15,7 @@ from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute, Host, Label, Schedule, Task, all_reduce
 from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
-from gnnplan.simulator.player import TaskGraph, critical_path, play, serial
+from gnnplan.simulator.player import TaskGraph, play, serial
 
 DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9, launch=1e-6)
 FAMILIES = [
@@ -171,9 +171,6 @@ def test_a_score_may_be_played_again():
         assert (
             play(schedule, problem.cost, factors=noisy, task_graph=task_graph).times
             == play(schedule, problem.cost, factors=noisy).times
-        )
-        assert critical_path(schedule, problem.cost, task_graph) == critical_path(
-            schedule, problem.cost
         )
         assert serial(schedule, problem.cost, task_graph) == serial(schedule, problem.cost)
 

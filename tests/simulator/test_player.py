@@ -20,7 +20,7 @@ from gnnplan.planner.vocabulary.schedule import (
     all_reduce,
 )
 from gnnplan.planner.vocabulary.trace import Span
-from gnnplan.simulator.player import Played, critical_path, play, serial
+from gnnplan.simulator.player import Played, play, serial
 
 
 def cluster(servers: int = 1, gpus: int = 8, latency: float = 0.0, speed: float = 1.0) -> Cost:
@@ -258,7 +258,7 @@ def test_a_message_waits_for_a_late_receiver(turn):
         ],
     ][::turn]
     task_graph = schedule([task for rank in tasks for task in rank])
-    assert play(task_graph, cluster()).end_s == critical_path(task_graph, cluster()) == 7.0
+    assert play(task_graph, cluster()).end_s == 7.0
     assert serial(task_graph, cluster()) == 8.0
 
 
@@ -296,11 +296,7 @@ def test_a_long_chain_of_nothing_needs_no_stack():
         )
         for step in range(20_000)
     ]
-    assert (
-        play(schedule(tasks, steps=20_000), cluster()).end_s
-        == critical_path(schedule(tasks), cluster())
-        == 0.0
-    )
+    assert play(schedule(tasks, steps=20_000), cluster()).end_s == 0.0
 
 
 def test_equal_collectives_are_priced_once(monkeypatch):
@@ -381,11 +377,10 @@ STUCK = {
 
 
 @pytest.mark.parametrize("why", STUCK)
-@pytest.mark.parametrize("player", [play, critical_path])
-def test_who_waits_for_ever_is_named(why, player):
+def test_who_waits_for_ever_is_named(why):
     tasks, says = STUCK[why]
     with pytest.raises(Deadlock) as caught:
-        player(schedule(tasks), cluster())
+        play(schedule(tasks), cluster())
     for words in says:
         assert words in str(caught.value)
 
@@ -471,18 +466,10 @@ costs = st.builds(
 
 @unhurried
 @given(schedules(), costs)
-def test_critical_path_simulated_serial(task_graph, cost):
+def test_alone_simulated_serial(task_graph, cost):
     simulated = play(task_graph, cost).end_s
-    assert critical_path(task_graph, cost) <= simulated * (1 + 1e-9)
+    assert play(task_graph, cost, contention=False).end_s <= simulated * (1 + 1e-9)
     assert simulated <= serial(task_graph, cost) * (1 + 1e-9)
-
-
-@unhurried
-@given(schedules(), costs)
-def test_without_contention_the_critical_path_is_the_simulation(task_graph, cost):
-    assert play(task_graph, cost, contention=False).end_s == pytest.approx(
-        critical_path(task_graph, cost), rel=1e-12
-    )
 
 
 @unhurried

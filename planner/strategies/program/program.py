@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gnnplan.planner.cluster.placement import Phase
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, HostWork, Label
@@ -233,9 +232,9 @@ class Program:
         return sum(int(each.items.sum()) * each.itemsize for each in exchanges)
 
 
-def traffic(program: Program, ranks: int) -> list[Phase]:
-    """Rows that owners send each other in the first PLACED_BY known steps, of which only the
-    proportions matter; equal exchanges are counted.
+def traffic(program: Program, ranks: int) -> list[Pairs]:
+    """Bytes of rows that owners send each other in the first PLACED_BY known steps, of equal
+    exchanges together, and all that groups of ranks send, each [ranks, ranks].
 
     What ranks send because of where they sit (rows from another server's memory) is not counted:
     it would be other traffic elsewhere.
@@ -243,29 +242,15 @@ def traffic(program: Program, ranks: int) -> list[Phase]:
     ops = [op for name in islice(program.known(), PLACED_BY) for op in program.ops(name)]
     halos = [op.work for op in ops if op.op == "halo" and not op.ranks]
     times = Counter(work for work in halos if isinstance(work, Exchange))
-    return [Phase(each.nbytes, count) for each, count in times.items()] + _in_groups(ops, ranks)
-
-
-def _in_groups(ops: Sequence[Op], ranks: int) -> list[Phase]:
-    """Transfers of groups of ranks. Those of one kind (as 'halo:f') in all groups are on the way
-    together: a phase is all groups' mean chunk, and happens as often as the group that has most of
-    that kind does it."""
-    kinds: dict[tuple[str, str], list[Op]] = {}
-    for op in ops:
-        if op.ranks and op.moves:
-            kinds.setdefault((op.op, op.way), []).append(op)
-    phases = []
-    for alike in kinds.values():
-        most = max(Counter(op.ranks for op in alike).values())
-        sent, chunks = np.zeros((ranks, ranks)), 1
-        for op in alike:
+    found = [each.nbytes * count for each, count in times.items()]
+    if any(op.ranks for op in ops):
+        in_groups = np.zeros((ranks, ranks))
+        for op in ops:
             at, work = np.array(op.ranks), op.work
-            if isinstance(work, AllReduce):
-                sent[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * work.sizes[0] / most
-                continue
-            assert isinstance(work, (Exchange, Message))
-            into = np.ix_(at, at) if isinstance(work, Exchange) else (at, at + work.distance)
-            sent[into] += np.asarray(work.nbytes.mean(0) if op.chunks else work.nbytes) / most
-            chunks = len(work.nbytes) if op.chunks else 1
-        phases.append(Phase(sent, chunks * most))
-    return phases
+            if isinstance(work, AllReduce) and op.ranks:
+                in_groups[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * work.sizes[0]
+            elif isinstance(work, (Exchange, Message)) and op.ranks:
+                into = np.ix_(at, at) if isinstance(work, Exchange) else (at, at + work.distance)
+                in_groups[into] += np.asarray(work.nbytes.sum(0) if op.chunks else work.nbytes)
+        found.append(in_groups)
+    return found
