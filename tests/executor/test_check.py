@@ -193,6 +193,7 @@ def live_sage() -> Any:
     return Live()
 
 
+@pytest.mark.nightly
 def test_a_live_module_is_compared_at_its_own_widths(prove: Prove, tmp_path: Path) -> None:
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     workload = checking.workload_of(live_sage(), {}, None, None, tmp_path)

@@ -149,7 +149,7 @@ def seeds(by_day: int, by_night: int) -> list[object]:
     return [*range(by_day), *nights]
 
 
-@pytest.mark.parametrize("seed", seeds(2, 75))
+@pytest.mark.parametrize("seed", seeds(1, 75))
 def test_what_is_better_makes_no_recommendation_slower(seed: int):
     """Six of 102 questions were answered by a slower epoch after a better link or device, up to 44
     %: regret depends on what else there is, and on lopsided ranges. A lossy strategy may give way
