@@ -271,17 +271,16 @@ class QuantizedHalo(Halo):
             whose = whose if positions is None else whose[positions]
             leaving = self._pack(key, rows, positions, whose, *numbers)
         cross = self._crossing(step, layer, way, leaving)
-        packed = self._late(key, cross) if self.policy.lags else cross()
+        packed: Tensor | None
+        if self.policy.lags:
+            packed = self._arrived(way, layer)
+            self.pending[key] = self.rank.lanes.submit("comm", cross)
+        else:
+            packed = cross()
         with self.rank.recorder.span(Label("unpack", step, way, layer), "compute"):
             if into is None:
                 into = rows.new_empty(fresh.exchange.rows(way)[1], rows.shape[1])
             yield None if packed is None else self._unpack(key, packed, into)
-
-    def _late(self, key: _Key, cross: Callable[[], Tensor]) -> Tensor | None:
-        """Begin to cross, for the next step to use -> what was sent one step ago."""
-        earlier = self._arrived(*key)
-        self.pending[key] = self.rank.lanes.submit("comm", cross)
-        return earlier
 
     def _pack(
         self, key: _Key, rows: Tensor, positions: Tensor | None, whose: Tensor, *numbers: int

@@ -95,9 +95,6 @@ class Worker(base.Worker):
         items = count_items(self.problem.workload, self.problem.stats)
         return loss * (share.everyone / items), logits
 
-    def _reads_halo(self, first: Part) -> bool:
-        return first.meets and self.problem.model.first_varying > 0
-
     def _open(self, share: Share, span: _Recorded) -> layerwise.Worker:
         """What trains on a share, with rows of the server's memory as its features."""
         total, bring = share.total, partial(self._load, share, span)
@@ -135,14 +132,14 @@ class Worker(base.Worker):
     def _own(self, first: Part) -> tuple[np.ndarray, int]:
         """Vertices of a rank's own rows of what layer 1 or the encoder reads, and halo rows."""
         own, halo = np.split(first.source, [first.local])
-        return own, halo.size * self._reads_halo(first)
+        return own, halo.size * (first.meets and self.problem.model.first_varying > 0)
 
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
         """What layer 1 or the encoder reads: own rows, and a halo that its owners send."""
         first = share.parts[0]
         own, room = self._own(first)
         rows = self.store.complete(worker.features, own, step, room, first.ids)
-        if not self._reads_halo(first):
+        if not (first.meets and self.problem.model.first_varying):
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]
         if isinstance(rows, Tensor):

@@ -27,6 +27,7 @@ from gnnplan.executor.layers.kernels import (
     backward,
     gradient_of,
     keep_until_used,
+    mapped,
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.models import Net
@@ -194,7 +195,7 @@ class Worker(base.Worker):
             layout.graph, edges, rows, source, indptr, position[indices], workload
         )
         return _Part(
-            block.pinned() if self.rank.device.type == "cuda" else block,
+            mapped(block, Tensor.pin_memory) if self.rank.device.type == "cuda" else block,
             torch.from_numpy(source),
             torch.from_numpy(place[source[: source.size - wanted[self.rank.rank].size]]),
             Exchange.of_ids(self.rank, wanted, of_rank, own, HOST),
@@ -252,7 +253,7 @@ class Worker(base.Worker):
                         given = part.exchange.positions
                         outgoing = source.new_empty(len(given), rows.shape[1])
                         self._pick(rows, given, outgoing)
-                block = part.block.mapped(self._copy)
+                block = mapped(part.block, self._copy)
                 loaded = _Loaded(source, block, self._copy(part.vertices), outgoing=outgoing)
             if way == "b":
                 loaded.gradient = self._copy(self.gradients[layer][chunk.own[layer]])

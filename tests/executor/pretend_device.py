@@ -32,6 +32,7 @@ from gnnplan.executor.layers.kernels import (
     aggregation,
     attention,
     hashed_dropout,
+    mapped,
     mix,
 )
 from gnnplan.planner.gnn.amounts import summing
@@ -447,7 +448,7 @@ def _wide(x: Tensor, numbers: int) -> OnDevice:
 def _on_host(arg: Any) -> Any:
     if isinstance(arg, OnDevice):
         return arg.host
-    return arg.mapped(_on_host) if isinstance(arg, Block) else arg
+    return mapped(arg, _on_host) if isinstance(arg, Block) else arg
 
 
 @pytest.fixture

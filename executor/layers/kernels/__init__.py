@@ -39,6 +39,7 @@ from gnnplan.executor.layers.kernels.matmul import (
 )
 from gnnplan.executor.layers.kernels.page_locked import (
     keep_until_used,
+    mapped,
     on_device,
     sent,
     together,
@@ -76,6 +77,7 @@ __all__ = [
     "keep_until_used",
     "linear",
     "linear_sum",
+    "mapped",
     "mix",
     "on_device",
     "pack",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -146,26 +145,19 @@ class Block:
 
         The host does not wait for copies of page-locked memory.
         """
-        return self.mapped(
+        return mapped(
+            self,
             lambda tensor: tensor.to(
                 device,
                 dtype if tensor.is_floating_point() else None,
                 non_blocking=tensor.is_pinned(),
-            )
+            ),
         )
-
-    def pinned(self) -> Block:
-        """A copy in page-locked memory."""
-        return self.mapped(lambda tensor: tensor.pin_memory())
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Block:
-        """The block of what a function makes of its arrays."""
-        return mapped(self, function)
 
     def __repr__(self) -> str:
         return (

@@ -93,6 +93,9 @@ class Worker(base.Worker):
         me, device = rank.rank, rank.device
         self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
         self.net = net_of(problem.model, problem.workload).to(device)
+        self.its = slice(self.columns.start, self.columns.stop)
+        # weights of which it has these columns
+        self.cut = {f"layers.1.{name}": self.columns for name in self.net.layer(1).by_columns}
         self.sliced = self._cut()
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
             if len(group) > 1:
@@ -132,28 +135,19 @@ class Worker(base.Worker):
             self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload
         ).to(self.rank.device)
         for name, p in self.net.named_parameters():
-            its = p.data[:, self._its] if self._is_cut(name) else p.data
+            its = p.data[:, self.its] if name in self.cut else p.data
             sliced.get_parameter(name).data.copy_(its)
         return sliced
 
     @property
-    def _its(self) -> slice:
-        """This rank's columns."""
-        return slice(self.columns.start, self.columns.stop)
-
-    def _is_cut(self, name: str) -> bool:
-        return name in {f"layers.1.{own}" for own in self.net.layer(1).by_columns}
-
-    @property
     def held(self) -> Held:
-        cut = {name: self.columns for name in self.sliced.state_dict() if self._is_cut(name)}
-        return Held(self.sliced, cut, self.learner.optimizer)
+        return Held(self.sliced, self.cut, self.learner.optimizer)
 
     def gradients(self, net: Net) -> list[Gradients]:
         """Buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
         named = dict(net.named_parameters())
-        cut = [p for name, p in named.items() if self._is_cut(name)]
-        rest = [p for name, p in named.items() if not self._is_cut(name)]
+        cut = [p for name, p in named.items() if name in self.cut]
+        rest = [p for name, p in named.items() if name not in self.cut]
         return [
             Gradients(rest, self.reduce_group),
             Gradients(cut, self.strategy.twins(self.problem, self.rank.rank), 1),
@@ -169,12 +163,12 @@ class Worker(base.Worker):
         gives = self.strategy.twins(self.problem, self.rank.rank)[0] == self.rank.rank
         for name, p in self.sliced.named_parameters():
             whole = self.net.get_parameter(name)
-            if not self._is_cut(name):
+            if name not in self.cut:
                 whole.copy_(p)
                 continue
             whole.zero_()
             if gives:
-                whole[:, self._its] = p
+                whole[:, self.its] = p
             whole.copy_(comm.total(self.rank, whole))
 
     # -- a batch ----------------------------------------------------------------------------------
