@@ -29,7 +29,7 @@ from gnnplan.planner.graph.labels import (
     split_of,
     stand_in,
 )
-from gnnplan.planner.graph.npy import must_be_ids, typed
+from gnnplan.planner.graph.npy import must_be_ids
 from gnnplan.planner.graph.parts import Parts, counts_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_count
@@ -176,13 +176,8 @@ def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], 
 
 def _masks(parts: Parts, notes: list[str]) -> dict[str, Array]:
     """Its masks, of booleans."""
-    return {
-        name: as_mask(
-            parts.path, name, typed(parts.path, name, parts.masks[name], "biuf", (1, 2)), notes
-        )
-        for name in MASKS
-        if name in parts.masks
-    }
+    given = {name: parts.masks[name] for name in MASKS if name in parts.masks}
+    return {name: as_mask(parts.path, name, mask, notes) for name, mask in given.items()}
 
 
 def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:

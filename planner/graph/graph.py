@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -105,25 +105,6 @@ class Cut:
     name: str  # that no other cut has
 
 
-class Folder(Protocol):
-    """Where a graph's rows are read that are asked for by their ids (part_folder.py)."""
-
-    @property
-    def degree(self) -> Array:
-        """In-degrees [N]."""
-
-    @property
-    def out_degree(self) -> Array:
-        """Out-degrees [N]."""
-
-    @property
-    def reached(self) -> Sequence[int]:
-        """Vertices within 0, 1, .. hops of training vertices, against the edges."""
-
-    def neighbours(self, ids: NDArray[Any]) -> NDArray[np.int32]:
-        """In-neighbours of these vertices, row after row."""
-
-
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A graph as CSR of in-neighbours: row v has the vertices that v aggregates from.
@@ -147,7 +128,6 @@ class Graph:
     edge_fields: Mapping[str, Array] = field(default_factory=dict)
     loops: bool = False  # a module of DGL is given a self-loop per vertex beside these edges
     cut: Cut | None = None
-    folder: Folder | None = None  # has its edges; arrays read it, too. None: they are in memory
 
     @cached_property
     def whole(self) -> Whole:
@@ -158,15 +138,16 @@ class Graph:
 
     def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
         """In-neighbours of vertices, row after row [edges]."""
-        if self.folder is not None:
-            return self.folder.neighbours(rows)
         return np.asarray(self.indices[ranges(self.indptr[rows], self.degree_of(rows))])
 
     def degree_of(self, rows: NDArray[Any]) -> NDArray[np.int64]:
         """In-degrees of vertices [rows]."""
-        if self.folder is not None:
-            return np.asarray(self.folder.degree[rows], np.int64)
         return np.asarray(self.indptr[rows + 1] - self.indptr[rows])
+
+    @property
+    def reached(self) -> Sequence[int]:
+        """Vertices within 0, 1, .. hops of training vertices, against the edges, where known."""
+        return ()
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.floating[Any]]:
         """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
@@ -175,7 +156,7 @@ class Graph:
 
     def in_float32(self) -> Graph:
         """The graph with features in float32, unless they stay in their file."""
-        if self.x.dtype == np.float32 or not _is_in_memory(self.x):
+        if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
         for array in _feature_arrays(x):
@@ -201,13 +182,11 @@ class Graph:
     @property
     def degree(self) -> Array:
         """In-degree [N]."""
-        return np.diff(self.indptr) if self.folder is None else self.folder.degree
+        return np.diff(self.indptr)
 
     @property
     def out_degree(self) -> Array:
         """Out-degree [N]."""
-        if self.folder is not None:
-            return self.folder.out_degree
         if not self.stats.directed:
             return self.degree
         return np.bincount(self.indices, minlength=self.stats.vertices)
@@ -219,6 +198,14 @@ class Graph:
         return sp.csr_matrix(
             (np.ones(len(whole.indices), bool), whole.indices, whole.indptr), shape=(n, n)
         )
+
+    def with_edges(
+        self, indptr: Array, indices: Array, fields: Mapping[str, Array], **changes: Any
+    ) -> Graph:
+        """The graph with other edges, which are in memory, and other changes."""
+        known = {each.name: getattr(self, each.name) for each in dataclasses.fields(Graph)}
+        edges = {"indptr": indptr, "indices": indices, "edge_fields": fields}
+        return Graph(**known | edges | changes)
 
 
 def with_inputs(
@@ -332,10 +319,6 @@ def finish(graph: Graph) -> Graph:
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )
     return dataclasses.replace(graph, stats=stats, x=x)
-
-
-def _is_in_memory(x: Features) -> bool:
-    return type(x) is np.ndarray or sp.issparse(x)
 
 
 def _feature_arrays(x: Features) -> tuple[Array, ...]:

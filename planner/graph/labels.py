@@ -233,6 +233,7 @@ def column(array: Array) -> Array:
 def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
     """A mask [N] of booleans, or of zeros and ones; of several splits [N, S] the first, and it is
     said. Raises SpecError."""
+    mask = typed(path, name, mask, "biuf", (1, 2))
     if mask.ndim == 2 and mask.shape[1] >= 1:
         if mask.shape[1] > 1:
             notes.append(f"{name} holds {mask.shape[1]} splits; the first is taken")

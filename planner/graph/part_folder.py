@@ -19,11 +19,11 @@ are compared with their digests when this machine reads them first."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -204,21 +204,6 @@ class PartFolder:
         """The place of each vertex among the rows of its part [N]."""
         return self.array(None, "place")
 
-    @property
-    def degree(self) -> Array:
-        """In-degrees [N]."""
-        return self.array(None, "degree")
-
-    @property
-    def reached(self) -> Sequence[int]:
-        """Vertices within 0, 1, .. hops of training vertices."""
-        return self.about.reached
-
-    @property
-    def out_degree(self) -> Array:
-        """Out-degrees [N]."""
-        return self.array(None, "out_degree" if self.about.graph.directed else "degree")
-
     # -- rows -----------------------------------------------------------------------------------
 
     def by_part(self, ids: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any], NDArray[Any]]]:
@@ -276,10 +261,6 @@ class PartFolder:
                 numbers[there] = self.some(number, name, here)
         return lengths, out
 
-    def neighbours(self, ids: NDArray[Any]) -> NDArray[np.int32]:
-        """In-neighbours of these vertices, row after row."""
-        return self.ragged(ids, "indptr", "indices")[1][0]
-
     def sparse_rows(self, ids: NDArray[Any], columns: slice | None = None) -> sp.csr_matrix:
         """Sparse features of these vertices, or some columns of them."""
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
@@ -290,7 +271,7 @@ class PartFolder:
     @cached_property
     def indptr(self) -> NDArray[np.int64]:
         """The CSR of all edges: where rows begin."""
-        return np.concatenate([[0], np.cumsum(self.degree, dtype=np.int64)])
+        return np.concatenate([[0], np.cumsum(self.array(None, "degree"), dtype=np.int64)])
 
     def edges(self, name: str) -> Array:
         """What all edges have, in the order of the whole graph's CSR."""
@@ -383,6 +364,31 @@ class Lazy(NDArrayOperatorsMixin):
         return getattr(self.whole, name)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PartGraph(Graph):
+    """A graph of which each part's rows and edges are read as they are asked for."""
+
+    folder: PartFolder
+
+    def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+        return self.folder.ragged(rows, "indptr", "indices")[1][0]
+
+    def degree_of(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        return np.asarray(self.degree[rows], np.int64)
+
+    @property
+    def degree(self) -> Array:
+        return self.folder.array(None, "degree")
+
+    @property
+    def out_degree(self) -> Array:
+        return self.folder.array(None, "out_degree" if self.stats.directed else "degree")
+
+    @property
+    def reached(self) -> Sequence[int]:
+        return self.folder.about.reached
+
+
 def is_part_folder(path: str) -> bool:
     """Whether it is a folder of parts."""
     return os.path.isfile(os.path.join(path, DESCRIPTION))
@@ -401,7 +407,7 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
         )
     how = f"{about.partitioner} (seed {about.seed})"
     told = f"{about.parts} parts by {how}, cut of {about.graph.source}"
-    stats = replace(about.graph, source=source, notes=(*about.graph.notes, told))
+    stats = dataclasses.replace(about.graph, source=source, notes=(*about.graph.notes, told))
 
     def edges(name: str) -> Any:
         stored = first.files[name]
@@ -423,7 +429,7 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
         return {name.removeprefix(of): make(name) for name in first.files if name.startswith(of)}
 
     indptr: Any = Lazy(np.int64, (stats.vertices + 1,), lambda: folder.indptr)
-    return Graph(
+    return PartGraph(
         stats,
         indptr,
         edges("indices"),

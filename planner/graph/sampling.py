@@ -261,15 +261,7 @@ def hold_out(graph: Graph) -> Graph:
     digest = blake2b(f"{stats.hash} without held-out edges".encode(), digest_size=16)
     fewer = _with_fewer_edges(stats, indices.size)
     stats = dataclasses.replace(fewer, hash=digest.hexdigest(), spread=spread_of(lengths))
-    return dataclasses.replace(
-        graph,
-        stats=stats,
-        indptr=indptr,
-        indices=indices,
-        held_out=tuple(held_out),
-        edge_fields=edge_fields,
-        folder=None,
-    )
+    return graph.with_edges(indptr, indices, edge_fields, stats=stats, held_out=tuple(held_out))
 
 
 def expect_held_out(stats: GraphStats) -> GraphStats:

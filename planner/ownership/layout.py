@@ -452,9 +452,8 @@ def distances(
 
 def reached(graph: Graph, reach: int) -> list[int]:
     """How many vertices lie within 0, 1, .. `reach` hops of training vertices, as `distances`."""
-    known = [] if graph.folder is None else graph.folder.reached
-    if len(known) > reach:
-        return list(known[: reach + 1])
+    if len(graph.reached) > reach:
+        return list(graph.reached[: reach + 1])
     hops = distances(graph, np.asarray(graph.train), reach)
     return [int(np.count_nonzero(hops <= most)) for most in range(reach + 1)]
 

@@ -29,6 +29,7 @@ from gnnplan.planner.graph.part_folder import (
     Description,
     Part,
     PartFolder,
+    PartGraph,
     Stored,
     digest_of,
     parsed,
@@ -63,9 +64,8 @@ class PartLayout(Layout):
 
     @property
     def folder(self) -> PartFolder:
-        found = self.graph.folder
-        assert isinstance(found, PartFolder)
-        return found
+        assert isinstance(self.graph, PartGraph)
+        return self.graph.folder
 
     @property
     def _order(self) -> np.ndarray:
@@ -101,7 +101,7 @@ class PartLayout(Layout):
 
 def is_stored(graph: Graph, ranks: int) -> bool:
     """Whether the graph lies in a part per rank."""
-    return isinstance(graph.folder, PartFolder) and len(graph.folder.parts) == ranks
+    return isinstance(graph, PartGraph) and len(graph.folder.parts) == ranks
 
 
 # -- writing --------------------------------------------------------------------------------------

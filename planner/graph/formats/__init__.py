@@ -118,7 +118,7 @@ FILES: tuple[Format, ...] = (
     ),
     Format(
         "an edge list",
-        lambda f: edge_lists.is_edge_list(text.start_of(f.path) or ""),
+        lambda f: edge_lists.is_edge_list(f.path),
         edge_lists.edge_list,
     ),
 )

@@ -11,10 +11,7 @@ import numpy as np
 
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.text import (
-    COMMENTS,
     NUMBERS,
-    delimiter_of,
-    fields_of,
     head_of,
     is_number,
     lines_of,
@@ -36,22 +33,13 @@ ROWS = 1 << 20  # at a time
 NUMERIC = ("int", "uint", "float", "double", "halffloat", "bool")  # how its types are called
 
 
-def is_edge_list(start: str) -> bool:
-    """Whether a text begins like an edge list: two whole numbers, after a line of names at most."""
-    lines = [
-        line for line in start.splitlines()[:64] if line.strip() and not line.startswith(COMMENTS)
-    ]
-    for line in lines[:2]:
-        fields = fields_of(line, delimiter_of(line))
-        if len(fields) < 2:
-            return False
-        if len([text for text in fields if re.fullmatch(r"-?\d+", text)]) >= 2:
-            return True
-    # names in the first line: an edge list all the same, whose ids are then refused with the line
-    return (
-        bool(lines)
-        and set(map(str.lower, fields_of(lines[0], delimiter_of(lines[0])))) & {*SOURCES} != set()
-    )
+def is_edge_list(path: str) -> bool:
+    """Whether a text begins like an edge list: two whole numbers, after a line of names at most.
+
+    So does one of names alone whose first line says so; its ids are then refused with the line."""
+    head = head_of(path, 2)
+    whole = [text for text in head.row if re.fullmatch(r"-?\d+", text)]
+    return head.columns > 1 and (len(whole) > 1 or any(n.lower() in SOURCES for n in head.names))
 
 
 def columns_of(names: list[str]) -> tuple[int, int]:
@@ -103,9 +91,7 @@ def edge_list(path: str) -> Parts:
     """An edge per line; columns that a line names, beside both ends, are fields of edges."""
     head = head_of(path, 2)
     columns = columns_of(head.names) if head.named else (0, 1)
-    lines = (start_of(path) or "").splitlines()[head.before :]
-    row = next((line for line in lines if line.strip() and not line.startswith(COMMENTS)), "")
-    numbers = [is_number(text) for text in fields_of(row, head.delimiter)]
+    numbers = [is_number(text) for text in head.row]
     named = field_columns(head.names, columns).items()
     fields = {name: i for name, i in named if i < len(numbers) and numbers[i]}
     notes = taken_note(head.columns, head.names, columns, len(fields)) if head.columns > 2 else []

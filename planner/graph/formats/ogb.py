@@ -12,7 +12,7 @@ import numpy as np
 from gnnplan.planner.graph.formats.edge_lists import edge_tables
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import column, matrix, narrow, whole_matrix
-from gnnplan.planner.graph.graph import AT_ONCE, Array
+from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array
 from gnnplan.planner.graph.labels import mask_of_ids
 from gnnplan.planner.graph.npy import in_npz, must_be_count, read_header
 from gnnplan.planner.graph.parts import Parts, reading, tensor_array
@@ -89,22 +89,20 @@ def _split_of(folder: Path) -> Path | None:
     return found[0]
 
 
-def _one(path: str, name: str, counts: Array) -> int:
+def _one(path: str, name: str, counts: Array, most: int = MOST_VERTICES) -> int:
+    """The number that a list of one graph has. Raises SpecError."""
     if counts.size != 1:
         raise SpecError(
             f"{path}: {name}: node property prediction has one graph, this folder {counts.size};"
             " give a folder of ogbn-..., or repeat the download"
         )
-    return must_be_count(path, name, int(counts.ravel()[0]), 2**62)
+    return must_be_count(path, name, int(counts.ravel()[0]), most)
 
 
 def _text(raw: Path, path: str) -> tuple[Parts, int]:
-    vertices = must_be_count(
-        path,
-        "num-node-list.csv.gz",
-        _one(path, "num-node-list.csv.gz", column(str(raw / "num-node-list.csv.gz"))),
-    )
-    count = _one(path, "num-edge-list.csv.gz", column(str(raw / "num-edge-list.csv.gz")))
+    nodes, ends = "num-node-list.csv.gz", "num-edge-list.csv.gz"
+    vertices = _one(path, nodes, column(str(raw / nodes)))
+    count = _one(path, ends, column(str(raw / ends)), 2**62)
 
     def edges() -> Iterator[tuple[Array, Array]]:
         file, found = str(raw / "edge.csv.gz"), 0
@@ -144,9 +142,7 @@ def _narrowed(path: str) -> Iterator[Array]:
 
 def _binary(raw: Path, path: str) -> tuple[Parts, int]:
     data, labels = str(raw / "data.npz"), str(raw / "node-label.npz")
-    vertices = must_be_count(
-        data, "num_nodes_list", _one(data, "num_nodes_list", _whole(data, "num_nodes_list"))
-    )
+    vertices = _one(data, "num_nodes_list", _whole(data, "num_nodes_list"))
     with reading(data, ".npz"), in_npz(data) as arrays:
         names = set(arrays.files)
     shape = _shape(data, "edge_index")

@@ -8,7 +8,7 @@ import gzip
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -86,45 +86,40 @@ def tables(
     """Rows of numbers, some at a time: [lines, columns]. Raises SpecError, with the line.
 
     Without `columns` a row's place counts, so no line without numbers may stand between rows."""
-    none = 0  # the first line without numbers after which no row was found yet
+    gap = 0  # the first line without numbers after which no row was found yet
     for number, lines in lines_of(path, skip):
         try:
             rows = _numbers(lines, dtype, delimiter, columns, None)
         except (ValueError, OverflowError, Warning):
             rows = None
-        if rows is not None and len(rows) == len(lines) and not none:
+        if rows is not None and len(rows) == len(lines) and not gap:
             yield rows
             continue
         # comments and blank lines are rare, and to look for them takes most of the time
-        full = [bool(line.strip()) and not line.startswith(comment) for line in lines]
-        kept = [line for line, holds in zip(lines, full, strict=True) if holds]
-        if not kept:
-            none = none or number
-            continue
-        last = len(full) - full[::-1].index(True)
-        if columns is None and (none or not all(full[:last])):
-            none = none or number + full.index(False)
+        full = [i for i, line in enumerate(lines) if line.strip() and not line.startswith(comment)]
+        hole = next((place for place, i in enumerate(full) if place != i), len(full))
+        if columns is None and full and (gap or hole < full[-1]):
             raise SpecError(
-                f"{path}:{none}: every line is a row, whose place counts, and this one holds no"
-                " numbers; mend it, with nan for a label that is not there"
+                f"{path}:{gap or number + hole}: every line is a row, whose place counts, and this"
+                " one holds no numbers; mend it, with nan for a label that is not there"
             )
-        none = number + last if last < len(full) else 0
+        if columns is None and hole < len(lines):
+            gap = gap or number + hole
         try:
-            yield _numbers(kept, dtype, delimiter, columns, comment)
+            if full:
+                yield _numbers([lines[i] for i in full], dtype, delimiter, columns, comment)
         except (ValueError, OverflowError, Warning) as error:
             # loadtxt counts rows from 0 where a number is wrong, from 1 where a column is
             found = re.search(r"row (\d+)", str(error))
             row = int(found[1]) - ("convert" not in str(error)) if found else 0
-            wrong = kept[min(row, len(kept) - 1)]
-            at = number + lines.index(wrong)
-            rule = (
-                "source and target must be whole numbers that count vertices from 0"
-                + (", fields of edges numbers" if len(columns) > 2 else "")
-                if columns
-                else "must be numbers, as many as in the other lines"
-            )
+            at = full[min(row, len(full) - 1)]
+            rule = "must be numbers, as many as in the other lines"
+            if columns:
+                rule = "source and target must be whole numbers that count vertices from 0"
+                rule += ", fields of edges numbers" * (len(columns) > 2)
             raise SpecError(
-                f"{path}:{at}: {rule}, found {ascii(wrong)[1:-1][:MOST_SHOWN]!r}; mend this line"
+                f"{path}:{number + at}: {rule}, found {ascii(lines[at])[1:-1][:MOST_SHOWN]!r};"
+                " mend this line"
             ) from error
 
 
@@ -151,6 +146,7 @@ class Head:
     delimiter: str | None
     before: int  # lines of names and comments before the rows
     first: str  # its first line
+    row: Sequence[str] = ()  # the fields of its first row
     named: bool = False  # by a line of its own, no comment
 
     @property
@@ -175,19 +171,19 @@ def head_of(path: str, ends: int | None = None) -> Head:
 
     ends: only so many columns at the start of a row are numbers for certain."""
     lines = (start_of(path) or "").splitlines()
-    kept = (i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS))
-    at = next(kept, None)
-    if at is None:
-        return Head([], 0, None, 0, "".join(lines[:1]))
-    delimiter = delimiter_of(lines[at])
-    fields = fields_of(lines[at], delimiter)
+    kept = [i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)]
+    first = "".join(lines[:1])
+    if not kept:
+        return Head([], 0, None, 0, first)
+    at, delimiter = kept[0], delimiter_of(lines[kept[0]])
+    fields, *rows = (fields_of(lines[i], delimiter) for i in kept[:2])
     if not all(map(is_number, fields[:ends])):
-        return Head(fields, len(fields), delimiter, at + 1, lines[0], True)
+        return Head(fields, len(fields), delimiter, at + 1, first, rows[0] if rows else [], True)
     above = fields_of(lines[at - 1].lstrip("#% "), delimiter) if at else []
     if len(above) == len(fields):
-        return Head(above, len(fields), delimiter, at, lines[0])
+        return Head(above, len(fields), delimiter, at, first, fields)
     comments = next(i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
-    return Head([], len(fields), delimiter, comments, lines[0])
+    return Head([], len(fields), delimiter, comments, first, fields)
 
 
 def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:

@@ -22,7 +22,7 @@ counts. Servers read cached lists from where they read their own: nothing is sen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,13 +180,8 @@ def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
     if graph.edge_fields:
         kept = np.repeat(keep, graph.degree)
         fields = {name: field[kept] for name, field in graph.edge_fields.items()}
-    return replace(
-        graph,
-        indptr=np.concatenate([[0], np.cumsum(degree)]),
-        indices=graph.neighbours(np.flatnonzero(keep)),
-        edge_fields=fields,
-        folder=None,
-    )
+    indptr = np.concatenate([[0], np.cumsum(degree)])
+    return graph.with_edges(indptr, graph.neighbours(np.flatnonzero(keep)), fields)
 
 
 def hashed(
