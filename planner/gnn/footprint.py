@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnnplan.planner.gnn.amounts import Block, Tape, block_of
+import numpy as np
+
+from gnnplan.planner.gnn.amounts import Block, block_of
 from gnnplan.planner.gnn.counted import amount
 from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.layer import Played
@@ -29,30 +31,12 @@ class Footprint:
     """Memory of one layer [B], without its source rows and the gradient of its output."""
 
     kept: Number  # from its forward to its backward pass, with its output
-    forward: Number  # the most in its forward pass
     backward: Number  # the most in its backward pass, which begins with what was kept
 
     @staticmethod
     def of(told: Played, counts: Block) -> Footprint:
-        held, first = told.held.on(counts), 1 + told.moments
-        return Footprint(held[0], held[1:first].max(0), held[first:].max(0))
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Sizes of what `prepare` makes of a layer's input rows [B]."""
-
-    rows: Number  # the inputs themselves
-    saved: Number  # by norm, ReLU and dropout
-    dropped: Number  # rows after dropout
-
-    @staticmethod
-    def of(model: Model, spec: Layer, n: Number, sparse: bool = False) -> Prepared:
-        """Sizes for n rows."""
-        kept = Footprint.of(model.prepares(spec, sparse), block_of(n, n, 0.0)).kept
-        rows = n * (model.nonzeros if sparse else spec.h_in) * model.itemsize
-        dropped = rows * (model.dropout > 0 and spec.drops)
-        return Prepared(rows, kept - dropped, dropped)
+        held = told.held.on(counts)
+        return Footprint(held[0], held[1:].max(0))
 
 
 def footprint(
@@ -76,9 +60,14 @@ def footprint(
     return Footprint.of(model.played(layer, narrow, apart), counts)
 
 
-def encoding(model: Model, rows: Number) -> Footprint:
-    """Memory of the encoder on so many rows."""
-    return Footprint.of(model.encodes, block_of(rows, rows, 0.0))
+def encoding(model: Model, rows: Number) -> Number:
+    """What the encoder keeps of so many rows [B]."""
+    return Footprint.of(model.encodes, block_of(rows, rows, 0.0)).kept
+
+
+def prepared(model: Model, spec: Layer, rows: Number) -> Number:
+    """What preparing so many of a layer's input rows keeps (norm, ReLU and dropout) [B]."""
+    return Footprint.of(model.prepares(spec), block_of(rows, rows, 0.0)).kept
 
 
 def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
@@ -101,15 +90,11 @@ def decoded(model: Model, own: Number) -> tuple[Number, Number, Number]:
     return need.kept, need.backward - need.kept, own * model.decoder[0] * model.itemsize
 
 
-def loss_itself(model: Model, own: Number, trained: Number) -> Tape:
-    """What is held of logits until their gradient is there, beside what decoding keeps [B]."""
-    tape, chosen = Tape(), trained * model.classes * model.weight_itemsize  # which is not rounded
-    tape.take(chosen, chosen)  # logits of training vertices, their log-softmax
-    tape.take(chosen)
-    tape.free(chosen, chosen)
-    tape.take(own * model.classes * model.itemsize)  # the gradient of logits
-    tape.free(chosen)
-    return tape
+def loss_itself(model: Model, own: Number, trained: Number) -> Number:
+    """The most that is held of logits until their gradient is there, beside what decoding keeps."""
+    chosen = trained * model.classes * model.weight_itemsize  # which is not rounded
+    # logits of training vertices, their log-softmax, its gradient; then the gradient of logits
+    return np.maximum(3 * chosen, chosen + own * model.classes * model.itemsize)
 
 
 def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Number]:
@@ -117,10 +102,9 @@ def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Nu
 
     Returns (kept until the step ends, the most, the gradient of h_L)."""
     kept, back, gradient = decoded(model, own)
-    tape = loss_itself(model, own, trained)
-    tape.touch(back)
-    logits = own * model.classes * model.itemsize * (model.decoder is not None)
-    return logits, kept + tape.most, gradient
+    logits = own * model.classes * model.itemsize
+    most = kept + np.maximum(loss_itself(model, own, trained), logits + back)
+    return logits * (model.decoder is not None), most, gradient
 
 
 def link_loss(
@@ -130,15 +114,11 @@ def link_loss(
 
     It is of so many edges, each with its negatives: rows of heads and of tails are picked, and
     multiplied pair by pair."""
-    b, width = model.itemsize, model.classes
-    rows, heads = own * width * b, edges * width * b
-    tails, scores = heads * (1 + negatives), edges * (1 + negatives) * b
-    tape = Tape()
+    row = model.classes * model.itemsize
+    rows, picked = own * row, edges * row * (2 + negatives)  # heads and tails
+    scores = edges * (1 + negatives) * model.itemsize
     kept, back, gradient = decoded(model, own)
-    tape.take(kept, 8 * edges * (2 + negatives), heads, tails, scores, scores, scores)
-    tape.take(heads, tails)  # gradients of what was picked
-    tape.free(scores, heads, tails)
-    tape.take(rows, rows)  # gradients of rows: by their being heads, and tails
-    tape.free(heads, tails, rows)
-    tape.touch(back)
-    return rows * (model.decoder is not None), tape.most, gradient
+    places = 8 * edges * (2 + negatives)
+    # gradients of what was picked; then those of rows, by their being heads, and tails
+    most = np.maximum(2 * picked + 3 * scores, 2 * scores + np.maximum(picked + rows, back) + rows)
+    return rows * (model.decoder is not None), kept + places + most, gradient

@@ -31,9 +31,8 @@ class Played:
     ways: tuple[Work, Work]  # forward and backward
     project: tuple[Work, Work]  # before the exchange of projected rows
     # [B] kept from the forward to the backward pass, with the output; then what is held at the
-    # fullest moments of the forward pass, and at those of the backward pass
+    # fullest moments of the backward pass
     held: Amounts
-    moments: int  # fullest moments of the forward pass in `held`
     products: tuple[Product, ...]
 
 
@@ -60,12 +59,12 @@ def played_rowwise(
 
 def _told(ops: Operations, out: Value) -> Played:
     tape = ops.tape
-    kept, forward = Amount.of(tape.now), peaks(tape.held)
+    kept = Amount.of(tape.now)
     tape.held = [tape.now]
     ops.go_back(out)
-    held = Amounts((kept, *forward, *peaks(tape.held)))
+    held = Amounts((kept, *peaks(tape.held)))
     ways = ops.forward, ops.back
-    return Played(ways, ops.project, held, len(forward), tuple(ops.products))
+    return Played(ways, ops.project, held, tuple(ops.products))
 
 
 def _inputs(rows: Amount, spec: Layer, setting: Setting) -> Value:

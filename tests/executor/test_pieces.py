@@ -104,10 +104,9 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind: tuple[UserModule, 
         out.backward(gradient := torch.ones_like(out))
         x.grad = out = None
         need = footprint(model, number, ROWS, SOURCES, block.edges)
-        out, kept, forward_most = counted(forward)
+        out, kept, _ = counted(forward)
         _, _, most = counted(lambda out=out, by=gradient: out.backward(by))
         assert kept == pytest.approx(float(need.kept), rel=0.02), number
-        assert forward_most == pytest.approx(float(need.forward), rel=0.1, abs=indices), number
         assert kept + most == pytest.approx(float(need.backward), rel=0.1, abs=indices), number
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import (
-    Prepared,
     block,
     decoded,
     encoding,
     footprint,
     loss_itself,
+    prepared,
 )
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, settled
@@ -98,14 +98,14 @@ class Holds:
     def forward(self, piece: tuple[int, ...], held: Held) -> None:
         for layer in piece:
             if layer == 0:
-                held.keep(np.asarray(encoding(self.model, self._counts[0]).kept).sum(0))
+                held.keep(np.asarray(encoding(self.model, self._counts[0])).sum(0))
                 continue
             held.keep(self._inputs(layer).sum(0), self._kept(layer).sum(0))
             if layer == len(self.model.layers):
                 rows, stats = self._counts[0], self.problem.stats
                 trained = rows * min(1.0, stats.train_vertices / stats.vertices)
                 logits = rows * self.model.classes * self.model.itemsize
-                kept = decoded(self.model, rows)[0] + loss_itself(self.model, rows, trained).most
+                kept = decoded(self.model, rows)[0] + loss_itself(self.model, rows, trained)
                 held.keep(np.asarray(kept + logits).sum(0))
 
     def backward(self, piece: tuple[int, ...], held: Held) -> None:
@@ -161,8 +161,7 @@ class Holds:
         need = footprint(model, layer, rows, sources, edges, apart=apart)
         saved = np.asarray(need.kept)
         if layer > model.first_varying:
-            prepared = Prepared.of(model, model.layers[layer - 1], rows + taken)
-            saved = saved + prepared.saved + prepared.dropped
+            saved = saved + prepared(model, model.layers[layer - 1], rows + taken)
         return saved, np.asarray(need.backward - need.kept)
 
     @property

@@ -331,7 +331,7 @@ class ChunkedStep:
         held.keep(self.edge_bytes(layer, c), use="graph")
         held.keep(self._besides("b" if op == "backward" and not is_last else "f", layer, c))
         if op == "forward":
-            held.at(need.forward)
+            held.at(need.kept)
         elif not is_last:
             held.at(need.backward)
         else:

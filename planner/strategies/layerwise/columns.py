@@ -23,7 +23,6 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Prepared
 from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import COPY
@@ -329,9 +328,8 @@ def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number
     They are beside those of the layer itself (holds.py): leaves and roots of the two segments,
     which no product saves in any case. own: rows. width: numbers per row that is summed.
     """
-    spec, sparse = model.layers[layer - 1], model.reads_sparse(layer)
+    spec = model.layers[layer - 1]
     sums = spec.projects_first or not spec.matrices or model.hands_on_initial
-    kept: Number = 1.0 * own * width * model.itemsize * sums
-    if not spec.projects_first and spec.matrices < 2:
-        kept = kept + Prepared.of(model, spec, own, sparse).dropped
-    return kept
+    inputs = model.nonzeros if model.reads_sparse(layer) else spec.h_in
+    dropped = model.dropout > 0 and spec.drops and not spec.projects_first and spec.matrices < 2
+    return 1.0 * own * (width * sums + inputs * dropped) * model.itemsize

@@ -51,7 +51,7 @@ class Holds:
 
     def encode(self, held: Held) -> None:
         """The encoder's forward pass: its rows stay where layers read them again (GCNII)."""
-        held.keep(encoding(self.model, self.encoded).kept)
+        held.keep(encoding(self.model, self.encoded))
 
     def forward(self, layer: int, held: Held) -> None:
         held.keep(self._copied(layer))

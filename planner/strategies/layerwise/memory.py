@@ -123,6 +123,7 @@ def _during_evaluation(problem: Problem, layout: Layout | EstimatedLayout) -> np
     for layer, spec in enumerate(model.layers, 1):
         f = layout.facts(layer)
         need = footprint(model, layer, f.rows, f.sources, f.edges)
-        inputs = (f.local + f.sources) * (layer > model.first_varying)  # own rows are copied
-        most = np.maximum(most, inputs * spec.h_in * model.itemsize + need.forward)
+        # own rows, those that leave, and a copy of all that are read
+        inputs = (f.local + f.given + f.sources) * (layer > model.first_varying)
+        most = np.maximum(most, inputs * spec.h_in * model.itemsize + need.kept)
     return np.asarray(most + constant(problem, layout) + blocks(problem, layout))

@@ -24,7 +24,7 @@ from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Batches, preparation
-from gnnplan.planner.strategies.layerwise.vanishing import blocks, check_sums, with_laying
+from gnnplan.planner.strategies.layerwise.vanishing import check_sums, cut_blocks, with_laying
 from gnnplan.planner.strategies.program.program import Program
 
 
@@ -110,7 +110,9 @@ class OnParts(Strategy):
     def memory(self, problem: Problem) -> Memory:
         rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)
         use = layerwise_memory.memory(problem, self.built(problem), rows, options, batches)
-        return use | {"graph": blocks(problem, options)} if options.policy.vanishes else use
+        if options.policy.vanishes:
+            use["graph"] = use["graph"] + cut_blocks(problem, options)
+        return use
 
     def program(self, problem: Problem) -> Program:
         rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)

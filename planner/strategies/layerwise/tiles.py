@@ -416,10 +416,6 @@ class _Holds:
         return self._bytes(self.tiles.rows, self.tiles.h_out)
 
     @property
-    def _weights(self) -> np.ndarray:
-        return 1.0 * self.tiles.weights * self.tiles.model.itemsize
-
-    @property
     def _neighbours(self) -> np.ndarray:
         """Sums of neighbours alone, where they are put beside own rows."""
         return self._sums / 2 * self.tiles.spec.reads_own
@@ -442,13 +438,14 @@ class _Holds:
         held.free(self._inputs * self.tiles.varies)  # features are no operation's
 
     def forward(self, held: Held) -> None:
-        held.at(2 * self._weights)
         held.keep(self._outputs)
 
     def backward(self, held: Held) -> None:
-        held.at(self._outputs, 3 * self._weights)
+        weights = (
+            2.0 * self.tiles.weights * self.tiles.model.itemsize
+        )  # of the tile, and a gradient
         held.free(self._sums * self.tiles.is_summed)
-        held.at(self._outputs, 2 * self._weights, self._sums * self.tiles.varies)
+        held.at(self._outputs, weights, self._sums * self.tiles.varies)
 
     def aggregate_back(self, held: Held) -> None:
         held.at(self._sums, self._neighbours, self._inputs)

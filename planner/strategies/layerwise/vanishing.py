@@ -14,7 +14,6 @@ import numpy as np
 
 from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -48,19 +47,14 @@ def with_laying(problem: Problem, program: Program) -> Program:
     return replace(program, ops=lambda name: [lay, *program.ops(name)])
 
 
-def blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
-    """Bytes of the whole blocks, and of a step's own beside them [ranks]."""
-    model, cut = problem.model, np.zeros(problem.ranks)
+def cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
+    """Bytes of a step's own blocks, beside the whole ones [ranks]."""
+    model, total = problem.model, np.zeros(problem.ranks)
     for layer in _cut_layers(problem):
         f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
-        cut = cut + block(model, spec, f.rows, f.sources, f.edges)
-        if not spec.weighs_edges:  # those that are left do
-            cut = cut + 2 * model.itemsize * f.edges
-        cut = cut + 8 * f.given
-    targets = 16 * problem.layout().facts(problem.workload.layers).rows
-    return np.asarray(
-        layerwise_memory.blocks(problem, problem.layout()) + cut + targets * (cut > 0)
-    )
+        weights = 2 * model.itemsize * f.edges * (not spec.weighs_edges)  # edges that are left have
+        total = total + block(model, spec, f.rows, f.sources, f.edges) + weights
+    return total
 
 
 def _cut_layers(problem: Problem) -> Iterator[int]:

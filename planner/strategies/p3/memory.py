@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import cast
 
 import numpy as np
-import scipy.sparse as sp
 
 from gnnplan.planner.gnn.footprint import block, footprint
 from gnnplan.planner.gnn.products import PIECES
@@ -24,6 +22,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
+from gnnplan.planner.strategies.minibatch.host_memory import features_bytes
 from gnnplan.planner.strategies.minibatch.memory import of_sampling, of_structure
 from gnnplan.planner.strategies.p3.slices import Slices
 from gnnplan.planner.strategies.program.held import Held
@@ -42,10 +41,8 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     sliced = p3.sliced_weights(problem)
     columns = [each.columns for each in p3.slices(problem)]
     own = model.weights - sliced + np.array([sliced * len(its) / model.features for its in columns])
-    copied, known = (
-        cache(partial(_columns_copied, problem)),
-        dict.fromkeys(p3.batches(problem).first()),
-    )
+    copied = {its: _columns_copied(problem, its) for its in set(columns)}
+    known = dict.fromkeys(p3.batches(problem).first())
     graph, elsewhere = of_structure(problem, p3.prefetch, p3.lists(problem), store), 0.0 * own
     if not p3.prefetch:
         elsewhere = np.max([of_sampling(problem, each) for each in known], axis=0)
@@ -59,7 +56,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         groups=(*p3.all_twins(problem), *p3.rails(problem)),
         code=machine_code(problem, PIECES),
         elsewhere=elsewhere,
-        features=np.array([copied(its) for its in columns]),
+        features=np.array([copied[its] for its in columns]),
         cache=0.0 * own + (store.held(problem) if store else 0),
         graph=graph,
     )
@@ -75,23 +72,11 @@ def _columns_copied(problem: Problem, columns: range) -> float:
     Only ranks on a CPU have one, and not where features stay in their file or all columns are the
     rank's anyway.
     """
-    if problem.graph is None:
-        return (
-            float(problem.stats.vertices * len(columns) * problem.model.itemsize)
-            if problem.cluster.device.kind == "cpu"
-            else 0.0
-        )
-    x = problem.graph.x
-    if problem.cluster.device.kind != "cpu" or isinstance(x, np.memmap):
+    x = problem.graph.x if problem.graph else None
+    is_all = isinstance(x, np.ndarray) and len(columns) == x.shape[1]
+    if problem.cluster.device.kind != "cpu" or isinstance(x, np.memmap) or is_all:
         return 0.0
-    if not problem.model.nonzeros:
-        stays = isinstance(x, np.ndarray) and len(columns) == x.shape[1]
-        return 0.0 if stays else float(x.shape[0] * len(columns) * x.dtype.itemsize)
-    features_bytes = int(problem.features_bytes(np.arange(x.shape[0]), columns).sum())
-    numbers = features_bytes / problem.model.sparse_itemsize
-    rows = cast(sp.csr_matrix, x)
-    itemsize = int(rows.data.itemsize + rows.indices.itemsize)
-    return numbers * itemsize + float(rows.indptr.nbytes)
+    return features_bytes(problem, columns)
 
 
 class Batch:
@@ -128,10 +113,9 @@ class Batch:
         self.leaving = self.peers * p3.pipelined
         self.loaded: Number = sliced.features_held(sources)
         self.sorted: Number = 0.0  # sparse rows by column, when their gradient comes
-        self.sorting: Number = 0.0  # with places in 64 bits
         if model.nonzeros:
             numbers = p3.loaded_bytes(problem, batch) / model.sparse_itemsize
-            self.sorted, self.sorting = 8 * numbers + 4 * sliced.features, 12 * numbers
+            self.sorted = 8 * numbers + 4 * sliced.features
             self.loaded = sliced.features_held(sources, numbers) - self.sorted
             # own rows, a cut of those read, have a product of their own
             if model.layers[0].matrices > 1:
@@ -156,7 +140,6 @@ class Batch:
         held.keep(self.loaded, use="features")
 
     def first_forward(self, held: Held) -> None:
-        held.at(self.first.forward)
         held.keep(self.first.kept)
         held.at(self.peers)
         if not self.reads_on:
@@ -189,7 +172,7 @@ class Batch:
 
     def first_backward(self, held: Held) -> None:
         held.keep(self.sorted, use="features")
-        held.at(self.all, self.first.backward - self.first.kept, self.sorting)
+        held.at(self.all, self.first.backward - self.first.kept)
         held.free(self.peers, self.own, self.first.kept)
         held.free(self.sorted, use="features")
         if self.reads_on:
