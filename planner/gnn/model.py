@@ -7,19 +7,19 @@ decoder after the last; the decoder counts as layer L + 1. The executor's models
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
 from itertools import pairwise
 from typing import ClassVar
 
 from gnnplan.planner.gnn.amounts import block_of
-from gnnplan.planner.gnn.counted import between
+from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.kinds import KINDS, Kind, Layer
 from gnnplan.planner.gnn.layer import Played, played, played_rowwise
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, MASKED_IN_PASSING, RELU, VECTOR
 from gnnplan.planner.gnn.trace import SUM, Setting, Work
-from gnnplan.planner.gnn.workload import Module, Workload
+from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -428,8 +428,8 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     [(40, 16), (16, 16), (16, 5)]
     """
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
-    module, kind = workload.module, _kind_of(workload)
-    layers = _as_in_module(_layers(workload, features, classes, nonzeros > 0), module)
+    module, kind = workload.module, KINDS.get(workload.model, Kind())
+    layers = tuple(_layers(workload, features, classes, nonzeros > 0))
     decoder = (workload.hidden, classes) if kind.encodes else None
     ends = module is not None and module.ends
     if ends:
@@ -459,71 +459,39 @@ def _linear(h_in: int, h_out: int) -> int:
     return h_in * h_out + h_out
 
 
-def _kind_of(workload: Workload) -> Kind:
-    """The kind of a workload's layers; layers of the user's own are put together as GCN's are."""
-    return KINDS.get(workload.model, Kind())
-
-
 def _layers(workload: Workload, features: int, classes: int, sparse: bool) -> Iterator[Layer]:
-    """The layers of a workload, but for what is a module's own.
+    """The layers of a workload; a user's module has norms, heads, dropout and biases of its own.
 
     They project first where that narrows the rows. The first one does not where its aggregate is
-    cached, and always does on sparse features."""
-    kind = _kind_of(workload)
-    norm = workload.norm or kind.norm
-    for place, (h_in, h_out) in enumerate(_widths(workload, features, classes)):
-        reads_features = place == 0 and not kind.encodes
-        narrows = h_out < h_in and not (reads_features and _caches_aggregate(workload))
-        projects_first = kind.attends or narrows or (reads_features and sparse)
-        layer = _layer(workload, place, h_in, h_out, projects_first)
-        # a module has norms of its own
-        normed = norm != "none" and not workload.module
-        yield _activating(layer, norm) if place and (normed or kind.activates) else layer
-
-
-def _layer(workload: Workload, place: int, h_in: int, h_out: int, projects_first: bool) -> Layer:
-    """A layer, counted from 0."""
-    if workload.model != "own":
-        layer = Layer(h_in, h_out, workload.model, projects_first)
-        return KINDS[workload.model].shaped(layer, workload, place)
-    own = workload.own.layers[place]
-    counted = own.counted
-    if h_in < own.h_in and own.half and counted:  # P3 cuts its columns
-        counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
-    assert counted is not None
-    return Layer(h_in, h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
-
-
-def _widths(workload: Workload, features: int, classes: int) -> Iterator[tuple[int, int]]:
-    """(H_in, H_out) of each layer."""
-    kind, module = _kind_of(workload), workload.module
+    cached (Model.aggregate_cached), and always does on sparse features."""
+    kind, module = KINDS.get(workload.model, Kind()), workload.module
     first, last = (workload.hidden,) * 2 if kind.encodes else (features, classes)
     outs = [kind.width(workload, classes)] * (workload.layers - 1) + [last]
-    return pairwise([first, *([layer.h_out for layer in module.layers] if module else outs)])
+    if module:
+        outs = [layer.h_out for layer in module.layers]
+    for place, (h_in, h_out) in enumerate(pairwise([first, *outs])):
+        own = module.layers[place] if module else None
+        if own and own.counted:
+            yield _counted(own, own.counted, h_in)
+            continue
+        reads_features = place == 0 and not kind.encodes
+        drops = workload.dropout and (own is None or own.drops)
+        caches = reads_features and not drops and workload.mode != "mini"
+        narrows = h_out < h_in and not caches
+        projects_first = kind.attends or narrows or (reads_features and sparse)
+        layer = Layer(h_in, h_out, workload.model, projects_first)
+        layer = kind.shaped(layer, workload, place)
+        norm = own.norm if own else (workload.norm or kind.norm) if place else "none"
+        if norm != "none" or (place and kind.activates):
+            layer = replace(layer, activates=True, drops=True, norm=norm)
+        if own:
+            bias, drops = layer.bias and own.bias, own.drops
+            layer = replace(layer, drops=drops, heads=own.heads, middle=own.middle, bias=bias)
+        yield layer
 
 
-def _caches_aggregate(workload: Workload) -> bool:
-    """Whether layer 1 multiplies an aggregate that is computed once (Model.aggregate_cached)."""
-    drops = workload.module is None or workload.module.layers[0].drops
-    return not (workload.dropout and drops) and workload.mode != "mini"
-
-
-def _as_in_module(layers: Iterable[Layer], module: Module | None) -> tuple[Layer, ...]:
-    """The layers with a user's module's own norms, heads, dropout and biases."""
-    if module is None or module.cut:  # whose layers are counted with all that they do
-        return tuple(layers)
-    return tuple(
-        replace(
-            layer if own.norm == "none" else _activating(layer, own.norm),
-            drops=own.drops,
-            heads=own.heads,
-            middle=own.middle,
-            bias=layer.bias and own.bias,
-        )
-        for layer, own in zip(layers, module.layers, strict=True)
-    )
-
-
-def _activating(layer: Layer, norm: str) -> Layer:
-    """The layer with norm and activation of its inputs."""
-    return replace(layer, activates=True, drops=True, norm=norm)
+def _counted(own: ModuleLayer, counted: Counted, h_in: int) -> Layer:
+    """A layer of the user's own, of so many columns of its input."""
+    if h_in < own.h_in and own.half:  # P3 cuts its columns
+        counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
+    return Layer(h_in, own.h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
