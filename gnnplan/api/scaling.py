@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ class Offers(View):
         return marked
 
     def blocks(self) -> list[str | Table]:
-        marked = self._marked
+        shown, marked = _short(self.scales), self._marked
         first = next(iter(self.scales.values()))
         lines: list[str | Table] = [
             describe_training(first.document["graph"], first._problem.workload),
@@ -235,7 +235,7 @@ class Offers(View):
             gpus = show_count(size.gpus, _unit(size.best.problem.cluster))
             price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
             lines.append(
-                f"{', '.join(marks)}: {place[0]}, {gpus} with {size.best.strategy}:"
+                f"{', '.join(marks)}: {shown[place[0]]}, {gpus} with {size.best.strategy}:"
                 f" {show_time(size.time_s)}{price} {span}"
             )
         return lines + [f"{name}: {_in_short(why)}" for name, why in self._refused.items()]
@@ -245,6 +245,12 @@ def _in_short(why: Infeasible) -> str:
     """Say what does not fit, and the smallest change that would make it fit."""
     lines = str(why).splitlines()
     return "; ".join(dict.fromkeys([lines[0].rstrip(":"), lines[-1]]))
+
+
+def _short(names: Collection[str]) -> dict[str, str]:
+    """Names of clusters without the fields that they set, where that tells them apart."""
+    heads = {name: name.partition("?")[0] for name in names}
+    return {n: head if [*heads.values()].count(head) == 1 else n for n, head in heads.items()}
 
 
 def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], list[str]]:
@@ -258,12 +264,12 @@ def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], l
 def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) -> Table:
     """A row per size; of several clusters a row says which it is of."""
     several, first = len(scales) > 1, next(iter(scales.values()))
-    marks = _by_place(marked)
+    shown, marks = _short(scales), _by_place(marked)
     unit = _unit(first._problem.cluster)
     rows = [
         {
             **numbers,
-            "cluster": name,
+            "cluster": shown[name],
             "recommended": numbers["strategy"] or _lacks(size, one._problem.cluster),
             "marks": ", ".join(marks.get((name, size.gpus), [])),
         }
