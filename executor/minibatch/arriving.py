@@ -180,11 +180,11 @@ class Arriving:
 
     def close(self) -> None:
         """End the samplers' processes, when what they make for their peers, too, is done."""
-        if self.loading is not None:
-            with suppress(Exception):
+        with suppress(Exception):
+            if self.loading is not None:
                 self._come(self.loading, self.first)
-        for process, pipe in self.processes:
-            connection.wait([pipe, process.sentinel], self.rank.groups.timeout_s)
+            for process, pipe in self.processes:
+                connection.wait([pipe, process.sentinel], self.rank.groups.timeout_s)
         self._kill()
         self.loading = None
 
