@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import code_of
-from gnnplan.executor.measure.microbench import FANOUTS, PRODUCTS, SEEDS
+from gnnplan.executor.measure.microbench import PRODUCTS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
@@ -52,7 +52,6 @@ def cluster_of(
     provenance |= {
         "device.memory": f"{source}, what is free",
         "host_rates": f"{source}, median",
-        "host_latency": f"{source}, from batches of {' and '.join(map(str, SEEDS))} seeds",
         "cores": "counted",
         "one_machine": "as started",
     }
@@ -78,7 +77,6 @@ def cluster_of(
         network.ranges |= {
             key.replace("intra", "inter"): known for key, known in network.ranges.items()
         }
-    sampling = {work: line(found[work]) for work in HOST_WORK}
     host = None
     if "load" in found:
         fixed, per_byte = line(found["load"])
@@ -93,8 +91,7 @@ def cluster_of(
         intra_node=intra,
         inter_node=links.get("inter_node", intra),
         host=host,
-        host_rates={work: 1 / per_edge for work, (_, per_edge) in sampling.items()},
-        host_latency={work: fixed / len(FANOUTS) for work, (fixed, _) in sampling.items()},
+        host_rates={work: 1 / median(found[work][0][0]) for work in HOST_WORK},
         cores=cores(),
         timeslice_slowdown=timeslice_slowdown,
         cold_cache_penalty=cold_cache_penalty,
@@ -245,9 +242,9 @@ def _device(
 
 
 def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """What a batch takes besides its edges, and for an edge [s]; or a copy, and for a byte.
+    """What a copy takes besides its bytes, and for a byte [s].
 
-    samples: edges and seconds, of large batches, then of small ones. The line through both; an edge
+    samples: bytes and seconds, of large copies, then of small ones. The line through both; a byte
     takes at least half of what it takes of the large ones.
 
     >>> line([(3.0, [4.0]), (1.0, [2.0])])

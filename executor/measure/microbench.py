@@ -50,9 +50,8 @@ LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
 SAMPLED = (20_000, 1_000_000)
 LOADED = (80_000, 1_000)  # rows of features that a GPU loads from the server's memory at once
 LOADED_WIDTH = 128
-# Of a rank's share of a batch, from the seeds outwards. Small batches show what a layer costs
-# besides its edges.
-SEEDS, FANOUTS = (1024, 64), (5, 10, 15)
+# Of a rank's share of a batch, from the seeds outwards.
+SEEDS, FANOUTS = 1024, (5, 10, 15)
 BRIEF_STEPS = 300  # in all rounds, of each kind
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ class Bench(Messages):
         notify("preparing graphs")
         graphs = LARGE_GRAPHS if self.device.type == "cuda" else GRAPHS
         blocks = [self._block(*size) for size in graphs]
-        samplers = [self.open_sampler(seeds) for seeds in SEEDS]
+        sampler = self.open_sampler()
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
         messages: dict[str, dict[int, list[Sent]]] = {
             where: {} for where, groups in self.groups.items() if groups
@@ -88,7 +87,7 @@ class Bench(Messages):
         found: dict[str, Any] = {"name": device_name(self.device), "active": len(self.apart)}
         rounds: list[dict[str, list[Sample]]] = []
         for _ in range(self.rounds):
-            rounds.append(self.computation(blocks, rehearsals, samplers, notify))
+            rounds.append(self.computation(blocks, rehearsals, sampler, notify))
             for where, sent in messages.items():
                 place = "inside servers" if where == "intra_node" else "between servers"
                 notify(f"exchanges {place}, {len(self.groups[where][0])} ranks")
@@ -100,9 +99,6 @@ class Bench(Messages):
                 (*shape, usual([one[kind][place][1] for one in rounds]))
                 for place, (shape, _) in enumerate(samples)
             ]
-        edges = [median(of_ranks) for (of_ranks,) in found.pop("edges")]
-        for what in ("draw", "lay"):
-            found[what] = [(n, seconds) for n, (seconds,) in zip(edges, found[what], strict=True)]
         if self.apart != self.everyone:
             notify(f"training steps, {len(self.everyone)} ranks")
             step_s = [median(steps) for (steps,) in found["steps"]]
@@ -125,7 +121,7 @@ class Bench(Messages):
         self,
         blocks: Sequence[Block],
         rehearsals: Sequence[Rehearsal],
-        samplers: Sequence[Sampler],
+        sampler: Sampler,
         notify: Callable[[str], None],
     ) -> dict[str, list[Sample]]:
         """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
@@ -161,9 +157,7 @@ class Bench(Messages):
             notify("loads from the server's memory")
             found["load"] = [((rows * LOADED_WIDTH * 4,), self.load(rows)) for rows in LOADED]
         notify("the sampler")
-        for sampler in samplers:
-            for what, samples in self.sampling(sampler).items():
-                found.setdefault(what, []).append(((), samples))
+        found |= {what: [((), samples)] for what, samples in self.sampling(sampler).items()}
         notify("training steps")
         return found | {"steps": [((), [self.step(rehearsal)]) for rehearsal in rehearsals]}
 
@@ -251,22 +245,20 @@ class Bench(Messages):
         busy = self._gather(rehearsal.core_s(steps, before) if self.rank in among else 0.0)
         return float(median(busy[rank] for rank in among))
 
-    def open_sampler(self, seeds: int) -> Sampler:
+    def open_sampler(self) -> Sampler:
         """A sampler whose batches are GraphSAGE's in data parallel."""
         graph = _community(*SAMPLED)
         workload = Workload(
-            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=seeds * len(self.places)
+            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places)
         )
         batches = Batches(graph, workload, self.everyone, None, first_varying=1)
         return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
 
     def sampling(self, sampler: Sampler) -> dict[str, list[float]]:
-        """Seconds that drawing and laying out a batch take, by the executor's own spans.
-
-        `edges` are the batch's, as a number. Of every rank that has a core, medians.
-        """
+        """Seconds that drawing and laying out a batch take for an edge, by the executor's own
+        spans. Of every rank that has a core, medians."""
         takes_part = self.rank in self.apart
-        seen: dict[str, list[float]] = {"draw": [], "lay": [], "edges": []}
+        seen: dict[str, list[float]] = {"draw": [], "lay": []}
         if takes_part:
             sampler[0]
         dist.barrier()
@@ -274,9 +266,9 @@ class Bench(Messages):
         for step in itertools.count(1) if takes_part else ():
             self._disturb()
             sampled = sampler[step]
-            seen["edges"].append(sum(part.block.edges for part in sampled.share.parts))
-            for what in ("draw", "lay"):
-                seen[what].append(sum(s.seconds for s in sampled.spans if s.op == what))
+            edges = sum(part.block.edges for part in sampled.share.parts)
+            for what, each in seen.items():
+                each.append(sum(s.seconds for s in sampled.spans if s.op == what) / edges)
             if step >= 3 and self._clock() > end:
                 break
         return {

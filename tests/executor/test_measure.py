@@ -110,7 +110,6 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
         "cold_cache_penalty",
         "one_machine",
         "host_rates",
-        "host_latency",
     }
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
@@ -336,8 +335,8 @@ def test_only_ranks_that_share_cores_have_less_latency(
         "gemm": [(1000, 64, 64, [1e-3, 1e-3])],
         "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
         "elementwise": [([1e-10, 1e-10],)],
-        "draw": [(1e6, [1.1e-2]), (1e5, [2e-3])],
-        "lay": [(1e6, [1e-2]), (1e5, [1e-3])],
+        "draw": [([1e-8],)],
+        "lay": [([1e-8],)],
         "steps": [([0.01],)] * 6,
         "exchange.intra_node": samples,
     }
@@ -347,7 +346,6 @@ def test_only_ranks_that_share_cores_have_less_latency(
     reads_s = 0.0 if cuda else 3 * 1000 * 128 * 4 * 1e-10
     assert device.gemm == pytest.approx(3 * 2 * 1000 * 64 * 64 / (1e-3 - reads_s))
     assert cluster.host_rates == pytest.approx({"draw": 1e8, "lay": 1e8})
-    assert cluster.host_latency == pytest.approx({"draw": 1e-3 / 3, "lay": 0.0}, abs=1e-9)
     low, high = cluster.ranges["collectives.send.intra_node"]
     assert 0 < low <= 0.96 and 1.05 <= high <= 2
     # a GPU loads rows from the server's memory: without a link of its own plans took intra_node's
