@@ -4,7 +4,7 @@ Which file to open:
 
     measure.py      starts the ranks that measure, or is one of them
     microbench.py   what a rank measures, and in which order; kernels, training steps, the sampler
-    messages.py     how ranks time something together; exchanges, messages, all-reduce
+    messages.py     how ranks time something together; exchanges
     rehearsal.py    short trainings that correct what single kernels promise
     fitting.py      from all ranks' samples to the numbers of the cost model
 

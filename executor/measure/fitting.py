@@ -17,12 +17,11 @@ import torch
 from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import code_of
-from gnnplan.executor.measure.microbench import FANOUTS, PRODUCTS, SEEDS
+from gnnplan.executor.measure.microbench import PRODUCTS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.compute import BFLOAT16
-from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.vocabulary.schedule import HostWork
@@ -32,13 +31,7 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent
 LEAST_DOUBT = 0.05
 # Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
 MEDIAN_TO_TENTH = 1.9
-# What is measured of dense products: a rate -> the kinds that it is of together.
-RATES = {
-    "gemm": ("gemm",),
-    "weight_gradient": ("weight_gradient",),
-    "gemm_bfloat16": ("gemm_bfloat16", "weight_gradient_bfloat16"),
-    "gemm_tf32": ("gemm_tf32", "weight_gradient_tf32"),
-}
+RATES = ("gemm", "gemm_bfloat16", "gemm_tf32")  # of dense products
 HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
 
@@ -59,7 +52,6 @@ def cluster_of(
     provenance |= {
         "device.memory": f"{source}, what is free",
         "host_rates": f"{source}, median",
-        "host_latency": f"{source}, from batches of {' and '.join(map(str, SEEDS))} seeds",
         "cores": "counted",
         "one_machine": "as started",
     }
@@ -85,7 +77,6 @@ def cluster_of(
         network.ranges |= {
             key.replace("intra", "inter"): known for key, known in network.ranges.items()
         }
-    sampling = {work: line(found[work]) for work in HOST_WORK}
     host = None
     if "load" in found:
         fixed, per_byte = line(found["load"])
@@ -100,8 +91,7 @@ def cluster_of(
         intra_node=intra,
         inter_node=links.get("inter_node", intra),
         host=host,
-        host_rates={work: 1 / per_edge for work, (_, per_edge) in sampling.items()},
-        host_latency={work: fixed / len(FANOUTS) for work, (fixed, _) in sampling.items()},
+        host_rates={work: 1 / median(found[work][0][0]) for work in HOST_WORK},
         cores=cores(),
         timeslice_slowdown=timeslice_slowdown,
         cold_cache_penalty=cold_cache_penalty,
@@ -110,7 +100,7 @@ def cluster_of(
     )
     cluster, correction = held_to(cluster, [median(rounds) for (rounds,) in found["steps"]])
     corrected = {
-        f"device.{name}" for name in (*scaled.DEVICE, "memory_rates", "gather", "row_latency")
+        f"device.{name}" for name in (*scaled.DEVICE, "gather", "row_latency")
     } & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
@@ -140,7 +130,7 @@ def _sharing(
 
 @dataclass
 class _Network:
-    """Links fitted to the samples of messages."""
+    """Links fitted to the samples of exchanges, which stand for all messages."""
 
     found: dict[str, Any]
     servers: int
@@ -156,51 +146,39 @@ class _Network:
     within: tuple[Link, Shape] | None = None
 
     def fit(self, where: str) -> None:
-        """Fit the operations inside servers (intra_node), then those between (inter_node)."""
-        is_inside = where == "intra_node"
-        measured = {
-            op: self.found[f"{op}.{where}"] for op in OPERATIONS if f"{op}.{where}" in self.found
-        }
-        known = shapes(self.each) if is_inside else shapes(self.servers, self.each)
-        for op, shape in known.items():
-            if op in measured:
-                self._fit_operation(op, where, measured[op], shape)
-        fitted = [self.collectives[f"{op}.{where}"] for op in measured]
-        if not fitted:
+        """Fit exchanges inside servers (intra_node), then those between (inter_node)."""
+        samples: list[tuple[int, float, float]] = self.found.get(f"exchange.{where}", [])
+        if not samples:
             return
-        # The link is the fastest operation, as it carries large messages; others add software.
-        sustained = {
-            link.bandwidth * link.efficiency.get(max(link.efficiency, default=0.0), 1.0): link
-            for link in fitted
-        }
-        no_software = {"efficiency": {}, "core_s_per_byte": 0.0, "core_s_per_message": 0.0}
-        self.links[where] = sustained[max(sustained)].model_copy(
-            update={"bandwidth": max(sustained), **no_software}
-        )
-        for name in ("bandwidth", "latency"):
-            self.provenance[f"{where}.{name}"] = f"{self.source}, its fastest operation"
-
-    def _fit_operation(
-        self, op: str, where: str, samples: list[tuple[int, float, float]], shape: Shape
-    ) -> None:
         is_inside = where == "intra_node"
+        shape = (shapes(self.each) if is_inside else shapes(self.servers, self.each))["exchange"]
         largest, count = samples[-1][0], len(samples)
-        if op == "exchange" and not is_inside and self.within is not None:
+        if self.within is not None:
             samples = beyond(samples, *self.within, self.servers)
         link, errors = fit(samples, shape)
-        if is_inside and op == "exchange":
+        if is_inside:
             self.within = link, shape
         if self.shares_cores:  # ranks on GPUs share no cores: all of it is latency
             machines = 1 if self.one_machine or is_inside else self.servers
             groups = self.servers if self.one_machine and is_inside else 1
             link = beside_cores(link, shape, groups, machines * cores())
-        self.collectives[f"{op}.{where}"] = link
         width = min(max(MEDIAN_TO_TENTH * median(errors), LEAST_DOUBT), 1.0)
-        self.ranges[f"collectives.{op}.{where}"] = (1 / (1 + width), 1 + width)
-        self.provenance[f"collectives.{op}.{where}"] = (
-            f"{self.source}, {count} sizes to {largest:,} B, each second one fitted; the others"
-            f" {show_percent(median(errors))} off, at most {show_percent(max(errors))}"
+        for op in OPERATIONS:
+            self.collectives[f"{op}.{where}"] = link
+            self.ranges[f"collectives.{op}.{where}"] = (1 / (1 + width), 1 + width)
+            self.provenance[f"collectives.{op}.{where}"] = (
+                f"{self.source}, {count} sizes of exchanges to {largest:,} B, each second one"
+                f" fitted; the others {show_percent(median(errors))} off, at most"
+                f" {show_percent(max(errors))}"
+            )
+        # The link carries large messages as an exchange does, without its software.
+        reached = link.efficiency.get(max(link.efficiency, default=0.0), 1.0)
+        no_software = {"efficiency": {}, "core_s_per_byte": 0.0, "core_s_per_message": 0.0}
+        self.links[where] = link.model_copy(
+            update={"bandwidth": link.bandwidth * reached, **no_software}
         )
+        for name in ("bandwidth", "latency"):
+            self.provenance[f"{where}.{name}"] = f"{self.source}, of exchanges"
 
 
 def _device(
@@ -208,47 +186,35 @@ def _device(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The fields of a Device, by its kernels alone, and the provenance of each."""
     cuda = torch.cuda.is_available()
-    memory_rates = {size: 1 / median(samples) for size, samples in found["elementwise"]}
+    ((elementwise_s,),) = found["elementwise"]
     gathering = aggregation(
         [(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]]
     )
-    (edges, attention_s), (dropout_s,) = found["attention"][0], found["dropout_hash"][0]
-    core: dict[str, Any] = {
-        "memory_rates": memory_rates,
-        "hash_rate": 1 / median(dropout_s),
-        "edge_rate": 2 * edges / median(attention_s),
-    }
-    if cuda:  # there the framework's own time dominates, which `launch` counts already
-        core = {}
     device = Device(
         name=found["name"],
         kind="cuda" if cuda else "cpu",
         memory=memory,
         gemm=1e12,
-        memory_bandwidth=memory_rates[max(memory_rates)],
+        memory_bandwidth=1 / median(elementwise_s),
         product_code=0.0 if cuda else code_of(torch.float32),
         product_code_bfloat16=0.0 if cuda else code_of(torch.bfloat16),
         **gathering,
-        **core,
     )
-    plain = Cost(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
     products: dict[str, float] = {}
     of_library = "of the library that multiplies there"
     provenance = {
         "device.product_code": of_library,
         "device.product_code_bfloat16": of_library,
     }
-    for name, kinds in RATES.items():
+    for name in RATES:
         flops, seconds = [], []
         b = BFLOAT16 if name == "gemm_bfloat16" else 4
-        for kind in kinds:
-            for rows, h_in, h_out, samples in found.get(kind, ()):
-                # as the cost model counts them
-                times, tensor = PRODUCTS[kind], rows * max(h_in, h_out) * b
-                read = times * rows * (h_in + h_out) * b
-                reading_s = 0.0 if cuda else read / float(plain.roofline.memory_rate(tensor))
-                flops.append(times * 2 * rows * h_in * h_out)
-                seconds.append(max(median(samples) - reading_s, median(samples) / 2))
+        for rows, h_in, h_out, samples in found.get(name, ()):
+            # as the cost model counts them
+            read = PRODUCTS * rows * (h_in + h_out) * b
+            reading_s = 0.0 if cuda else read / device.memory_bandwidth
+            flops.append(PRODUCTS * 2 * rows * h_in * h_out)
+            seconds.append(max(median(samples) - reading_s, median(samples) / 2))
         if not flops:
             continue
         rate = products[name] = sum(flops) / sum(seconds)  # wide layers decide, as in an epoch
@@ -270,15 +236,15 @@ def _device(
             f" {max(shares):.2g}"
         )
     provenance |= {
-        f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering, *core)
+        f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering)
     }
     return device.model_dump() | products, provenance
 
 
 def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """What a batch takes besides its edges, and for an edge [s]; or a copy, and for a byte.
+    """What a copy takes besides its bytes, and for a byte [s].
 
-    samples: edges and seconds, of large batches, then of small ones. The line through both; an edge
+    samples: bytes and seconds, of large copies, then of small ones. The line through both; a byte
     takes at least half of what it takes of the large ones.
 
     >>> line([(3.0, [4.0]), (1.0, [2.0])])

@@ -1,8 +1,8 @@
 """How ranks time something together, and what messages between them take.
 
-Inside servers the ranks of every server talk at once. Between servers the first rank of each talks;
-exchanges between servers are among all ranks, as in a training: the time that ranks wait for each
-other does not grow with the number of peers.
+Inside servers the ranks of every server talk at once. Exchanges between servers are among all
+ranks, as in a training: the time that ranks wait for each other does not grow with the number of
+peers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange, gather_all
 from gnnplan.executor.ranks.device_clock import DeviceClock
 from gnnplan.executor.ranks.machine import cores
@@ -87,7 +86,7 @@ class Messages:
             "intra_node": [ranks for ranks in members.values() if len(ranks) > 1]
         }
         if len(members) > 1:
-            self.groups["inter_node"] = [tuple(ranks[0] for ranks in members.values())]
+            self.groups["inter_node"] = [self.everyone]
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -141,41 +140,30 @@ class Messages:
         """What every rank gives, by rank."""
         return gather_all(own, self.me.groups.wire_device)
 
-    def messages(self, op: str, groups: Sequence[Group], sent: dict[int, list[Sent]]) -> None:
-        """A round of an operation at growing sizes, in all groups at once.
+    def exchanges(self, where: str, sent: dict[int, list[Sent]]) -> None:
+        """A round of exchanges of growing sizes, in all groups of a place at once.
 
-        Adds what it took to `sent`, by size. op: exchange, send or all_reduce.
+        Adds what they took to `sent`, by size.
         """
-        own_group = next((group for group in groups if self.rank in group), None)
+        groups = self.groups[where]
+        own_group = next(group for group in groups if self.rank in group)
         for size in (*sent,) or SIZES:  # those of the first round
-            if op == "exchange" and size * (len(groups[0]) - 1) > SIZES[-1]:
+            if size * (len(groups[0]) - 1) > SIZES[-1]:
                 break
             is_first = size not in sent
-            work: Callable[[], Any] = (
-                getattr(self, f"_{op}")(size, own_group) if own_group else lambda: None
-            )
+            work = self._exchange(size, own_group)
             rounds = sent.setdefault(size, [])
             if is_first:
                 work()
-            # An exchange goes there and back, and so does a ping-pong, which its first rank begins
-            # and ends. The second hands its last message to the kernel and is done too early.
-            share = 1.0 if op == "all_reduce" else 0.5
-            timed = [group[:1] for group in groups] if op == "send" else groups
-            rounds.append(self._time_messages(work, groups, timed, share))
+            rounds.append(self._time_messages(work, groups))
             if len(sent) >= FEWEST and is_first and rounds[0][0] > LONGEST * self.seconds:
                 break
 
-    def _time_messages(
-        self,
-        work: Callable[[], Any],
-        groups: Sequence[Group],
-        timed: Sequence[Group],
-        share: float,
-    ) -> Sent:
-        """What an operation adds to a loop of computation [s], times `share`.
+    def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group]) -> Sent:
+        """What a way of an exchange there and back adds to a loop of computation [s].
 
-        It is the mean of each group's `timed` ranks, and so includes the time that ranks wait for
-        those that come later than usual, as in every layer of a training. Also what the cores of a
+        It is the mean of each group's ranks, and so includes the time that ranks wait for those
+        that come later than usual, as in every layer of a training. Also what the cores of a
         group's ranks are busy with it, in all [s].
         """
         dist.barrier()
@@ -194,13 +182,11 @@ class Messages:
             self._disturb()
             before = time.process_time()
             work()
-            busy += (time.process_time() - before) * share
+            busy += (time.process_time() - before) / 2
 
-        samples = [
-            max(duration - alone, 1e-7) * share for duration in self._durations(both, rounds)
-        ]
+        samples = [max(duration - alone, 1e-7) / 2 for duration in self._durations(both, rounds)]
         everyone = self._gather((samples, busy / rounds))
-        by_group = [np.mean([everyone[rank][0] for rank in group], axis=0) for group in timed]
+        by_group = [np.mean([everyone[rank][0] for rank in group], axis=0) for group in groups]
         return float(np.median(by_group)), sum(everyone[rank][1] for rank in groups[0])
 
     def _durations(self, work: Callable[[], None], rounds: int) -> list[float]:
@@ -219,23 +205,3 @@ class Messages:
         exchange = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
         x = torch.randn(4 * rows, ROW, device=self.device)
         return lambda: exchange.add_home(x, exchange.swap("b", exchange.forward(exchange.pack(x))))
-
-    def _send(self, size: int, group: Group) -> Callable[[], None]:
-        """A message from the first rank to the second, and one back."""
-        buffer = torch.ones(size // 4, device=self.device)
-        first, second = group
-        is_first = self.rank == first
-        peer = second if is_first else first
-
-        def ping_pong() -> None:
-            for turn in (dist.isend, dist.irecv) if is_first else (dist.irecv, dist.isend):
-                for handle in comm.begin(
-                    self.me, [(turn, buffer, peer)], self.me.groups.pair(peer)
-                ):
-                    handle.wait()
-
-        return ping_pong
-
-    def _all_reduce(self, size: int, group: Group) -> Callable[[], Any]:
-        buffer = torch.zeros(size // 4, device=self.device)
-        return lambda: dist.all_reduce(buffer, group=self.me.groups.of(group))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gnnplan.executor.layers.blocks import features
-from gnnplan.executor.layers.kernels import Block, aggregate, attend, dropout, linear
+from gnnplan.executor.layers.kernels import Block, aggregate, linear
 from gnnplan.executor.measure.messages import SIZES, Group, Messages, Sent, usual
 from gnnplan.executor.measure.rehearsal import BRIEF, PIECES, Rehearsal
 from gnnplan.executor.minibatch.sampler import Sampler
@@ -30,15 +30,8 @@ from gnnplan.planner.ownership.minibatch import Batches
 
 WARM_BYTES = 2**29  # that a rank writes before it times anything: the allocator keeps them
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&seed=0"
-# Vertices and edges. Rows fit a core's cache, the chip's, or none; graphs with few edges per row
-# show what a row costs besides its edges.
-GRAPHS = (
-    (2_500, 125_000),
-    (2_500, 20_000),
-    (20_000, 1_000_000),
-    (20_000, 160_000),
-    (80_000, 800_000),
-)
+# Vertices and edges. The graph with few edges per row shows what a row costs besides its edges.
+GRAPHS = ((20_000, 1_000_000), (20_000, 160_000))
 WIDTHS = (16, 64, 256)
 # rows, H_in, H_out of matrix products
 SHAPES = (
@@ -48,24 +41,17 @@ SHAPES = (
     (5_000, 64, 64),
     (2_500, 512, 512),
 )
-# Kinds of dense products, and how many of a kind a sample is the time of.
-PRODUCTS = {
-    f"{kind}{dtype}": products
-    for kind, products in (("gemm", 2), ("weight_gradient", 1))
-    for dtype in ("", "_bfloat16", "_tf32")
-}
+PRODUCTS = 3  # of a sample: a layer's output, and the gradients of its input and its weight
 TF32 = (8, 0)  # compute capability of the first GPUs that have it
-# rows, width; for smaller tensors the framework's own time would dominate
-TENSORS = ((5_000, 64), (5_000, 256), (40_000, 256))
+TENSOR = (5_000, 256)  # rows, width; for smaller ones the framework's own time would count
 # On GPUs, whose L2 would hold the others, and whose processors they would not fill.
-LARGE = (400_000, 256)
-LARGE_GRAPH, LARGE_SHAPE = (200_000, 2_000_000), (200_000, 256, 256)
-SAMPLED = (20_000, 1_000_000)  # one of GRAPHS
+LARGE, LARGE_SHAPE = (400_000, 256), (200_000, 256, 256)
+LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
+SAMPLED = (20_000, 1_000_000)
 LOADED = (80_000, 1_000)  # rows of features that a GPU loads from the server's memory at once
 LOADED_WIDTH = 128
-# Of a rank's share of a batch, from the seeds outwards. Small batches show what a layer costs
-# besides its edges.
-SEEDS, FANOUTS = (1024, 64), (5, 10, 15)
+# Of a rank's share of a batch, from the seeds outwards.
+SEEDS, FANOUTS = 1024, (5, 10, 15)
 BRIEF_STEPS = 300  # in all rounds, of each kind
 
 T = TypeVar("T")
@@ -91,35 +77,28 @@ class Bench(Messages):
             # machines. A training has written its own after some epochs.
             torch.zeros(WARM_BYTES // 4).fill_(1.0)
         notify("preparing graphs")
-        blocks = [self._block(*size) for size in self._with(GRAPHS, LARGE_GRAPH)]
-        samplers = [self.open_sampler(seeds) for seeds in SEEDS]
+        graphs = LARGE_GRAPHS if self.device.type == "cuda" else GRAPHS
+        blocks = [self._block(*size) for size in graphs]
+        sampler = self.open_sampler()
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
-        messages: dict[tuple[str, str], dict[int, list[Sent]]] = {
-            (op, where): {}
-            for where, groups in self.groups.items()
-            for op in ("exchange", "send", "all_reduce")
-            if groups
+        messages: dict[str, dict[int, list[Sent]]] = {
+            where: {} for where, groups in self.groups.items() if groups
         }
-        for group in itertools.chain(*self.groups.values()):
-            self.me.groups.of(group)  # all ranks ask for all groups in the same order
-            if self.me.backend == "nccl":  # those of `Groups.pair`
-                self.me.groups.of(group[:2])
         found: dict[str, Any] = {"name": device_name(self.device), "active": len(self.apart)}
         rounds: list[dict[str, list[Sample]]] = []
         for _ in range(self.rounds):
-            rounds.append(self.computation(blocks, rehearsals, samplers, notify))
-            for (op, where), sent in messages.items():
-                self._round_of_messages(op, where, sent, notify)
-        for (op, where), sent in messages.items():
-            found[f"{op}.{where}"] = [(size, *usual(of_size)) for size, of_size in sent.items()]
+            rounds.append(self.computation(blocks, rehearsals, sampler, notify))
+            for where, sent in messages.items():
+                place = "inside servers" if where == "intra_node" else "between servers"
+                notify(f"exchanges {place}, {len(self.groups[where][0])} ranks")
+                self.exchanges(where, sent)
+        for where, sent in messages.items():
+            found[f"exchange.{where}"] = [(size, *usual(of_size)) for size, of_size in sent.items()]
         for kind, samples in rounds[0].items():
             found[kind] = [
                 (*shape, usual([one[kind][place][1] for one in rounds]))
                 for place, (shape, _) in enumerate(samples)
             ]
-        edges = [median(of_ranks) for (of_ranks,) in found.pop("edges")]
-        for what in ("draw", "lay"):
-            found[what] = [(n, seconds) for n, (seconds,) in zip(edges, found[what], strict=True)]
         if self.apart != self.everyone:
             notify(f"training steps, {len(self.everyone)} ranks")
             step_s = [median(steps) for (steps,) in found["steps"]]
@@ -127,16 +106,6 @@ class Bench(Messages):
             brief = Rehearsal(BRIEF, self.device, self.me.backend)
             found["cold_cache_penalty"] = self.cold_cache_penalty(brief)
         return found
-
-    def _round_of_messages(
-        self, op: str, where: str, sent: dict[int, list[Sent]], notify: Callable[[str], None]
-    ) -> None:
-        groups = self.groups[where]
-        if (op, where) == ("exchange", "inter_node"):
-            groups = [self.everyone]
-        place = "inside servers" if where == "intra_node" else "between servers"
-        notify(f"{op}s {place}, {len(groups[0])} ranks")
-        self.messages(op, [group[:2] for group in groups] if op == "send" else groups, sent)
 
     def _with(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
         """What is timed: on a GPU also a large one."""
@@ -152,18 +121,15 @@ class Bench(Messages):
         self,
         blocks: Sequence[Block],
         rehearsals: Sequence[Rehearsal],
-        samplers: Sequence[Sampler],
+        sampler: Sampler,
         notify: Callable[[str], None],
     ) -> dict[str, list[Sample]]:
         """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
 
-        def products(suffix: str, dtype: torch.dtype = torch.float32) -> dict[str, list[Sample]]:
-            return {
-                f"{product.__name__}{suffix}": [
-                    (shape, product(*shape, dtype)) for shape in self._with(SHAPES, LARGE_SHAPE)
-                ]
-                for product in (self.gemm, self.weight_gradient)
-            }
+        cuda = self.device.type == "cuda"
+
+        def products(dtype: torch.dtype = torch.float32) -> list[Sample]:
+            return [(shape, self.gemm(*shape, dtype)) for shape in self._with(SHAPES, LARGE_SHAPE)]
 
         def gathers(dtype: torch.dtype = torch.float32) -> list[Sample]:
             return [
@@ -173,54 +139,36 @@ class Bench(Messages):
             ]
 
         notify("matrix products")
-        found = products("")
+        found = {"gemm": products()}
         notify("aggregation")
         found["gather"] = gathers()
         if self.dtype == torch.bfloat16:
             notify("products and aggregation in bfloat16")
-            found |= products("_bfloat16", torch.bfloat16)
+            found["gemm_bfloat16"] = products(torch.bfloat16)
             found["gather_bfloat16"] = gathers(torch.bfloat16)
-        if self.device.type == "cuda" and torch.cuda.get_device_capability() >= TF32:
+        if cuda and torch.cuda.get_device_capability() >= TF32:
             notify("products in TF32")
             torch.backends.cuda.matmul.allow_tf32 = True
-            found |= products("_tf32")
+            found["gemm_tf32"] = products()
             torch.backends.cuda.matmul.allow_tf32 = False
-        sampled = GRAPHS.index(SAMPLED)
-        _, sums = found["gather"][sampled * len(WIDTHS)]
-        found["attention"] = [((SAMPLED[1],), self.attention(blocks[sampled], sums))]
         notify("element-wise work")
-        found["elementwise"] = [
-            ((rows * width * 4,), self.elementwise(rows, width))
-            for rows, width in self._with(TENSORS, LARGE)
-        ]
-        found["dropout_hash"] = [((), self.dropout_hash())]
-        if self.device.type == "cuda":
+        found["elementwise"] = [((), self.elementwise(*(LARGE if cuda else TENSOR)))]
+        if cuda:
             notify("loads from the server's memory")
             found["load"] = [((rows * LOADED_WIDTH * 4,), self.load(rows)) for rows in LOADED]
         notify("the sampler")
-        for sampler in samplers:
-            for what, samples in self.sampling(sampler).items():
-                found.setdefault(what, []).append(((), samples))
+        found |= {what: [((), samples)] for what, samples in self.sampling(sampler).items()}
         notify("training steps")
         return found | {"steps": [((), [self.step(rehearsal)]) for rehearsal in rehearsals]}
 
     def gemm(
         self, rows: int, h_in: int, h_out: int, dtype: torch.dtype = torch.float32
     ) -> list[float]:
-        """Seconds of a linear layer's forward and of its inputs' gradient: 2 products."""
+        """Seconds of a linear layer's forward and backward: PRODUCTS products."""
         x = torch.randn(rows, h_in, device=self.device, dtype=dtype, requires_grad=True)
-        weight = torch.randn(h_out, h_in, device=self.device)
-        grad = torch.randn(rows, h_out, device=self.device, dtype=dtype)
-        return self._time(lambda: torch.autograd.grad(linear(x, weight), x, grad))
-
-    def weight_gradient(
-        self, rows: int, h_in: int, h_out: int, dtype: torch.dtype = torch.float32
-    ) -> list[float]:
-        """Seconds of the gradient of a linear layer's weight: 1 product."""
-        x = torch.randn(rows, h_in, device=self.device, dtype=dtype)
         weight = torch.randn(h_out, h_in, device=self.device, requires_grad=True)
-        out, grad = linear(x, weight), torch.randn(rows, h_out, device=self.device, dtype=dtype)
-        return self._time(lambda: torch.autograd.grad(out, weight, grad, retain_graph=True))
+        grad = torch.randn(rows, h_out, device=self.device, dtype=dtype)
+        return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad))
 
     def gather(self, block: Block, width: int, dtype: torch.dtype = torch.float32) -> list[float]:
         """Seconds of aggregation over a graph, forward and backward."""
@@ -248,33 +196,6 @@ class Bench(Messages):
         stored = _community(vertices, vertices, LOADED_WIDTH)
         picked = np.random.default_rng(0).permutation(vertices)[:rows]
         return self._time(lambda: features(stored, picked, Workload(), self.device))
-
-    def dropout_hash(self) -> list[float]:
-        """Seconds per number of dropout, whose mask is a hash."""
-        x = torch.randn(*TENSORS[0], device=self.device)
-        vertices = torch.arange(TENSORS[0][0], device=self.device)
-        return self._time(lambda: dropout(x, 0, 0, 0, vertices, 0.5), divide=x.numel())
-
-    def attention(self, block: Block, sums: Sequence[float]) -> list[float]:
-        """Seconds that attention takes beyond its three sums of rows, one of them forward.
-
-        It has one head of the least width, forward and backward. sums: what two of them take.
-        """
-        rows, width = block.n_src, WIDTHS[0]
-        z, of_source, of_reader = (
-            torch.randn(shape, device=self.device, requires_grad=True)
-            for shape in ((rows, width), rows, rows)
-        )
-        grad = torch.randn(rows, width, device=self.device)
-        both_ways = self._time(
-            lambda: torch.autograd.grad(
-                attend(block, z, of_source, of_reader), (z, of_source, of_reader), grad
-            )
-        )
-        return [
-            max(attention - 1.5 * two, attention / 2)
-            for attention, two in zip(both_ways, sums, strict=True)
-        ]
 
     def step(self, rehearsal: Rehearsal) -> float:
         """Seconds of a training step on the slowest rank, for which the others wait."""
@@ -324,22 +245,20 @@ class Bench(Messages):
         busy = self._gather(rehearsal.core_s(steps, before) if self.rank in among else 0.0)
         return float(median(busy[rank] for rank in among))
 
-    def open_sampler(self, seeds: int) -> Sampler:
+    def open_sampler(self) -> Sampler:
         """A sampler whose batches are GraphSAGE's in data parallel."""
         graph = _community(*SAMPLED)
         workload = Workload(
-            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=seeds * len(self.places)
+            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places)
         )
         batches = Batches(graph, workload, self.everyone, None, first_varying=1)
         return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
 
     def sampling(self, sampler: Sampler) -> dict[str, list[float]]:
-        """Seconds that drawing and laying out a batch take, by the executor's own spans.
-
-        `edges` are the batch's, as a number. Of every rank that has a core, medians.
-        """
+        """Seconds that drawing and laying out a batch take for an edge, by the executor's own
+        spans. Of every rank that has a core, medians."""
         takes_part = self.rank in self.apart
-        seen: dict[str, list[float]] = {"draw": [], "lay": [], "edges": []}
+        seen: dict[str, list[float]] = {"draw": [], "lay": []}
         if takes_part:
             sampler[0]
         dist.barrier()
@@ -347,9 +266,9 @@ class Bench(Messages):
         for step in itertools.count(1) if takes_part else ():
             self._disturb()
             sampled = sampler[step]
-            seen["edges"].append(sum(part.block.edges for part in sampled.share.parts))
-            for what in ("draw", "lay"):
-                seen[what].append(sum(s.seconds for s in sampled.spans if s.op == what))
+            edges = sum(part.block.edges for part in sampled.share.parts)
+            for what, each in seen.items():
+                each.append(sum(s.seconds for s in sampled.spans if s.op == what) / edges)
             if step >= 3 and self._clock() > end:
                 break
         return {

@@ -18,12 +18,11 @@ def shrink(change: Callable[[object, str, object], None]) -> None:
         pieces.append(replace(piece, vertices=vertices, edges=edges))
     graphs = tuple(smaller(*size) for size in microbench.GRAPHS)
     sampled = smaller(*microbench.SAMPLED)
-    seeds = tuple(count // 10 for count in microbench.SEEDS)
     for module in (rehearsal, microbench):
         change(module, "PIECES", tuple(pieces))
     change(microbench, "GRAPHS", graphs)
     change(microbench, "SAMPLED", sampled)
-    change(microbench, "SEEDS", seeds)
+    change(microbench, "SEEDS", microbench.SEEDS // 10)
 
 
 if os.environ.keys() & {"RANK", "SLURM_PROCID"}:

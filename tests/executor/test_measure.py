@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from gnnplan.executor.measure import measure as module
 from gnnplan.executor.measure.fitting import aggregation
 from gnnplan.executor.measure.measure import measure
-from gnnplan.executor.measure.microbench import GRAPHS, TENSORS, WIDTHS, Bench
+from gnnplan.executor.measure.microbench import GRAPHS, WIDTHS, Bench
 from gnnplan.executor.measure.rehearsal import PIECES, held_to
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
@@ -65,16 +65,11 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     device = cluster.device
     numbers = [
         device.gemm,
-        device.weight_gradient,
         device.memory,
         device.memory_bandwidth,
         device.launch,
-        device.hash_rate,
-        device.edge_rate,
     ]
-    numbers += [
-        rate for rates in (device.memory_rates, *device.gather.values()) for rate in rates.values()
-    ]
+    numbers += [rate for rates in device.gather.values() for rate in rates.values()]
     numbers += [device.row_bandwidth, *cluster.host_rates.values()]
     numbers += [
         n
@@ -89,9 +84,7 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     # seconds of a core per byte
     assert all(0 < link.core_s_per_byte < 1e-6 for link in cluster.collectives.values())
     assert set(device.gather) == set(WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
-    # of each number of vertices
     assert all(len(rates) == len(dict(GRAPHS)) for rates in device.gather.values())
-    assert len(device.memory_rates) == len(TENSORS)
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {
         f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places
@@ -105,6 +98,10 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
         "device.cache",
         "device.cache_bandwidth",
         "device.gemm_tf32",  # which no CPU has
+        "device.weight_gradient",  # these follow from other rates
+        "device.memory_rates",
+        "device.hash_rate",
+        "device.edge_rate",
     }
     fields = {f"device.{name}" for name in type(device).model_fields} - told
     fields |= {f"collectives.{name}" for name in cluster.collectives} | {
@@ -113,7 +110,6 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
         "cold_cache_penalty",
         "one_machine",
         "host_rates",
-        "host_latency",
     }
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
@@ -337,24 +333,19 @@ def test_only_ranks_that_share_cores_have_less_latency(
         "name": "a device",
         "active": 2,
         "gemm": [(1000, 64, 64, [1e-3, 1e-3])],
-        "weight_gradient": [(1000, 64, 64, [2e-3, 2e-3])],
         "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
-        "elementwise": [(1e6, [1e-10, 1e-10])],
-        "dropout_hash": [([1e-9, 1e-9],)],
-        "attention": [(1000, [1e-4, 1e-4])],
-        "draw": [(1e6, [1.1e-2]), (1e5, [2e-3])],
-        "lay": [(1e6, [1e-2]), (1e5, [1e-3])],
+        "elementwise": [([1e-10, 1e-10],)],
+        "draw": [([1e-8],)],
+        "lay": [([1e-8],)],
         "steps": [([0.01],)] * 6,
-        "send.intra_node": samples,
+        "exchange.intra_node": samples,
     }
     cluster = module.cluster_of(found, 1, 2, 1e9, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
-    # a sample of gemm is of two products, twice as long one of a weight's gradient
-    reads_s = 0.0 if cuda else 1000 * 128 * 4 * 1e-10 / 2e-3
-    slower = device.gemm / device.weight_gradient
-    assert slower == pytest.approx(4 * (1 - reads_s) / (1 - 4 * reads_s))
+    # a sample of gemm is of three products, which read and write rows
+    reads_s = 0.0 if cuda else 3 * 1000 * 128 * 4 * 1e-10
+    assert device.gemm == pytest.approx(3 * 2 * 1000 * 64 * 64 / (1e-3 - reads_s))
     assert cluster.host_rates == pytest.approx({"draw": 1e8, "lay": 1e8})
-    assert cluster.host_latency == pytest.approx({"draw": 1e-3 / 3, "lay": 0.0}, abs=1e-9)
     low, high = cluster.ranges["collectives.send.intra_node"]
     assert 0 < low <= 0.96 and 1.05 <= high <= 2
     # a GPU loads rows from the server's memory: without a link of its own plans took intra_node's
@@ -362,10 +353,6 @@ def test_only_ranks_that_share_cores_have_less_latency(
     host = module.cluster_of(found | loads, 1, 2, 1e9, one_machine=True).host
     assert cluster.host is None and host is not None
     assert (host.bandwidth, host.latency) == pytest.approx((3.99e9, 0.975e-3), rel=1e-2)
-    # of cores alone
-    assert (not device.memory_rates, device.hash_rate is None, device.edge_rate is None) == (
-        cuda,
-    ) * 3
     plain, _ = fit(samples)
     assert (link.latency == plain.latency) == cuda and link.latency <= plain.latency
     assert (
@@ -385,37 +372,11 @@ def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatc
         dict[int, list[tuple[float, float]]](),
         itertools.count(20),
     )
-    bench.rank, bench.seconds = 0, 0.01
-    monkeypatch.setattr(Bench, "_send", lambda *asked: lambda: None)
+    bench.rank, bench.seconds, bench.groups = 0, 0.01, {"intra_node": [(0, 1)]}
+    monkeypatch.setattr(Bench, "_exchange", lambda *asked: lambda: None)
     monkeypatch.setattr(Bench, "_time_messages", lambda *asked: (next(times) * 1e-3, 1e-3))
-    bench.messages("send", [(0, 1)], sent)
+    bench.exchanges("intra_node", sent)
     assert fit([(size, *rounds[0]) for size, rounds in sent.items()])[1]
-
-
-def test_a_ping_pong_is_timed_where_it_begins_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow link, where there is time for two only, messages were found an eighth too fast: the
-    second rank hands its answer to the kernel, and its first round ends without the way back."""
-    there_and_back = 2 * 0.08
-    bench = object.__new__(Bench)
-    bench.rank, bench.seconds, bench.rounds = 0, 0.2, 3
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    monkeypatch.setattr(Bench, "_send", lambda *asked: lambda: None)
-    monkeypatch.setattr(Bench, "_disturb", lambda self: None)
-    monkeypatch.setattr(Bench, "_durations", lambda self, work, rounds: [there_and_back] * rounds)
-
-    def gather(self: Bench, own: object) -> list[object]:
-        if not isinstance(own, tuple):
-            return [there_and_back] * 2
-        first, busy = own
-        return [(first, busy), ([first[0] / 2, *first[1:]], busy)]
-
-    monkeypatch.setattr(Bench, "_gather", gather)
-    monkeypatch.setattr(Bench, "_clock", lambda self: 0.0)
-    # what a loop of computation takes without messages
-    monkeypatch.setattr("gnnplan.executor.measure.messages.median", lambda durations: 0.0)
-    sent: dict[int, list[tuple[float, float]]] = {}
-    bench.messages("send", [(0, 1)], sent)
-    assert sent[1024][0][0] == pytest.approx(0.08)
 
 
 def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
