@@ -56,7 +56,12 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     whole = dgl.graph((src, dst), num_nodes=graph.stats.vertices)
     # DGL numbers vertices anew, so that those of a part follow each other
     ids = torch.arange(graph.stats.vertices)
-    data = {"feat": _features(graph), "label": _tensor(graph.y), **_masks(graph), "orig_id": ids}
+    data = {
+        "feat": _tensor(graph.features()),
+        "label": _tensor(graph.y),
+        **_masks(graph),
+        "orig_id": ids,
+    }
     whole.ndata.update(data)
     ours = _Assignment(assigned)
     write = _with(dgl.distributed.partition_graph, metis_partition_assignment=ours)
@@ -102,7 +107,7 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
         generate_partition = _with(writer.Partitioner.generate_partition, ClusterData=Clusters)
 
     whole = data.Data(
-        x=_features(graph),
+        x=_tensor(graph.features()),
         edge_index=torch.stack(_edges(graph)),
         num_nodes=graph.stats.vertices,
     )
@@ -173,10 +178,6 @@ def _edges(graph: Graph) -> tuple[Tensor, Tensor]:
     """Sources and destinations, int64 [E] each."""
     dst = np.repeat(np.arange(graph.stats.vertices), graph.degree)
     return _tensor(graph.indices.astype(np.int64)), _tensor(dst)
-
-
-def _features(graph: Graph) -> Tensor:
-    return _tensor(graph.features())
 
 
 def _masks(graph: Graph) -> dict[str, Tensor]:

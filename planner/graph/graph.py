@@ -333,7 +333,7 @@ def spread_of(degrees: Array) -> float:
 
 def _hash(directed: bool, arrays: Iterable[Array], fields: Mapping[str, Array]) -> str:
     digest = blake2b(f"{directed}".encode(), digest_size=16)
-    named = [*(("", array) for array in arrays), *sorted(fields.items(), key=lambda each: each[0])]
+    named = [*(("", array) for array in arrays), *sorted(fields.items())]
     for name, array in named:
         digest.update(f"{name}{array.dtype.str}{array.shape}".encode())
         for piece in some_rows(array):

@@ -114,20 +114,6 @@ def _main(path: str, out: str) -> None:
     print(*(f"note: {note}" for note in parts.notes), sep="\n")
 
 
-class _Rows:
-    """Rows of vertices, put together of parts."""
-
-    def __init__(self, path: str, vertices: int) -> None:
-        self.path, self.vertices = path, vertices
-        self.found: dict[str, Array] = {}
-
-    def put(self, name: str, ids: Array, rows: Array) -> None:
-        must_be_ids(self.path, name, ids, self.vertices, 0)
-        if name not in self.found:
-            self.found[name] = np.zeros((self.vertices, *rows.shape[1:]), rows.dtype)
-        self.found[name][ids] = rows
-
-
 def is_distdgl(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "part0", "graph.dgl"))
 
@@ -141,7 +127,7 @@ def read_distdgl(path: str) -> Parts:
             f"{path}: must have one .json, which describes a graph's parts; keep DistDGL's alone"
         )
     load, vertices = library("dgl").distributed.load_partition, int(about["num_nodes"])
-    rows, ends, left = _Rows(path, vertices), [], set()
+    given, ends, left = list[tuple[str, Array, Array]](), [], set()
     of_ids = np.arange(vertices)  # whose rows they are, by DGL's ids
     loaded = []
     for number in range(int(about["num_parts"])):
@@ -156,10 +142,9 @@ def read_distdgl(path: str) -> Parts:
     for number, (part, inner, data) in enumerate(loaded):
         ids, own = of_ids[inner], part.edata["inner_edge"].bool()
         ends.append(tuple(of_ids[part.ndata["_ID"][end[own]].numpy()] for end in part.edges()))
-        rows.put("part", ids, data.get("trainer_id", np.full(ids.size, number)))
-        for name in data.keys() - set(OURS):
-            rows.put(name, ids, data[name])
-    return _put_together(rows, ends, left)
+        given.append(("part", ids, data.get("trainer_id", np.full(ids.size, number))))
+        given += [(name, ids, data[name]) for name in data.keys() - set(OURS)]
+    return _put_together(path, vertices, ends, given, left)
 
 
 def read_pyg(path: str) -> Parts:
@@ -169,8 +154,8 @@ def read_pyg(path: str) -> Parts:
     if about.get("is_hetero"):
         raise SpecError(f"{path}: has several kinds of vertices or edges, one of each is needed")
     owner = tensor_array(path, "node_map", load_tensors(str(folder / "node_map.pt")))
-    rows, ends, left = _Rows(path, len(owner)), [], set[str]()
-    rows.put("part", np.arange(len(owner)), owner)
+    everyone, ends, left = np.arange(len(owner)), [], set[str]()
+    given = [("part", everyone, owner)]
     for number in range(int(about["num_parts"])):
         part = folder / f"part_{number}"
         graph = load_tensors(str(part / "graph.pt"))
@@ -178,22 +163,30 @@ def read_pyg(path: str) -> Parts:
         stored = load_tensors(str(part / "node_feats.pt"))
         ids = tensor_array(path, "global_id", stored["global_id"])
         for name, tensor in (stored.get("feats") or {}).items():
-            rows.put(name, ids, tensor_array(path, name, tensor))
+            given.append((name, ids, tensor_array(path, name, tensor)))
         if (part / "edge_feats.pt").exists():
             left |= set((load_tensors(str(part / "edge_feats.pt")).get("feats") or {}).keys())
-    everyone = np.arange(len(owner))
     if (folder / "label.pt").exists():
         y = load_tensors(str(folder / "label.pt"))
-        rows.put("y", everyone, tensor_array(path, "label.pt", y))
+        given.append(("y", everyone, tensor_array(path, "label.pt", y)))
     if (folder / "split.pt").exists():
         for name, mask in load_tensors(str(folder / "split.pt")).items():
-            rows.put(name, everyone, tensor_array(path, name, mask))
-    return _put_together(rows, ends, left)
+            given.append((name, everyone, tensor_array(path, name, mask)))
+    return _put_together(path, len(owner), ends, given, left)
 
 
-def _put_together(rows: _Rows, ends: list[Any], left: set[str]) -> Parts:
-    parts = Parts(rows.path, ends, rows.vertices, owner=rows.found.pop("part"))
-    take_fields(parts, take_vertex_data(parts, rows.found), lambda name, count: VERTEX)
+def _put_together(
+    path: str, vertices: int, ends: list[Any], given: list[tuple[str, Array, Array]], left: set[str]
+) -> Parts:
+    """The graph of all parts' edges and rows. given: names, ids of vertices, and their rows."""
+    found: dict[str, Array] = {}
+    for name, ids, rows in given:
+        must_be_ids(path, name, ids, vertices, 0)
+        if name not in found:
+            found[name] = np.zeros((vertices, *rows.shape[1:]), rows.dtype)
+        found[name][ids] = rows
+    parts = Parts(path, ends, vertices, owner=found.pop("part"))
+    take_fields(parts, take_vertex_data(parts, found), lambda name, count: VERTEX)
     parts.notes += ignored(left)
     return parts
 

@@ -76,12 +76,10 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
         parts.edge_fields["edge_weight" if name == "weight" else name] = [both]
     on_nodes = [of for _, of in sorted(graph.nodes(data=True), key=lambda each: number[each[0]])]
 
-    def values(names: tuple[str, ...], missing: object = None) -> dict[str, Array]:
-        """The attribute of the first name that a node has, in the order of our numbers."""
-        for name in names:
+    data: dict[str, Array] = {}  # by the first name that a node has, in the order of our numbers
+    for names, missing in ((FEATURES, None), (LABELS, -1), *(((mask,), None) for mask in MASKS)):
+        for name in (name for name in names if any(name in of for of in on_nodes)):
             found = [of[name] for of in on_nodes if name in of]
-            if not found:
-                continue
             if len(found) < len(nodes) and missing is None:
                 raise SpecError(
                     f"{path}: {name}: {len(nodes) - len(found):,} of {len(nodes):,} nodes lack it;"
@@ -93,12 +91,8 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
             none = np.full(np.shape(found[0]), missing)
             rows = [np.asarray(of.get(name, none)).tolist() for of in on_nodes]
             array = tensor_array(path, name, rows)
-            return {name: array[:, None] if names == FEATURES and array.ndim == 1 else array}
-        return {}
-
-    data = values(FEATURES) | values(LABELS, -1)
-    for mask in MASKS:
-        data |= values((mask,))
+            data[name] = array[:, None] if names == FEATURES and array.ndim == 1 else array
+            break
     take_vertex_data(parts, data)
     parts.vertex_fields, others = _columns(on_nodes, TAKEN)
     notes += ignored([*left, *others])
