@@ -62,7 +62,6 @@ seconds; planner/ownership/chunks.py for chunks; executor/strategies/gnnpipe/.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -70,7 +69,7 @@ import numpy as np
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, settled
 from gnnplan.planner.strategies.gnnpipe.balance import balance, layer_seconds
-from gnnplan.planner.strategies.gnnpipe.memory import Holds, memory
+from gnnplan.planner.strategies.gnnpipe.memory import memory
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import (
@@ -168,7 +167,6 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
     With few bits a chunk is packed before it is sent, and unpacked once it is received.
     """
     ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
-    holds = Holds(pipe, problem, stage)
     forward: list[Op] = []
     backward: list[Op] = []  # in the forward pass' order, until reversed below
     for piece in pipe.pieces(problem, stage):
@@ -179,14 +177,8 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
             back = Exchange(shared.returned, row_bytes)
             forward.append(Op("halo", "f", piece[0], work=there, ranks=ranks, chunks=1))
             backward.append(Op("halo", "b", piece[0], work=back, ranks=ranks, chunks=-1))
-        keeps = partial(holds.forward, piece)
-        forward.append(
-            Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1, holds=keeps)
-        )
-        frees = partial(holds.backward, piece)
-        backward.append(
-            Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1, holds=frees)
-        )
+        forward.append(Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1))
+        backward.append(Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1))
     backward.reverse()
 
     def taken(way: Literal["f", "b"]) -> list[Op]:
@@ -194,11 +186,10 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
         sender = stage - 1 if way == "f" else stage + 1
         sent = _message(pipe, problem, sender, way, shared)
         message = Op("receive", way, work=Receipt(sent), ranks=ranks, chunks=sent.chunks)
-        keeps = holds.receive if way == "f" else None
         if pipe.bits is None:
-            return [replace(message, holds=keeps)]
+            return [message]
         _, work = pipe.packing(problem, min(sender, stage), shared.facts)
-        unpack = Op("unpack", way, work=work, ranks=ranks, chunks=message.chunks, holds=keeps)
+        unpack = Op("unpack", way, work=work, ranks=ranks, chunks=message.chunks)
         return [message, unpack]
 
     def given(way: Literal["f", "b"]) -> list[Op]:

@@ -1,6 +1,8 @@
 """Bytes that a rank of a pipeline holds, as executor/strategies/gnnpipe/ holds them.
 
-A stage has its own layers only, but for all vertices, and the history of each layer's rows.
+A stage has its own layers only, but for all vertices, and the history of each layer's rows. Nothing
+is freed before backward begins, so that is the fullest moment: what autograd saves of all chunks is
+there, and what the largest chunk's backward pass needs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from gnnplan.planner.gnn.footprint import (
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, settled
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline
-from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 
 
@@ -27,6 +28,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
     stages, g, zero = settled(pipe.stages), pipe.members(problem), np.zeros(problem.ranks)
     model, kept = problem.model, np.array(pipe.kept(problem), dtype=float)
     weights, features, history, pipeline, graph, code = (zero.copy() for _ in range(6))
+    activations, buffers = zero.copy(), zero.copy()
     for s in range(stages):
         at = slice(s * g, s * g + g)  # the stage's ranks
         layers = pipe.shape(problem)[1][s]
@@ -38,6 +40,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         # past rows, the mixed rows that are read, and their gradients
         history[at] = (3 + pipe.historical_gradients) * kept * varying * model.itemsize
         features[at], graph[at] = _constant(pipe, problem, s)
+        activations[at], buffers[at] = _varying(pipe, problem, s)
         if s + 1 < stages:  # buffers for the gradients that come back
             pipeline[at] = pipe.facts(problem).rows.sum(0) * pipe.handed_bytes(problem, s)
     return on_ranks(
@@ -47,9 +50,11 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         groups=pipe.groups(problem),
         code=code,
         features=features,
+        activations=activations,
         history=history,
         pipeline=pipeline,
         graph=graph,
+        buffers=buffers,
     )
 
 
@@ -78,95 +83,50 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
     return features, graph
 
 
-class Holds:
-    """What a stage's operations keep and need besides, all chunks together [members] [B].
-
-    Nothing is freed before backward begins, so that is the fullest moment: what autograd saves of
-    all chunks is there, and what the largest chunk's backward pass needs.
-    """
-
-    def __init__(self, pipe: Pipeline, problem: Problem, stage: int) -> None:
-        self.pipe, self.problem, self.stage = pipe, problem, stage
-        self.model, stages = pipe.shape(problem)
-        self.layers, self.is_last = stages[stage], stage + 1 == len(stages)
-
-    def receive(self, held: Held) -> None:
-        """Messages of the stage before."""
-        numbers = self.pipe.boundary(self.problem, self.stage - 1)
-        held.keep(self._counts[0].sum(0) * numbers * self.model.itemsize)
-
-    def forward(self, piece: tuple[int, ...], held: Held) -> None:
-        for layer in piece:
-            if layer == 0:
-                held.keep(np.asarray(encoding(self.model, self._counts[0])).sum(0))
-                continue
-            held.keep(self._inputs(layer).sum(0), self._kept(layer).sum(0))
-            if layer == len(self.model.layers):
-                rows, stats = self._counts[0], self.problem.stats
-                trained = rows * min(1.0, stats.train_vertices / stats.vertices)
-                logits = rows * self.model.classes * self.model.itemsize
-                kept = decoded(self.model, rows)[0] + loss_itself(self.model, rows, trained)
-                held.keep(np.asarray(kept + logits).sum(0))
-
-    def backward(self, piece: tuple[int, ...], held: Held) -> None:
-        model, (rows, _, sources, _) = self.model, self._counts
-        needs = [0.0 * rows]
-        if len(model.layers) in piece:
-            needs = [np.asarray(decoded(model, rows)[1])]
-        for layer in filter(None, piece):
-            saved, besides = self._need(layer)
-            # the last stage reuses the last layer's space
-            again = self._recomputes(layer) and not self.is_last
-            needs.append(besides + saved * again)
-            if layer > model.first_varying:
-                # gradients of gathered and own rows, then of the rows read
-                spread = (2 * rows + sources) * model.layers[layer - 1].h_in
-                needs.append(spread * model.itemsize)
-        numbers = 0
-        if not self.is_last:  # a message that was unpacked, and copies of both its parts
-            copies = (self.pipe.bits is not None) + bool(model.carried)
-            numbers = self.pipe.boundary(self.problem, self.stage) * copies
-        held.at((np.max(needs, axis=0) + rows * numbers * model.itemsize).max(0))
-
-    def _recomputes(self, layer: int) -> bool:
-        return self.pipe.checkpoint and self.model.first_varying < layer < len(self.model.layers)
-
-    def _inputs(self, layer: int) -> np.ndarray:
-        """Rows that the layer reads, put together for it [chunks, members]."""
-        model, (rows, _, sources, taken) = self.model, self._counts
+def _varying(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a stage's members keep of all chunks until backward begins, and the most that a chunk
+    then needs besides [g] [B]."""
+    model, stages = pipe.shape(problem)
+    layers, is_last, b = stages[stage], stage + 1 == len(stages), model.itemsize
+    facts = pipe.facts(problem)
+    rows, edges, sources, taken = (
+        counts.astype(float)
+        for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
+    )  # [chunks, g]
+    kept, needs = 0.0 * rows, [0.0 * rows]
+    if stage:  # messages of the stage before
+        kept = kept + rows * pipe.boundary(problem, stage - 1) * b
+    elif model.encoder:
+        kept = kept + encoding(model, rows)
+    for layer in layers:
         spec, varies = model.layers[layer - 1], layer > model.first_varying
-        linear = spec.gathers_linearly and not spec.projects_first
-        read = (rows if linear else sources) * (
-            varies or not (model.reads_sparse(layer) or model.aggregate_cached(layer))
-        )
-        if varies:  # own and others' rows; a checkpoint is the layer's own
-            meets = taken.any(1, keepdims=True)
-            checkpoint = rows * (self.pipe.checkpoint and layer > self.layers.start)
-            read = read + np.where(meets, rows + taken, checkpoint)
-        return read * spec.h_in * model.itemsize
-
-    def _kept(self, layer: int) -> np.ndarray:
-        """What autograd saves, or the rows that are handed on [chunks, members]."""
-        if not self._recomputes(layer):
-            return self._need(layer)[0]
-        is_end = layer + 1 == self.layers.stop
-        return self._counts[0] * self.model.layers[layer - 1].h_out * self.model.itemsize * is_end
-
-    def _need(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """What autograd saves of a layer, and the most that its backward pass needs besides.
-
-        Its inputs are prepared in a segment of their own [chunks, members]."""
-        model, (rows, edges, sources, taken) = self.model, self._counts
         apart = not model.reads_sparse(layer)
         need = footprint(model, layer, rows, sources, edges, apart=apart)
         saved = np.asarray(need.kept)
-        if layer > model.first_varying:
-            saved = saved + prepared(model, model.layers[layer - 1], rows + taken)
-        return saved, np.asarray(need.backward - need.kept)
-
-    @property
-    def _counts(self) -> tuple[np.ndarray, ...]:
-        """Rows, edges, sources, others' rows that are read [chunks, members]."""
-        facts = self.pipe.facts(self.problem)
-        counts = facts.rows, facts.edges, facts.sources, facts.sends.sum(1)
-        return tuple(each.astype(float) for each in counts)
+        linear = spec.gathers_linearly and not spec.projects_first
+        read = rows if linear else sources  # put together for the layer
+        if varies:
+            saved = saved + prepared(model, spec, rows + taken)
+            # own and others' rows together; a checkpoint is the layer's own
+            checkpoint = rows * (pipe.checkpoint and layer > layers.start)
+            read = read + np.where(taken.any(1, keepdims=True), rows + taken, checkpoint)
+            # gradients of gathered and own rows, then of the rows read
+            needs.append((2 * rows + sources) * spec.h_in * b)
+        else:
+            read = read * (apart and not model.aggregate_cached(layer))
+        again = pipe.checkpoint and varies and layer < len(model.layers)
+        handed_on = rows * spec.h_out * b * (layer + 1 == layers.stop)
+        kept = kept + read * spec.h_in * b + (handed_on if again else saved)
+        # the last stage reuses the last layer's space
+        needs.append(need.backward - need.kept + saved * (again and not is_last))
+    if is_last:
+        stats, logits = problem.stats, rows * model.classes * b
+        trained = rows * min(1.0, stats.train_vertices / stats.vertices)
+        logits_made, besides, _ = decoded(model, rows)
+        kept = kept + logits_made + loss_itself(model, rows, trained) + logits
+        needs.append(np.asarray(besides))
+        most = np.max(needs, axis=0)
+    else:  # a message that was unpacked, and copies of both its parts
+        copies = (pipe.bits is not None) + bool(model.carried)
+        most = np.max(needs, axis=0) + rows * pipe.boundary(problem, stage) * copies * b
+    return kept.sum(0), most.max(0)

@@ -17,7 +17,7 @@ from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME
 from gnnplan.planner.gnn.products import shapes
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.held import USES, Held
-from gnnplan.planner.strategies.program.program import Group, Op, Program
+from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
@@ -83,17 +83,11 @@ def machine_code(problem: Problem, pieces: float = 1, layers: Iterable[int] = ()
 
 def fullest(problem: Problem, program: Program) -> Memory:
     """Bytes by use that operations hold at each rank's fullest moment [ranks]."""
-    held: dict[Group, Held] = {}
+    held = Held(problem.ranks)
     for op in _operations(program):
         if op.holds is not None:
-            if op.ranks not in held:
-                held[op.ranks] = Held(len(op.ranks) or problem.ranks)
-            op.holds(held[op.ranks])
-    use = {name: np.zeros(problem.ranks) for name in USES}
-    for group, each in held.items():
-        for name, most in zip(USES, each.most, strict=True):
-            use[name][list(group or range(problem.ranks))] = most
-    return use
+            op.holds(held)
+    return dict(zip(USES, held.most, strict=True))
 
 
 def _operations(program: Program) -> Iterator[Op]:

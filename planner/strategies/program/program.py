@@ -115,7 +115,7 @@ class Op:
     one step before. An all-reduce is `beside` the backward pass if only later all-reduces and the
     update wait for it. An `idle` operation has empty work: it is how long a rank waits. `phase` is
     the part of its step that it belongs to, for a pipeline that has phases of several steps under
-    way. `holds` plays on a rank's memory what all its chunks together keep, free and need besides
+    way. `holds` plays on all ranks' memory what it keeps, frees and needs besides
     (memory.py calls it).
     """
 
