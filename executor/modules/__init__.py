@@ -6,9 +6,8 @@ Open
     elsewhere.py      for what it makes in the process of a rank, and limits on what it takes
     bind.py           for what forward is given, by the names of its parameters; small graphs
     record.py         for forward as the calls of torch that it makes
-    matrices.py       for sparse matrices that it makes of edges
     cut.py            for how these calls become layers
-    evaluate.py       for running calls on other rows
+    evaluate.py       for running calls on other rows, and sparse matrices
     structure.py      for what is computed of edges alone, on a part of the graph
     pieces.py         for these layers, as strategies call them
     kept.py           for what it keeps between calls, and its copies lack
@@ -17,7 +16,6 @@ Open
     own.py            for a layer that the user wrote against layers.Layer
 
 Where a module is a chain of convolutions that our own layers compute too, open
-    convert.py        for the guess, and the proof that they do
-    parameters.py     for where our Net has which parameter
+    convert.py        for the guess, the proof that they do, and where our Net has which parameter
 
 It imports the planner and layers/."""

@@ -22,7 +22,7 @@ a level, and so a layer that gathers nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,16 +31,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gnnplan.executor.modules.evaluate import Place, restricted
-from gnnplan.executor.modules.matrices import is_sparse, keys, matrix_edges, numbers, with_loops
+from gnnplan.executor.modules.evaluate import (
+    Place,
+    keys,
+    matrix_edges,
+    numbers,
+    restricted,
+    with_loops,
+)
 from gnnplan.executor.modules.record import (
     Node,
+    Opaque,
     Recorded,
     Ref,
     Size,
     Sum,
     Unfit,
     edge_sets_of,
+    is_sparse,
 )
 
 FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
@@ -131,6 +139,7 @@ class _Cutter:
     def __init__(self, recorded: Recorded, place: Place, trained: set[str]) -> None:
         self.recorded, self.place, self.n = recorded, place, recorded.vertices
         self.live = live_nodes(recorded.output)
+        self._merge()
         self.kind: dict[Node, str] = {}
         self.level: dict[Node, int] = {}
         self.trained = trained
@@ -141,6 +150,38 @@ class _Cutter:
         self.sets = edge_sets_of(self.live)
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
+
+    def _merge(self) -> None:
+        """Have equal calls be one: not dropout, batch norm, opaque modules, or what is changed in
+        place."""
+        changed: set[Node] = set()
+        for node in self.live:
+            target = node.changes
+            while target is not None and target not in changed:
+                changed.add(target)
+                target = self._viewed(target)
+        first: dict[Node, Node] = {}
+        by_call: dict[Hashable, Node] = {}
+
+        def other(argument: Any) -> Any:
+            is_value = isinstance(argument, (Ref, Size)) and argument.node is not None
+            return type(argument)(first[argument.node]) if is_value else argument
+
+        for node in self.live:
+            node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
+            alone = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
+            alone = alone or node in changed
+            first[node] = by_call.setdefault(node if alone else node.key(first), node)
+        self.recorded.output = first[self.recorded.output]
+        self.live = live_nodes(self.recorded.output)
+
+    def _viewed(self, node: Node) -> Node | None:
+        """The value that a call makes a view of."""
+        if node.call is None:
+            return None
+        values = {read: read.value for read in (*node.reads, *node.sizes)}
+        made = _storages(self.place.call(node, values))
+        return next((read for read, value in values.items() if made & _storages(value)), None)
 
     # -- kinds and levels ------------------------------------------------------------------------
 
@@ -573,6 +614,12 @@ def live_nodes(output: Node) -> list[Node]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storages(value: Any) -> set[int]:
+    """Where the numbers of a value's tensors are."""
+    dense = [tensor for tensor in _tensors(value) if tensor.layout == torch.strided]
+    return {tensor.untyped_storage().data_ptr() for tensor in dense}
 
 
 def differing(expected: Tensor, found: Tensor) -> int | None:

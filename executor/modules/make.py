@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from gnnplan.executor.modules import elsewhere
-from gnnplan.executor.modules.parameters import Parameters
+from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.record import Unfit, is_the_users
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -237,12 +237,18 @@ def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, s
 
 
 def loaded(data: bytes) -> nn.Module | Parameters:
-    """What is in a file of `keep`."""
+    """What is in a file of `keep`. Raises SpecError."""
     import cloudpickle
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries that it imports
-        kept = cloudpickle.loads(data)
+        try:
+            kept = cloudpickle.loads(data)
+        except Exception as error:
+            raise SpecError(
+                f"a live module's file cannot be read ({type(error).__name__}: {error!s:.100}), as"
+                " another version of gnnplan or of a library wrote it; plan again"
+            ) from error
     assert isinstance(kept, (nn.Module, Parameters))
     return kept
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, bound
-from gnnplan.executor.modules.convert import NoChain, converted, parts_of
+from gnnplan.executor.modules.convert import NoChain, Parameters, cast, converted, parts_of
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
@@ -37,7 +37,6 @@ from gnnplan.executor.modules.make import (
     make,
     source_of,
 )
-from gnnplan.executor.modules.parameters import Parameters, cast
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import (
     followed,

@@ -29,7 +29,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import gnnplan
-from gnnplan.executor.modules.matrices import is_sparse
 
 OURS = str(Path(gnnplan.__file__).resolve().parent)
 DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
@@ -559,6 +558,11 @@ def _writes(name: str) -> bool:
 
 def _item(values: Any, i: int) -> Any:
     return values[i]
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether a value is a sparse matrix."""
+    return isinstance(value, Tensor) and value.layout != torch.strided
 
 
 def is_edge_set(value: Any) -> bool:

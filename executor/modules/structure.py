@@ -19,9 +19,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import STRUCTURE, Program, differing
-from gnnplan.executor.modules.evaluate import Place, Values
-from gnnplan.executor.modules.matrices import is_sparse, keys, with_loops
-from gnnplan.executor.modules.record import Node, Sum, Unfit, edge_sets_of, is_edge_set
+from gnnplan.executor.modules.evaluate import Place, Values, keys, with_loops
+from gnnplan.executor.modules.record import Node, Sum, Unfit, edge_sets_of, is_edge_set, is_sparse
 from gnnplan.planner.graph.graph import Whole
 
 

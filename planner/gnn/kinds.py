@@ -148,7 +148,7 @@ class Kind:
     # kernels on a GPU, without those of dropout and norm (tests/executor/test_launches.py)
     launches: ClassVar[tuple[int, int]] = (6, 6)
     # The convolution of PyTorch Geometric that it is, and of DGL: its class, and where ours has its
-    # parameters, as "theirs=ours:view" (executor/modules/parameters.py). It may lack some of them.
+    # parameters, as "theirs=ours:view" (executor/modules/convert.py). It may lack some of them.
     pyg: ClassVar[str] = ""
     dgl: ClassVar[str] = ""
 

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.make import loaded as kept
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.modules.parameters import Parameters
 from gnnplan.executor.modules.read import (
     UserModule,
     read,
