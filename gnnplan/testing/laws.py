@@ -34,9 +34,9 @@ from gnnplan.planner.strategies import (
     parse,
 )
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
-from gnnplan.planner.strategies.program.drawing import draw
 from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.simulator.player import Played, TaskGraph, play, serial
+from gnnplan.testing.drawing import draw
 
 ROUND = 1e-9  # what rounding may do to a sum of seconds
 

@@ -17,10 +17,10 @@ from gnnplan.planner.strategies import (
     parse,
 )
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM, buckets_of
-from gnnplan.planner.strategies.program.drawing import draw
 from gnnplan.planner.strategies.program.price import price_of
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.simulator.player import Played, play
+from gnnplan.testing.drawing import draw
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
 

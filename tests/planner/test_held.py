@@ -12,7 +12,7 @@ from gnnplan.planner.strategies.layerwise import chunked as of_chunks
 from gnnplan.planner.strategies.layerwise import holds as of_layers
 from gnnplan.planner.strategies.layerwise import tiles as of_tiles
 from gnnplan.planner.strategies.p3 import memory as of_columns
-from gnnplan.planner.strategies.p3.periods import pipelined
+from gnnplan.planner.strategies.p3.p3 import pipelined
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Op, Program

@@ -44,7 +44,7 @@ from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.minibatch.feature_store import Store
-from gnnplan.planner.strategies.p3.periods import period
+from gnnplan.planner.strategies.p3.p3 import period
 from gnnplan.planner.strategies.p3.slices import DELAY
 from gnnplan.planner.vocabulary.schedule import Label
 

@@ -1,8 +1,7 @@
 """Strategies that train on the full graph, layer by layer, all ranks together.
 
     exchange.py         which halo rows are fresh in a step, and what the others do
-    vanishing.py        what it takes where the others vanish
-    on_parts.py         what strategies share that differ in that alone
+    on_parts.py         what strategies share that differ in that alone; rows that vanish
     graph_parallel.py   graph parallelism; with staleness 1 it is PipeGCN
     bns.py              graph parallelism with a sample of the halo in every epoch
     feature_parallel.py feature parallelism: sums over edges on columns of all rows

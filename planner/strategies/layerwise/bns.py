@@ -20,7 +20,7 @@ rounded are drawn apart from each other, so a sum is still on average that of al
 A rank samples its blocks anew in every epoch (`lay`). It keeps the whole ones for evaluation.
 
 Source: Wan et al., BNS-GCN (MLSys 2022), Algorithm 1; there one sample serves all layers of an
-epoch. See also vanishing.py, exchange.py and step.py; executor/strategies/graph_parallel.py.
+epoch. See also on_parts.py, exchange.py and step.py; executor/strategies/graph_parallel.py.
 """
 
 from __future__ import annotations

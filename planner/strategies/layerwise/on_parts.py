@@ -3,6 +3,10 @@
 What they differ in is their `exchange_options`: all that is asked of a strategy follows from these.
 A strategy of a package of its own derives from `OnParts` as graph_parallel and bns do; its executor
 is executor/strategies/graph_parallel.py, which reads the same options.
+
+Where rows that are not fresh vanish, every step cuts blocks down to the others: a rank lays its
+blocks out anew (`lay`), and keeps the whole ones for evaluation. Edges of the rows that come weigh
+as much more as there are fewer of them, which is right in a weighted sum alone.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Self
 
+import numpy as np
+
 from gnnplan.planner.gnn.few_bits import ADAPTIVE
+from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -24,8 +31,13 @@ from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Batches, preparation
-from gnnplan.planner.strategies.layerwise.vanishing import check_sums, cut_blocks, with_laying
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Compute
+
+# A layer's edges are cut (executor/layers/kernels/block.py, Block.among): kernels, and bytes that
+# they read and write for an edge. An edge's row, place and weight are gathered, either way.
+LAUNCHES, LAID = 30, 230.0
 
 
 class OnParts(Strategy):
@@ -88,7 +100,7 @@ class OnParts(Strategy):
         options = self.exchange_options
         self.check_mode(problem)
         if options.policy.vanishes:
-            check_sums(self.family, problem)
+            _check_sums(self.family, problem)
         check_buckets(self.name, problem, options.buckets)
         bits.check_bits(self.name, options.bits, problem, adapts=self.adapts)
         self.check_vertices(problem)
@@ -111,10 +123,53 @@ class OnParts(Strategy):
         rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)
         use = layerwise_memory.memory(problem, self.built(problem), rows, options, batches)
         if options.policy.vanishes:
-            use["graph"] = use["graph"] + cut_blocks(problem, options)
+            use["graph"] = use["graph"] + _cut_blocks(problem, options)
         return use
 
     def program(self, problem: Problem) -> Program:
         rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)
         program = layerwise.program(problem, rows, options, batches, partial(self.turn, problem))
-        return with_laying(problem, program) if options.policy.vanishes else program
+        return _with_laying(problem, program) if options.policy.vanishes else program
+
+
+# -- rows that vanish ------------------------------------------------------------------------------
+
+
+def _check_sums(family: str, problem: Problem) -> None:
+    """Raises SpecError if a layer does more with its edges than to sum over them."""
+    for number, layer in enumerate(problem.model.layers, 1):
+        softmax = layer.heads or layer.sums > 1
+        if softmax or (layer.counted and not layer.counted.linear):
+            raise SpecError(
+                f"{family}: a sample stands for all edges only in a weighted sum over them, and"
+                f" layer {number} of {problem.workload.called} has"
+                f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or another"
+                " model"
+            )
+
+
+def _with_laying(problem: Problem, program: Program) -> Program:
+    """The program, whose steps begin with `lay` where a layer's rows cross."""
+    cut = list(_cut_layers(problem))
+    if not cut:
+        return program
+    edges = sum((problem.layout().facts(layer).edges for layer in cut), np.zeros(problem.ranks))
+    lay = Op("lay", work=Compute(elementwise_bytes=LAID * edges, launches=LAUNCHES * len(cut)))
+    return replace(program, ops=lambda name: [lay, *program.ops(name)])
+
+
+def _cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
+    """Bytes of a step's own blocks, beside the whole ones [ranks]."""
+    model, total = problem.model, np.zeros(problem.ranks)
+    for layer in _cut_layers(problem):
+        f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
+        weights = 2 * model.itemsize * f.edges * (not spec.weighs_edges)  # edges that are left have
+        total = total + block(model, spec, f.rows, f.sources, f.edges) + weights
+    return total
+
+
+def _cut_layers(problem: Problem) -> Iterator[int]:
+    """Layers whose rows cross."""
+    for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
+        if problem.layout().meets(layer):
+            yield layer

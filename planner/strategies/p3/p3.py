@@ -60,7 +60,7 @@ Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and
     2 (c - 1) (slice) b        all-reduce of each slice over its c twins
 
 Data parallelism with features spread over servers fetches (S-1)/S f2 F b instead
-(break_even.py). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
+(slices.py). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
 
 See also slices.py (who has which columns) and memory.py in this folder; minibatch/step.py and
 program/ for operations; executor/strategies/p3/.
@@ -68,7 +68,8 @@ program/ for operations; executor/strategies/p3/.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -82,18 +83,19 @@ from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.p3.memory import Batch, Later, memory
-from gnnplan.planner.strategies.p3.periods import pipelined
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
     Op,
+    Order,
     Program,
+    Queued,
     Sampling,
     Step,
 )
 from gnnplan.planner.vocabulary.outer import Outer
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import Compute, Label
 
 
 class _Crossing(NamedTuple):
@@ -261,3 +263,76 @@ class P3(Slices):
 
     def memory(self, problem: Problem) -> Memory:
         return memory(self, problem)
+
+
+# -- period k: |front k|body k-1|tail k-2|update k-3|, with reduce k-3 beside all of it ------------
+
+
+def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, int]]:
+    """What a rank does in period t of the pipeline: (phase, batch), one after the other.
+
+    Phases are those of `P3.step` but 'host', which goes before 'front'. `epoch` is the number of
+    batches of an epoch, `steps` that of the run, whose last batch ends an epoch too (None: the run
+    goes on).
+
+    >>> [f"{phase} {batch}" for phase, batch in period(4, epoch=5)]
+    ['reduce 1', 'front 4', 'body 3', 'tail 2', 'body 4', 'update 1']
+    """
+
+    def exists(batch: int) -> bool:
+        return batch >= 0 and (steps is None or batch < steps)
+
+    def ends_epoch(batch: int) -> bool:
+        return (batch + 1) % epoch == 0 or batch + 1 == steps
+
+    order = [
+        ("reduce", t - DELAY, True),
+        ("front", t, True),
+        ("body", t - 1, not ends_epoch(t - 1)),
+        ("tail", t - 2, True),
+        ("body", t, ends_epoch(t)),  # an epoch's last batch goes through at once
+        ("update", t - DELAY, True),
+    ]
+    return ((phase, batch) for phase, batch, due in order if due and exists(batch))
+
+
+def pipelined(prefetch: int) -> Order:
+    """The order of batches whose samplers may be so many batches ahead."""
+
+    def order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
+        waits, ended = _Waits(), list[Label]()  # the last computation or load of each period
+        under_way: dict[int, dict[str, list[Op]]] = {}  # batch -> phase -> operations
+        for t in range(steps + DELAY):
+            for phase, batch in period(t, epoch, steps):
+                if phase == "front":
+                    phases = under_way[batch] = defaultdict(list)
+                    for op in at(batch):
+                        phases[op.phase].append(op)
+                    start = len(ended) - 1 - prefetch  # the period that sampling follows
+                    waits.chain[batch] = (ended[start],) if start >= 0 else ()
+                    yield from waits.of(batch, phases["host"])
+                yield from waits.of(batch, under_way[batch][phase])
+            ended += waits.last  # one label
+
+    return order
+
+
+class _Waits:
+    """What operations wait for: the one before them of the same batch, and loads for the rank."""
+
+    def __init__(self) -> None:
+        self.chain: dict[int, tuple[Label, ...]] = {}  # what a batch's next operation waits for
+        self.last: tuple[Label, ...] = ()  # the rank's last computation or load
+
+    def of(self, batch: int, ops: Sequence[Op]) -> Iterator[Queued]:
+        """A batch's operations of one phase."""
+        for op in ops:
+            label, chain = op.label(batch), self.chain[batch]
+            if op.idle:  # it is the wait, and begins at once
+                yield Queued(op, batch, ())
+                self.chain[batch] = (*chain, label)
+            else:
+                yield Queued(op, batch, chain + self.last if op.lane == "copy" else chain)
+                self.chain[batch] = (label,)
+            if op.lane in ("compute", "copy"):
+                self.last = (label,)

@@ -21,6 +21,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
@@ -36,8 +37,8 @@ from gnnplan.planner.strategies.minibatch.host_memory import (
 )
 from gnnplan.planner.strategies.minibatch.memory import of_samplers
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
-from gnnplan.planner.strategies.p3 import break_even
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes
 
 OVER = ("server", "rank")
 # models whose first layer is a sum over feature columns (but for attention's softmax)
@@ -45,6 +46,7 @@ MODELS = [name for name, kind in KINDS.items() if kind.by_columns]
 # by which a closed form may exceed its simulation: groups with all-reduces of their own (logits,
 # twins' slices) do not wait for other groups
 UNEVEN = 0.03
+HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
 DELAY = 3  # updates by which a pipelined batch's weights lag
 HEADER = 3  # numbers before a pushed block: how many sources, destinations and edges
 INT = 4  # [B] of a pushed number
@@ -117,7 +119,7 @@ class Slices(OnBatches):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        return break_even.sentences(problem)
+        return _break_even(problem)
 
     def settle(self, problem: Problem) -> Self:
         return (
@@ -333,4 +335,32 @@ def _lines(servers: tuple[int, ...], over: str | None) -> list[tuple[int, ...]]:
     return [
         tuple(sorted(ranks[place] for ranks in seen.values() if place < len(ranks)))
         for place in range(most)
+    ]
+
+
+def _break_even(problem: Problem) -> list[str]:
+    """Up to which width it sends fewer bytes than fetching rows of features spread over servers
+    does, from the mean batch, as P3, Fig. 15. It is shown and does not decide.
+
+    Empty on one rank, and where only statistics are known."""
+    slices = len(set(problem.servers)) if len(set(problem.servers)) > 1 else problem.ranks
+    if slices == 1 or not isinstance(problem.graph, Graph):
+        return []
+    batches = problem.minibatches(tuple(range(problem.ranks))).first()
+    rows, inputs = np.mean(
+        [(batch.facts(1).rows.sum(), batch.facts(1).sources.sum()) for batch in batches], axis=0
+    ).tolist()
+    itemsize = problem.model.itemsize
+    # numbers of a row in transit
+    width = max(1, round(float(problem.model.features_moved(1.0)) / itemsize))
+    even = inputs * width / (2 * slices * rows)
+    fetched = (1 - 1 / slices) * inputs * width * itemsize
+    sent = {hidden: 2 * (slices - 1) * rows * hidden * itemsize for hidden in HIDDEN}
+    table = ", ".join(f"{hidden}: {show_bytes(nbytes)}" for hidden, nbytes in sent.items())
+    # what makes the rows of layer 1 as wide as they are
+    name = "hidden" if problem.model.layers[0].h_out == problem.workload.hidden else "classes"
+    return [
+        f"P3 stops paying at {name} {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows"
+        f" of layer 1, {inputs:,.0f} inputs a batch, columns on {slices}): by {name}, partial sums"
+        f" take {table} per batch; features spread so would fetch {show_bytes(fetched)}"
     ]

@@ -12,7 +12,6 @@
     account.py    what is predicted: the path, ports and cores that are shared, and bytes
     held.py       what operations keep and free, on the way to the fullest moment
     prediction.py of an epoch
-    drawing.py    a schedule as text, for documents
 
 All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room
 knows no strategy.
