@@ -10,6 +10,7 @@ interpret.py     a row -> its question: graph, GNN, testbed, strategy
 figures.py       a question -> its figure
 calibrate.py     constants of the testbeds, fitted to some figures
 full_graph.py    what PipeGCN's and GraNNDis' code does differently
+their_memory.py  what it keeps
 their_passes.py  the element-wise work of other people's code
 their_software.py  what DGL, PyG, PGL, SALIENT and SGNN do differently
 mini_batch.py    what P3 and GSplit count and time

@@ -213,6 +213,6 @@ def left_out(rows: Sequence[Row]) -> Testbeds:
 def leave_one_out(rows: Sequence[Row]) -> dict[str, Any]:
     """`published.evaluate_rows`, each dataset with constants fitted to the other datasets.
 
-    Rows that gave a halo or a spread count as fitted all the same.
+    Rows that gave a halo, a spread or a factor on memory count as fitted all the same.
     """
     return published.evaluate_rows(rows, published.gave_a_halo, left_out(rows))

@@ -1,7 +1,7 @@
 """Predicts a printed figure: its question's closed form, in SI or as a fraction.
 
 FIGURES answers what a row asks of one strategy, RATIOS of two. Where a paper counts differently
-from us, full_graph.py and mini_batch.py say how.
+from us, full_graph.py, mini_batch.py and their_memory.py say how.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.papers import full_graph, mini_batch, their_software
+from gnnplan.papers import full_graph, mini_batch, their_memory, their_software
 from gnnplan.papers.interpret import question, testbed
 from gnnplan.papers.question import Question, Row, Skip, Testbeds
 from gnnplan.planner.decision.candidate import evaluate
@@ -159,6 +159,9 @@ def _feasibility(row: Row, testbeds: Testbeds) -> float:
 
 
 def _fits(asked: Question) -> bool:
+    if asked.row["paper"] in full_graph.PAPERS:
+        params = json.loads(asked.row["strategy_params"] or "{}")
+        return their_memory.fits(asked, any_batches="updates_per_epoch" not in params)
     try:
         evaluate(asked.problem, asked.strategy)
     except Infeasible:

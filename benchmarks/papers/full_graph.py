@@ -32,6 +32,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, 
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 
+PAPERS = ("pipegcn", "granndis")
 INDUCTIVE = {"pipegcn": ("reddit", "yelp"), "granndis": ("ogbn-arxiv", "ogbn-products", "reddit")}
 # Fields of our Workload that a row does not state. PipeGCN has dropout too, but on an aggregate of
 # features that is made once; our workload with dropout would aggregate them in every step.

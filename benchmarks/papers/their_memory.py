@@ -1,0 +1,111 @@
+"""Whether PipeGCN's and GraNNDis' code fits in a GPU: what it keeps in a step, tensor by tensor.
+
+Counted from GATECH-EIC/PipeGCN and AIS-SNU/GraNNDis_Artifact (helper/feature_buffer.py,
+module/*.py). In brackets: rows of a layer's output, or its sources (own rows and halo).
+
+    graph         DGL has it by edges, by rows and by columns, with ids of 32 bits: 8 bytes per edge
+                  each.
+    features      PipeGCN keeps its own beside their neighbours' mean (--use-pp).
+    layer         Exchanged rows as they came, and their gradients (f_recv, b_recv: halo). Own
+                  and halo rows in one (f_buf: sources). Dropout's output and mask (sources). The
+                  mean of neighbours (rows). GraNNDis' ResGCN+ has norm and ReLU before dropout
+                  (sources); PipeGCN's GraphSAGE has them after the layer (twice rows).
+    linear layer  Dropout's output and mask, norm and ReLU (rows): PipeGCN's last two on Yelp
+                  (--n-linear 2).
+    ends          GraNNDis' encoder keeps features only. Logits, their log-softmax, and the
+                  gradients of both.
+
+Nothing is kept per edge: the mean is DGL's copy_u and sum, which makes no messages. The fullest
+moment is the backward pass of the widest layer, with three gradients of its sources. Weights,
+NCCL's buffers and what CUDA itself needs are not counted; presets leave a tenth of the memory for
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from gnnplan.papers.question import Question, Row
+from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.strategies.layerwise.granndis import GraNNDis
+
+EDGE = 24  # [B] of the graph
+DROPOUT = 1.25  # of the tensor's bytes: its output, and a mask of a byte for a number of four
+NO_DROPOUT = ("ogbn-papers100M",)  # PipeGCN Table 3
+LINEAR = {"yelp": 2}  # PipeGCN's last layers that aggregate nothing
+MOST_BATCHES = 1024
+# What is not counted (NCCL, a fragmented heap), as a factor on what is, where a row says it. On
+# GraNNDis' 2080 Ti, 112 layers on Reddit need five batches (Sec. 8.7). Five are counted as 6.2 GB
+# and four as 7.3 GB, of 10.6 GB.
+UNCOUNTED = {"granndis_2080ti_1gbe": 1.58}
+
+
+def gave_a_factor(row: Row) -> bool:
+    """Whether a factor in UNCOUNTED was made from the row."""
+    return (
+        row["testbed"] in UNCOUNTED
+        and row["metric"] == "fits_in_memory"
+        and row["strategy"].startswith("granndis")
+    )
+
+
+def fits(asked: Question, any_batches: bool) -> bool:
+    """Whether the fullest rank fits.
+
+    `any_batches`: GraNNDis makes its batches smaller until they fit (Sec. 5); then it is enough if
+    some number of batches does.
+    """
+    problem, strategy = asked.problem, asked.strategy
+    memory = problem.cluster.device.memory
+    if not (any_batches and isinstance(strategy, GraNNDis)):
+        return needed(asked) <= memory
+    most = min(MOST_BATCHES, max(1, problem.stats.train_vertices // problem.ranks))
+    counts = [2**power for power in range(int(np.log2(most)) + 1)]
+    return any(
+        needed(replace(asked, strategy=replace(strategy, batches=count))) <= memory
+        for count in counts
+    )
+
+
+def needed(asked: Question) -> float:
+    """Memory of the fullest rank [B]."""
+    problem, strategy = asked.problem, asked.strategy
+    layouts: list[Layout | EstimatedLayout] = [problem.layout()]
+    if isinstance(strategy, GraNNDis):
+        layouts = list(strategy.layouts(problem)) or [strategy.layout(problem)]
+    factor = UNCOUNTED.get(asked.row["testbed"], 1.0)
+    return factor * max(_counted(asked, layout) for layout in layouts)
+
+
+def _counted(asked: Question, layout: Layout | EstimatedLayout) -> float:
+    """Bytes of the tensors that the module docstring lists."""
+    problem, model = asked.problem, asked.problem.model
+    itemsize, layers = model.itemsize, problem.workload.layers
+    pipegcn = asked.row["paper"] == "pipegcn"
+    linear = LINEAR.get(problem.stats.name, 0) if pipegcn else 0
+    dropout = 0.0 if pipegcn and problem.stats.name in NO_DROPOUT else DROPOUT
+    kept, widest = 0.0, 0.0
+    for layer in range(1, layers + 1):
+        facts, spec = layout.facts(layer), model.layers[layer - 1]
+        rows, sources = float(facts.rows.max()), float(facts.sources.max())
+        halo = sources - rows
+        if layer == 1:
+            kept += EDGE * float(facts.edges.max()) + rows * model.features * itemsize
+        if model.encoder:
+            kept += ((2 + dropout) * sources + rows + 2 * halo) * spec.h_in * itemsize
+        elif layer == 1:  # the features' mean, and dropout of both
+            kept += (2 * dropout + 1) * rows * model.features * itemsize
+            sources = rows
+        elif layer > layers - linear:
+            kept += dropout * rows * spec.h_in * itemsize
+            sources = rows
+        else:
+            kept += ((1 + dropout) * sources + rows + 2 * halo) * spec.h_in * itemsize
+        if not model.encoder and layer < layers:
+            kept += 2 * rows * spec.h_out * itemsize
+        widest = max(widest, 3 * sources * spec.h_in * itemsize)
+    ends = 4 * rows * model.classes * itemsize
+    return kept + ends + widest
