@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from gnnplan.executor.layers.kernels import (
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.norms import Moments
+from gnnplan.executor.layers.norms import BatchNorm, Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
@@ -104,7 +105,6 @@ class Worker(base.Worker):
         self.shapes, self.last = problem.model, len(problem.model.layers)
         self.net = net or net_of(problem.model, problem.workload).to(rank.device)
         self.moments: dict[int, Moments] = {}  # of this step's rows, by the layer that reads them
-        self.sums = torch.empty(0)  # of the rows of which moments are made next
         chunks = settled(strategy.chunks)
         self.turns = range(chunks)  # in each of them every rank has a chunk
         self.copies_beside = rank.device.type == "cuda"  # computation
@@ -373,30 +373,19 @@ class Worker(base.Worker):
         out: Tensor = net(loaded.block, source, drop, None, relu, values)
         return out
 
-    def _forward(self, step: int, layer: int, chunk: _Chunk) -> None:
-        """A layer before the last: nothing but its rows stays."""
+    def _forward(
+        self, step: int, layer: int, chunk: _Chunk, norm: BatchNorm | None
+    ) -> Tensor | None:
+        """A layer before the last: nothing but its rows stays, and their sums for the next norm."""
         loaded = self._read(step, "f", layer, chunk)
         label = Label("forward", step, layer=layer, chunk=chunk.number)
         with self.rank.recorder.span(label, "compute"), torch.no_grad():
             out = self._compute(step, layer, loaded)
-            self._add_to_moments(layer + 1, chunk, out)
+            sums = None if norm is None else norm.sums(out)
         stored = self.hidden[layer][chunk.own[layer]]
         label = label._replace(op="store", way="f")
         self._store(label, out.nbytes, lambda: stored.copy_(out, non_blocking=True))
-
-    def _add_to_moments(self, layer: int, chunk: _Chunk, rows: Tensor) -> None:
-        """Batch norm before a layer: sums of the chunk's rows."""
-        norm = self.net.batch_norm(layer)
-        if norm is not None and self.training:
-            sums = norm.sums(rows)
-            self.sums = sums if chunk is self.chunks[0] else self.sums + sums
-
-    def _complete_moments(self, step: int, layer: int) -> None:
-        """All chunks of all ranks have added theirs."""
-        norm = self.net.batch_norm(layer)
-        if norm is not None and self.training:
-            all_reduce(self.rank, Label("moments", step, "f", layer), self.sums, self.reduce_group)
-            self.moments[layer] = Moments.of(norm, self.sums, self.problem.stats.vertices)
+        return sums
 
     def _forward_and_backward(self, step: int, chunk: _Chunk) -> Tensor:
         """The last layer, forward and backward; returns the chunk's part of the loss."""
@@ -430,9 +419,14 @@ class Worker(base.Worker):
     def _forward_to_the_last(self, step: int) -> None:
         """All layers before the last, of all chunks."""
         for layer in range(1, self.last):
-            for chunk in self.chunks:
-                self._forward(step, layer, chunk)
-            self._complete_moments(step, layer + 1)
+            norm = self.net.batch_norm(layer + 1) if self.training else None
+            found = [self._forward(step, layer, chunk, norm) for chunk in self.chunks]
+            if norm is not None:
+                total = reduce(add, [sums for sums in found if sums is not None])
+                label = Label("moments", step, "f", layer + 1)
+                all_reduce(self.rank, label, total, self.reduce_group)
+                moments = Moments.of(norm, total, self.problem.stats.vertices)
+                self.moments[layer + 1] = moments
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward; adds gradients to the parameters' .grad.
