@@ -75,6 +75,8 @@ def scale(
     ([1, 8, 16], True)
     """
     sizes = sizes_of(gpus)  # mistakes are told before the graph is read
+    if "ranks" in asked:
+        raise SpecError("scale: ranks asks for one size and gpus for several; leave one out")
     forced = None if strategy is None else parse(strategy)
     wished = wish(objective, target_accuracy, evidence, per)
     question = ask(graph, cluster, workload, notify=notify, **asked)

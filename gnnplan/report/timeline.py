@@ -28,6 +28,7 @@ TERMS = {
     "copy": "copies to the device",
     "host": "sampling",
     **MOVED,
+    "halo": "rows of neighbours that other ranks hold",
 }
 
 

@@ -26,10 +26,11 @@ TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
 
 def explain(problem: Problem, found: SearchResult, turning_points: Sequence[str]) -> list[str]:
     """All reasons, the most important first; `turning_points` is what sensitivity.py says."""
-    best = found.best
+    best, by = found.best, found.objective
+    counted = "" if by.is_plain else f"; compared by {by.of} {by.span}: {by.show(best.value)}"
     out = [
         f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
-        f" {best.predicted.bottleneck}",
+        f" {best.predicted.bottleneck}{counted}",
         *why_these_gpus(problem, found),
         *tightest(best),
         *rounded_rows(problem),
