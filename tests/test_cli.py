@@ -782,7 +782,6 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
         assert answer.code == 2 and words in answer.err, answer.err
         assert everything(out) == before
     for words, changed, whole in (
-        ("does not name its weights, as older versions", {"strategy": "granndis"}, {}),
         (
             "of p3(pipelined=True) on 2 ranks, and this plan of graph_parallel on 2 ranks:"
             " p3(pipelined=True) neither hands over weights nor takes them over (its batches",

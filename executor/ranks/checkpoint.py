@@ -98,12 +98,11 @@ def must_agree(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -
         )
 
 
-def must_hand_over(path: Path, about: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def must_hand_over(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raises SpecError if a checkpoint cannot go on with another strategy or other ranks.
 
-    about: the checkpoint's header. ours: this training's `question`.
+    theirs, ours: what `question` says of both.
     """
-    theirs = about["question"]
     for said in (theirs, ours):
         if not (strategy := parse(said["strategy"])).hands_over:
             carried = f" (its {strategy.carries} would be lost)" if strategy.carries else ""
@@ -112,11 +111,6 @@ def must_hand_over(path: Path, about: Mapping[str, Any], ours: Mapping[str, Any]
                 f" neither hands over weights nor takes them over{carried}; resume with the plan"
                 " that it was made with, or start anew with another --out"
             )
-    if "whole" not in about:
-        raise SpecError(
-            f"{path} does not name its weights, as older versions did not: only its own plan goes"
-            f" on from it ({plan_of(theirs)}); train with that to the next checkpoint first"
-        )
 
 
 def plan_of(question: Mapping[str, Any]) -> str:
@@ -144,9 +138,6 @@ class Checkpoints:
         self.before: dict[str, Any] | None = None
         self._writing: Future[None] | None = None
 
-    def _path(self, epoch: int) -> Path:
-        return file_of(self.folder, epoch, self.rank)
-
     def due(self, epoch: int) -> bool:
         """Whether a checkpoint is to be written after this epoch."""
         return bool(self.every) and epoch % self.every == 0
@@ -157,18 +148,16 @@ class Checkpoints:
         tell: is told which files are damaged. Raises SpecError if one is of another training.
         """
         whole = []
-        for epoch in self._stored():
-            about = header(self._path(epoch))
+        for epoch in stored(self.folder, self.rank):
+            path = file_of(self.folder, epoch, self.rank)
+            about = header(path)
             if about is None:
-                tell(f"note: {self._path(epoch)} is damaged; going on without it")
+                tell(f"note: {path} is damaged; going on without it")
             else:
-                must_agree(self._path(epoch), about["question"], self.question)
+                must_agree(path, about["question"], self.question)
                 if about["question"] == self.question:
                     whole.append(epoch)
         return whole
-
-    def _stored(self) -> list[int]:
-        return stored(self.folder, self.rank)
 
     def _looked_after(self) -> Iterator[tuple[int, Path]]:
         """This rank's files with their epochs, damaged ones too.
@@ -212,7 +201,7 @@ class Checkpoints:
         about |= {} if whole is None else {"whole": dict(whole)}
         about = json.loads(json.dumps(about))  # as it is read
         about["crc32"] = checksum(about, kept)
-        path, written_first = self._path(epoch), tuple(before)
+        path, written_first = file_of(self.folder, epoch, self.rank), tuple(before)
         temporary = self.folder / f".rank{self.rank}.safetensors"
         try:
             save_file(kept, temporary, {"gnnplan": json.dumps(about)})
@@ -232,7 +221,7 @@ class Checkpoints:
             _sync(self.folder, os.O_RDONLY)
         except OSError as error:
             raise _unwritable(path, error) from error
-        oldest = self._stored()[-KEPT:][0]
+        oldest = stored(self.folder, self.rank)[-KEPT:][0]
         for epoch, path in self._looked_after():
             if epoch < oldest:
                 path.unlink(missing_ok=True)
@@ -245,7 +234,7 @@ class Checkpoints:
 
     def load(self, epoch: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The notes and tensors of an epoch's checkpoint, which `epochs` has read and checked."""
-        with safe_open(self._path(epoch), framework="pt") as file:
+        with safe_open(file_of(self.folder, epoch, self.rank), framework="pt") as file:
             notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
@@ -277,10 +266,12 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
         if about is None or about["question"] == ours or (about := header(first)) is None:
             continue
         must_agree(first, about["question"], ours)
-        must_hand_over(first, about, ours)
         theirs = about["question"]
+        must_hand_over(first, theirs, ours)
         of_others = (header(file_of(folder, epoch, rank)) for rank in range(1, theirs["ranks"]))
-        if all(about is not None and about["question"] == theirs for about in of_others):
+        if "whole" in about and all(
+            about is not None and about["question"] == theirs for about in of_others
+        ):
             found[epoch] = theirs
     return found
 
