@@ -15,18 +15,25 @@ import pytest
 import scipy.io
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.formats import MadeUp, graph_of, of_object
+from gnnplan.planner.graph.build import MadeUp, build
+from gnnplan.planner.graph.formats import of_object
 from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.parts import Parts, collect
 
 N, WIDTH, CLASSES = 30, 5, 3
 MASKS = ("train_mask", "val_mask", "test_mask")
 ALL = {"x", "y", *MASKS}
 
 
+def built(parts: Parts, directed: bool = False) -> Graph:
+    """The graph of what a reader gives."""
+    return build(collect(parts), parts.path, MadeUp(), directed)
+
+
 def from_object(found: object, directed: bool = False) -> Graph:
     """The graph of another library's object, as `load` gives it of that library's file."""
     parts = of_object(found)
-    return graph_of(parts, parts.path, MadeUp(), directed)
+    return built(parts, directed)
 
 
 def drawn() -> dict[str, np.ndarray]:

@@ -41,12 +41,11 @@ STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
 
 @dataclass(frozen=True)
 class MadeUp:
-    """What is made up where a graph lacks it, and what its labels are."""
+    """What is made up where a graph lacks it."""
 
     width: int = STAND_IN_FEATURES  # of stand-in features
     own_width: bool = False  # the user asked for that width
     labels: bool = False  # stand-in labels
-    numbers: bool = False  # its labels are numbers to predict, whatever they look like
     seed: int = 0
 
 
@@ -112,7 +111,7 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     else:
         notes += merging_note(x)
     y, classes, labelled, numbers = read_labels(
-        path, parts.y, vertices, parts.classes, made_up.numbers
+        path, parts.y, vertices, parts.classes, parts.numbers
     )
     if numbers:
         several = show_count(classes, "number")

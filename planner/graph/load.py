@@ -149,6 +149,6 @@ def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
         {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
     )
     regression, width = task == "regression", widths["features"]
-    made_up = MadeUp(width, "features" in given, task == "none", regression, widths["seed"])
+    made_up = MadeUp(width, "features" in given, task == "none", widths["seed"])
     extras = formats.Extras(**words, numbers=regression)
     return formats.read(head, extras, source, made_up, directed)

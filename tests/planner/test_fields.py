@@ -16,6 +16,7 @@ from written import (
     EDGES,
     METADATA,
     N,
+    built,
     from_object,
     graphbolt,
     ogb_binary,
@@ -25,7 +26,7 @@ from written import (
 )
 
 from gnnplan.planner.graph.fields import along
-from gnnplan.planner.graph.formats import MadeUp, convert, graph_of, parts_of, pyg
+from gnnplan.planner.graph.formats import convert, parts_of, pyg
 from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import hold_out
@@ -420,7 +421,7 @@ def test_of_isolated_vertices_a_position_tells():
     """Edges alone said that there are three vertices."""
     torch = quiet("torch")
     data = {"edge_index": torch.tensor([[0], [2]]), "pos": torch.ones(5, 2)}
-    assert graph_of(pyg.of_mapping(data, "it"), "it", MadeUp(), False).stats.vertices == 5
+    assert built(pyg.of_mapping(data, "it")).stats.vertices == 5
 
 
 def test_columns_without_names_are_no_fields(tmp_path: Path):

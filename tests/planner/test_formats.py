@@ -27,6 +27,7 @@ from written import (
     MASKS,
     WIDTH,
     N,
+    built,
     csv,
     csv_gz,
     csv_with_names,
@@ -140,7 +141,7 @@ def test_a_librarys_file_is_the_graph_that_was_written(
 def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
     """It is read by a process of its own, which takes seconds: once is enough for both."""
     parts = parts_of(str(dgl_bin(place)))
-    graph = formats.graph_of(parts, "it", formats.MadeUp(), directed=True)
+    graph = built(parts, directed=True)
     assert graph.stats.hash == load(reference(tmp_path, ALL), directed=True).stats.hash
     formats.write(parts, tmp_path / "mapped")
     mapped = load(str(tmp_path / "mapped"), directed=True)

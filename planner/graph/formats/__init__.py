@@ -198,18 +198,14 @@ def of_object(found: Any, path: str = "") -> Parts:
         return readers[module](found, name)
 
 
-def graph_of(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
-    """The graph of the parts, checked, with notes of what was changed or made up."""
-    return build(collect(parts), source, made_up, directed)
-
-
 def read(path: str, extras: Extras, source: str, made_up: MadeUp, directed: bool) -> Graph:
     """The graph of a file or a folder, or a generated one, with notes of what was changed.
 
     Features in a folder of ours stay there, as they are."""
-    if not extras and recognise(path) in (OWN_FOLDER, OWN_FILE):
-        return build(read_own(path), source, made_up, directed)
-    return graph_of(parts_of(path, extras), source, made_up, directed)
+    parts = parts_of(path, extras)
+    if extras or recognise(path) not in (OWN_FOLDER, OWN_FILE):
+        parts = collect(parts)
+    return build(parts, source, made_up, directed)
 
 
 def convert(
