@@ -34,8 +34,8 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         layers = pipe.shape(problem)[1][s]
         weights[at] = pipe.weights(problem, s)
         its = [layer for piece in pipe.pieces(problem, s) for layer in piece]
-        # many chunks are as large as another
-        code[at] = machine_code(problem, (settled(pipe.chunks) + 1) // 2, its)
+        # a third of the chunks are as large as another
+        code[at] = machine_code(problem, 2 * settled(pipe.chunks) / 3, its)
         varying = sum(model.input_width(layer) for layer in layers if layer > model.first_varying)
         # past rows, the mixed rows that are read, and their gradients
         history[at] = (3 + pipe.historical_gradients) * kept * varying * model.itemsize
