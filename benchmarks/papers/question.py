@@ -9,7 +9,7 @@ from typing import Any
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
-from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.strategies.program.account import Prediction
 
 Row = Mapping[str, str]  # column -> text, in the columns of rows.py
 Testbeds = Callable[[Row], Cluster]  # a row -> its whole testbed

@@ -19,8 +19,7 @@ from gnnplan.planner.decision.room import must_fit_servers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.minibatch.host_memory import fullest
-from gnnplan.planner.strategies.program.account import predict
-from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.strategies.program.account import Prediction, predict
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
 

@@ -17,7 +17,7 @@ import numpy as np
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import WARM_UP, rows_by_class, warm_epochs
 from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
-from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.strategies.program.account import Prediction
 from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import Span, overlap, place_of, recorded_order, transfer_times

@@ -37,7 +37,7 @@ from gnnplan.planner.strategies.layerwise.tensor3d import Tensor3D as Tensor3D
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
 from gnnplan.planner.strategies.p3.p3 import P3 as P3
-from gnnplan.planner.strategies.program.prediction import Prediction as Prediction
+from gnnplan.planner.strategies.program.account import Prediction as Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 
 FAMILIES: tuple[type[Strategy], ...] = (

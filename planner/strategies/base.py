@@ -28,9 +28,8 @@ import numpy as np
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.account import predict
+from gnnplan.planner.strategies.program.account import Prediction, predict
 from gnnplan.planner.strategies.program.memory import Memory as Memory
-from gnnplan.planner.strategies.program.prediction import Prediction
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError

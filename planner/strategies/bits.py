@@ -30,7 +30,7 @@ from dataclasses import replace
 from gnnplan.planner.gnn.few_bits import ADAPTIVE, BITS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
-from gnnplan.planner.strategies.program.prediction import Prediction
+from gnnplan.planner.strategies.program.account import Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 

@@ -39,7 +39,7 @@ from gnnplan.planner.strategies import (
     names,
     parse,
 )
-from gnnplan.planner.strategies.gnnpipe.balance import balance
+from gnnplan.planner.strategies.gnnpipe.gnnpipe import balance
 from gnnplan.planner.strategies.layerwise.granndis import SHARED
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS

@@ -11,7 +11,6 @@
     path.py       seconds without contention: the longest path over lanes and ranks
     account.py    what is predicted: the path, ports and cores that are shared, and bytes
     held.py       what operations keep and free, on the way to the fullest moment
-    prediction.py of an epoch
 
 All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room
 knows no strategy.
