@@ -50,10 +50,10 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
         groups=pipe.groups(problem),
         code=code,
         features=features,
-        activations=activations,
         history=history,
         pipeline=pipeline,
         graph=graph,
+        activations=activations,
         buffers=buffers,
     )
 
