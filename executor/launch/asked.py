@@ -101,7 +101,9 @@ class Options:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(name)[:MOST_SHOWN] for name in first["loc"]) or "the file"
-            raise SpecError(f"{path} is damaged ({field}: {first['msg']}); {remedy}") from error
+            raise SpecError(
+                f"{path} is damaged or of another version ({field}: {first['msg']}); {remedy}"
+            ) from error
 
     def write(self, out: Path) -> None:
         """Keep the options in the run's folder."""

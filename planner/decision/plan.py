@@ -300,8 +300,11 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
             f"{path}: partitioner {document['partitioner']!r} is"
             f" unknown{suggest(document['partitioner'], METHODS)}"
         )
-    checked(Cluster, document["cluster"], f"{path}: cluster.")
-    checked(Workload, document["workload"], f"{path}: workload.")
+    try:
+        checked(Cluster, document["cluster"], f"{path}: cluster.")
+        checked(Workload, document["workload"], f"{path}: workload.")
+    except SpecError as error:
+        raise SpecError(f"{error}; {AGAIN}") from error
     for field, read_field in (("strategy", chosen), ("placement", placement)):
         try:
             read_field(document)

@@ -533,6 +533,19 @@ def test_plans_edited_by_hand(where: tuple[str, ...], value: Any, document: dict
 
 
 @pytest.mark.parametrize(
+    ("of", "field", "value"),
+    [("cluster", "servers", -1), ("workload", "model", "gatt"), ("workload", "jumps", 1)],
+)
+def test_a_plan_with_other_fields_is_to_be_made_again(
+    of: str, field: str, value: Any, document: dict[str, Any], tmp_path: Path
+):
+    document[of][field] = value
+    plan.write(tmp_path / "plan.json", document)
+    with pytest.raises(SpecError, match=rf"plan.json: {of}.{field}: .*; make it again with"):
+        plan.read(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
     "strategy",
     [
         None,
