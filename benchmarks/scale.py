@@ -89,7 +89,7 @@ def trained(folder: Path, kind: str, edges: int) -> dict[str, Taken]:
         plan, run = folder / "plan.json", folder / mode.replace(" ", "-")
         where = ("--graph", parts, "--cluster", folder / "cluster.yaml", "--ranks", 2)
         taken[f"plan, {mode}"] = timed("plan", *where, *asked, "-o", plan)
-        taken[f"run, {mode}, {epochs} epochs"] = timed(
+        taken[f"run, {mode}, epochs: {epochs}"] = timed(
             "run", plan, "--epochs", epochs, "--out", run
         )
         taken[f"validate, {mode}"] = timed("validate", run)

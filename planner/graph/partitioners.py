@@ -30,7 +30,7 @@ BLIND = ("hash", "random")  # which ignore edges
 TOLD_EDGES = 1_000_000  # directed edges from which partitioning is a phase of its own
 MOST_EDGES = 80_000_000  # directed edges that METIS is given; with the graph that takes 11 GB
 # [B] that METIS takes per directed edge: 64-bit numbers, and a graph per level. 76 to 120 were
-# measured (benchmarks/scale.py).
+# measured (docs/reference/mini-batches.md).
 EDGE_BYTES = 120
 IMBALANCE = 0.03  # share of the mean by which a part may be larger: METIS's default for k-way cuts
 # A vertex weighs 1 + this * degree / mean degree to KaMinPar. Where all weigh 1, one of 64 parts
