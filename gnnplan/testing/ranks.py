@@ -256,8 +256,10 @@ class World:
 
     def _fail(self, case: Case, what: str, rank: int) -> None:
         for process in self.processes:
-            if process.is_alive() and process.pid:  # those that still run say where they are
-                os.kill(process.pid, signal.SIGUSR1)
+            # those that still run say where they are; one may end meanwhile
+            with contextlib.suppress(ProcessLookupError):
+                if process.is_alive() and process.pid:
+                    os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         self.close()
         others = [r for r in range(self.world) if r != rank]
