@@ -178,9 +178,7 @@ def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...
             ends *= 2
             ends[0] += quarter >= ab
             ends[1] += ((quarter >= a) & (quarter < ab)) | (quarter >= abc)
-        ends = (
-            ends * vertices >> bits
-        )  # a power of two of cells becomes as many as there are vertices
+        ends = ends * vertices >> bits  # a power of two becomes as many as there are vertices
         return new_id[ends[0]], new_id[ends[1]]
 
     pieces, threads = -(-count // DRAWN_AT_ONCE), os.cpu_count() or 1
