@@ -44,7 +44,10 @@ class Value:
         return self._contents[0]
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._contents == other._contents
+        if type(self) is not type(other) or self._contents != other._contents:
+            return False
+        self.__dict__["_contents"] = other._contents  # compared once: then they are the same object
+        return True
 
 
 def _content(value: object) -> object:
