@@ -61,6 +61,7 @@ def test_all_that_is_listed_is_there_and_documented():
         _ = gnnplan.plant
 
 
+@pytest.mark.slow
 def test_a_plan_of_python_is_the_plan_of_the_command_line(plan: gnnplan.Plan, tmp_path: Path):
     theirs = command("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "-o", tmp_path / "p")
     plan.write(tmp_path / "mine")
@@ -81,6 +82,7 @@ def test_a_plan_of_python_is_the_plan_of_the_command_line(plan: gnnplan.Plan, tm
     )
 
 
+@pytest.mark.slow
 def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(
     epoch: gnnplan.Plan, tmp_path: Path
 ):
@@ -96,6 +98,7 @@ def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(
     assert [row["at"] for row in swept.rows] == [{"hidden": "8"}, {"hidden": "512"}]
 
 
+@pytest.mark.slow
 def test_a_scale_of_python_is_that_of_the_command_line(epoch: gnnplan.Plan):
     asked = ("--per", "epoch", "--scale", "1..4")
     words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, *asked)
@@ -117,6 +120,7 @@ def test_a_scale_of_python_is_that_of_the_command_line(epoch: gnnplan.Plan):
     assert found._repr_html_().count("<tr>") == 1 + len(found.rows)
 
 
+@pytest.mark.nightly
 def test_offers_of_python_are_those_of_the_command_line():
     offered = [f"{CLUSTER}?price=1", f"{CLUSTER}?price=4&host.bandwidth=100GB/s"]
     words = ("--graph", GRAPH, *OPTIONS, "--scale", "1,2", "--objective", "time")
@@ -152,6 +156,7 @@ def test_offers_override_all_clusters_from_one_generator():
     assert [one.document["cluster"]["price"] for one in found.scales.values()] == [3, 3]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_on_one_cluster_the_others_are_offered():
     large = {"graph": "ogbn-papers100M", "gpus": [4], "exact": True, "mode": "full"}
     small = "l4_box?host_memory=1GB"  # too little to train chunk by chunk
@@ -164,6 +169,7 @@ def test_where_nothing_fits_on_one_cluster_the_others_are_offered():
         gnnplan.offers(clusters=["l4_box?pice=2"], **large)
 
 
+@pytest.mark.slow
 def test_an_objective_of_python_is_that_of_the_command_line(epoch: gnnplan.Plan):
     asked = ("--objective", "energy", "--per", "epoch")
     words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, *asked)
@@ -318,6 +324,7 @@ def test_defaults_of_a_run_are_those_of_its_options():
     assert own == {name: keywords[name].default for name in own} and len(own) == 8
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_paths_and_single_names_are_taken(plan: gnnplan.Plan):
     assert gnnplan.plan(GRAPH, CLUSTER, ranks=np.int64(2), **FIELDS).document["best"]["gpus"] <= 2
     alone = plan.simulate(overrides="servers=2")
@@ -351,6 +358,7 @@ def test_a_run_says_in_how_many_epochs_an_accuracy_is_reached(run: gnnplan.Run):
         gnnplan.plan(graph, ranks=1, target_accuracy=beyond, evidence=[run], **FAST)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyG
 def test_a_live_module_is_planned_with_its_own_shape(own_cache: Path):
     """A class of no file, as a notebook's cell makes it, and an instance of it."""

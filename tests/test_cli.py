@@ -148,6 +148,7 @@ def test_plan(gnnplan: Call, tmp_path: Path):
     assert f"gnnplan simulate {path}" in shown.out
 
 
+@pytest.mark.slow
 def test_plan_options_reach_the_question(gnnplan: Call, tmp_path: Path):
     (tmp_path / "workload.yaml").write_text("model: sage\nlayers: 4\nlr: 0.02\n")
     document = gnnplan(
@@ -320,6 +321,7 @@ def test_jitter_and_stragglers(gnnplan: Call, plan_file: Path):
     assert "with rank 1 3 times as slow P50" in shown.out
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_an_epoch_costs_where_the_cluster_has_prices(
     gnnplan: Call, tmp_path: Path
 ):
@@ -1195,6 +1197,7 @@ def test_a_dry_run_prints_what_the_plan_asks_for(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_refuses_what_a_run_refuses(
     plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
 ):
@@ -1240,6 +1243,7 @@ def _with_bits(plan_file: Path) -> Path:
     return plan_file.with_name("bits.json")
 
 
+@pytest.mark.slow
 def test_an_old_plan_stays_when_a_new_one_fails(
     plan_file: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
 ):
@@ -1294,6 +1298,7 @@ LARGE = "plan --graph synthetic:community?vertices=2000&edges=20000&features=64&
 LARGE += " --cluster gnnpipe_a5000 --hidden 256 --layers 8 --strategy gnnpipe(stages=8) --json"
 
 
+@pytest.mark.slow
 def test_nothing_fits(gnnplan: Call):
     """Exit 3, what fills the memory, and a remedy that works."""
     answer = gnnplan(LARGE, "--set device.memory=1MB")
@@ -1313,6 +1318,7 @@ def test_nothing_fits(gnnplan: Call):
     assert gnnplan(LARGE, "--set", nearly).code == 3
 
 
+@pytest.mark.slow
 def test_more_servers_as_the_remedy(gnnplan: Call):
     graph = "synthetic:community?vertices=20000&edges=60000&features=64&classes=8&seed=0"
     how = "--cluster gnnpipe_a5000 --hidden 8000 --strategy graph_parallel --json"

@@ -78,6 +78,7 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, 
 # -- what a plan says --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(
     gnnplan: Verb, cluster: Path, explained: tuple[str, dict[str, Any]]
 ):
@@ -109,6 +110,7 @@ def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(
     assert "in the median" in on_cpus["tested"]
 
 
+@pytest.mark.slow
 def test_what_is_known_by_statistics_is_not_offered_to_run(
     gnnplan: Verb, cluster: Path, tmp_path: Path
 ):
@@ -136,6 +138,7 @@ def document_of(path: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_more_servers_are_not_recommended_at_a_loss(gnnplan: Verb, tmp_path: Path):
     """ogbn-papers100M on servers of four A100: 8 GPUs 1.06 s, 16 GPUs 530 ms, 32 GPUs 729 ms. Two
     batches take 266 ms on 32 GPUs, but were tried only where the whole graph did not fit."""
@@ -157,6 +160,7 @@ def test_more_servers_are_not_recommended_at_a_loss(gnnplan: Verb, tmp_path: Pat
     assert epoch_s[2] < 0.6 * epoch_s[1]
 
 
+@pytest.mark.slow
 def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan: Verb):
     """GNNPipe's own case got PipeGCN: the preset's datasheet values were used, and the factors that
     had been fitted to the paper's figures were not. `validate --published` starts from the file."""
@@ -184,6 +188,7 @@ def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan: Verb
 # -- what a plan is used for -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(
     gnnplan: Verb, cluster: Path, tmp_path: Path
 ):

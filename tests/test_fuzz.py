@@ -291,6 +291,7 @@ def test_every_piece_of_yaml_as_a_value_and_as_a_key(tmp_path, piece):
             obeys(name, lambda read=read, name=name: read(str(tmp_path / name)))
 
 
+@pytest.mark.slow
 @settings(shared, max_examples=examples(40))
 @given(data=st.data())
 def test_any_allowed_question_has_an_answer(tmp_path, data):
@@ -549,6 +550,7 @@ def test_no_pickle_is_opened(tmp_path, monkeypatch, how, name):
     assert bomb.exists()
 
 
+@pytest.mark.slow
 def test_archives_that_grow_are_refused(tmp_path, little_memory):
     """Before they have grown: 40 MB of zeros are 40 kB in an archive, and names may come again and
     again."""

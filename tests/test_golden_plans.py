@@ -218,11 +218,13 @@ def test_every_strategy_is_predicted_as_ever(name: str, graph: str):
     same_by_day(of_preset(name, graph), f"{name}.{graph}", first=number, every=8)
 
 
+@pytest.mark.slow
 def test_every_model_is_predicted_as_ever():
     """By day every fourth: nine of a model, so that each strategy has every fourth model."""
     same_by_day(of_models(), "models", first=0, every=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "graph"), others_at_night(BY_DAY[::5]))
 def test_every_preset_ranks_as_ever(name: str, graph: str):
     same(ranking(name, graph), read("rankings")[name][graph], f"{name}, {graph}", 1e-9)

@@ -131,6 +131,7 @@ def test_a_room_imports_rooms_above_it_only():
             )
 
 
+@pytest.mark.slow
 def test_no_circle_of_imports():
     """Not even for types: two files that need each other are one idea."""
     circles = [

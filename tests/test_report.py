@@ -63,6 +63,7 @@ class Outside(HTMLParser):
         self.found += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href")]
 
 
+@pytest.mark.slow
 def test_the_page_is_one_small_file_that_fetches_nothing(plan: Path, tmp_path: Path):
     output = report(plan, output=tmp_path / "report.html")
     text = output.read_text(encoding="utf-8")
@@ -164,6 +165,7 @@ def test_what_no_screen_shows_is_joined_and_nothing_else():
     assert len(marks(steady("long", many, 1))) <= MOST_MARKS
 
 
+@pytest.mark.slow
 def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         words = "plan --graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"

@@ -47,6 +47,7 @@ def needs(row: tuple[str, str, str, float]) -> set[Hashable]:
     return set(row[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kind", "dtype", "dropout"),
     covered(

@@ -231,6 +231,7 @@ def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
     assert not (tmp_path / "1.yaml").exists() and "between servers" in said[0] and not said[1]
 
 
+@pytest.mark.slow
 def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are() -> None:
     """Steps of a device that is 1.3 times as slow as its kernels, with 25 us of the framework for
     an operation; and one of them taken by a neighbour. An operation's price was once that of the

@@ -43,6 +43,7 @@ glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not t
 # -- the measure -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @glibc
 def test_the_watch_sees_what_torch_counts() -> None:
     """Of tensors large enough that Python's own objects do not matter. The peak lasts some tenths
@@ -447,6 +448,7 @@ def test_predicted_memory_of_a_processs_first_batches(
 STEPS = 4
 
 
+@pytest.mark.slow
 @glibc
 @pytest.mark.parametrize(
     ("strategy", "workload"),

@@ -56,6 +56,7 @@ def asked(folder: Path, body: str, *words: str, **more: float) -> UserModule:
     )
 
 
+@pytest.mark.slow
 def test_a_sum_with_a_number_is_a_sum(tmp_path: Path) -> None:
     """It ended in an IndexError, and a sum with alpha was taken for one without."""
     body = "return self.c(self.a(x, edge_index).relu() + 1, edge_index)"
@@ -84,6 +85,7 @@ def test_a_field_is_read_by_its_name(tmp_path: Path) -> None:
         asked(tmp_path, body.replace("a = SAGEConv(3, 8)\n", "").format("edge_index_2hop"), "pos")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [{"THETA": 0.0}, {"ALPHA": 1.5}], ids=str)
 def test_numbers_that_our_layers_lack_are_the_modules_own(
     tmp_path: Path, numbers: dict[str, float]
@@ -292,6 +294,7 @@ def test_a_compiled_module_is_refused_in_words(how: str) -> None:
         read(module, Workload(), GraphFields(6, 3))
 
 
+@pytest.mark.slow
 def test_a_field_that_forward_could_do_without_is_said_once(tmp_path: Path) -> None:
     """forward(x, edge_index, edge_weight=None) got the graph's weights, and nobody was told."""
     body = (

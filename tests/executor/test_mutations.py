@@ -417,6 +417,7 @@ def by_day(changes: dict[str, tuple[str, bool | None]]) -> list[Any]:
     return [name if name in often else pytest.param(name, marks=NIGHTLY) for name in changes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", by_day(FORWARD))
 def test_a_change_of_forward_is_carried_as_it_is_or_refused(change: str, tmp_path: Path) -> None:
     body, carried = FORWARD[change]
@@ -425,6 +426,7 @@ def test_a_change_of_forward_is_carried_as_it_is_or_refused(change: str, tmp_pat
     assert_is_as_expected(found, carried)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", by_day(MADE))
 def test_a_change_of_the_module_is_carried_as_it_is_or_refused(change: str, tmp_path: Path) -> None:
     more, carried = MADE[change]

@@ -82,6 +82,7 @@ def a_block() -> Block:
     return block
 
 
+@pytest.mark.slow
 def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind: tuple[UserModule, Pieces]) -> None:
     """Before, what a module made of edges was in no plan (a GCN's rank held 99 MB, and 25 were
     predicted), and copies of operands of another type were not (SAGE's max)."""
@@ -110,6 +111,7 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind: tuple[UserModule, 
         assert kept + most == pytest.approx(float(need.backward), rel=0.1, abs=indices), number
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
 def test_memory_of_edges_is_what_stays(of_a_kind: tuple[UserModule, Pieces]) -> None:
     user, pieces = of_a_kind
@@ -125,6 +127,7 @@ def test_memory_of_edges_is_what_stays(of_a_kind: tuple[UserModule, Pieces]) -> 
     assert grown == pytest.approx(float(with_edges) - bare, rel=0.02, abs=50_000)
 
 
+@pytest.mark.slow
 def test_a_step_leaves_nothing_behind(tmp_path: Path) -> None:
     """A function that calls itself held all values of a step, until Python looked for cycles."""
     _, pieces = module(tmp_path, MODULES["sage"])
@@ -142,6 +145,7 @@ def test_a_step_leaves_nothing_behind(tmp_path: Path) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_only_rows_that_neighbours_read_are_exchanged(tmp_path: Path) -> None:
     """SAGE's product of a vertex's own row is made by that vertex's rank alone."""
     _, pieces = module(tmp_path, MODULES["sage"])
@@ -176,6 +180,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", WAYS)
 def test_a_forward_that_does_not_come_back_is_refused(
     does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def both(
         near(ours_, expected, leaves[0].dtype)
 
 
+@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(

@@ -641,6 +641,7 @@ def test_what_cannot_be_trained_is_refused_by_name(what: str, tmp_path: Path) ->
     assert refused.value.exit_code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", every(3, CARRIED))
 def test_what_our_layers_lack_is_run_as_it_is_written(what: str, tmp_path: Path) -> None:
     """`read` proves that the pieces compute what the module does."""
@@ -668,6 +669,7 @@ def test_a_name_that_stands_for_nothing_is_refused(
         read(model, Workload(), GRAPH)
 
 
+@pytest.mark.slow
 def test_on_a_directed_graph_in_degrees_are_not_out_degrees(
     tmp_path: Path, graphs: dict[str, str]
 ) -> None:
@@ -740,6 +742,7 @@ def planned(*words: object) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_a_workload_file_names_a_module_that_stands_beside_it(
     tmp_path: Path, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

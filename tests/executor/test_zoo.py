@@ -68,6 +68,7 @@ def verdict(name: str, directed: bool) -> str:
     return "carried"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("directed", "names"),
     [
@@ -154,6 +155,7 @@ def test_shared_parameters_are_kept_and_gone_on_with(
     assert all(torch.equal(w, unbroken.weights[name]) for name, w in resumed.weights.items())
 
 
+@pytest.mark.slow
 def test_a_stage_of_several_ranks_may_compute_nothing_before_its_first_layer(
     graphs: dict[str, str],
 ) -> None:

@@ -44,6 +44,7 @@ def planned() -> tuple[dict[str, Any], Problem]:
     return make(problem, search(problem)), problem
 
 
+@pytest.mark.slow
 def test_every_alternative_keeps_its_prediction_and_gets_a_placement(
     planned: tuple[dict[str, Any], Problem],
 ):

@@ -135,6 +135,7 @@ def variants(problem: Problem) -> Iterator[Strategy]:
         yield strategy
 
 
+@pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
 def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
@@ -185,6 +186,7 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
         assert parts == pytest.approx(closed, rel=1e-9)
 
 
+@pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
 def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
@@ -196,6 +198,7 @@ def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
         assert sum(p.bytes_by_link.values()) == p.bytes_total
 
 
+@pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
 def test_one_rank_sends_nothing(problem: Problem):
@@ -211,6 +214,7 @@ def test_one_rank_sends_nothing(problem: Problem):
     assert {strategy.name for strategy in found} == {"data_parallel"} and len(found) == 2
 
 
+@pytest.mark.slow
 def test_what_memory_is_left_is_proposed_as_a_cache():
     """Nine tenths of it, all rows at the most; none on a CPU, whose cache is the memory that it
     would spare."""
@@ -264,6 +268,7 @@ def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
         assert by_op == strategy.predict(problem).by_op and by_op["load"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "told", "ahead"),
     [

@@ -38,6 +38,7 @@ def table(dataset: str, factors: dict[str, float]) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_known_constants_are_found_again(monkeypatch: pytest.MonkeyPatch):
     """Exactly, where nothing is believed before; else what these eight figures say stays said (they
     tell products' rate and GraphSAGE's badly apart), and it matters little how much was
@@ -128,6 +129,7 @@ def test_what_rows_do_not_tell_stays_as_it_was():
     )
 
 
+@pytest.mark.nightly
 def test_what_is_left_out_gives_nothing(monkeypatch: pytest.MonkeyPatch):
     """Two graphs on unlike testbeds: each is scored with the constants of the other, so neither
     error is 0, and lies about its own rows change nothing for it."""

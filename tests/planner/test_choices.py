@@ -54,6 +54,7 @@ def test_regret_is_of_the_printed_epochs():
     assert choice.regret(choice.chosen) == pytest.approx(0.3) and choice.regret(1) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", ["gnnpipe", "pipegcn", "gsplit"])
 def test_plans_name_what_print_found(paper: str):
     """With the constants that plans use; docs/reference/published-figures.md leaves them out."""

@@ -398,6 +398,7 @@ def test_more_cache_is_never_slower_and_wider_rows_are(
     ) >= usual * (1 - 1e-12)
 
 
+@pytest.mark.slow
 def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset: Callable[[str], str]):
     """Of all edges, the share that the tenth of vertices with the most has: within 0.2 of the
     lognormal's (Flickr, whose few hubs stand out of a narrow crowd, is the worst), and 0.07 on

@@ -54,6 +54,7 @@ def layouts(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -137,6 +137,7 @@ def test_popular_training_vertices() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spread"),
     [

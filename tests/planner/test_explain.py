@@ -144,6 +144,7 @@ def test_other_depths_change_the_choice_where_they_do(asked: int, way: str) -> N
     assert found(int(layers)).best.strategy.name == name != found(asked).best.strategy.name
 
 
+@pytest.mark.slow
 def test_other_depths_may_use_fewer_gpus_too() -> None:
     """The best uses one GPU of four at 2 layers and at 4, where on all four another family would be
     ahead."""
@@ -249,6 +250,7 @@ def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache: Pa
     assert told["features"] > 0
 
 
+@pytest.mark.slow
 def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
     """The formula's break-even at the mean batch's rows, and both sides of it in the table over
     hidden widths."""

@@ -176,6 +176,7 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
     assert link.is_symlink() and file.read_text() == "after"
 
 
+@pytest.mark.slow
 def test_files_that_are_no_specification(tmp_path):
     for name, content, words in (
         ("list.yaml", b"[1, 2]", "must be a mapping"),

@@ -349,6 +349,7 @@ def test_which_fewer_gpus():
     )
 
 
+@pytest.mark.slow
 def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
     """400 vertices are computed before a message has arrived; with a device that slow that work
     counts, all GPUs are needed."""

@@ -160,6 +160,7 @@ def test_spreading_never_needs_more_memory(servers: int, known: bool):
         assert fullest(problem, P3(copies=copies))["features"] == more / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "graph", [pytest.param("ogbn-papers100M", marks=pytest.mark.nightly), "facebook-darwini"]
 )
@@ -173,6 +174,7 @@ def test_more_host_memory_is_never_slower(graph: str):
     assert fastest[0] > 1.1 * fastest[-1]
 
 
+@pytest.mark.nightly
 def test_more_host_memory_is_never_slower_on_a_graph_that_is_known():
     rooms = (2.7e6, 6e6, 1e7) if NIGHT else (2.7e6, 1e7)
     fastest = [
@@ -271,6 +273,7 @@ def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph: str, hidden
 # -- what is said ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_strategy_that_does_not_fit_says_what_would():
     problem = printed("ogbn-papers100M", host_memory="32GB")
     with pytest.raises(Infeasible) as refused:

@@ -245,11 +245,16 @@ def places(problem: Problem, group: str) -> list[set[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy",
-    ["granndis(depth=1,group='island')", "granndis(group='island')", "granndis(depth=1)"],
+    ("strategy", "islands"),
+    [
+        ("granndis(depth=1,group='island')", CROSSED),
+        ("granndis(depth=1)", PAIRS),
+        pytest.param("granndis(group='island')", PAIRS, marks=pytest.mark.nightly),
+        pytest.param("granndis(group='island')", CROSSED, marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("islands", [CROSSED, PAIRS])
 def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(
     strategy: str, islands: list[list[int]]
 ):
@@ -362,6 +367,7 @@ def fastest(problem: Problem) -> dict[str, Prediction]:
     return out
 
 
+@pytest.mark.slow
 def test_slow_pcie_between_islands_makes_them_preload_and_fast_pcie_does_not():
     """One server. Then two: islands beat servers where halos would pass a slow PCIe, and lose where
     it is as fast as NVLink."""
@@ -388,6 +394,7 @@ BRIDGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", BRIDGES)
 def test_bridges_on_a_preset_with_pcie(preset: str):
     """NVLink bridges between pairs of eight GPUs: the exact plan preloads in islands, with PCIe as

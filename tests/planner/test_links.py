@@ -112,6 +112,7 @@ def test_bytes_of_ends_by_hand() -> None:
     assert sum(edges) == problem.stats.edges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "gpus", "more"),
     [

@@ -102,6 +102,7 @@ def test_no_part_of_the_gpus_has_a_candidate_with_less(of: str):
     assert values == sorted(values)
 
 
+@pytest.mark.slow
 def test_the_least_energy_is_on_fewer_gpus_and_the_plan_says_how_much():
     problem = problem_of()
     fast, frugal = search(problem), search(problem, objective=Objective("energy"))
@@ -384,6 +385,7 @@ def test_a_folder_without_runs_is_told(tmp_path: Path):
             trainings([path])
 
 
+@pytest.mark.slow
 def test_a_size_has_the_better_of_full_graph_and_mini_batches():
     """The table says where one takes over from the other; without runs of both it has one mode."""
     problem = problem_of(batch=64)

@@ -180,6 +180,7 @@ def test_a_plan_uses_it_where_nothing_else_fits():
     assert any("in a server's memory" in line for line in explain(problem, found, []))
 
 
+@pytest.mark.slow
 def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_faster(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -245,6 +246,7 @@ def test_cpu_ranks_have_no_other_memory_unless_the_cluster_says_so():
     assert isinstance(search(apart).best.strategy, Offload)
 
 
+@pytest.mark.slow
 def test_a_servers_memory_has_an_end():
     problem = problem_of(memory=needed(problem_of(), "graph_parallel(checkpoint=True)") / 2)
     small = replace(problem, cluster=problem.cluster.model_copy(update={"host_memory": 1e4}))

@@ -69,6 +69,7 @@ def test_constants_of_a_half_are_what_its_works_imply():
     assert calibrate.fit_software(first) == pytest.approx(told, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_not_stated_is_not_predicted():
     found = evaluate_rows(ROWS)
     assert len(found["rows"]) + len(found["skipped"]) == len(ROWS)
@@ -79,6 +80,7 @@ def test_what_is_not_stated_is_not_predicted():
     assert all(0 < each["low_s"] <= each["high_s"] for each in found["rows"] if "kind" in each)
 
 
+@pytest.mark.slow
 def test_ranges_hold_what_they_say_of_works_that_did_not_give_them():
     """80 % are aimed at, of epochs on machines that nothing is known of; epochs are off by less
     than a third in the median."""

@@ -108,6 +108,7 @@ def test_ports_are_as_busy_as_by_every_message(cluster: Cluster, data: st.DataOb
     assert links[0] == links[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("oversubscription", [None, 2.0])
 @pytest.mark.parametrize("whole_servers", [False, True])
 def test_links_of_8192_gpus_are_shared_as_by_flows(
@@ -130,6 +131,7 @@ def test_links_of_8192_gpus_are_shared_as_by_flows(
         assert told <= flowing * (1 + 1e-9) and flowing < 1.05 * told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

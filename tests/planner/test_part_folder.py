@@ -165,6 +165,7 @@ def test_a_plan_has_a_rank_per_part(tmp_path: Path) -> None:
         ask(str(folder), "local", None, task="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

@@ -46,6 +46,7 @@ def test_squirrel_in_a_pipeline(dataset: Callable[[str], str], model: str, print
     assert predicted.bytes_by_link["inter_node"] * 7 == predicted.bytes_total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 1.38), ("sage", 1.61), ("gcnii", 1.51)])
 def test_squirrel_in_a_hybrid(dataset: Callable[[str], str], model: str, printed: float):
     """Four stages of two, whether K = 4M counts stages or GPUs. Within 3 %: print counts the

@@ -200,6 +200,7 @@ def test_doubt_falls_on_what_took_longer():
     assert second["constant"] == "computation" and second["share"] == pytest.approx(0.02)
 
 
+@pytest.mark.slow
 def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
     """The truth: half the computation, a third of the link between servers."""
     slow = scaling.messages(scaling.device(CLUSTER, 0.5), 1 / 3, "inter_node")

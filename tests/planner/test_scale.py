@@ -167,6 +167,7 @@ def test_speedup_is_over_the_fewest_gpus_that_fit():
         assert found.efficiency(size) == pytest.approx(found.speedup(size) * 2 / size.gpus)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_how_much_memory_would():
     # with too little memory in a server to train chunk by chunk
     base = question("ogbn-papers100M", "l4_box", "host_memory=1GB", layers=3)

@@ -83,6 +83,7 @@ def test_a_search_tells_what_it_evaluates() -> None:
 # -- ranking ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
@@ -196,6 +197,7 @@ def test_forced():
     assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
 
 
+@pytest.mark.slow
 def test_a_workload_of_mini_batches_weighs_the_families_that_train_on_them():
     problem = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
     ranked = search(problem, may_use_fewer=False).ranked
@@ -230,6 +232,7 @@ def of_few_training_vertices(servers: int, gpus: int, known: bool, inter: float)
     return replace(problem, graph=graph, stats=graph.stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("known", "inter"),
     covered(list(product((True, False), (1e7, 1e9))), lambda row: {*enumerate(row)}),
@@ -296,6 +299,7 @@ HOWS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "memory"),
     covered(
@@ -356,6 +360,7 @@ def test_more_servers_as_proposed_would_fit(how: dict[str, Any]):
     assert refused(on(int(servers) - 1), **how)
 
 
+@pytest.mark.slow
 def test_no_servers_are_proposed_where_they_do_not_help():
     problem = problem_of(
         memory=7e8, layers=2
@@ -411,6 +416,7 @@ def test_a_plan_survives_its_file(name: str, tmp_path: Path):
     assert plan.chosen(read).predict(asked).epoch_s == made["best"]["predicted"]["epoch_s"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_was_asked_for_and_what_was_found(
     document: dict[str, Any], found: SearchResult
 ):
@@ -445,6 +451,7 @@ def test_a_plan_says_what_was_asked_for_and_what_was_found(
     json.dumps(document, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_explanations_of_one_server_and_of_statistics():
     one = problem_of(1, 2)
     assert any(
@@ -652,6 +659,7 @@ def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
     assert not any("slower: -" in reason for reason in document["explanation"])
 
 
+@pytest.mark.slow
 def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch: pytest.MonkeyPatch):
     """Of a part of the GPUs only the fastest candidate was kept, which may be lossy.
 
@@ -694,7 +702,8 @@ def test_kernels_launched_one_by_one_are_priced_so(monkeypatch: pytest.MonkeyPat
 # -- how much is computed --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["full", "mini"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", pytest.param("mini", marks=pytest.mark.nightly)])
 def test_a_plan_of_many_gpus_computes_nothing_twice(mode: str, monkeypatch):
     """64 GPUs and their parts: a candidate is predicted once for each placement that it is asked
     on; on parts only the fastest are asked whether they fit; ranks with equal work are priced as

@@ -113,6 +113,7 @@ def some(law_examples: int = 12) -> Any:
     return settings(deadline=None, max_examples=examples(law_examples))
 
 
+@pytest.mark.slow
 @given(
     problems(),
     st.sampled_from(["intra", "inter", "latency", "gemm", "memory_bandwidth", "launch"]),
@@ -186,6 +187,7 @@ def test_stale_exchanges_come_one_after_the_other():
     assert played.epoch_s(1) == pytest.approx(4.0, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_where_the_cut_between_servers_lies_changes_the_answer():
     """The same eight GPUs and links: on one server nothing is between servers and GraNNDis has
     nothing to offer."""
@@ -201,6 +203,7 @@ def test_where_the_cut_between_servers_lies_changes_the_answer():
 # -- bytes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(problems())
 @some(6)
 def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_known(
@@ -794,6 +797,7 @@ def random_graph(vertices: int, edges: int) -> Graph:
 UNIFORM = {share: random_graph(2000, share * 2000) for share in (8, 40)}  # mean degree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degree", "servers", "gpus", "model"),
     covered(
@@ -839,6 +843,7 @@ def test_estimates_resemble_a_measured_random_graph(
             assert real / (1 + within) <= guess <= real * (1 + within), (strategy, real, guess)
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 3000),
     st.integers(0, 20_000),
@@ -989,6 +994,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "shape", "model"),
     covered(

@@ -139,6 +139,7 @@ def test_where_the_recommendation_changes():
     ]
 
 
+@pytest.mark.slow
 def test_rows_are_plans_of_their_own():
     """The recommendation, and the best of the plan's family on all GPUs, are those of a plan asked
     there."""
@@ -190,6 +191,7 @@ def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
         assert row["plan_predicted_s"] == float(expected.predicted.epoch_s)
 
 
+@pytest.mark.slow
 def test_an_exact_plan_is_compared_with_exact_variants():
     """A plan of granndis was swept as granndis that samples."""
     asked = points(axes(["inter_node.bandwidth=1e7,1e8"]), question())
@@ -197,6 +199,7 @@ def test_an_exact_plan_is_compared_with_exact_variants():
         assert parse(row["plan"]).exact
 
 
+@pytest.mark.slow
 def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
     """`simulate --set` played the plan's own variant, and --sweep the best of its family."""
     asked = points(axes(["inter_node.bandwidth=1e7,1e8"]), question())
@@ -206,6 +209,7 @@ def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
         assert row["plan_predicted_s"] == float(own.predict(placed(problem, own)).epoch_s)
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_a_row_too():
     asked = points(axes(["device.memory=24GB,10MB"]), question())
     table = rows(asked, parse("gnnpipe"), 0, lambda _: {})

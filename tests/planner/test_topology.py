@@ -305,6 +305,7 @@ JOB = load("synthetic:community?vertices=300&edges=4000&features=40&classes=5&se
 assert isinstance(JOB, Graph)
 
 
+@pytest.mark.slow
 @given(
     st.data(),
     clusters(ranks=8),

@@ -43,6 +43,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     assert read_traces(tmp_path) == SPANS
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(

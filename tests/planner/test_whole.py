@@ -30,6 +30,7 @@ def planned(graph: str, cluster: str, **fields: Any) -> gnnplan.Plan:
     return gnnplan.plan(graph, cluster, **fields)
 
 
+@pytest.mark.slow
 def test_a_small_graph_is_not_distributed():
     """The answer was 16 GPUs, to save 7.7 ms of an epoch."""
     plan = planned(*ARXIV)
@@ -48,6 +49,7 @@ def test_a_small_graph_is_not_distributed():
         pytest.param("friendster", "l4_box", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.slow
 def test_a_large_graph_trains_on_mini_batches(graph: str, cluster: str):
     """The answer was a lossy strategy for the full graph, though everyone samples there."""
     plan = planned(graph, cluster)
@@ -62,6 +64,7 @@ def test_a_large_graph_trains_on_mini_batches(graph: str, cluster: str):
     assert least.get("full", np.inf) > 2 * least["mini"]
 
 
+@pytest.mark.slow
 def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
     plan = planned(*ARXIV)
     rows = plan.document["sizes"]
@@ -79,6 +82,7 @@ def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
     assert html.count("<tr>") == 1 + len(rows) and "use this" in html and "fastest" in html
 
 
+@pytest.mark.slow
 def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named():
     plan = planned("friendster", "dgx_a100")
     rows = [row for row in plan.document["sizes"] if row["mode"] == "mini"]
@@ -95,6 +99,7 @@ def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named():
     assert planned(*ARXIV, objective="time").best.gpus == 16
 
 
+@pytest.mark.slow
 def test_a_price_decides_how_many_gpus_are_worth_it():
     """Servers are rented whole, so one of eight GPUs costs as much as all; and cheap GPUs may idle."""
     free, rented = planned(*ARXIV), planned("ogbn-arxiv", "dgx_a100?price=2.50")
@@ -133,6 +138,7 @@ def test_epochs_are_the_users_or_those_of_print_with_doubt():
     assert all(row["source"].count(" at ") == 1 for row in quoted("epochs.csv"))
 
 
+@pytest.mark.slow
 def test_a_run_trains_the_epochs_that_the_plan_counts():
     plan = planned(*ARXIV)
     assert plan.workload.epochs == plan.document["epochs"]["mini"]["usual"] == 50
@@ -146,6 +152,7 @@ def test_a_forced_strategy_says_which_mode_is_meant():
     assert {row["mode"] for row in plan.document["sizes"]} == {"mini"}
 
 
+@pytest.mark.nightly
 def test_a_mode_in_which_nothing_fits_is_said():
     plan = planned("ogbn-papers100M", "pipegcn_2080ti?host_memory=100GB")
     assert plan.workload.mode == "mini"
@@ -153,6 +160,7 @@ def test_a_mode_in_which_nothing_fits_is_said():
     assert "the full graph is refused: nothing fits" in plan.document["summary"]["answer"]
 
 
+@pytest.mark.slow
 def test_the_epoch_alone_is_one_option():
     plan = planned(*ARXIV, per="epoch")
     assert plan.best.gpus == 16 and plan.workload.mode == "full"
@@ -160,6 +168,7 @@ def test_the_epoch_alone_is_one_option():
     assert "fastest" in plan.document["summary"]["sure"] and "leaders" in str(plan)
 
 
+@pytest.mark.slow
 def test_the_objective_of_a_written_plan_is_read_again(tmp_path: Any):
     plan = planned(*ARXIV)
     plan.write(tmp_path / "plan.json")
@@ -173,6 +182,7 @@ def test_the_objective_of_a_written_plan_is_read_again(tmp_path: Any):
     assert [row["gpus"] for row in swept.rows] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_scale_counts_the_whole_training_too():
     found = gnnplan.scale(*ARXIV, gpus="1..16")
     assert found.best == 1 and found.fastest == 16
@@ -193,6 +203,7 @@ def test_a_simulation_says_what_no_longer_fits():
     assert plan.simulate().document["too_little"] == ""
 
 
+@pytest.mark.slow
 def test_a_sweep_names_the_variant_that_it_plays():
     """18.1 ms of graph_parallel were 14.5 ms under its name: those of another variant. On as many
     ranks it is the plan's own."""

@@ -263,6 +263,7 @@ def arrivals(kind: str) -> tuple[np.ndarray, np.ndarray]:
     return np.cumsum(random.exponential(1 / LOAD, CUSTOMERS)), sizes[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     # of exponential ones a queue that serves first who comes first has the same mean
