@@ -8,7 +8,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +18,15 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
-from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, Array
+from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
 from gnnplan.planner.graph.labels import MASKS, sparse_features
-from gnnplan.planner.graph.npy import Arrays, load_npy, typed
+from gnnplan.planner.graph.npy import Arrays, arrays_in, load_npy, must_be_count, typed
 from gnnplan.planner.graph.parts import Parts, edge_pieces, feature_pieces, pieces_of, small_arrays
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     MOST_SHOWN,
     cannot_write,
     from_json,
-    must_be_file,
     must_have_a_place,
 )
 
@@ -42,90 +40,59 @@ def read_own(path: str) -> Parts:
     Fields are read under the names of fields.py, and under their own: an array with a row for each
     vertex or edge is one. Features and fields of vertices in a folder are mapped. Raises
     SpecError."""
-    folder = os.path.isdir(path)
-    remedy = (
-        "write each of its arrays with numpy.save"
-        if folder
-        else "write it with numpy.savez_compressed"
-    )
-    try:
-        if folder and not path.endswith(".npz"):
-            return _parts(path, Arrays(path))
-        if not os.path.lexists(path):
-            raise SpecError(f"{path}: no such file")
-        must_be_file(path, remedy)
-        with zipfile.ZipFile(path) as archive:
-            return _parts(path, Arrays(path, archive))
-    except SpecError:
-        raise
-    except zipfile.BadZipFile as error:
-        raise SpecError(f"{path}: not an npz file ({error}); {remedy}") from error
-    except Exception as error:
-        # a damaged file makes zlib, zipfile and numpy raise exceptions of many types
-        raise SpecError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); {remedy}"
-        ) from error
+    with arrays_in(path) as source:
+        for name in filter(_is_known, source.twice):
+            raise SpecError(f"{path}: {name}: is there twice; keep one")
+        if (
+            "x" in source.files
+            and source.archive is None
+            and not (
+                (header := source.check("x", fits=False)).dtype in (np.float32, np.float64)
+                and len(header.shape) == 2
+                and not header.fortran
+            )
+        ):
+            raise SpecError(
+                f"{path}: x: is mapped, not read, so it must be float32 or float64 [vertices,"
+                f" features] in C order, is {header.dtype} of shape {header.shape}"
+                f"{' in Fortran order' * header.fortran}; save numpy.ascontiguousarray(x,"
+                " numpy.float32)"
+            )
+        arrays = {
+            name: source.read(name, name == "x" or name.startswith(VERTEX))
+            for name in source.files
+            if _is_known(name)
+        }
+        src, dst = _edge_list(path, arrays, source)
+        fields = {
+            of: {name.removeprefix(of): arrays[name] for name in arrays if name.startswith(of)}
+            for of in (VERTEX, EDGE)
+        }
+        meta = _meta(path, arrays)
+        parts = Parts(path, [], meta.get("vertices"), meta.get("classes"))
+        parts.x, parts.y = _features(path, arrays), arrays.get("y")
+        parts.masks = {name: arrays[name] for name in MASKS if name in arrays}
+        parts.vertex_fields = fields[VERTEX]
+        vertices, _ = count(parts, src, dst)
+        ignored = [*source.others]
+        for name in source.files.keys() - arrays.keys():
+            of = _field_kind(path, name, source, vertices, len(src))
+            if of is None:
+                ignored.append(source.called(name))
+            elif name in fields[of]:
+                raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
+            else:
+                fields[of][name] = source.read(name, of == VERTEX)
+        parts.notes += [f"ignored arrays: {shown(ignored, 8)}"] if ignored else []
+        parts.edges = [(src, dst)]
+        parts.edge_fields = {name: [rows] for name, rows in fields[EDGE].items()}
+        return parts
 
 
 def _is_known(name: str) -> bool:
     """Whether an array of this name is read, however many rows it has."""
     prefix = next((prefix for prefix in (VERTEX, EDGE) if name.startswith(prefix)), None)
     return name in ARRAYS or (prefix and NAME.fullmatch(name.removeprefix(prefix))) is not None
-
-
-def _parts(path: str, source: Arrays) -> Parts:
-    for name in filter(_is_known, source.twice):
-        raise SpecError(f"{path}: {name}: is there twice; keep one")
-    if (
-        "x" in source.files
-        and source.archive is None
-        and not (
-            (header := source.check("x", fits=False)).dtype in (np.float32, np.float64)
-            and len(header.shape) == 2
-            and not header.fortran
-        )
-    ):
-        raise SpecError(
-            f"{path}: x: is mapped, not read, so it must be float32 or float64 [vertices, features]"
-            f" in C order, is {header.dtype} of shape {header.shape}"
-            f"{' in Fortran order' * header.fortran}; save numpy.ascontiguousarray(x,"
-            " numpy.float32)"
-        )
-    arrays = {
-        name: source.read(name, name == "x" or name.startswith(VERTEX))
-        for name in source.files
-        if _is_known(name)
-    }
-    src, dst = _edge_list(path, arrays, source)
-    meta = _meta(path, arrays)
-    fields = {
-        of: {name.removeprefix(of): arrays[name] for name in arrays if name.startswith(of)}
-        for of in (VERTEX, EDGE)
-    }
-    parts = Parts(
-        path,
-        [],
-        meta.get("vertices"),
-        meta.get("classes"),
-        _features(path, arrays),
-        arrays.get("y"),
-        {name: arrays[name] for name in MASKS if name in arrays},
-        vertex_fields=fields[VERTEX],
-    )
-    vertices, _ = count(parts, src, dst)
-    ignored = [*source.others]
-    for name in source.files.keys() - arrays.keys():
-        of = _field_kind(path, name, source, vertices, len(src))
-        if of is None:
-            ignored.append(source.called(name))
-        elif name in fields[of]:
-            raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
-        else:
-            fields[of][name] = source.read(name, of == VERTEX)
-    parts.notes += [f"ignored arrays: {shown(ignored, 8)}"] if ignored else []
-    parts.edges = [(src, dst)]
-    parts.edge_fields = {name: [rows] for name, rows in fields[EDGE].items()}
-    return parts
 
 
 def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int) -> str | None:
@@ -170,7 +137,9 @@ def _edge_list(path: str, arrays: Mapping[str, Array], source: Arrays) -> tuple[
         if name not in arrays:
             raise SpecError(
                 f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, found"
-                f" {shown([*source.files], 100) or 'nothing'}{_edge_index_remedy(source)}"
+                f" {shown([*source.files], 100) or 'nothing'}"
+                + "; save src=edge_index[0], dst=edge_index[1]"
+                * _has_edge_index(source)
             )
     ends = {name: arrays[name] for name in ENDS}  # what is empty has no type
     ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
@@ -189,17 +158,15 @@ def shown(names: Sequence[str], most: int) -> str:
     return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
 
 
-def _edge_index_remedy(source: Arrays) -> str:
-    """What to do with PyG's `edge_index` [2, E], where the file holds one."""
+def _has_edge_index(source: Arrays) -> bool:
+    """Whether the file holds PyG's `edge_index` [2, E]."""
     with contextlib.suppress(Exception):  # absent or damaged: the caller reports what is missing
-        shape = source.header("edge_index").shape
-        if len(shape) == 2 and shape[0] == 2:
-            return "; save src=edge_index[0], dst=edge_index[1]"
-    return ""
+        return source.header("edge_index").shape[:-1] == (2,)
+    return False
 
 
-def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """The JSON object `meta`, which may hold `vertices` and `classes`; {} if there is none."""
+def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, int]:
+    """`vertices` and `classes`, which the JSON object `meta` may hold."""
     if "meta" not in arrays:
         return {}
     meta = from_json(
@@ -209,19 +176,12 @@ def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
     )
     if not isinstance(meta, dict):
         raise SpecError(f"{path}: meta: must be a JSON object, is {type(meta).__name__}")
-    for key in ("vertices", "classes"):
-        if key in meta and (
-            isinstance(meta[key], bool) or not isinstance(meta[key], int) or meta[key] < 0
-        ):
-            raise SpecError(
-                f"{path}: meta.{key}: must be a whole number >= 0, is {str(meta[key])[:MOST_SHOWN]}"
-            )
-    if meta.get("classes", 0) > MOST_CLASSES:
-        raise SpecError(
-            f"{path}: meta.classes: must be at most {MOST_CLASSES:,}, is"
-            f" {str(meta['classes'])[:MOST_SHOWN]}"
-        )
-    return meta
+    limits = (("vertices", MOST_VERTICES), ("classes", MOST_CLASSES))
+    return {
+        key: must_be_count(path, f"meta.{key}", meta[key], most)
+        for key, most in limits
+        if key in meta
+    }
 
 
 class Rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -30,23 +29,13 @@ from gnnplan.planner.graph.labels import (
     stand_in,
 )
 from gnnplan.planner.graph.npy import must_be_ids
-from gnnplan.planner.graph.parts import Parts, counts_of
+from gnnplan.planner.graph.parts import Extras, Parts, counts_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_count
 
 STAND_IN_FEATURES = 128
 STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
-
-
-@dataclass(frozen=True)
-class MadeUp:
-    """What is made up where a graph lacks it."""
-
-    width: int = STAND_IN_FEATURES  # of stand-in features
-    own_width: bool = False  # the user asked for that width
-    labels: bool = False  # stand-in labels
-    seed: int = 0
 
 
 def must_be_a_graph(parts: Parts) -> tuple[int, int]:
@@ -64,7 +53,7 @@ def must_be_a_graph(parts: Parts) -> tuple[int, int]:
     return vertices, len(src)
 
 
-def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
+def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
     """The graph of the parts, with a note for everything that was changed or made up.
 
     Edges and their fields are one piece each, which the parts lose: they take as much memory as the
@@ -78,7 +67,7 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
                 f"no edge has vertex 0: ids begin with {first:,}; if they count from 1, subtract 1"
             )
     vertex_fields, on_edges = _fields(parts, vertices, len(src))
-    stand_in_width = made_up.width if parts.x is None else 0
+    stand_in_width = (extras.width or STAND_IN_FEATURES) if parts.x is None else 0
     must_fit(
         source,
         (
@@ -96,14 +85,14 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     parts.edges, parts.edge_fields = [], {}
     del src, dst, on_edges
 
-    rng = np.random.default_rng(made_up.seed)
+    rng = np.random.default_rng(extras.seed)
     if (x := _features(parts)) is None:
         x = stand_in(indptr, stand_in_width, rng)
         notes.append(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
-            f" {made_up.seed} (normal noise, one of log degree)"
+            f" {extras.seed} (normal noise, one of log degree)"
         )
-    elif made_up.own_width:
+    elif extras.width is not None:
         raise SpecError(
             f"{source}: features= is the width of stand-in features, but the file has its own;"
             " drop it"
@@ -116,7 +105,7 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
     if numbers:
         several = show_count(classes, "number")
         notes.append(f"regression: y holds {several} per vertex to predict, no classes")
-    if made_up.labels:
+    if extras.stand_in_labels:
         if classes:
             raise SpecError(
                 f"{source}: task none makes stand-in labels, but the graph has its own"
@@ -126,10 +115,10 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
         y = rng.integers(0, classes, vertices)
         notes.append(
             f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
-            f" {made_up.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
+            f" {extras.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
         )
     given = _masks(parts, notes)
-    train, val, test = split_of(path, given, labelled, classes, rng, notes, made_up.seed)
+    train, val, test = split_of(path, given, labelled, classes, rng, notes, extras.seed)
     stats = GraphStats(
         name=Path(path).stem,
         source=source,

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.kept import remembered
+from gnnplan.planner.graph.kept import remembered, state_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -159,8 +160,7 @@ class Graph:
         if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
-        for array in _feature_arrays(x):
-            array.flags.writeable = False
+        _freeze(*_feature_arrays(x))
         return dataclasses.replace(self, x=x)
 
     def dense(self) -> Graph:
@@ -170,7 +170,7 @@ class Graph:
         rows, columns = self.x.shape
         must_fit(self.stats.name, "features", rows * columns * self.x.dtype.itemsize)
         x = self.x.toarray()
-        x.flags.writeable = False
+        _freeze(x)
         return dataclasses.replace(self, x=x, stats=dataclasses.replace(self.stats, nonzeros=0))
 
     @property
@@ -287,20 +287,27 @@ def in_neighbours(
 def finish(graph: Graph) -> Graph:
     """The graph with the hash of its content, and with its arrays frozen.
 
-    Its features are sparse if and only if most numbers are zero. Raises SpecError for features that
-    are not finite, if they are mapped."""
+    Its features are sparse if and only if most numbers are zero. A mapped file is read through
+    once; every process that maps it is told by the cache on disk what was found. Raises SpecError
+    for features that are not finite, if they are mapped."""
     stats, x = graph.stats, graph.x
     structure = graph.indptr, graph.indices
     others = graph.y, graph.train, graph.val, graph.test
     fields = {f"vertex {name}": array for name, array in graph.vertex_fields.items()}
     fields |= {f"edge {name}": array for name, array in graph.edge_fields.items()}
-    if isinstance(x, np.memmap):
-        digest, nonzeros = _digest_of_mapped(stats, x, structure, others, fields)
+
+    def hashed(*features: Array) -> str:
+        return _hash(stats.directed, (*structure, *features, *others), fields)
+
+    if mapped := isinstance(x, np.memmap):
+        key = f"{state_of(Path(str(x.filename)))} {hashed()}"
+        found = remembered("features", key, lambda: (hashed(x), _nonzeros(stats.source, x)))
+        digest, nonzeros = found[0]
     else:
-        digest = _hash(stats.directed, (*structure, *_feature_arrays(x), *others), fields)
+        digest = hashed(*_feature_arrays(x))
         nonzeros = int(np.count_nonzero(x)) if isinstance(x, np.ndarray) else int(x.nnz)
     sparse = 0 < nonzeros <= SPARSE * stats.vertices * stats.features
-    if sparse and isinstance(x, np.memmap):
+    if sparse and mapped:
         sparse = False
         note = (
             f"x.npy is mapped, so it stays dense, though only {nonzeros:,} numbers are not zero;"
@@ -312,13 +319,16 @@ def finish(graph: Graph) -> Graph:
     elif not sparse and not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
-    frozen: tuple[Array, ...] = (*structure, *_feature_arrays(x), *others, *fields.values())
-    for array in frozen:
-        array.flags.writeable = False  # so that the hash stays true
+    _freeze(*structure, *_feature_arrays(x), *others, *fields.values())  # so the hash stays true
     stats = dataclasses.replace(
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )
     return dataclasses.replace(graph, stats=stats, x=x)
+
+
+def _freeze(*arrays: Array) -> None:
+    for array in arrays:
+        array.flags.writeable = False
 
 
 def _feature_arrays(x: Features) -> tuple[Array, ...]:
@@ -357,34 +367,14 @@ def some_rows(array: Array) -> Iterator[Array]:
         yield piece
 
 
-def _digest_of_mapped(
-    stats: GraphStats,
-    x: np.memmap,
-    structure: tuple[Array, ...],
-    others: tuple[Array, ...],
-    fields: Mapping[str, Array],
-) -> tuple[str, int]:
-    """The hash of a graph with mapped features, and the number of nonzeros in them.
-
-    The file is read through once. The result is cached on disk under the file's name, size and
-    time of change, for every process that maps it. Raises SpecError for NaN and infinities."""
-    assert x.filename
-    file = os.stat(x.filename)
-    key = (
-        f"{x.filename} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns}"
-        f" {_hash(stats.directed, (*structure, *others), fields)}"
-    )
-
-    def read() -> tuple[str, int]:
-        first = count = 0
-        for piece in some_rows(x):
-            with np.errstate(over="ignore", invalid="ignore"):
-                must_be_finite(stats.source, "x", piece.astype(np.float32, copy=False), first)
-            first, count = first + len(piece), count + int(np.count_nonzero(piece))
-        return _hash(stats.directed, (*structure, x, *others), fields), count
-
-    (digest, count), _ = remembered("features", key, read)
-    return digest, count
+def _nonzeros(source: str, x: Any) -> int:
+    """How many numbers of mapped features are not zero. Raises SpecError for NaN and infinities."""
+    first = count = 0
+    for piece in some_rows(x):
+        with np.errstate(over="ignore", invalid="ignore"):
+            must_be_finite(source, "x", piece.astype(np.float32, copy=False), first)
+        first, count = first + len(piece), count + int(np.count_nonzero(piece))
+    return count
 
 
 def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,30 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, must_fit
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
 MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
 LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
+
+
+@contextmanager
+def reading(path: str, what: str) -> Iterator[None]:
+    """Whatever a library raises over a damaged file becomes a SpecError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except GnnplanError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[: 3 * MOST_SHOWN]
+        raise SpecError(
+            f"{path}: cannot be read as {what} ({type(error).__name__}: {text}); the file is"
+            " damaged or of another kind, write it again"
+        ) from error
 
 
 def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0) -> None:
@@ -160,11 +178,15 @@ class Arrays:
 
 
 @contextmanager
-def in_npz(path: str) -> Iterator[Arrays]:
-    """The arrays of a .npz."""
-    must_be_file(path)
-    with zipfile.ZipFile(path) as archive:
-        yield Arrays(path, archive)
+def arrays_in(path: str) -> Iterator[Arrays]:
+    """The arrays of a .npz, or of a folder of .npy files. Raises SpecError."""
+    with reading(path, "arrays"):
+        if os.path.isdir(path):
+            yield Arrays(path)
+            return
+        must_be_file(path)
+        with zipfile.ZipFile(path) as archive:
+            yield Arrays(path, archive)
 
 
 def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...]) -> Array:

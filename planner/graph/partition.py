@@ -6,20 +6,18 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Array, Graph, GraphStats
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partitioners import METHODS, cut, even_out, library_of, version_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 
-Array = NDArray[Any]
 FEW_EDGES = 5_000_000  # directed edges that METIS cuts in seconds
 # Vertices. All features of a smaller graph fit the processor's cache, so their order is irrelevant.
 SMALL = 2_000
@@ -63,15 +61,19 @@ def partition(
     if graph.cut is not None and (graph.cut.parts, graph.cut.method) == (parts, method):
         return graph.cut.owner
     if method == "hash":
-        return repair(_hashed(vertices, parts), parts)
+        # Fibonacci hashing: the top bits of id * 2**32 / golden ratio
+        mixed = np.arange(vertices, dtype=np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)
+        return repair((mixed * np.uint64(parts) >> np.uint64(32)).astype(np.int32), parts)
     if method == "random":
         return (np.random.default_rng(seed).permutation(vertices) % parts).astype(np.int32)
 
-    def compute() -> NDArray[np.int32]:
-        return evenly(method, *undirected(graph), parts, seed, graph.train)
-
     key = f"{version_of(library_of(method))} {graph.stats.hash} {parts} {method} {seed}"
-    return cached(key, vertices, parts, compute)
+    return cached(
+        key,
+        vertices,
+        parts,
+        lambda: evenly(method, *undirected(graph), parts, seed, graph.train),
+    )
 
 
 def evenly(
@@ -115,9 +117,8 @@ def locality_order(graph: Graph, method: str = "metis", clusters: int = 64) -> N
     vertices = graph.stats.vertices
     rank = np.arange(vertices, dtype=np.int32)
     if vertices >= SMALL:
-        rank[np.argsort(partition(graph, clusters, library_of(method)), kind="stable")] = np.arange(
-            vertices, dtype=np.int32
-        )
+        order = np.argsort(partition(graph, clusters, library_of(method)), kind="stable")
+        rank[order] = rank.copy()
     return rank
 
 
@@ -155,9 +156,3 @@ def check_parts(parts: int, vertices: int, what: str) -> None:
             f"{what}: parts must lie in [1, {vertices:,}] (no more parts than vertices), got"
             f" {parts:,}"
         )
-
-
-def _hashed(vertices: int, parts: int) -> NDArray[np.int32]:
-    """Part of each vertex by Fibonacci hashing: the top bits of id * 2**32 / golden ratio."""
-    mixed = np.arange(vertices, dtype=np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)
-    return (mixed * np.uint64(parts) >> np.uint64(32)).astype(np.int32)

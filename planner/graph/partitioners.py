@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -109,29 +108,27 @@ def by_kaminpar(
             f"the partitioner kaminpar cannot be imported ({error}); pip install"
             " 'gnnplan[kaminpar]', or use --partitioner metis"
         ) from error
+    # ParHIP's binary format: a header, where each row begins in the file, edges, loads. Bits of the
+    # header's first number say that edges have no weights (1), and that ids (8) and weights of
+    # vertices (16) have 32 bits.
+    vertices, edges = len(indptr) - 1, len(indices)
+    parhip = (
+        np.array([1 | 8 | 16, vertices, edges], np.uint64),
+        (8 * (3 + vertices + 1) + 4 * indptr.astype(np.int64)).astype(np.uint64),
+        np.ascontiguousarray(indices, np.uint32),
+        loads.astype(np.uint32),
+    )
     kaminpar.reseed(seed)
     cutter = kaminpar.KaMinPar(threads, kaminpar.default_context())
     try:  # its Python face reads graphs from files only
         with tempfile.NamedTemporaryFile(prefix="gnnplan-", suffix=".parhip") as file:
-            for array in _parhip(indptr, indices, loads):
+            for array in parhip:
                 file.write(array.data)
             file.flush()
             graph = kaminpar.load_graph(file.name, kaminpar.GraphFileFormat.PARHIP)
     except OSError as error:
         raise cannot_write(f"{tempfile.gettempdir()}: a graph for KaMinPar", error) from error
     return np.array(cutter.compute_partition(graph, parts, IMBALANCE), dtype=np.int32)
-
-
-def _parhip(indptr: Array, indices: Array, loads: Array) -> Iterator[Array]:
-    """ParHIP's binary format: a header, where each row begins in the file, edges, loads.
-
-    Bits of the header's first number say that edges have no weights (1), and that ids (8) and
-    weights of vertices (16) have 32 bits."""
-    vertices, edges = len(indptr) - 1, len(indices)
-    yield np.array([1 | 8 | 16, vertices, edges], np.uint64)
-    yield (8 * (3 + vertices + 1) + 4 * indptr.astype(np.int64)).astype(np.uint64)
-    yield np.ascontiguousarray(indices, np.uint32)
-    yield loads.astype(np.uint32)
 
 
 def even_out(

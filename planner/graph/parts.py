@@ -4,7 +4,6 @@ A reader gives what its file holds, as it is. `collect` and arrays.py check it, 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -20,8 +19,8 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX, must_be_by_edge
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
 from gnnplan.planner.graph.labels import MASKS, as_mask, class_ids, sparse_features
-from gnnplan.planner.graph.npy import load_npy, must_be_ids
-from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
+from gnnplan.planner.graph.npy import load_npy, must_be_ids, reading
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
 T = TypeVar("T")
@@ -61,6 +60,23 @@ class Parts:
     x_path: str = ""  # the name that messages give x, if it is of another file
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What a user adds where a graph lacks it: files, and wishes for what is made up."""
+
+    features: str | None = None  # files
+    labels: str | None = None
+    split: str | None = None
+    numbers: bool = False  # labels are numbers to predict, whatever they look like
+    width: int | None = None  # of stand-in features
+    stand_in_labels: bool = False
+    seed: int = 0  # of what is made up
+
+    @property
+    def files(self) -> bool:
+        return any((self.features, self.labels, self.split))
+
+
 def library(name: str) -> ModuleType:
     """The library that reads a format. Raises SpecError, with pip's command, if it is absent."""
     try:
@@ -73,23 +89,6 @@ def library(name: str) -> ModuleType:
             f"{name} is needed for this format and cannot be imported"
             f" ({str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__});"
             f" pip install {PACKAGES[name.partition('.')[0]]}"
-        ) from error
-
-
-@contextlib.contextmanager
-def reading(path: str, what: str) -> Iterator[None]:
-    """Whatever a library raises over a damaged file becomes a SpecError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except GnnplanError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[: 3 * MOST_SHOWN]
-        raise SpecError(
-            f"{path}: cannot be read as {what} ({type(error).__name__}: {text}); the file is"
-            " damaged or of another kind, write it again"
         ) from error
 
 

@@ -574,7 +574,8 @@ def several_graphs(folder: Path) -> Path:
     return folder / "several.pt"
 
 
-BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><graphml>&b;</graphml>'
+MORE = "".join(f'<!ENTITY {b} "{f"&{a};" * 16}">' for a, b in ("ab", "bc", "cd", "de", "ef", "fg"))
+BOMB = f'<!DOCTYPE x [<!ENTITY a "ten bytes.">{MORE}]><graphml>&g;</graphml>'  # 168 MB
 BAD = {
     "ogb: a pipe": (
         instead(ogb_text, "raw/node-feat.csv.gz", os.mkfifo),
@@ -673,7 +674,7 @@ BAD = {
     "pt: petabytes": (expanded_tensor, "would take"),
     "pt: several": (several_graphs, "holds several graphs"),
     "pickle": (put(pickle.dumps(Hostile())), r"is a pickle.*--trust"),
-    "graphml: entities": (put(BOMB), "XML entities are not read"),
+    "graphml: entities": (put(BOMB), r"cannot be read as GraphML \(ParseError: limit on input"),
     "graphml: cut off": (cut(graphml), "cannot be read"),
     "ogb: an edge is gone": (
         changed(ogb_text, "raw/num-edge-list.csv.gz", np.array([[91]])),

@@ -12,6 +12,7 @@ import numpy as np
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.text import (
     NUMBERS,
+    Head,
     head_of,
     is_number,
     lines_of,
@@ -20,8 +21,8 @@ from gnnplan.planner.graph.formats.text import (
     tables,
 )
 from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.npy import must_be_count
-from gnnplan.planner.graph.parts import Parts, library, reading
+from gnnplan.planner.graph.npy import must_be_count, reading
+from gnnplan.planner.graph.parts import Parts, library
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
@@ -42,7 +43,7 @@ def is_edge_list(path: str) -> bool:
     return head.columns > 1 and (len(whole) > 1 or any(n.lower() in SOURCES for n in head.names))
 
 
-def columns_of(names: list[str]) -> tuple[int, int]:
+def columns_of(names: Sequence[str]) -> tuple[int, int]:
     """The columns of source and target by their names; else the first two."""
     lower = [name.lower() for name in names]
     src = next((lower.index(name) for name in SOURCES if name in lower), None)
@@ -74,16 +75,12 @@ def taken_note(columns: int, names: Sequence[str], ends: tuple[int, int], fields
 
 
 def edge_tables(
-    path: str,
-    delimiter: str | None,
-    columns: Sequence[int] = (0, 1),
-    skip: int = 0,
-    comment: str = "#",
+    path: str, head: Head, columns: Sequence[int] = (0, 1)
 ) -> Iterator[tuple[Array, ...]]:
     """Columns of source, target and fields of edges, some rows at a time."""
     names = [str(i) for i in range(len(columns))]
     kinds = np.dtype([(name, np.float64 if i > 1 else np.int64) for i, name in enumerate(names)])
-    for table in tables(path, kinds, delimiter, tuple(columns), skip, comment):
+    for table in tables(path, kinds, head, tuple(columns)):
         yield tuple(table[name].ravel() for name in names)
 
 
@@ -104,11 +101,9 @@ def edge_list(path: str) -> Parts:
     if konect:
         notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
     first = 1 if konect else 0
-    wanted = [*columns, *fields.values()]
-    rows = edge_tables(path, head.delimiter, wanted, head.before, head.comment)
 
     def edges() -> Iterator[tuple[Array, ...]]:
-        for src, dst, *others in rows:
+        for src, dst, *others in edge_tables(path, head, [*columns, *fields.values()]):
             pairs = zip(fields, others, strict=True)
             yield (
                 src - first,
@@ -126,11 +121,11 @@ def matrix_market(path: str) -> Parts:
     # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
     numbered = (line for number, lines in lines_of(path) for line in enumerate(lines, number))
     full = (line for line in numbered if line[1].strip() and not line[1].startswith("%"))
-    head, sizes = next(full, (0, ""))
+    before, sizes = next(full, (0, ""))
     words, counts = (start_of(path) or "").partition("\n")[0].lower().split(), sizes.split()
     if len(words) < 5 or len(counts) < 2 or not all(re.fullmatch(r"\d{1,18}", n) for n in counts):
         raise SpecError(
-            f"{path}:{head or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
+            f"{path}:{before or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
             " pattern general' and one of rows, columns and entries are required; write it with"
             " scipy.io.mmwrite"
         )
@@ -142,15 +137,15 @@ def matrix_market(path: str) -> Parts:
         raise SpecError(
             f"{path}: a graph's matrix is square, this one is {rows:,} x {columns:,}; write N x N"
         )
-    vertices = must_be_count(path, "rows", rows)
+    vertices, head = must_be_count(path, "rows", rows), Head(before=before, first="%")
     weighs = words[3] in ("real", "integer") and any(
-        (table != 1).any() for table in tables(path, np.float64, None, (2, 2), head, "%")
+        (table != 1).any() for table in tables(path, np.float64, head, (2, 2))
     )
     notes = ["ignored: complex numbers of its entries"] if words[3] == "complex" else []
 
     def edges() -> Iterator[tuple[Array, ...]]:
         count = 0
-        for src, dst, *weights in edge_tables(path, None, range(2 + weighs), head, "%"):
+        for src, dst, *weights in edge_tables(path, head, range(2 + weighs)):
             src, dst = src - 1, dst - 1  # ids count from 1
             count += len(src)
             yield src, dst, *weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,14 @@ from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.sparse import load_matrix, roles
 from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.graph.labels import mask_of, named, read_labels
-from gnnplan.planner.graph.npy import in_npz
+from gnnplan.planner.graph.npy import arrays_in
 from gnnplan.planner.graph.parts import (
+    Extras,
     Matrix,
     Parts,
     edge_pieces,
     gathered,
     mapped_array,
-    reading,
     tensor_array,
     vertices_of,
 )
@@ -28,19 +27,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
 ENDINGS = (".npy", ".csv.gz", ".csv", ".txt", ".pt")
-
-
-@dataclass(frozen=True)
-class Extras:
-    """Files that add what a graph lacks; None adds nothing."""
-
-    features: str | None = None
-    labels: str | None = None
-    split: str | None = None
-    numbers: bool = False  # labels are numbers to predict, whatever they look like
-
-    def __bool__(self) -> bool:
-        return any((self.features, self.labels, self.split))
 
 
 def add(parts: Parts, extras: Extras) -> None:
@@ -84,7 +70,7 @@ def _kind(path: str) -> str:
         start = stream.read(6)
     if not start.startswith(b"PK"):
         return "npy" if start == b"\x93NUMPY" else "text"
-    with reading(path, "a zip archive"), in_npz(path) as arrays:
+    with arrays_in(path) as arrays:
         held = [info.filename.endswith(".npy") for info in arrays.files.values()]
         return "npz" if any(held) else "pt"
 
@@ -158,7 +144,7 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
 def _arrays(path: str) -> dict[str, Array]:
     """The arrays of a .npz, or the tensors of a .pt, by name."""
     if _kind(path) == "npz":
-        with reading(path, ".npz"), in_npz(path) as arrays:
+        with arrays_in(path) as arrays:
             return {name: arrays.read(name) for name in arrays.files}
     loaded = load_tensors(path)
     if not isinstance(loaded, dict):

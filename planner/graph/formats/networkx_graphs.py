@@ -12,6 +12,7 @@ import numpy as np
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.graph import Array, must_fit
 from gnnplan.planner.graph.labels import MASKS
+from gnnplan.planner.graph.npy import reading
 from gnnplan.planner.graph.parts import (
     FEATURES,
     LABELS,
@@ -19,13 +20,11 @@ from gnnplan.planner.graph.parts import (
     ignored,
     is_numbers,
     library,
-    reading,
     take_vertex_data,
     tensor_array,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 
-ENTITY = b"<!ENTITY"
 TAKEN = (*FEATURES, *LABELS, *MASKS)
 PER_BYTE = 10  # [B] of Python objects per byte of GraphML, at least
 
@@ -34,16 +33,7 @@ def read_graphml(path: str) -> Parts:
     networkx = library("networkx")
     with reading(path, "GraphML"):
         must_fit(path, "NetworkX's objects of it", PER_BYTE * float(os.stat(path).st_size))
-        with open(path, "rb") as stream:
-            tail = b""
-            while block := stream.read(1 << 20):
-                if ENTITY in tail + block:  # a few lines of them can mean gigabytes
-                    raise SpecError(
-                        f"{path}: XML entities are not read; write it with networkx.write_graphml"
-                    )
-                tail = block[-len(ENTITY) :]
-        graph = networkx.read_graphml(path)
-    return of_graph(graph, path)
+        return of_graph(networkx.read_graphml(path), path)
 
 
 def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:

@@ -13,8 +13,8 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.graph import Array, must_fit
 from gnnplan.planner.graph.labels import labels_of, mask_of, mask_of_ids, named
-from gnnplan.planner.graph.npy import in_npz, must_be_count
-from gnnplan.planner.graph.parts import Parts, mapped_array, reading
+from gnnplan.planner.graph.npy import arrays_in, must_be_count, reading
+from gnnplan.planner.graph.parts import Parts, mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_json
 
@@ -26,7 +26,7 @@ def load_matrix(path: str) -> Any:
     nbytes = 0
     must_be_file(path, "it should hold a sparse matrix")
     with reading(path, "a sparse matrix"):
-        with in_npz(path) as arrays:
+        with arrays_in(path) as arrays:
             for name in arrays.files:  # before scipy allocates what headers claim
                 header = arrays.check(name)
                 nbytes += header.nbytes
@@ -40,10 +40,6 @@ def load_matrix(path: str) -> Any:
     if matrix.format == "dia":  # whose numbers of rows and columns scipy would allocate unseen
         raise SpecError(f"{path}: holds diagonals; save it with save_npz(path, matrix.tocoo())")
     return matrix
-
-
-def read(path: str) -> Parts:
-    return of_matrix(load_matrix(path), path)
 
 
 def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
