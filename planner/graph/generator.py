@@ -141,27 +141,24 @@ def _learned(
     vertices, classes = len(label), given["classes"]
     means = rng.standard_normal((classes, given["features"]), dtype=np.float32)
     means /= np.linalg.norm(means, axis=1, keepdims=True)
-    step = max(1, AT_ONCE // means[0].nbytes) if in_pieces else vertices
-    rows = _rows(rng.spawn(1)[0] if in_pieces else rng, label, means, given["noise"], step)
-    x = rows if in_pieces else next(rows)
+
+    def rows(rng: np.random.Generator, step: int) -> Iterator[Array]:
+        """Features around the mean of each vertex's class, `step` rows at a time."""
+        for start in range(0, vertices, step):
+            here = label[start : start + step]
+            x = rng.standard_normal((len(here), means.shape[1]), dtype=np.float32)
+            x *= np.float32(given["noise"])
+            x += means[here]
+            yield x
+
+    step = max(1, AT_ONCE // means[0].nbytes)
+    x = rows(rng.spawn(1)[0], step) if in_pieces else next(rows(rng, vertices))
     noisy = rng.random(vertices) < given["label_noise"]
     y = np.where(noisy, rng.integers(0, classes, vertices), label)
     split = random_split(np.ones(vertices, bool), rng, max(given["train"], 1 / vertices))
     masks = dict(zip(MASKS, split, strict=True))
     told = "a generated graph, not data: its classes and parts are easier than real ones"
     return Parts(name, edges, vertices, classes, x, y, masks, [told, *notes])
-
-
-def _rows(
-    rng: np.random.Generator, label: Array, means: Array, noise: float, step: int
-) -> Iterator[Array]:
-    """Features around the mean of each vertex's class, `step` rows at a time."""
-    for start in range(0, len(label), step):
-        here = label[start : start + step]
-        x = rng.standard_normal((len(here), means.shape[1]), dtype=np.float32)
-        x *= np.float32(noise)
-        x += means[here]
-        yield x
 
 
 def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...]]:
@@ -200,18 +197,29 @@ def _pairs(
     cumulative = np.concatenate([[0.0], np.cumsum(np.minimum(weight, 50 * weight.mean()))])
     first = np.searchsorted(community, np.arange(community[-1] + 1))
     bounds = cumulative[np.append(first, n)]
+
+    def pick(low: Array | float, high: Array | float, draws: int) -> NDArray[np.int64]:
+        """Vertices drawn by weight, each from an interval [low, high) of the cumulative weight."""
+        drawn = low + rng.random(draws) * (high - low)
+        vertices = np.searchsorted(cumulative, drawn, side="right") - 1
+        return np.minimum(vertices, n - 1)  # rounding may reach the end
+
+    def add(a: Array, b: Array) -> NDArray[np.int64]:
+        """The distinct pairs, with those of a and b that are no self-loop; sorted."""
+        keys = (np.minimum(a, b) * n + np.maximum(a, b))[a != b]
+        keys = np.sort(np.concatenate([pairs, keys]))  # np.unique hashes, which is slower here
+        return keys[np.diff(keys, prepend=-1) > 0]
+
     pairs = np.empty(0, np.int64)
     for _ in range(8):
         if len(pairs) >= count:
             break
         draws = int(1.15 * (count - len(pairs))) + 64
-        a = _pick(rng, cumulative, np.zeros(draws), np.full(draws, cumulative[-1]))
+        a = pick(0.0, cumulative[-1], draws)
         anywhere = rng.random(draws) < mixing
-        low, high = bounds[community[a]], bounds[community[a] + 1]
-        b = _pick(
-            rng, cumulative, np.where(anywhere, 0.0, low), np.where(anywhere, cumulative[-1], high)
-        )
-        pairs = _add(pairs, a, b, n)
+        low = np.where(anywhere, 0.0, bounds[community[a]])
+        high = np.where(anywhere, cumulative[-1], bounds[community[a] + 1])
+        pairs = add(a, pick(low, high, draws))
     filled = 0
     if len(pairs) < count:
         drawn = len(pairs)
@@ -222,25 +230,9 @@ def _pairs(
             pairs = np.concatenate([pairs, rng.choice(missing, count - len(pairs), replace=False)])
         while len(pairs) < count:
             draws = 2 * (count - len(pairs)) + 64
-            pairs = _add(pairs, rng.integers(0, n, draws), rng.integers(0, n, draws), n)
+            pairs = add(rng.integers(0, n, draws), rng.integers(0, n, draws))
         filled = 2 * (count - drawn)
     return pairs[rng.permutation(len(pairs))[:count]] if len(pairs) > count else pairs, filled
-
-
-def _pick(
-    rng: np.random.Generator, cumulative: Array, low: Array, high: Array
-) -> NDArray[np.int64]:
-    """Vertices drawn by weight, each from an interval [low, high) of the cumulative weight."""
-    drawn = low + rng.random(len(low)) * (high - low)
-    vertices = np.searchsorted(cumulative, drawn, side="right") - 1
-    return np.asarray(np.minimum(vertices, len(cumulative) - 2))  # rounding may reach the end
-
-
-def _add(pairs: NDArray[np.int64], a: Array, b: Array, n: int) -> NDArray[np.int64]:
-    """The distinct pairs, with those of a and b that are no self-loop; sorted."""
-    keys = (np.minimum(a, b) * n + np.maximum(a, b))[a != b]
-    keys = np.sort(np.concatenate([pairs, keys]))  # np.unique hashes, which is slower here
-    return keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
 
 
 def parameters(source: str, query: str) -> dict[str, str]:

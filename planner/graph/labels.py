@@ -80,7 +80,14 @@ def read_labels(
         return nothing
     y = typed(path, "y", y, "iufb", (1, 2))
     if numbers or _are_numbers(y := class_ids(path, "y", y)):
-        found = _numbers(path, y)
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = y.reshape(len(y), -1).astype(np.float32)
+        if np.isinf(y).any():
+            raise SpecError(
+                f"{path}: y{np.argwhere(np.isinf(y))[0].tolist()}: numbers to predict must be"
+                " finite in float32 (NaN: none); scale them"
+            )
+        found = Labels(y, y.shape[1], ~np.isnan(y).any(1), numbers=True)
     elif y.ndim == 2:
         labelled = ~((y == -1) | np.isnan(y)).all(1)
         found = Labels(_targets(path, y, labelled), y.shape[1], labelled)
@@ -91,23 +98,9 @@ def read_labels(
 
 def _are_numbers(y: Array) -> bool:
     """Whether these can be no labels."""
-    if y.dtype.kind != "f":
-        return False
     known = y[np.isfinite(y)]
     beyond = y.ndim == 1 or bool(((known < 0) | (known > 1)).any())
     return beyond and bool((known != np.floor(known)).any())
-
-
-def _numbers(path: str, y: Array) -> Labels:
-    """Numbers to predict. Raises SpecError for infinities."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        y = y.reshape(len(y), -1).astype(np.float32)
-    if np.isinf(y).any():
-        raise SpecError(
-            f"{path}: y{np.argwhere(np.isinf(y))[0].tolist()}: numbers to predict must be finite in"
-            " float32 (NaN: none); scale them"
-        )
-    return Labels(y, y.shape[1], ~np.isnan(y).any(1), numbers=True)
 
 
 def _targets(path: str, y: Array, labelled: Array) -> Array:
@@ -309,11 +302,9 @@ def random_split(
     `train` is the share of the first; the other two are equal: 60/20/20."""
     order = rng.permutation(np.flatnonzero(labelled))
     cuts = [round(train * len(order)), round((1 + train) / 2 * len(order))]
-    masks = []
-    for ids in np.split(order, cuts):
-        mask = np.zeros(len(labelled), bool)
+    masks = np.zeros((3, len(labelled)), bool)
+    for mask, ids in zip(masks, np.split(order, cuts), strict=True):
         mask[ids] = True
-        masks.append(mask)
     return masks[0], masks[1], masks[2]
 
 

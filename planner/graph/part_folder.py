@@ -1,17 +1,7 @@
 """Reads a folder of parts, which `gnnplan partition` writes: rows as they are asked for.
 
-    parts.json      the graph's statistics, how it was cut, and a digest of each part's part.json
-    owner.npy       the part of each vertex [N]
-    place.npy       its place among the rows of its part [N]
-    order.npy       its place in the order in which rows lie in memory (partition.locality_order)
-    degree.npy      in-degrees [N]; out_degree.npy, where edges have a direction
-    sends.npy       rows of part i that edges of part j begin at [parts, parts]
-    part3/part.json which part of which graph it is, and size and digest of its files
-    part3/ids.npy   global ids of its vertices, in that order [n]
-    part3/indptr, indices      the ids that they aggregate from, a CSR
-    part3/x (x_indptr, x_indices, x_data if sparse), y, train, val, test, vertex.*, edge.*
-    part3/halo.npy  ids of other parts' vertices that its edges begin at, by part and place
-    part3/give.npy  places of its own rows that other parts read, part after part
+docs/reference/files.md has its files. ids.npy of a part are in the order of place.npy; order.npy is
+partition.locality_order; halo.npy goes by part and place, give.npy by part.
 
 A `Graph` of it has arrays that look whole. Rows that are asked for by their ids are read of the
 parts that have them; what asks for more gets the whole array, put together once. A part's files
@@ -307,7 +297,9 @@ class Lazy(NDArrayOperatorsMixin):
         make: Callable[[], Any],
         some: Callable[[NDArray[Any] | None, slice | None], Any] | None = None,
     ) -> None:
-        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        like = np.broadcast_to(np.zeros((), dtype), shape)  # which takes no memory
+        self.dtype, self.shape, self.ndim = like.dtype, like.shape, like.ndim
+        self.size, self.nbytes, self._like = like.size, like.nbytes, like
         self._make, self._some = make, some
 
     @cached_property
@@ -333,19 +325,7 @@ class Lazy(NDArrayOperatorsMixin):
         return self.whole[key]
 
     def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return len(self._like)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
