@@ -19,9 +19,9 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import MASKS, sparse_features
+from gnnplan.planner.graph.labels import MASKS, dense_features, sparse_features
 from gnnplan.planner.graph.npy import Arrays, arrays_in, load_npy, must_be_count, typed
-from gnnplan.planner.graph.parts import Parts, edge_pieces, feature_pieces, pieces_of, small_arrays
+from gnnplan.planner.graph.parts import ENDS, Parts, gathered, small_arrays, streams
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     MOST_SHOWN,
@@ -30,7 +30,6 @@ from gnnplan.planner.vocabulary.files import (
     must_have_a_place,
 )
 
-ENDS = "src", "dst"
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 
 
@@ -63,30 +62,62 @@ def read_own(path: str) -> Parts:
             for name in source.files
             if _is_known(name)
         }
-        src, dst = _edge_list(path, arrays, source)
-        fields = {
-            of: {name.removeprefix(of): arrays[name] for name in arrays if name.startswith(of)}
-            for of in (VERTEX, EDGE)
-        }
-        meta = _meta(path, arrays)
-        parts = Parts(path, [], meta.get("vertices"), meta.get("classes"))
-        parts.x, parts.y = _features(path, arrays), arrays.get("y")
-        parts.masks = {name: arrays[name] for name in MASKS if name in arrays}
-        parts.vertex_fields = fields[VERTEX]
+        for name in ENDS:
+            if name not in arrays:
+                remedy = "; save src=edge_index[0], dst=edge_index[1]" * _has_edge_index(source)
+                raise SpecError(
+                    f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required,"
+                    f" found {shown([*source.files], 100) or 'nothing'}{remedy}"
+                )
+        parts = of_arrays(path, arrays)
+        ((src, dst),) = parts.edges
         vertices, _ = count(parts, src, dst)
         ignored = [*source.others]
         for name in source.files.keys() - arrays.keys():
             of = _field_kind(path, name, source, vertices, len(src))
             if of is None:
                 ignored.append(source.called(name))
-            elif name in fields[of]:
+            elif of + name in arrays:
                 raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
+            elif of == VERTEX:
+                parts.vertex_fields[name] = source.read(name, mapped=True)
             else:
-                fields[of][name] = source.read(name, of == VERTEX)
+                parts.edge_fields[name] = [source.read(name)]
         parts.notes += [f"ignored arrays: {shown(ignored, 8)}"] if ignored else []
-        parts.edges = [(src, dst)]
-        parts.edge_fields = {name: [rows] for name, rows in fields[EDGE].items()}
         return parts
+
+
+def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
+    """A table of arrays, by the names that ours have, in one piece each. Raises SpecError."""
+    ends = {name: arrays[name] for name in ENDS}  # what is empty has no type
+    ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
+    src, dst = (typed(path, name, ids, "iu", (1,)) for name, ids in ends.items())
+    if len(src) != len(dst):
+        raise SpecError(
+            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
+            " write both ends of every edge"
+        )
+    meta = _meta(path, arrays)
+    parts = Parts(path, [(src, dst)], meta.get("vertices"), meta.get("classes"))
+    parts.x, parts.y = _features(path, arrays), arrays.get("y")
+    parts.masks = {name: arrays[name] for name in MASKS if name in arrays}
+    for name, array in arrays.items():
+        if name.startswith(VERTEX):
+            parts.vertex_fields[name.removeprefix(VERTEX)] = array
+        elif name.startswith(EDGE):
+            parts.edge_fields[name.removeprefix(EDGE)] = [array]
+    return parts
+
+
+def collect(parts: Parts) -> Parts:
+    """The parts in memory, in one piece each. Raises SpecError."""
+    arrays, x = small_arrays(parts), parts.x
+    if isinstance(x, np.memmap) and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
+        arrays["x"], parts = x, replace(parts, x=None)  # stays in its file
+    for names, pieces in streams(parts):
+        arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
+    whole = of_arrays(parts.path, arrays)
+    return replace(whole, notes=parts.notes, numbers=parts.numbers, owner=parts.owner)
 
 
 def _is_known(name: str) -> bool:
@@ -120,8 +151,10 @@ def _features(path: str, arrays: Mapping[str, Array]) -> Array | sp.csr_matrix |
         raise SpecError(
             f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
         )
+    if "x" in arrays:
+        return dense_features(path, arrays["x"])
     if "x_indptr" not in arrays:
-        return arrays.get("x")
+        return None
     for name in ("x_indices", "x_shape"):
         if name not in arrays:
             raise SpecError(
@@ -129,27 +162,6 @@ def _features(path: str, arrays: Mapping[str, Array]) -> Array | sp.csr_matrix |
             )
     indptr, indices, shape = (arrays[name] for name in ("x_indptr", "x_indices", "x_shape"))
     return sparse_features(path, indptr, indices, shape, arrays.get("x_data"))
-
-
-def _edge_list(path: str, arrays: Mapping[str, Array], source: Arrays) -> tuple[Array, Array]:
-    """The edge list src, dst (integers [E])."""
-    for name in ENDS:
-        if name not in arrays:
-            raise SpecError(
-                f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, found"
-                f" {shown([*source.files], 100) or 'nothing'}"
-                + "; save src=edge_index[0], dst=edge_index[1]"
-                * _has_edge_index(source)
-            )
-    ends = {name: arrays[name] for name in ENDS}  # what is empty has no type
-    ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
-    src, dst = (typed(path, name, ids, "iu", (1,)) for name, ids in ends.items())
-    if len(src) != len(dst):
-        raise SpecError(
-            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
-            " write both ends of every edge"
-        )
-    return src, dst
 
 
 def shown(names: Sequence[str], most: int) -> str:
@@ -281,17 +293,12 @@ def must_be_new(folder: Path) -> None:
 
 
 def _write(parts: Parts, folder: Path) -> None:
-    names = [*ENDS, *(EDGE + name for name in parts.columns)]
-    with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(contextlib.closing(Rows(folder / f"{name}.npy"))) for name in names
-        ]
-        for piece in edge_pieces(parts):
-            for file, column in zip(files, piece, strict=True):
-                file.append(column)
-    for name, pieces in parts.edge_fields.items():
-        write_rows(folder / f"{EDGE}{name}.npy", pieces_of(parts.path, "its edges", pieces))
-    if parts.x is not None and not sp.issparse(parts.x):
-        write_rows(folder / "x.npy", feature_pieces(parts.x_path or parts.path, parts.x))
+    for names, pieces in streams(parts):
+        with contextlib.ExitStack() as stack:
+            opened = (contextlib.closing(Rows(folder / f"{name}.npy")) for name in names)
+            files = [stack.enter_context(file) for file in opened]
+            for piece in pieces:
+                for file, column in zip(files, piece, strict=True):
+                    file.append(column)
     for name, array in small_arrays(parts).items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

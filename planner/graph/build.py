@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -20,14 +21,7 @@ from gnnplan.planner.graph.graph import (
     merging_note,
     must_fit,
 )
-from gnnplan.planner.graph.labels import (
-    MASKS,
-    as_mask,
-    dense_features,
-    read_labels,
-    split_of,
-    stand_in,
-)
+from gnnplan.planner.graph.labels import as_mask, read_labels, split_of, stand_in
 from gnnplan.planner.graph.npy import must_be_ids
 from gnnplan.planner.graph.parts import Extras, Parts, counts_of
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -43,13 +37,11 @@ def must_be_a_graph(parts: Parts) -> tuple[int, int]:
 
     It is in one piece each."""
     (src, _), vertices, _ = _checked_edges(parts)
-    _features(parts)
     _fields(parts, vertices, len(src))
     if parts.y is not None or parts.masks:  # of as many vertices
         found = read_labels(parts.path, parts.y, vertices, parts.classes, parts.numbers)
         rng, notes = np.random.default_rng(0), list[str]()
-        given = _masks(parts, notes)
-        split_of(parts.path, given, found.labelled, found.classes, rng, notes, 0)
+        split_of(parts.path, _masks(parts, notes), found.labelled, found.classes, rng, notes, 0)
     return vertices, len(src)
 
 
@@ -86,7 +78,8 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
     del src, dst, on_edges
 
     rng = np.random.default_rng(extras.seed)
-    if (x := _features(parts)) is None:
+    x = cast("Features | None", parts.x)
+    if x is None:
         x = stand_in(indptr, stand_in_width, rng)
         notes.append(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
@@ -149,10 +142,6 @@ def cut_by(path: str, owner: Array) -> Cut:
     return Cut(sizes.size, "metis", kept, blake2b(kept.data, digest_size=16).hexdigest())
 
 
-def _features(parts: Parts) -> Features | None:
-    return dense_features(parts.path, parts.x) if isinstance(parts.x, np.ndarray) else parts.x
-
-
 def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:
     """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
     on_edges = {name: rows for name, pieces in parts.edge_fields.items() for rows in pieces}
@@ -164,8 +153,7 @@ def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], 
 
 def _masks(parts: Parts, notes: list[str]) -> dict[str, Array]:
     """Its masks, of booleans."""
-    given = {name: parts.masks[name] for name in MASKS if name in parts.masks}
-    return {name: as_mask(parts.path, name, mask, notes) for name, mask in given.items()}
+    return {name: as_mask(parts.path, name, mask, notes) for name, mask in parts.masks.items()}
 
 
 def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:

@@ -64,9 +64,10 @@ from written import (
 
 from gnnplan.cli import main
 from gnnplan.planner.graph import formats, npy
+from gnnplan.planner.graph.arrays import collect
 from gnnplan.planner.graph.formats import Extras, convert, parts_of, text
 from gnnplan.planner.graph.load import load, source_of
-from gnnplan.planner.graph.parts import Parts, collect, small_arrays
+from gnnplan.planner.graph.parts import Parts, small_arrays
 from gnnplan.planner.vocabulary.errors import SpecError
 
 starts = pytest.mark.processes
@@ -240,9 +241,9 @@ def test_a_graph_of_several_kinds_is_told_what_to_become(tmp_path):
 
 def test_of_several_splits_the_first_is_taken_and_said():
     graph = {"edge_index": EDGES, "train_mask": np.stack([GRAPH["train_mask"]] * 3, 1)}
-    parts = formats.pyg.of_mapping(graph, "it")
-    assert np.array_equal(parts.masks["train_mask"], GRAPH["train_mask"])
-    assert parts.notes == ["train_mask holds 3 splits; the first is taken"]
+    graph = built(formats.pyg.of_mapping(graph | {"y": GRAPH["y"]}, "it"))
+    assert np.array_equal(graph.train, GRAPH["train_mask"])
+    assert [note for note in graph.stats.notes if "split" in note] == ["train_mask holds 3 splits; the first is taken"]
 
 
 def test_text_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gnnplan.planner.graph.arrays import must_be_new, read_own, write
+from gnnplan.planner.graph.arrays import collect, must_be_new, read_own, write
 from gnnplan.planner.graph.build import build
 from gnnplan.planner.graph.formats import (
     dgl_graphs,
@@ -30,7 +30,7 @@ from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.npy import reading
 from gnnplan.planner.graph.part_folder import DESCRIPTION
-from gnnplan.planner.graph.parts import Extras, Parts, collect, mapped_array
+from gnnplan.planner.graph.parts import Extras, Parts, mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 

@@ -17,9 +17,9 @@ from gnnplan.planner.graph.parts import (
     Extras,
     Matrix,
     Parts,
-    edge_pieces,
     gathered,
     mapped_array,
+    streams,
     tensor_array,
     vertices_of,
 )
@@ -57,9 +57,9 @@ def _vertices(parts: Parts) -> int:
     """How many vertices there are; edges are read for it where nothing else says so."""
     if (said := vertices_of(parts)) is not None:
         return said
-    columns = 2 + len(parts.columns)
-    parts.edges = [tuple(gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns))]
-    src, dst, *_ = parts.edges[0]
+    names, pieces = next(streams(parts))
+    src, dst, *fields = gathered(names, parts.path, pieces)
+    parts.edges = [(src, dst, *fields)]
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
 
 
