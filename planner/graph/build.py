@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked_fields
+from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked
 from gnnplan.planner.graph.graph import (
     MOST_VERTICES,
     Array,
@@ -144,10 +144,11 @@ def cut_by(path: str, owner: Array) -> Cut:
 
 def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:
     """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
-    on_edges = {name: rows for name, pieces in parts.edge_fields.items() for rows in pieces}
+    path, on_vertices = parts.path, sorted(parts.vertex_fields.items())
+    on_edges = [(n, array) for n, pieces in sorted(parts.edge_fields.items()) for array in pieces]
     return (
-        checked_fields(parts.path, VERTEX, parts.vertex_fields, vertices, "vertices"),
-        checked_fields(parts.path, EDGE, on_edges, edges, "edges"),
+        {n: checked(path, VERTEX + n, array, vertices, "vertices") for n, array in on_vertices},
+        {n: checked(path, EDGE + n, array, edges, "edges") for n, array in on_edges},
     )
 
 

@@ -160,7 +160,7 @@ class Graph:
         if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
-        _freeze(*_feature_arrays(x))
+        freeze(*_feature_arrays(x))
         return dataclasses.replace(self, x=x)
 
     def dense(self) -> Graph:
@@ -170,7 +170,7 @@ class Graph:
         rows, columns = self.x.shape
         must_fit(self.stats.name, "features", rows * columns * self.x.dtype.itemsize)
         x = self.x.toarray()
-        _freeze(x)
+        freeze(x)
         return dataclasses.replace(self, x=x, stats=dataclasses.replace(self.stats, nonzeros=0))
 
     @property
@@ -319,14 +319,15 @@ def finish(graph: Graph) -> Graph:
     elif not sparse and not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
-    _freeze(*structure, *_feature_arrays(x), *others, *fields.values())  # so the hash stays true
+    freeze(*structure, *_feature_arrays(x), *others, *fields.values())  # so the hash stays true
     stats = dataclasses.replace(
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )
     return dataclasses.replace(graph, stats=stats, x=x)
 
 
-def _freeze(*arrays: Array) -> None:
+def freeze(*arrays: Array) -> None:
+    """Let nobody write to arrays."""
     for array in arrays:
         array.flags.writeable = False
 

@@ -5,7 +5,7 @@ They are read some rows at a time."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -54,24 +54,21 @@ def columns_of(names: Sequence[str]) -> tuple[int, int]:
     return (first, second) if first < second else (0, 1)
 
 
-def field_columns(names: Sequence[str], ends: tuple[int, int]) -> dict[str, int]:
-    """Columns of fields of edges, by the fields' names: those that have a name."""
-    found: dict[str, int] = {}
+def fields_beside(
+    names: Sequence[str], columns: int, ends: tuple[int, int], is_number: Callable[[int], bool]
+) -> tuple[dict[str, int], list[str]]:
+    """Columns of fields of edges, by their names, and a note on columns that are not taken."""
+    fields: dict[str, int] = {}
     for i, name in enumerate(names):
-        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name):
-            found.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
-    return found
-
-
-def taken_note(columns: int, names: Sequence[str], ends: tuple[int, int], fields: int) -> list[str]:
-    """What is said of a table with more columns than are taken."""
-    if columns == 2 + fields:
-        return []
+        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name) and is_number(i):
+            fields.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
+    if columns == 2 + len(fields):
+        return fields, []
     taken = [names[i] for i in ends] if names else ["the first", "the second"]
     shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
-    others = f", and {fields} as fields" if fields else ""
+    others = f", and {len(fields)} as fields" if fields else ""
     remedy = "" if names else "; columns that a first line names are fields of edges"
-    return [f"of {columns} columns {shown} are taken{others}{remedy}"]
+    return fields, [f"of {columns} columns {shown} are taken{others}{remedy}"]
 
 
 def edge_tables(
@@ -88,10 +85,8 @@ def edge_list(path: str) -> Parts:
     """An edge per line; columns that a line names, beside both ends, are fields of edges."""
     head = head_of(path, 2)
     columns = columns_of(head.names) if head.named else (0, 1)
-    numbers = [is_number(text) for text in head.row]
-    named = field_columns(head.names, columns).items()
-    fields = {name: i for name, i in named if i < len(numbers) and numbers[i]}
-    notes = taken_note(head.columns, head.names, columns, len(fields)) if head.columns > 2 else []
+    numbers = {i for i, text in enumerate(head.row) if is_number(text)}
+    fields, notes = fields_beside(head.names, head.columns, columns, numbers.__contains__)
     konect = KONECT.match(head.first)
     if konect and konect[1] == "bip":
         raise SpecError(
@@ -173,11 +168,12 @@ def parquet(path: str) -> Parts:
             " write both ends of an edge"
         )
     ends = columns_of(schema.names)
-    fields = {
-        name: i
-        for name, i in field_columns(schema.names, ends).items()
-        if str(schema.field(i).type).startswith(NUMERIC)
-    }
+    fields, notes = fields_beside(
+        schema.names,
+        len(schema.names),
+        ends,
+        lambda i: str(schema.field(i).type).startswith(NUMERIC),
+    )
     names = [schema.names[i] for i in (*ends, *fields.values())]
     for name in names[:2]:
         if "int" not in str(schema.field(name).type):
@@ -198,5 +194,4 @@ def parquet(path: str) -> Parts:
                         )
                 yield tuple(np.asarray(column.to_numpy(False)) for column in columns)
 
-    notes = taken_note(len(schema.names), schema.names, ends, len(fields))
     return Parts(path, edges(), notes=notes, columns=tuple(fields))

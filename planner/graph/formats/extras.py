@@ -31,13 +31,9 @@ ENDINGS = (".npy", ".csv.gz", ".csv", ".txt", ".pt")
 
 def add(parts: Parts, extras: Extras) -> None:
     """Add to the parts. Raises SpecError where the graph has its own."""
-    given = (
-        ("features", extras.features, parts.x is not None),
-        ("labels", extras.labels, parts.y is not None),
-        ("split", extras.split, bool(parts.masks)),
-    )
-    for word, path, own in given:
-        if path and own:
+    own = {"features": parts.x is not None, "labels": parts.y is not None, "split": parts.masks}
+    for word, has in own.items():
+        if has and (path := getattr(extras, word)):
             raise SpecError(
                 f"{parts.path}: has its own {word}, so --{word} {path} would replace them; leave it"
                 " out"
