@@ -20,7 +20,7 @@ from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
 from gnnplan.planner.graph.labels import MASKS, dense_features, sparse_features
-from gnnplan.planner.graph.npy import Arrays, arrays_in, load_npy, must_be_count, typed
+from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import ENDS, Parts, gathered, small_arrays, streams
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
@@ -219,7 +219,7 @@ class Rows:
     def _widen(self, dtype: np.dtype[Any]) -> None:
         """Go on in a type that holds more, with the rows before."""
         self.close()
-        before = load_npy(self.path, self.path.name)
+        before = mapped_array(self.path)
         self.path.unlink()
         self.__init__(self.path, dtype)  # type: ignore[misc]
         step = max(1, AT_ONCE // 8 // max(1, before[:1].size))

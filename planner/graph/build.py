@@ -126,20 +126,16 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
         notes=tuple(notes),
         directed=directed,
     )
-    masks, cut = (train, val, test), None if parts.owner is None else cut_by(path, parts.owner)
+    cut = None
+    if parts.owner is not None:
+        owner, sizes = np.ascontiguousarray(parts.owner, np.int32), np.bincount(parts.owner)
+        if (empty := np.flatnonzero(sizes == 0)).size:
+            raise SpecError(
+                f"{path}: part {empty[0]} of {sizes.size} has no vertices; partition it again"
+            )
+        cut = Cut(sizes.size, "metis", owner, blake2b(owner.data, digest_size=16).hexdigest())
     fields = vertex_fields, edge_fields
-    return finish(Graph(stats, indptr, indices, x, y, *masks, (), *fields, cut=cut))
-
-
-def cut_by(path: str, owner: Array) -> Cut:
-    """The cut of another library. Raises SpecError for parts without vertices."""
-    sizes = np.bincount(owner)
-    if (empty := np.flatnonzero(sizes == 0)).size:
-        raise SpecError(
-            f"{path}: part {empty[0]} of {sizes.size} has no vertices; partition it again"
-        )
-    kept = np.ascontiguousarray(owner, np.int32)
-    return Cut(sizes.size, "metis", kept, blake2b(kept.data, digest_size=16).hexdigest())
+    return finish(Graph(stats, indptr, indices, x, y, train, val, test, (), *fields, cut=cut))
 
 
 def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:

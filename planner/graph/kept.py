@@ -106,18 +106,10 @@ def cached(
     np.savez(buffer, found=found, seconds=time.perf_counter() - start)
     with contextlib.suppress(SpecError, OSError):  # a closed or full disk costs only time
         write_atomically(path, buffer.getbuffer(), parents=True)
-        _forget_oldest(there)
+        files = sorted(there.glob("*.npz"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        sizes = np.cumsum([file.stat().st_size for file in files])
+        for file in (
+            file for file, size in zip(files[1:], sizes[1:], strict=True) if size > MOST_BYTES
+        ):
+            file.unlink(missing_ok=True)
     return found
-
-
-def _forget_oldest(there: Path) -> None:
-    """Remove files until the others have at most MOST_BYTES."""
-    files = sorted(
-        (file.stat().st_mtime_ns, file.stat().st_size, file) for file in there.glob("*.npz")
-    )
-    total = sum(size for _, size, _ in files)
-    for _, size, file in files[:-1]:
-        if total <= MOST_BYTES:
-            break
-        file.unlink(missing_ok=True)
-        total -= size

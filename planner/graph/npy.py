@@ -112,13 +112,15 @@ def check_header(path: str, name: str, stream: IO[bytes], stored: int, fits: boo
     return header
 
 
-def load_npy(path: str | Path, name: str, mode: Literal["r", "c"] = "r") -> Array:
+def mapped_array(path: str | Path, mode: Literal["r", "c"] = "r") -> Array:
     """An array of a .npy file, mapped if it can be. Raises SpecError; its header is checked first.
 
     mode: of numpy.load, for who reads pages (r) or may write to copies of them (c)."""
-    with open(path, "rb") as stream:
-        nbytes = check_header(str(path), name, stream, os.stat(path).st_size, fits=False).nbytes
-    return np.asanyarray(np.load(path, mode if nbytes else None, allow_pickle=False))
+    path, name = str(path), Path(path).stem
+    must_be_file(path, f"it should hold {name}.npy")
+    with reading(path, ".npy"), open(path, "rb") as stream:
+        nbytes = check_header(path, name, stream, os.stat(path).st_size, fits=False).nbytes
+        return np.asanyarray(np.load(path, mode if nbytes else None, allow_pickle=False))
 
 
 class Arrays:
@@ -170,7 +172,7 @@ class Arrays:
         mapped = mapped and self.archive is None
         header = self.check(name, fits=not mapped)
         if mapped:
-            return load_npy(self.files[name], name)
+            return mapped_array(self.files[name])
         self.nbytes += header.nbytes
         must_fit(self.path, "what it holds", self.nbytes)
         with self.open(name) as stream:

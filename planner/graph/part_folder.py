@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, Cut, Graph, GraphStats, must_fit
 from gnnplan.planner.graph.kept import remembered, state_of
-from gnnplan.planner.graph.npy import load_npy
+from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
 from gnnplan.planner.vocabulary.numbers import ranges
@@ -183,7 +183,7 @@ class PartFolder:
             path = folder / f"{name}.npy"
             _must_be_whole(path, files[name])
             # pages that torch may take as its own; nobody writes them
-            self._open[key] = load_npy(path, name, "c").view(np.ndarray)
+            self._open[key] = mapped_array(path, "c").view(np.ndarray)
         return self._open[key]
 
     @property

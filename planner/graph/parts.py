@@ -20,9 +20,9 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
 from gnnplan.planner.graph.labels import MASKS, class_ids
-from gnnplan.planner.graph.npy import load_npy, must_be_ids, reading
+from gnnplan.planner.graph.npy import must_be_ids, reading
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
+from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
 T = TypeVar("T")
 # an array; or its rows, some at a time, for files that may exceed memory; or sparse
@@ -106,14 +106,6 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
             f"{f'; save {name}.T' if turn else '; row 0 are sources, row 1 destinations'}"
         )
     return edge_index[0], edge_index[1]
-
-
-def mapped_array(path: str) -> Array:
-    """An array of a .npy file, mapped. Raises SpecError; its header is checked first."""
-    name = os.path.basename(path)
-    must_be_file(path, f"it should hold {name}")
-    with reading(path, ".npy"):
-        return load_npy(path, name)
 
 
 def tensor_array(path: str, name: str, value: Any) -> Array:

@@ -25,12 +25,12 @@ from gnnplan.planner.graph.formats import (
     sparse,
     text,
 )
-from gnnplan.planner.graph.formats.extras import add
+from gnnplan.planner.graph.formats.extras import add, read_graphsaint
 from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.npy import reading
+from gnnplan.planner.graph.npy import mapped_array, reading
 from gnnplan.planner.graph.part_folder import DESCRIPTION
-from gnnplan.planner.graph.parts import Extras, Parts, mapped_array
+from gnnplan.planner.graph.parts import Extras, Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -93,7 +93,7 @@ FOLDERS: tuple[Format, ...] = (
     ),
     OWN_FOLDER,
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
-    Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), sparse.read_graphsaint),
+    Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), read_graphsaint),
     Format(
         "DistDGL's parts", lambda f: os.path.isfile(f"{f.path}/part0/graph.dgl"), dgl_graphs.read
     ),

@@ -14,13 +14,12 @@ from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.formats.text import Head
 from gnnplan.planner.graph.graph import MOST_CLASSES, Array
 from gnnplan.planner.graph.labels import labels_of, mask_of_ids
-from gnnplan.planner.graph.npy import must_be_count
+from gnnplan.planner.graph.npy import mapped_array, must_be_count
 from gnnplan.planner.graph.parts import (
     FEATURES,
     Parts,
     endpoints,
     ignored,
-    mapped_array,
     tensor_array,
 )
 from gnnplan.planner.vocabulary.errors import SpecError

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from gnnplan.planner.graph.formats.edge_lists import edge_tables
-from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.formats.extras import masks_in
 from gnnplan.planner.graph.formats.text import Head, column, matrix, narrow, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import mask_of_ids
+from gnnplan.planner.graph.labels import MASKS, WORDS
 from gnnplan.planner.graph.npy import Header, arrays_in, must_be_count
-from gnnplan.planner.graph.parts import Parts, tensor_array
+from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 
-SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
 NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
 
 
@@ -62,25 +61,15 @@ def read(path: str) -> Parts:
             f"{path}: has {vertices:,} vertices, but {len(parts.y):,} labels; the download is"
             " damaged, repeat it"
         )
-    for name, ids in _ids_of(split).items():
-        if not ids.size:
-            raise SpecError(f"{split}: {SPLITS[name]}: holds no vertex; repeat the download")
-        parts.masks[name] = mask_of_ids(str(split), name, ids, vertices)
+    lists = split if (split / LISTS).is_file() else split / SAVED
+    parts.masks = masks_in(str(lists), vertices)
+    for name in MASKS:
+        if name not in parts.masks or not parts.masks[name].any():
+            raise SpecError(
+                f"{lists}: {WORDS[name][0]}: holds no vertex; repeat the download, or save it again"
+                " with ogb's DatasetSaver"
+            )
     return parts
-
-
-def _ids_of(split: Path) -> dict[str, Array]:
-    """The vertices of each part, by lists in text, or as ogb's DatasetSaver writes them."""
-    if (split / LISTS).is_file():
-        return {name: column(str(split / f"{part}.csv.gz")) for name, part in SPLITS.items()}
-    path = str(split / SAVED)
-    held = load_tensors(path)
-    if not isinstance(held, dict) or not held.keys() >= {*SPLITS.values()}:
-        raise SpecError(
-            f"{path}: must be a dictionary of train, valid and test; save it again with ogb's"
-            " DatasetSaver"
-        )
-    return {name: tensor_array(path, part, held[part]) for name, part in SPLITS.items()}
 
 
 def _one(path: str, name: str, counts: Array, most: int = MOST_VERTICES) -> int:
