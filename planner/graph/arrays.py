@@ -8,7 +8,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,10 +21,9 @@ from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
 from gnnplan.planner.graph.labels import MASKS, dense_features, sparse_features
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
-from gnnplan.planner.graph.parts import ENDS, Parts, gathered, small_arrays, streams
+from gnnplan.planner.graph.parts import ENDS, Parts, gathered, ignored, shown, small_arrays, streams
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
-    MOST_SHOWN,
     cannot_write,
     from_json,
     must_have_a_place,
@@ -72,18 +71,18 @@ def read_own(path: str) -> Parts:
         parts = of_arrays(path, arrays)
         ((src, dst),) = parts.edges
         vertices, _ = count(parts, src, dst)
-        ignored = [*source.others]
+        left = [*source.others]
         for name in source.files.keys() - arrays.keys():
             of = _field_kind(path, name, source, vertices, len(src))
             if of is None:
-                ignored.append(source.called(name))
+                left.append(name)
             elif of + name in arrays:
                 raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
             elif of == VERTEX:
                 parts.vertex_fields[name] = source.read(name, mapped=True)
             else:
                 parts.edge_fields[name] = [source.read(name)]
-        parts.notes += [f"ignored arrays: {shown(ignored, 8)}"] if ignored else []
+        parts.notes += ignored(left)
         return parts
 
 
@@ -162,12 +161,6 @@ def _features(path: str, arrays: Mapping[str, Array]) -> Array | sp.csr_matrix |
             )
     indptr, indices, shape = (arrays[name] for name in ("x_indptr", "x_indices", "x_shape"))
     return sparse_features(path, indptr, indices, shape, arrays.get("x_data"))
-
-
-def shown(names: Sequence[str], most: int) -> str:
-    """At most `most` of the names, without control characters that a terminal would obey."""
-    shown = [ascii(name)[1:-1][:MOST_SHOWN] for name in sorted(names)[:most]]
-    return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
 
 
 def _has_edge_index(source: Arrays) -> bool:

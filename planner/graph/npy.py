@@ -141,10 +141,6 @@ class Arrays:
             else:
                 self.others.append(file.name)
 
-    def called(self, name: str) -> str:
-        """What notes call an array."""
-        return name if self.archive else str(self.files[name].name)
-
     def open(self, name: str) -> IO[bytes]:
         """The bytes of an array."""
         if self.archive:

@@ -379,9 +379,8 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
     stats = dataclasses.replace(about.graph, source=source, notes=(*about.graph.notes, told))
 
     def edges(name: str) -> Any:
-        stored = first.files[name]
-        shape = stats.edges, *stored.shape[1:]
-        return Lazy(stored.dtype, shape, lambda: folder.edges(name))
+        shape = stats.edges, *first.files[name].shape[1:]
+        return Lazy(first.files[name].dtype, shape, lambda: folder.edges(name))
 
     def rows(name: str) -> Any:
         sparse = name == "x" and stats.nonzeros > 0
@@ -397,16 +396,17 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
     def fields(of: str, make: Callable[[str], Any]) -> dict[str, Any]:
         return {name.removeprefix(of): make(name) for name in first.files if name.startswith(of)}
 
+    x, y, train, val, test = map(rows, ("x", "y", "train", "val", "test"))
     indptr: Any = Lazy(np.int64, (stats.vertices + 1,), lambda: folder.indptr)
     return PartGraph(
         stats,
         indptr,
         edges("indices"),
-        rows("x"),
-        rows("y"),
-        rows("train"),
-        rows("val"),
-        rows("test"),
+        x,
+        y,
+        train,
+        val,
+        test,
         vertex_fields=fields(VERTEX, rows),
         edge_fields=fields(EDGE, edges),
         cut=Cut(about.parts, about.partitioner, folder.owner, about.cut),

@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -138,10 +138,16 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     return value
 
 
-def ignored(names: Iterable[Any]) -> list[str]:
+def shown(names: Iterable[Any], most: int = 8) -> str:
+    """At most `most` of the names, without control characters that a terminal would obey."""
+    names = sorted(str(name) for name in names)
+    shown = [ascii(name)[1:-1][:MOST_SHOWN] for name in names[:most]]
+    return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
+
+
+def ignored(names: Collection[Any]) -> list[str]:
     """A note on what a file holds and nobody reads."""
-    shown = ", ".join(sorted(str(name) for name in names)[:8])
-    return ["ignored: " + ascii(shown)[1:-1][: 3 * MOST_SHOWN]] if shown else []
+    return [f"ignored: {shown(names)}"] if names else []
 
 
 def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:

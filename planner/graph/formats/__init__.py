@@ -22,7 +22,6 @@ from gnnplan.planner.graph.formats import (
     networkx_graphs,
     ogb,
     pyg,
-    sparse,
     text,
 )
 from gnnplan.planner.graph.formats.extras import add, read_graphsaint
@@ -104,7 +103,7 @@ FILES: tuple[Format, ...] = (
     Format(
         "SciPy's sparse .npz",
         lambda f: f.has("format.npy", "shape.npy"),
-        lambda p: sparse.of_matrix(sparse.load_matrix(p), p),
+        lambda p: edge_lists.of_matrix(edge_lists.load_matrix(p), p),
     ),
     Format("PyTorch's .pt", lambda f: any(n.endswith("data.pkl") for n in f.names), pyg.read),
     Format("PyTorch's .pt", lambda f: f.start.startswith(OLD_TORCH), pyg.read),
@@ -185,7 +184,7 @@ def of_object(found: Any, path: str = "") -> Parts:
         "dgl": dgl_graphs.of_graph,
         "torch_geometric": pyg.of_data,
         "networkx": networkx_graphs.of_graph,
-        "scipy": sparse.of_matrix,
+        "scipy": edge_lists.of_matrix,
         "torch": pyg.of_edge_index,
         "numpy": pyg.of_edge_index,
     }

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.formats import text
+from gnnplan.planner.graph.formats.edge_lists import load_matrix, of_matrix
 from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.sparse import load_matrix, of_matrix
 from gnnplan.planner.graph.graph import Array
 from gnnplan.planner.graph.labels import labels_of, mask_of, mask_of_ids, named, read_labels
 from gnnplan.planner.graph.npy import arrays_in, mapped_array, reading

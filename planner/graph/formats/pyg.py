@@ -16,6 +16,7 @@ from gnnplan.planner.graph.parts import (
     Parts,
     endpoints,
     library,
+    shown,
     take_fields,
     take_vertex_data,
     tensor_array,
@@ -135,10 +136,9 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
     if edge_index is None:
         turned = data.get("adj_t")
         if turned is None:
-            names = ", ".join(ascii(name)[1:-1][:MOST_SHOWN] for name in list(data)[:8])
             raise SpecError(
                 f"{path}: edge_index: missing; edges [2, E] are required, found"
-                f" {names or 'nothing'}"
+                f" {shown(data) or 'nothing'}"
             )
         if not str(getattr(turned, "layout", "")).startswith("torch.sparse"):
             raise SpecError(f"{path}: adj_t: cannot be read; save edge_index instead")

@@ -173,18 +173,18 @@ def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:
     return tables(path, dtype, head_of(path))
 
 
-def _rows(path: str) -> Array:
-    """All rows of a table as they are [lines, columns]."""
+def _rows(path: str) -> tuple[Array, Head]:
+    """All rows of a table as they are [lines, columns], and how it begins."""
     pieces = list(matrix(path))
     try:
-        return np.concatenate(pieces) if pieces else np.empty((0, 1))
+        return np.concatenate(pieces) if pieces else np.empty((0, 1)), head_of(path)
     except ValueError as error:
         raise SpecError(f"{path}: lines must have as many numbers as the first") from error
 
 
 def column(path: str) -> Array:
     """Whole numbers, one per line, as ids are written, or those of the column that is named so."""
-    table, head = _rows(path), head_of(path)
+    table, head = _rows(path)
     others = [i for i in range(table.shape[1]) if i not in head.numbers]
     if len(others) > 1 and head.ids in others:
         rest = [i for i in others if i != head.ids]
@@ -217,7 +217,7 @@ def whole_matrix(path: str, vertices: int = 0) -> Array:
 
     A column of ids says whose they are; NaN is for vertices that none is of. vertices: at least as
     many are made then."""
-    table, head = _rows(path), head_of(path)
+    table, head = _rows(path)
     if head.ids is None:
         return table
     ids = _whole(path, table[:, head.ids])
