@@ -194,14 +194,12 @@ class Rows:
 
     numpy's headers leave room for their final number."""
 
-    def __init__(self, path: Path, dtype: Any = None) -> None:
-        self.path, self.dtype = path, dtype  # None: as the first rows say
+    def __init__(self, path: Path) -> None:
+        self.path, self.dtype, self.shape = path, np.dtype(bool), cast(tuple[int, ...], (0,))
         self.stream = open(path, "xb")  # noqa: SIM115
-        self.shape = cast(tuple[int, ...], (0,))
         self._header()
 
     def append(self, rows: Array) -> None:
-        self.dtype = rows.dtype if self.dtype is None else self.dtype
         if (both := np.result_type(self.dtype, rows.dtype)) != self.dtype:
             self._widen(both)
         self.shape = self.shape[0] + len(rows), *rows.shape[1:]
@@ -214,15 +212,15 @@ class Rows:
         self.close()
         before = mapped_array(self.path)
         self.path.unlink()
-        self.__init__(self.path, dtype)  # type: ignore[misc]
+        self.__init__(self.path)  # type: ignore[misc]
+        self.dtype = dtype
         step = max(1, AT_ONCE // 8 // max(1, before[:1].size))
         for start in range(0, len(before), step):
             self.append(before[start : start + step])
 
     def _header(self) -> None:
         self.stream.seek(0)
-        kind = np.dtype(bool if self.dtype is None else self.dtype)
-        about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
+        about = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(self.stream, about | {"shape": self.shape})
 
     def close(self) -> None:

@@ -167,12 +167,6 @@ def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
 def count(parts: Parts, src: Array, dst: Array) -> tuple[int, str]:
     """The number of vertices, and the names of what says so ('' if only edges do)."""
     counts = counts_of(parts)
-    if len(set(counts.values())) > 1:
-        raise SpecError(
-            f"{parts.path}: {', '.join(counts)}: must be given for the same number of vertices, are"
-            f" for {', '.join(f'{count:,}' for count in counts.values())}; give each a row per"
-            " vertex"
-        )
     in_edges = (int(ids.max()) + 1 for ids in (src, dst) if len(ids))
     vertices = next(iter(counts.values())) if counts else max(in_edges, default=0)
     if vertices < 1:

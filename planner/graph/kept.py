@@ -51,14 +51,6 @@ class Stopwatch:
             watch.seconds += seconds
 
 
-def folder() -> Path | None:
-    """Where numbers are kept; None: nowhere."""
-    named = os.environ.get("GNNPLAN_PARTITIONS")
-    if named == "none":
-        return None
-    return Path(named) if named else cache_dir() / "partitions"
-
-
 def state_of(path: Path) -> str:
     """What tells a file from another, and from what it is once somebody has written to it."""
     file = path.stat()
@@ -88,8 +80,9 @@ def cached(
 
     The seconds that it took are kept with them. A file is complete or absent, and what a disk has
     changed in it is found by its checksum (of a .npz) and computed again."""
-    if (there := folder()) is None:
+    if (named := os.environ.get("GNNPLAN_PARTITIONS")) == "none":
         return compute()
+    there = Path(named) if named else cache_dir() / "partitions"
     path = there / f"{blake2b(f'{VERSION} {key}'.encode(), digest_size=16).hexdigest()}.npz"
     # absent or damaged: compute it again
     unread = OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile

@@ -162,7 +162,9 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counts_of(parts: Parts) -> dict[str, int]:
-    """By their names, how many vertices parts have rows of, or say that there are."""
+    """By their names, how many vertices parts have rows of, or say that there are.
+
+    Raises SpecError where they differ."""
     named = {"x": parts.x, "y": parts.y}
     named |= {name: parts.masks[name] for name in MASKS if name in parts.masks}
     named |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
@@ -170,12 +172,19 @@ def counts_of(parts: Parts) -> dict[str, int]:
         named["x_indptr"] = named.pop("x")
     shapes: dict[str, Any] = {name: getattr(each, "shape", ()) for name, each in named.items()}
     counts = {name: int(shape[0]) for name, shape in shapes.items() if shape}
-    return counts if parts.vertices is None else {**counts, "meta.vertices": parts.vertices}
+    counts |= {} if parts.vertices is None else {"meta.vertices": parts.vertices}
+    if len(set(counts.values())) > 1:
+        raise SpecError(
+            f"{parts.path}: {', '.join(counts)}: must be given for the same number of vertices, are"
+            f" for {', '.join(f'{count:,}' for count in counts.values())}; give each a row per"
+            " vertex"
+        )
+    return counts
 
 
 def vertices_of(parts: Parts) -> int | None:
     """How many vertices the parts say that there are, without a look at edges."""
-    return next(reversed(counts_of(parts).values()), None)
+    return next(iter(counts_of(parts).values()), None)
 
 
 def take_fields(

@@ -51,25 +51,21 @@ class Frequency:
 
     vertices: NDArray[np.int32]
     edges: NDArray[np.int32]
-    batches: int
 
 
 def presample(graph: Graph, workload: Workload, epochs: int = EPOCHS) -> Frequency:
     """Run the sampler as training does, on other draws, and count what is sampled."""
     vertices = np.zeros(graph.stats.vertices, np.int32)
     edges = np.zeros(graph.indices.size, np.int32)
-    done = 0
     for epoch in range(BEFORE, BEFORE + epochs):
-        batches = presampled(graph, workload, epoch)
-        for number, items in enumerate(batches):
+        for number, items in enumerate(presampled(graph, workload, epoch)):
             seeds = seeds_in(graph, workload, items, epoch, number)
             found = frontier(graph, seeds, workload.fanouts, workload.seed, epoch, number)
             for nodes in found.nodes:
                 vertices[nodes] += 1
             for _, places in found.edges:
                 edges[places] += 1
-            done += 1
-    return Frequency(vertices, edges, done)
+    return Frequency(vertices, edges)
 
 
 def owners(
@@ -119,13 +115,9 @@ def split(
     else:
         assert frequency is not None
         load = frequency.vertices.astype(float)
-    # every edge has at least weight 1, so that METIS keeps neighbours together also where nothing
-    # was sampled
-    drawn = (
-        frequency.edges + np.int32(1)
-        if splitter == "gsplit" and frequency is not None
-        else np.ones(graph.indices.size, np.int32)
-    )
+    drawn = np.ones(graph.indices.size, np.int32)
+    if splitter == "gsplit" and frequency is not None:
+        drawn += frequency.edges  # METIS keeps neighbours together also where nothing was sampled
     one_way = sp.csr_matrix((drawn, graph.indices, graph.indptr), shape=(load.size, load.size))
     both = sp.csr_matrix(one_way + one_way.T)
     del frequency, drawn, one_way  # METIS needs the memory

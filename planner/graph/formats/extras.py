@@ -65,7 +65,7 @@ def _take(parts: Parts, extras: Extras) -> None:
     if extras.labels:
         parts.y = np.atleast_1d(_labels(extras.labels, parts))
     if extras.split:
-        parts.masks = masks_in(extras.split, _vertices(parts))
+        parts.masks = masks_in(extras.split, parts)
 
 
 def _vertices(parts: Parts) -> int:
@@ -144,8 +144,8 @@ def _has_ids(path: str) -> bool:
     return text.head_of(path).ids is not None
 
 
-def masks_in(path: str, vertices: int) -> dict[str, Array]:
-    """Masks by a folder of lists, a .npz or .pt of masks or lists, or a .json of lists."""
+def masks_in(path: str, parts: Parts) -> dict[str, Array]:
+    """Masks of a split: a folder of lists, a .npz or .pt of masks or lists, a .json of lists."""
     if (kind := "folder" if os.path.isdir(path) else _kind(path)) == "folder":
         files = {
             file.name.removesuffix(ending): str(file)
@@ -173,4 +173,5 @@ def masks_in(path: str, vertices: int) -> dict[str, Array]:
             f"{path}: a split needs train, val (or valid) and test: masks, or lists of vertex ids;"
             f" found {', '.join(found) or 'none'}"
         )
+    vertices = _vertices(parts)
     return {name: mask_of(path, name, array, vertices) for name, array in found.items()}

@@ -21,8 +21,8 @@ from gnnplan.planner.graph.parts import (
     endpoints,
     ignored,
     tensor_array,
+    vertices_of,
 )
-from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
 
 METADATA = "metadata.yaml"
@@ -111,11 +111,6 @@ def read(path: str) -> Parts:
         (name,) = places
     if name is not None:
         parts.x = meta.array(places[name])
-        if len(parts.x) != vertices:  # before labels and masks of so many are made
-            raise SpecError(
-                f"{path}: {name}: has {len(parts.x):,} rows, but graph.nodes.num is {vertices:,};"
-                " give a row per vertex"
-            )
         del places[name]
     fields = {other for other in (*places, *on_edges) if NAME.fullmatch(other)}
     parts.notes += ignored({*places, *on_edges} - fields)
@@ -127,7 +122,7 @@ def read(path: str) -> Parts:
     if tasks := meta.get(("tasks",), list, []):
         if len(tasks) > 1:
             parts.notes.append(f"of {len(tasks)} tasks the first is taken")
-        _sets(meta, parts, vertices)
+        _sets(meta, parts)
     return parts
 
 
@@ -138,7 +133,7 @@ def _edges(meta: _Metadata) -> Iterable[tuple[Array, ...]]:
     return [endpoints(path, "edges", meta.array(where))]
 
 
-def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
+def _sets(meta: _Metadata, parts: Parts) -> None:
     """Masks, labels and the number of classes of the first task."""
     ids: dict[str, Array] = {}
     labels: list[tuple[Array, Array]] = []
@@ -164,6 +159,7 @@ def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
                     " each",
                 )
             labels.append((ids[mask], y))
+    vertices = vertices_of(parts) or 0
     parts.masks = {name: mask_of_ids(parts.path, name, ids[name], vertices) for name in ids}
     if not labels:
         return

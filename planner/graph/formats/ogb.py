@@ -42,7 +42,7 @@ def read(path: str) -> Parts:
     edge_feat is edge_attr, as OGB's loader of PyG names it."""
     (raw,) = raws_of(path)
     is_binary = (raw / "data.npz").is_file()
-    parts, vertices = _binary(raw, path) if is_binary else _text(raw, path)
+    parts = _binary(raw, path) if is_binary else _text(raw, path)
     splits = raw.parent / "split"
     if not splits.is_dir():
         parts.notes.append("no folder split/ beside raw/")
@@ -56,13 +56,8 @@ def read(path: str) -> Parts:
         )
     (split,) = found
     parts.notes.append(f"the official split by {split.name}")
-    if parts.y is not None and len(parts.y) != vertices:  # before masks of so many are made
-        raise SpecError(
-            f"{path}: has {vertices:,} vertices, but {len(parts.y):,} labels; the download is"
-            " damaged, repeat it"
-        )
     lists = split if (split / LISTS).is_file() else split / SAVED
-    parts.masks = masks_in(str(lists), vertices)
+    parts.masks = masks_in(str(lists), parts)
     for name in MASKS:
         if name not in parts.masks or not parts.masks[name].any():
             raise SpecError(
@@ -82,7 +77,7 @@ def _one(path: str, name: str, counts: Array, most: int = MOST_VERTICES) -> int:
     return must_be_count(path, name, int(counts.ravel()[0]), most)
 
 
-def _text(raw: Path, path: str) -> tuple[Parts, int]:
+def _text(raw: Path, path: str) -> Parts:
     nodes, ends = "num-node-list.csv.gz", "num-edge-list.csv.gz"
     vertices = _one(path, nodes, column(str(raw / nodes)))
     count = _one(path, ends, column(str(raw / ends)), 2**62)
@@ -111,7 +106,7 @@ def _text(raw: Path, path: str) -> tuple[Parts, int]:
             parts.vertex_fields[name] = np.concatenate([*_narrowed(str(file))])
         elif name.startswith("edge_"):
             parts.edge_fields[name] = _narrowed(str(file))
-    return parts, vertices
+    return parts
 
 
 def _narrowed(path: str) -> Iterator[Array]:
@@ -123,7 +118,7 @@ def _narrowed(path: str) -> Iterator[Array]:
 # -- binary ----------------------------------------------------------------------------------------
 
 
-def _binary(raw: Path, path: str) -> tuple[Parts, int]:
+def _binary(raw: Path, path: str) -> Parts:
     data, labels = str(raw / "data.npz"), str(raw / "node-label.npz")
     vertices = _one(data, "num_nodes_list", _whole(data, "num_nodes_list"))
     shape = _header(data, "edge_index").shape
@@ -146,7 +141,7 @@ def _binary(raw: Path, path: str) -> tuple[Parts, int]:
         elif name.startswith("edge_") and name != "edge_index":
             field = "edge_attr" if name == "edge_feat" else name
             parts.edge_fields[field] = _rows(data, name, "edge")
-    return parts, vertices
+    return parts
 
 
 def _rows(path: str, name: str, of: str) -> Iterator[Array]:
