@@ -23,11 +23,7 @@ from gnnplan.planner.graph.labels import MASKS, dense_features, sparse_features
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import ENDS, Parts, gathered, ignored, shown, small_arrays, streams
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import (
-    cannot_write,
-    from_json,
-    must_have_a_place,
-)
+from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_a_place
 
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 

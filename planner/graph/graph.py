@@ -96,6 +96,9 @@ class Whole:
         return np.diff(self.indptr) + self.loops, outs + self.loops
 
 
+Csr: TypeAlias = Whole | sp.csr_matrix  # what has an indptr and indices
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """Parts in which somebody has cut a graph."""

@@ -9,12 +9,7 @@ from urllib.parse import quote, urlencode
 
 from gnnplan.planner.graph import formats
 from gnnplan.planner.graph.build import STAND_IN_FEATURES
-from gnnplan.planner.graph.generator import (
-    asked,
-    is_generated,
-    numbers,
-    parameters,
-)
+from gnnplan.planner.graph.generator import asked, is_generated, numbers, parameters
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
-from gnnplan.planner.graph.graph import Array, Graph, GraphStats
+from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partitioners import METHODS, cut, even_out, library_of, version_of
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -36,10 +36,7 @@ def chosen(method: str, graph: Graph | GraphStats) -> str:
 
 
 def partition(
-    graph: Graph | GraphStats,
-    parts: int,
-    method: str = "metis",
-    seed: int = 0,
+    graph: Graph | GraphStats, parts: int, method: str = "metis", seed: int = 0
 ) -> NDArray[np.int32]:
     """Part [N] of each vertex, in [0, parts), no part empty.
 
@@ -69,44 +66,38 @@ def partition(
 
     key = f"{version_of(library_of(method))} {graph.stats.hash} {parts} {method} {seed}"
     return cached(
-        key,
-        vertices,
-        parts,
-        lambda: evenly(method, *undirected(graph), parts, seed, graph.train),
+        key, vertices, parts, lambda: evenly(method, undirected(graph), parts, seed, graph.train)
     )
 
 
 def evenly(
-    method: str, indptr: Array, indices: Array, parts: int, seed: int, train: NDArray[np.bool_]
+    method: str, edges: Csr, parts: int, seed: int, train: NDArray[np.bool_]
 ) -> NDArray[np.int32]:
     """A library's part [N] of each vertex of a symmetric CSR, no part empty, evened out."""
-    part = repair(cut(method, indptr, indices, parts, seed), parts)
+    part = repair(cut(method, edges, parts, seed), parts)
     if library_of(method) == "kaminpar":
-        even_out(indptr, indices, part, parts, np.ones(part.size, bool))
+        even_out(edges, part, parts, np.ones(part.size, bool))
     if method == "kaminpar-train":
-        even_out(indptr, indices, part, parts, train)
+        even_out(edges, part, parts, train)
     return part
 
 
 def partition_weighted(
-    indptr: Array, indices: Array, weights: Array | None, parts: int, method: str = "metis"
+    edges: Csr, weights: Array | None, parts: int, method: str = "metis"
 ) -> NDArray[np.int32]:
     """Part [n] of each vertex of a symmetric CSR without self-loops, by the method's library.
 
     It minimises the edge cut and balances `weights` (whole numbers >= 0). Weights are ignored if
     they are so uneven that a part would hold fewer than three of the largest."""
-    vertices = len(indptr) - 1
+    vertices = len(edges.indptr) - 1
     check_parts(parts, vertices, "the subgraph")
     library = library_of(method)
     digest = blake2b(digest_size=16)
-    for array in (indptr, indices, *(() if weights is None else (weights,))):
+    for array in (edges.indptr, edges.indices, *(() if weights is None else (weights,))):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
     key = f"{version_of(library)} weighted {digest.hexdigest()} {parts} 0 {weights is None}"
     return cached(
-        key,
-        vertices,
-        parts,
-        lambda: repair(cut(library, indptr, indices, parts, 0, weights), parts),
+        key, vertices, parts, lambda: repair(cut(library, edges, parts, 0, weights), parts)
     )
 
 
@@ -122,12 +113,11 @@ def locality_order(graph: Graph, method: str = "metis", clusters: int = 64) -> N
     return rank
 
 
-def undirected(graph: Graph) -> tuple[Array, Array]:
-    """CSR (indptr, indices) of the graph with every edge in both directions."""
+def undirected(graph: Graph) -> Csr:
+    """The graph with every edge in both directions."""
     if not graph.stats.directed:
-        return graph.whole.indptr, graph.whole.indices
-    both = sp.csr_matrix(graph.adjacency + graph.adjacency.T)
-    return both.indptr, both.indices
+        return graph.whole
+    return sp.csr_matrix(graph.adjacency + graph.adjacency.T)
 
 
 def repair(part: NDArray[np.int32], parts: int) -> NDArray[np.int32]:

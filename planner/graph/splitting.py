@@ -124,8 +124,7 @@ def split(
     if parts == load.size or not both.nnz:
         return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
     part = by_metis(
-        both.indptr,
-        both.indices,
+        both,
         parts,
         seed,
         _whole(load, 2**30 - load.size),

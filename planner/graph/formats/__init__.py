@@ -126,11 +126,7 @@ FILES: tuple[Format, ...] = (
         lambda f: (text.start_of(f.path, START) or "").lower().startswith("%%matrixmarket"),
         edge_lists.matrix_market,
     ),
-    Format(
-        "an edge list",
-        lambda f: edge_lists.is_edge_list(f.path),
-        edge_lists.edge_list,
-    ),
+    Format("an edge list", lambda f: edge_lists.is_edge_list(f.path), edge_lists.edge_list),
 )
 FORMATS = FOLDERS + FILES
 GENERATED = Format("generated", lambda f: is_generated(f.path), generated)
