@@ -41,7 +41,7 @@ def must_be_a_graph(parts: Parts) -> tuple[int, int]:
     if parts.y is not None or parts.masks:  # of as many vertices
         found = read_labels(parts.path, parts.y, vertices, parts.classes, parts.numbers)
         rng, notes = np.random.default_rng(0), list[str]()
-        split_of(parts.path, _masks(parts, notes), found.labelled, found.classes, rng, notes, 0)
+        split_of(parts.path, _masks(parts, notes), found, rng, notes, 0)
     return vertices, len(src)
 
 
@@ -60,17 +60,10 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
             )
     vertex_fields, on_edges = _fields(parts, vertices, len(src))
     stand_in_width = (extras.width or STAND_IN_FEATURES) if parts.x is None else 0
-    must_fit(
-        source,
-        (
-            f"{vertices:,} vertices with {stand_in_width:,} stand-in features"
-            if stand_in_width
-            else f"{vertices:,} vertices"
-        ),
-        vertices * (20.0 + 8 * stand_in_width)
-        + (120.0 if on_edges else 60.0) * len(src)
-        + sum(2.0 * field.nbytes for field in on_edges.values()),
-    )
+    what, nbytes = f"{vertices:,} vertices", vertices * (20.0 + 8 * stand_in_width)
+    what += f" with {stand_in_width:,} stand-in features" * (stand_in_width > 0)
+    nbytes += (120.0 if on_edges else 60.0) * len(src)
+    must_fit(source, what, nbytes + sum(2.0 * field.nbytes for field in on_edges.values()))
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
     edge_fields, moved = along(on_edges, (src, dst), vertices, directed)
     notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
@@ -92,40 +85,23 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
         )
     else:
         notes += merging_note(x)
-    y, classes, labelled, numbers = read_labels(
-        path, parts.y, vertices, parts.classes, parts.numbers
-    )
-    if numbers:
-        several = show_count(classes, "number")
+    found = read_labels(path, parts.y, vertices, parts.classes, parts.numbers)
+    if found.numbers:
+        several = show_count(found.classes, "number")
         notes.append(f"regression: y holds {several} per vertex to predict, no classes")
     if extras.stand_in_labels:
-        if classes:
+        if found.classes:
             raise SpecError(
                 f"{source}: task none makes stand-in labels, but the graph has its own"
-                f" ({classes:,} classes); drop --task none"
+                f" ({found.classes:,} classes); drop --task none"
             )
         classes = parts.classes or STAND_IN_CLASSES
-        y = rng.integers(0, classes, vertices)
+        found = found._replace(y=rng.integers(0, classes, vertices), classes=classes)
         notes.append(
             f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
             f" {extras.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
         )
-    given = _masks(parts, notes)
-    train, val, test = split_of(path, given, labelled, classes, rng, notes, extras.seed)
-    stats = GraphStats(
-        name=Path(path).stem,
-        source=source,
-        vertices=vertices,
-        edges=len(indices),
-        features=x.shape[1],
-        classes=classes,
-        train_vertices=int(train.sum()),
-        multilabel=y.ndim == 2 and not numbers,
-        numbers=numbers,
-        hash="",
-        notes=tuple(notes),
-        directed=directed,
-    )
+    masks = split_of(path, _masks(parts, notes), found, rng, notes, extras.seed)
     cut = None
     if parts.owner is not None:
         owner, sizes = np.ascontiguousarray(parts.owner, np.int32), np.bincount(parts.owner)
@@ -134,8 +110,22 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
                 f"{path}: part {empty[0]} of {sizes.size} has no vertices; partition it again"
             )
         cut = Cut(sizes.size, "metis", owner, blake2b(owner.data, digest_size=16).hexdigest())
-    fields = vertex_fields, edge_fields
-    return finish(Graph(stats, indptr, indices, x, y, train, val, test, (), *fields, cut=cut))
+    stats = GraphStats(
+        name=Path(path).stem,
+        source=source,
+        vertices=vertices,
+        edges=len(indices),
+        features=x.shape[1],
+        classes=found.classes,
+        train_vertices=int(masks[0].sum()),
+        multilabel=found.y.ndim == 2 and not found.numbers,
+        numbers=found.numbers,
+        hash="",
+        notes=tuple(notes),
+        directed=directed,
+    )
+    edges, fields = (indptr, indices), (vertex_fields, edge_fields)
+    return finish(Graph(stats, *edges, x, found.y, *masks, (), *fields, cut=cut))
 
 
 def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
 from gnnplan.planner.vocabulary.units import show_bytes
 
 Array = NDArray[Any]
+Owner: TypeAlias = NDArray[np.int32]  # the part of each vertex [N]
 # [N, F], float32, or float64 where float32 does not hold them; numpy.memmap if they stay in their
 # file
 Features: TypeAlias = NDArray[np.floating[Any]] | sp.csr_matrix
@@ -36,6 +37,7 @@ AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
 LARGEST_WHOLE = 1 << 53  # float64 holds all whole numbers up to it
 LARGEST_HELD = {"float64": LARGEST_WHOLE, "bfloat16": 1 << 8}  # and rows of a type
 COMPARED = 4096  # rows, at the start and all over, in which float32 is compared with float64
+FINITE = "features must be finite in float32"
 MERGED = 0.01  # share of different numbers that float32 may make equal, as it does among millions
 
 
@@ -105,7 +107,7 @@ class Cut:
 
     parts: int
     method: str  # as --partitioner has it; else the name of the library that cut it
-    owner: NDArray[np.int32]  # the part of each vertex [N]
+    owner: Owner
     name: str  # that no other cut has
 
 
@@ -427,13 +429,7 @@ def merging_note(x: Features) -> list[str]:
     ]
 
 
-def must_be_finite(
-    path: str,
-    name: str,
-    array: Array,
-    first: int = 0,
-    rule: str = "features must be finite in float32",
-) -> None:
+def must_be_finite(path: str, name: str, array: Array, first: int = 0, rule: str = FINITE) -> None:
     """Raises SpecError for NaN and infinities in an array whose first row is row `first`."""
     finite = np.isfinite(array)
     if not finite.all():

@@ -245,17 +245,16 @@ def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
 def split_of(
     path: str,
     given: Mapping[str, Array],
-    labelled: Array,
-    classes: int,
+    labels: Labels,
     rng: np.random.Generator,
     notes: list[str],
     seed: int,
-) -> list[Array]:
+) -> tuple[Array, Array, Array]:
     """Training, validation and test masks [N]. given: those that were read.
 
     Without masks labelled vertices are split at random, with a note; without labels all are.
     Without train_mask those are trained on that the other masks leave, with a note."""
-    vertices = len(labelled)
+    labelled, classes, vertices = labels.labelled, labels.classes, len(labels.labelled)
     if classes == 0:
         notes.append("no labels: can be planned, not trained")
     if given:
@@ -291,7 +290,7 @@ def split_of(
         if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
             masks[i] = masks[i] & labelled
             notes.append(f"took {unlabelled:,} vertices without label out of {name}")
-    return masks
+    return masks[0], masks[1], masks[2]
 
 
 def random_split(

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
-from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats
+from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats, Owner
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partitioners import METHODS, cut, even_out, library_of, version_of
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -35,9 +35,7 @@ def chosen(method: str, graph: Graph | GraphStats) -> str:
     return "kaminpar" if large and find_spec("kaminpar") else "metis"
 
 
-def partition(
-    graph: Graph | GraphStats, parts: int, method: str = "metis", seed: int = 0
-) -> NDArray[np.int32]:
+def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed: int = 0) -> Owner:
     """Part [N] of each vertex, in [0, parts), no part empty.
 
     method: 'metis' and 'kaminpar' minimise the edge cut, 'metis-volume' the rows sent; with
@@ -70,9 +68,7 @@ def partition(
     )
 
 
-def evenly(
-    method: str, edges: Csr, parts: int, seed: int, train: NDArray[np.bool_]
-) -> NDArray[np.int32]:
+def evenly(method: str, edges: Csr, parts: int, seed: int, train: NDArray[np.bool_]) -> Owner:
     """A library's part [N] of each vertex of a symmetric CSR, no part empty, evened out."""
     part = repair(cut(method, edges, parts, seed), parts)
     if library_of(method) == "kaminpar":
@@ -84,7 +80,7 @@ def evenly(
 
 def partition_weighted(
     edges: Csr, weights: Array | None, parts: int, method: str = "metis"
-) -> NDArray[np.int32]:
+) -> Owner:
     """Part [n] of each vertex of a symmetric CSR without self-loops, by the method's library.
 
     It minimises the edge cut and balances `weights` (whole numbers >= 0). Weights are ignored if
@@ -101,7 +97,7 @@ def partition_weighted(
     )
 
 
-def locality_order(graph: Graph, method: str = "metis", clusters: int = 64) -> NDArray[np.int32]:
+def locality_order(graph: Graph, method: str = "metis", clusters: int = 64) -> Owner:
     """Position [N] of each vertex in an order that keeps clusters of the method's library together.
 
     In this order aggregation finds more of its rows in cache. A small graph keeps its order."""
@@ -120,7 +116,7 @@ def undirected(graph: Graph) -> Csr:
     return sp.csr_matrix(graph.adjacency + graph.adjacency.T)
 
 
-def repair(part: NDArray[np.int32], parts: int) -> NDArray[np.int32]:
+def repair(part: Owner, parts: int) -> Owner:
     """The partition without empty parts, changed in place.
 
     METIS leaves some parts empty when parts are small. An empty part gets the last vertices of the

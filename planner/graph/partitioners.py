@@ -15,7 +15,7 @@ import numpy as np
 import pymetis
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import Array, Csr
+from gnnplan.planner.graph.graph import Array, Csr, Owner
 from gnnplan.planner.graph.sampling import GOLDEN, mix
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write
@@ -51,17 +51,13 @@ def version_of(library: str) -> str:
         return library
 
 
-def cut(
-    method: str, edges: Csr, parts: int, seed: int, weights: Array | None = None
-) -> NDArray[np.int32]:
+def cut(method: str, edges: Csr, parts: int, seed: int, weights: Array | None = None) -> Owner:
     """The part of each vertex of a symmetric CSR; contiguous ones where no library can be called.
 
     weights: of vertices, whole numbers >= 0 of which each part gets as much; ignored where a part
     would hold fewer than three of the largest."""
     vertices = len(edges.indptr) - 1
-    if (
-        parts == 1 or len(edges.indices) == 0 or parts == vertices
-    ):  # METIS divides by the number of edges
+    if parts in (1, vertices) or not len(edges.indices):  # METIS divides by the number of edges
         return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
     loads = None
     weights = None if weights is None else np.asarray(weights, dtype=np.int64)
@@ -80,7 +76,7 @@ def cut(
 
 def by_kaminpar(
     edges: Csr, parts: int, seed: int, loads: Array | None = None, threads: int = 1
-) -> NDArray[np.int32]:
+) -> Owner:
     """KaMinPar's part of each vertex of a symmetric CSR. loads: of vertices, whole numbers; else
     vertices with more edges weigh more.
 
@@ -118,9 +114,7 @@ def by_kaminpar(
     return np.array(cutter.compute_partition(graph, parts, IMBALANCE), dtype=np.int32)
 
 
-def even_out(
-    edges: Csr, part: NDArray[np.int32], parts: int, marked: NDArray[np.bool_]
-) -> NDArray[np.int32]:
+def even_out(edges: Csr, part: Owner, parts: int, marked: NDArray[np.bool_]) -> Owner:
     """The partition, changed in place, with at most MOST_MARKED of the mean of `marked` in a part.
 
     Marked vertices go from the fullest part to the emptiest, and as many others come back, if there
@@ -151,7 +145,7 @@ def by_metis(
     loads: Array | None = None,
     weights: Array | None = None,
     **options: int,
-) -> NDArray[np.int32]:
+) -> Owner:
     """METIS's part of each vertex of a symmetric CSR. loads: of vertices; weights: of edges."""
     adjacency, weights = for_metis(edges, weights)
     # C's random numbers are the same for seeds 0 and 1

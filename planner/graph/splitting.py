@@ -30,7 +30,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.graph import Graph, Owner
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partition import check_parts, repair
 from gnnplan.planner.graph.partitioners import by_metis, version_of
@@ -75,14 +75,14 @@ def owners(
     workload: Workload,
     epochs: int = EPOCHS,
     imbalance: float = IMBALANCE,
-) -> NDArray[np.int32]:
+) -> Owner:
     """Owner [N] of each vertex for a workload's batches, cached on disk.
 
     epochs: of pre-sampling, if the splitter asks for it. imbalance: as in `split`."""
     asked = f"{splitter} {parts} {epochs} {_ufactor(imbalance)}"
     key = f"{version_of('metis')} owners {drawn_as(graph, workload)} {asked}"
 
-    def compute() -> NDArray[np.int32]:
+    def compute() -> Owner:
         counted = splitter in ("gsplit", "node")
         frequency = presample(graph, workload, epochs) if counted else None
         return split(graph, parts, splitter, workload.seed, frequency, imbalance)
@@ -97,7 +97,7 @@ def split(
     seed: int,
     frequency: Frequency | None = None,
     imbalance: float = IMBALANCE,
-) -> NDArray[np.int32]:
+) -> Owner:
     """Owner [N] of each vertex, in [0, parts).
 
     imbalance: share of the mean load that METIS may give a part beyond it; random owners ignore it.
