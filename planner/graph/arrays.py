@@ -37,21 +37,6 @@ def read_own(path: str) -> Parts:
     with arrays_in(path) as source:
         for name in filter(_is_known, source.twice):
             raise SpecError(f"{path}: {name}: is there twice; keep one")
-        if (
-            "x" in source.files
-            and source.archive is None
-            and not (
-                (header := source.check("x", fits=False)).dtype in (np.float32, np.float64)
-                and len(header.shape) == 2
-                and not header.fortran
-            )
-        ):
-            raise SpecError(
-                f"{path}: x: is mapped, not read, so it must be float32 or float64 [vertices,"
-                f" features] in C order, is {header.dtype} of shape {header.shape}"
-                f"{' in Fortran order' * header.fortran}; save numpy.ascontiguousarray(x,"
-                " numpy.float32)"
-            )
         arrays = {
             name: source.read(name, name == "x" or name.startswith(VERTEX))
             for name in source.files
@@ -264,8 +249,16 @@ def write(parts: Parts, folder: Path) -> tuple[int, int]:
 
     Raises SpecError for what is no graph, and if the folder cannot be written."""
     with complete(folder) as temporary:
+        for names, pieces in streams(parts):
+            with contextlib.ExitStack() as stack:
+                opened = (contextlib.closing(Rows(temporary / f"{name}.npy")) for name in names)
+                files = [stack.enter_context(file) for file in opened]
+                for piece in pieces:
+                    for file, column in zip(files, piece, strict=True):
+                        file.append(column)
+        for name, array in small_arrays(parts).items():
+            np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         try:
-            _write(parts, temporary)
             written = replace(read_own(str(temporary)), path=parts.path, numbers=parts.numbers)
             return must_be_a_graph(written)
         except SpecError as error:  # of who reads what was written: it knows its source only
@@ -277,15 +270,3 @@ def must_be_new(folder: Path) -> None:
     if os.path.lexists(folder):
         raise SpecError(f"{folder}: is already there; give the name of a new folder")
     must_have_a_place(folder)
-
-
-def _write(parts: Parts, folder: Path) -> None:
-    for names, pieces in streams(parts):
-        with contextlib.ExitStack() as stack:
-            opened = (contextlib.closing(Rows(folder / f"{name}.npy")) for name in names)
-            files = [stack.enter_context(file) for file in opened]
-            for piece in pieces:
-                for file, column in zip(files, piece, strict=True):
-                    file.append(column)
-    for name, array in small_arrays(parts).items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)

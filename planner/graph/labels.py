@@ -308,10 +308,18 @@ def random_split(
 
 
 def dense_features(path: str, x: Array) -> Array:
-    """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities."""
-    x = typed(path, "x", x, "fiub", (2,))
-    if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
-        x = np.ascontiguousarray(narrowed(path, "x", x))
+    """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities.
+
+    Mapped ones are looked through when they are hashed."""
+    if not isinstance(x, np.memmap):
+        x = np.ascontiguousarray(narrowed(path, "x", typed(path, "x", x, "fiub", (2,))))
+    elif x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not x.flags.c_contiguous:
+        raise SpecError(
+            f"{path}: x: is mapped, not read, so it must be float32 or float64 [vertices, features]"
+            f" in C order, is {x.dtype} of shape {x.shape}"
+            f"{' in Fortran order' * (not x.flags.c_contiguous)}; save numpy.ascontiguousarray(x,"
+            " numpy.float32)"
+        )
     if not 1 <= x.shape[1] <= MOST_FEATURES:
         raise SpecError(
             f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"

@@ -59,7 +59,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             )
         return statistics(head, directed)
     if suffix == ".npz" and not os.path.lexists(head):
-        raise SpecError(f"{head}: no such file")
+        raise SpecError(f"{source}: no such file")
     if not os.path.lexists(head):
         is_path = os.path.dirname(head) not in ("", os.getcwd()) or suffix
         raise SpecError(
