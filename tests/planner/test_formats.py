@@ -303,10 +303,11 @@ def extras_torch(folder: Path) -> tuple[Path, Path, Path]:
 
 
 def extras_json(folder: Path) -> tuple[Path, Path, Path]:
-    x, y, _ = extras_npy(folder)
+    x, _, _ = extras_npy(folder)
+    (folder / "y.json").write_text(json.dumps(dict(enumerate(GRAPH["y"].tolist()))))
     roles = {role: ids(m).tolist() for role, m in zip(("tr", "va", "te"), MASKS, strict=True)}
     (folder / "role.json").write_text(json.dumps(roles))
-    return x, y, folder / "role.json"
+    return x, folder / "y.json", folder / "role.json"
 
 
 @pytest.mark.parametrize("make", [extras_npy, extras_text, extras_torch, extras_json])
