@@ -414,11 +414,10 @@ def merging_note(x: Features) -> list[str]:
     rows = x[np.unique(np.append(spread, np.arange(count)))]
     sparse = sp.issparse(rows)
     rows = rows.data[:, None] if sparse else rows
-
-    def different(rows: Array) -> Array:  # numbers in each column
-        return np.asarray(1 + np.count_nonzero(np.diff(np.sort(rows, axis=0), axis=0), axis=0))
-
-    before, after = different(rows), different(rows.astype(np.float32))
+    before, after = (  # different numbers in each column
+        1 + np.count_nonzero(np.diff(np.sort(each, axis=0), axis=0), axis=0)
+        for each in (rows, rows.astype(np.float32))
+    )
     worst = int((after / before).argmin())
     if after[worst] >= (1 - MERGED) * before[worst]:
         return []

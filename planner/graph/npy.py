@@ -23,6 +23,7 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
 MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
+KINDS = {"i": "integers", "b": "booleans", "f": "real numbers", "U": "a JSON string"}
 LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
 
 
@@ -189,15 +190,8 @@ def arrays_in(path: str) -> Iterator[Arrays]:
 
 def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...]) -> Array:
     """The array. Raises SpecError unless its dtype kind and dimensions are as allowed."""
-    meanings = {
-        "i": "integers",
-        "u": "integers",
-        "b": "booleans",
-        "f": "real numbers",
-        "U": "a JSON string",
-    }
     if array.dtype.kind not in kinds:
-        allowed = " or ".join(sorted({meanings[kind] for kind in kinds}))
+        allowed = " or ".join(sorted({KINDS[kind] for kind in kinds.replace("u", "")}))
         raise SpecError(
             f"{path}: {name}: must hold {allowed}, has dtype {array.dtype}; convert it with"
             f" {name}.astype(...)"

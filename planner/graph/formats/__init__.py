@@ -105,8 +105,11 @@ FILES: tuple[Format, ...] = (
         lambda f: f.has("format.npy", "shape.npy"),
         lambda p: edge_lists.of_matrix(edge_lists.load_matrix(p), p),
     ),
-    Format("PyTorch's .pt", lambda f: any(n.endswith("data.pkl") for n in f.names), pyg.read),
-    Format("PyTorch's .pt", lambda f: f.start.startswith(OLD_TORCH), pyg.read),
+    Format(
+        "PyTorch's .pt",
+        lambda f: f.start.startswith(OLD_TORCH) or any(n.endswith("data.pkl") for n in f.names),
+        pyg.read,
+    ),
     OWN_FILE,
     Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
     Format("Parquet", lambda f: f.start.startswith(b"PAR1"), edge_lists.parquet),
