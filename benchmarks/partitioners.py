@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import Graph, in_neighbours
+from gnnplan.planner.graph.graph import Graph, Whole, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import evenly, undirected
-from gnnplan.planner.graph.partitioners import by_kaminpar, loads_of
+from gnnplan.planner.graph.partitioners import by_kaminpar
 
 PER_VERTEX, TRAINED = 20, 0.1
 ONCE = 20_000_000  # larger graphs are partitioned once
@@ -83,19 +83,19 @@ def case(path: Path, by: str, parts: int) -> dict[str, float]:
     if path.suffix:
         graph = load(str(path))
         assert isinstance(graph, Graph)
-        (indptr, indices), train = undirected(graph), graph.train
+        edges, train = undirected(graph), graph.train
     else:
-        indptr, indices, train = (
-            np.load(path / f"{name}.npy") for name in ("indptr", "indices", "train")
-        )
+        edges = Whole(np.load(path / "indptr.npy"), np.load(path / "indices.npy"))
+        train = np.load(path / "train.npy")
+    indptr, indices = edges.indptr, edges.indices
     method, _, threads = by.partition(":")
 
     def partition() -> NDArray[np.int32]:
         if method == "mtkahypar":
             return by_mtkahypar(indptr, indices, parts)
         if threads:
-            return by_kaminpar(indptr, indices, parts, 0, loads_of(indptr), int(threads))
-        return evenly(method, indptr, indices, parts, 0, train)
+            return by_kaminpar(edges, parts, 0, threads=int(threads))
+        return evenly(method, edges, parts, 0, train)
 
     before, start = resident("VmRSS"), time.process_time()
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far

@@ -593,7 +593,7 @@ def test_names_in_a_file_do_not_reach_the_terminal_as_they_are(tmp_path):
     files = files_of(ARRAYS) + [(f"\x1b[2Jevil{i}", b"") for i in range(100)]
     zipped(tmp_path / "g.npz", files)
     (note,) = load(str(tmp_path / "g.npz")).stats.notes[:1]
-    assert note.startswith("ignored arrays: \\x1b[2Jevil0, ") and note.endswith("and 92 others")
+    assert note.startswith("ignored: \\x1b[2Jevil0, ") and note.endswith("and 92 others")
 
 
 PLACES = "? / // . .. ~ /dev/zero /dev/null /dev/zero?seed=1 /proc/self/mem /etc/passwd"

@@ -15,10 +15,11 @@ import pytest
 import scipy.io
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.build import MadeUp, build
+from gnnplan.planner.graph.arrays import collect
+from gnnplan.planner.graph.build import build
 from gnnplan.planner.graph.formats import of_object
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.parts import Parts, collect
+from gnnplan.planner.graph.parts import Extras, Parts
 
 N, WIDTH, CLASSES = 30, 5, 3
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -27,7 +28,7 @@ ALL = {"x", "y", *MASKS}
 
 def built(parts: Parts, directed: bool = False) -> Graph:
     """The graph of what a reader gives."""
-    return build(collect(parts), parts.path, MadeUp(), directed)
+    return build(collect(parts), parts.path, Extras(), directed)
 
 
 def from_object(found: object, directed: bool = False) -> Graph:

@@ -3,7 +3,7 @@
     graph.py        the types Graph and GraphStats
     load.py         a graph by name, from one of the next three
     parts.py        what every source is read into, a piece at a time
-    arrays.py       our own .npz files and folders of .npy files: read, written
+    arrays.py       a table of arrays, which all sources become: in memory, or our own files
     part_folder.py  a graph cut in parts, of which rows are read as they are asked for
     build.py        a graph of parts, checked and completed
     npy.py          an array's header and ids, checked before anything is allocated

@@ -8,8 +8,7 @@ import contextlib
 import os
 import secrets
 import shutil
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,20 +18,13 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
-from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, Array
-from gnnplan.planner.graph.labels import MASKS, sparse_features
-from gnnplan.planner.graph.npy import Arrays, load_npy, typed
-from gnnplan.planner.graph.parts import Parts, edge_pieces, feature_pieces, pieces_of, small_arrays
+from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
+from gnnplan.planner.graph.labels import MASKS, dense_features, sparse_features
+from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
+from gnnplan.planner.graph.parts import ENDS, Parts, gathered, ignored, shown, small_arrays, streams
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import (
-    MOST_SHOWN,
-    cannot_write,
-    from_json,
-    must_be_file,
-    must_have_a_place,
-)
+from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_a_place
 
-ENDS = "src", "dst"
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 
 
@@ -42,90 +34,76 @@ def read_own(path: str) -> Parts:
     Fields are read under the names of fields.py, and under their own: an array with a row for each
     vertex or edge is one. Features and fields of vertices in a folder are mapped. Raises
     SpecError."""
-    folder = os.path.isdir(path)
-    remedy = (
-        "write each of its arrays with numpy.save"
-        if folder
-        else "write it with numpy.savez_compressed"
-    )
-    try:
-        if folder and not path.endswith(".npz"):
-            return _parts(path, Arrays(path))
-        if not os.path.lexists(path):
-            raise SpecError(f"{path}: no such file")
-        must_be_file(path, remedy)
-        with zipfile.ZipFile(path) as archive:
-            return _parts(path, Arrays(path, archive))
-    except SpecError:
-        raise
-    except zipfile.BadZipFile as error:
-        raise SpecError(f"{path}: not an npz file ({error}); {remedy}") from error
-    except Exception as error:
-        # a damaged file makes zlib, zipfile and numpy raise exceptions of many types
+    with arrays_in(path) as source:
+        for name in filter(_is_known, source.twice):
+            raise SpecError(f"{path}: {name}: is there twice; keep one")
+        arrays = {
+            name: source.read(name, name == "x" or name.startswith(VERTEX))
+            for name in source.files
+            if _is_known(name)
+        }
+        for name in ENDS:
+            if name not in arrays:
+                remedy = "; save src=edge_index[0], dst=edge_index[1]" * _has_edge_index(source)
+                raise SpecError(
+                    f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required,"
+                    f" found {shown([*source.files], 100) or 'nothing'}{remedy}"
+                )
+        parts = of_arrays(path, arrays)
+        ((src, dst),) = parts.edges
+        vertices, _ = count(parts, src, dst)
+        left = [*source.others]
+        for name in source.files.keys() - arrays.keys():
+            of = _field_kind(path, name, source, vertices, len(src))
+            if of is None:
+                left.append(name)
+            elif of + name in arrays:
+                raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
+            elif of == VERTEX:
+                parts.vertex_fields[name] = source.read(name, mapped=True)
+            else:
+                parts.edge_fields[name] = [source.read(name)]
+        parts.notes += ignored(left)
+        return parts
+
+
+def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
+    """A table of arrays, by the names that ours have, in one piece each. Raises SpecError."""
+    ends = {name: arrays[name] for name in ENDS}  # what is empty has no type
+    ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
+    src, dst = (typed(path, name, ids, "iu", (1,)) for name, ids in ends.items())
+    if len(src) != len(dst):
         raise SpecError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); {remedy}"
-        ) from error
+            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
+            " write both ends of every edge"
+        )
+    meta = _meta(path, arrays)
+    parts = Parts(path, [(src, dst)], meta.get("vertices"), meta.get("classes"))
+    parts.x, parts.y = _features(path, arrays), arrays.get("y")
+    parts.masks = {name: arrays[name] for name in MASKS if name in arrays}
+    for name, array in arrays.items():
+        if name.startswith(VERTEX):
+            parts.vertex_fields[name.removeprefix(VERTEX)] = array
+        elif name.startswith(EDGE):
+            parts.edge_fields[name.removeprefix(EDGE)] = [array]
+    return parts
+
+
+def collect(parts: Parts) -> Parts:
+    """The parts in memory, in one piece each. Raises SpecError."""
+    arrays, x = small_arrays(parts), parts.x
+    if isinstance(x, np.memmap) and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
+        arrays["x"], parts = x, replace(parts, x=None)  # stays in its file
+    for names, pieces in streams(parts):
+        arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
+    whole = of_arrays(parts.path, arrays)
+    return replace(whole, notes=parts.notes, numbers=parts.numbers, owner=parts.owner)
 
 
 def _is_known(name: str) -> bool:
     """Whether an array of this name is read, however many rows it has."""
     prefix = next((prefix for prefix in (VERTEX, EDGE) if name.startswith(prefix)), None)
     return name in ARRAYS or (prefix and NAME.fullmatch(name.removeprefix(prefix))) is not None
-
-
-def _parts(path: str, source: Arrays) -> Parts:
-    for name in filter(_is_known, source.twice):
-        raise SpecError(f"{path}: {name}: is there twice; keep one")
-    if (
-        "x" in source.files
-        and source.archive is None
-        and not (
-            (header := source.check("x", fits=False)).dtype in (np.float32, np.float64)
-            and len(header.shape) == 2
-            and not header.fortran
-        )
-    ):
-        raise SpecError(
-            f"{path}: x: is mapped, not read, so it must be float32 or float64 [vertices, features]"
-            f" in C order, is {header.dtype} of shape {header.shape}"
-            f"{' in Fortran order' * header.fortran}; save numpy.ascontiguousarray(x,"
-            " numpy.float32)"
-        )
-    arrays = {
-        name: source.read(name, name == "x" or name.startswith(VERTEX))
-        for name in source.files
-        if _is_known(name)
-    }
-    src, dst = _edge_list(path, arrays, source)
-    meta = _meta(path, arrays)
-    fields = {
-        of: {name.removeprefix(of): arrays[name] for name in arrays if name.startswith(of)}
-        for of in (VERTEX, EDGE)
-    }
-    parts = Parts(
-        path,
-        [],
-        meta.get("vertices"),
-        meta.get("classes"),
-        _features(path, arrays),
-        arrays.get("y"),
-        {name: arrays[name] for name in MASKS if name in arrays},
-        vertex_fields=fields[VERTEX],
-    )
-    vertices, _ = count(parts, src, dst)
-    ignored = [*source.others]
-    for name in source.files.keys() - arrays.keys():
-        of = _field_kind(path, name, source, vertices, len(src))
-        if of is None:
-            ignored.append(source.called(name))
-        elif name in fields[of]:
-            raise SpecError(f"{path}: {name}: is there as {of}{name} too; keep one")
-        else:
-            fields[of][name] = source.read(name, of == VERTEX)
-    parts.notes += [f"ignored arrays: {shown(ignored, 8)}"] if ignored else []
-    parts.edges = [(src, dst)]
-    parts.edge_fields = {name: [rows] for name, rows in fields[EDGE].items()}
-    return parts
 
 
 def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int) -> str | None:
@@ -153,8 +131,10 @@ def _features(path: str, arrays: Mapping[str, Array]) -> Array | sp.csr_matrix |
         raise SpecError(
             f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
         )
+    if "x" in arrays:
+        return dense_features(path, arrays["x"])
     if "x_indptr" not in arrays:
-        return arrays.get("x")
+        return None
     for name in ("x_indices", "x_shape"):
         if name not in arrays:
             raise SpecError(
@@ -164,42 +144,15 @@ def _features(path: str, arrays: Mapping[str, Array]) -> Array | sp.csr_matrix |
     return sparse_features(path, indptr, indices, shape, arrays.get("x_data"))
 
 
-def _edge_list(path: str, arrays: Mapping[str, Array], source: Arrays) -> tuple[Array, Array]:
-    """The edge list src, dst (integers [E])."""
-    for name in ENDS:
-        if name not in arrays:
-            raise SpecError(
-                f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required, found"
-                f" {shown([*source.files], 100) or 'nothing'}{_edge_index_remedy(source)}"
-            )
-    ends = {name: arrays[name] for name in ENDS}  # what is empty has no type
-    ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
-    src, dst = (typed(path, name, ids, "iu", (1,)) for name, ids in ends.items())
-    if len(src) != len(dst):
-        raise SpecError(
-            f"{path}: src, dst: must have the same length, have {len(src):,} and {len(dst):,};"
-            " write both ends of every edge"
-        )
-    return src, dst
-
-
-def shown(names: Sequence[str], most: int) -> str:
-    """At most `most` of the names, without control characters that a terminal would obey."""
-    shown = [ascii(name)[1:-1][:MOST_SHOWN] for name in sorted(names)[:most]]
-    return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
-
-
-def _edge_index_remedy(source: Arrays) -> str:
-    """What to do with PyG's `edge_index` [2, E], where the file holds one."""
+def _has_edge_index(source: Arrays) -> bool:
+    """Whether the file holds PyG's `edge_index` [2, E]."""
     with contextlib.suppress(Exception):  # absent or damaged: the caller reports what is missing
-        shape = source.header("edge_index").shape
-        if len(shape) == 2 and shape[0] == 2:
-            return "; save src=edge_index[0], dst=edge_index[1]"
-    return ""
+        return source.header("edge_index").shape[:-1] == (2,)
+    return False
 
 
-def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """The JSON object `meta`, which may hold `vertices` and `classes`; {} if there is none."""
+def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, int]:
+    """`vertices` and `classes`, which the JSON object `meta` may hold."""
     if "meta" not in arrays:
         return {}
     meta = from_json(
@@ -209,19 +162,12 @@ def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, Any]:
     )
     if not isinstance(meta, dict):
         raise SpecError(f"{path}: meta: must be a JSON object, is {type(meta).__name__}")
-    for key in ("vertices", "classes"):
-        if key in meta and (
-            isinstance(meta[key], bool) or not isinstance(meta[key], int) or meta[key] < 0
-        ):
-            raise SpecError(
-                f"{path}: meta.{key}: must be a whole number >= 0, is {str(meta[key])[:MOST_SHOWN]}"
-            )
-    if meta.get("classes", 0) > MOST_CLASSES:
-        raise SpecError(
-            f"{path}: meta.classes: must be at most {MOST_CLASSES:,}, is"
-            f" {str(meta['classes'])[:MOST_SHOWN]}"
-        )
-    return meta
+    limits = (("vertices", MOST_VERTICES), ("classes", MOST_CLASSES))
+    return {
+        key: must_be_count(path, f"meta.{key}", meta[key], most)
+        for key, most in limits
+        if key in meta
+    }
 
 
 class Rows:
@@ -229,14 +175,12 @@ class Rows:
 
     numpy's headers leave room for their final number."""
 
-    def __init__(self, path: Path, dtype: Any = None) -> None:
-        self.path, self.dtype = path, dtype  # None: as the first rows say
+    def __init__(self, path: Path) -> None:
+        self.path, self.dtype, self.shape = path, np.dtype(bool), cast(tuple[int, ...], (0,))
         self.stream = open(path, "xb")  # noqa: SIM115
-        self.shape = cast(tuple[int, ...], (0,))
         self._header()
 
     def append(self, rows: Array) -> None:
-        self.dtype = rows.dtype if self.dtype is None else self.dtype
         if (both := np.result_type(self.dtype, rows.dtype)) != self.dtype:
             self._widen(both)
         self.shape = self.shape[0] + len(rows), *rows.shape[1:]
@@ -247,17 +191,17 @@ class Rows:
     def _widen(self, dtype: np.dtype[Any]) -> None:
         """Go on in a type that holds more, with the rows before."""
         self.close()
-        before = load_npy(self.path, self.path.name)
+        before = mapped_array(self.path)
         self.path.unlink()
-        self.__init__(self.path, dtype)  # type: ignore[misc]
+        self.__init__(self.path)  # type: ignore[misc]
+        self.dtype = dtype
         step = max(1, AT_ONCE // 8 // max(1, before[:1].size))
         for start in range(0, len(before), step):
             self.append(before[start : start + step])
 
     def _header(self) -> None:
         self.stream.seek(0)
-        kind = np.dtype(bool if self.dtype is None else self.dtype)
-        about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
+        about = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(self.stream, about | {"shape": self.shape})
 
     def close(self) -> None:
@@ -305,8 +249,16 @@ def write(parts: Parts, folder: Path) -> tuple[int, int]:
 
     Raises SpecError for what is no graph, and if the folder cannot be written."""
     with complete(folder) as temporary:
+        for names, pieces in streams(parts):
+            with contextlib.ExitStack() as stack:
+                opened = (contextlib.closing(Rows(temporary / f"{name}.npy")) for name in names)
+                files = [stack.enter_context(file) for file in opened]
+                for piece in pieces:
+                    for file, column in zip(files, piece, strict=True):
+                        file.append(column)
+        for name, array in small_arrays(parts).items():
+            np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         try:
-            _write(parts, temporary)
             written = replace(read_own(str(temporary)), path=parts.path, numbers=parts.numbers)
             return must_be_a_graph(written)
         except SpecError as error:  # of who reads what was written: it knows its source only
@@ -318,20 +270,3 @@ def must_be_new(folder: Path) -> None:
     if os.path.lexists(folder):
         raise SpecError(f"{folder}: is already there; give the name of a new folder")
     must_have_a_place(folder)
-
-
-def _write(parts: Parts, folder: Path) -> None:
-    names = [*ENDS, *(EDGE + name for name in parts.columns)]
-    with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(contextlib.closing(Rows(folder / f"{name}.npy"))) for name in names
-        ]
-        for piece in edge_pieces(parts):
-            for file, column in zip(files, piece, strict=True):
-                file.append(column)
-    for name, pieces in parts.edge_fields.items():
-        write_rows(folder / f"{EDGE}{name}.npy", pieces_of(parts.path, "its edges", pieces))
-    if parts.x is not None and not sp.issparse(parts.x):
-        write_rows(folder / "x.npy", feature_pieces(parts.x_path or parts.path, parts.x))
-    for name, array in small_arrays(parts).items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked_fields
+from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked
 from gnnplan.planner.graph.graph import (
     MOST_VERTICES,
     Array,
@@ -21,16 +21,9 @@ from gnnplan.planner.graph.graph import (
     merging_note,
     must_fit,
 )
-from gnnplan.planner.graph.labels import (
-    MASKS,
-    as_mask,
-    dense_features,
-    read_labels,
-    split_of,
-    stand_in,
-)
+from gnnplan.planner.graph.labels import as_mask, read_labels, split_of, stand_in
 from gnnplan.planner.graph.npy import must_be_ids
-from gnnplan.planner.graph.parts import Parts, counts_of
+from gnnplan.planner.graph.parts import Extras, Parts, counts_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -39,32 +32,20 @@ STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
 
 
-@dataclass(frozen=True)
-class MadeUp:
-    """What is made up where a graph lacks it."""
-
-    width: int = STAND_IN_FEATURES  # of stand-in features
-    own_width: bool = False  # the user asked for that width
-    labels: bool = False  # stand-in labels
-    seed: int = 0
-
-
 def must_be_a_graph(parts: Parts) -> tuple[int, int]:
     """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
 
     It is in one piece each."""
     (src, _), vertices, _ = _checked_edges(parts)
-    _features(parts)
     _fields(parts, vertices, len(src))
     if parts.y is not None or parts.masks:  # of as many vertices
         found = read_labels(parts.path, parts.y, vertices, parts.classes, parts.numbers)
         rng, notes = np.random.default_rng(0), list[str]()
-        given = _masks(parts, notes)
-        split_of(parts.path, given, found.labelled, found.classes, rng, notes, 0)
+        split_of(parts.path, _masks(parts, notes), found, rng, notes, 0)
     return vertices, len(src)
 
 
-def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
+def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
     """The graph of the parts, with a note for everything that was changed or made up.
 
     Edges and their fields are one piece each, which the parts lose: they take as much memory as the
@@ -78,105 +59,88 @@ def build(parts: Parts, source: str, made_up: MadeUp, directed: bool) -> Graph:
                 f"no edge has vertex 0: ids begin with {first:,}; if they count from 1, subtract 1"
             )
     vertex_fields, on_edges = _fields(parts, vertices, len(src))
-    stand_in_width = made_up.width if parts.x is None else 0
-    must_fit(
-        source,
-        (
-            f"{vertices:,} vertices with {stand_in_width:,} stand-in features"
-            if stand_in_width
-            else f"{vertices:,} vertices"
-        ),
-        vertices * (20.0 + 8 * stand_in_width)
-        + (120.0 if on_edges else 60.0) * len(src)
-        + sum(2.0 * field.nbytes for field in on_edges.values()),
-    )
+    stand_in_width = (extras.width or STAND_IN_FEATURES) if parts.x is None else 0
+    what, nbytes = f"{vertices:,} vertices", vertices * (20.0 + 8 * stand_in_width)
+    what += f" with {stand_in_width:,} stand-in features" * (stand_in_width > 0)
+    nbytes += (120.0 if on_edges else 60.0) * len(src)
+    must_fit(source, what, nbytes + sum(2.0 * field.nbytes for field in on_edges.values()))
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
     edge_fields, moved = along(on_edges, (src, dst), vertices, directed)
     notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
     parts.edges, parts.edge_fields = [], {}
     del src, dst, on_edges
 
-    rng = np.random.default_rng(made_up.seed)
-    if (x := _features(parts)) is None:
+    rng = np.random.default_rng(extras.seed)
+    x = cast("Features | None", parts.x)
+    if x is None:
         x = stand_in(indptr, stand_in_width, rng)
         notes.append(
             f"stand-in features: the file has none, so {stand_in_width} made by seed"
-            f" {made_up.seed} (normal noise, one of log degree)"
+            f" {extras.seed} (normal noise, one of log degree)"
         )
-    elif made_up.own_width:
+    elif extras.width is not None:
         raise SpecError(
             f"{source}: features= is the width of stand-in features, but the file has its own;"
             " drop it"
         )
     else:
         notes += merging_note(x)
-    y, classes, labelled, numbers = read_labels(
-        path, parts.y, vertices, parts.classes, parts.numbers
-    )
-    if numbers:
-        several = show_count(classes, "number")
+    found = read_labels(path, parts.y, vertices, parts.classes, parts.numbers)
+    if found.numbers:
+        several = show_count(found.classes, "number")
         notes.append(f"regression: y holds {several} per vertex to predict, no classes")
-    if made_up.labels:
-        if classes:
+    if extras.stand_in_labels:
+        if found.classes:
             raise SpecError(
                 f"{source}: task none makes stand-in labels, but the graph has its own"
-                f" ({classes:,} classes); drop --task none"
+                f" ({found.classes:,} classes); drop --task none"
             )
         classes = parts.classes or STAND_IN_CLASSES
-        y = rng.integers(0, classes, vertices)
+        found = found._replace(y=rng.integers(0, classes, vertices), classes=classes)
         notes.append(
             f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
-            f" {made_up.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
+            f" {extras.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
         )
-    given = _masks(parts, notes)
-    train, val, test = split_of(path, given, labelled, classes, rng, notes, made_up.seed)
+    masks = split_of(path, _masks(parts, notes), found, rng, notes, extras.seed)
+    cut = None
+    if parts.owner is not None:
+        owner, sizes = np.ascontiguousarray(parts.owner, np.int32), np.bincount(parts.owner)
+        if (empty := np.flatnonzero(sizes == 0)).size:
+            raise SpecError(
+                f"{path}: part {empty[0]} of {sizes.size} has no vertices; partition it again"
+            )
+        cut = Cut(sizes.size, "metis", owner, blake2b(owner.data, digest_size=16).hexdigest())
     stats = GraphStats(
         name=Path(path).stem,
         source=source,
         vertices=vertices,
         edges=len(indices),
         features=x.shape[1],
-        classes=classes,
-        train_vertices=int(train.sum()),
-        multilabel=y.ndim == 2 and not numbers,
-        numbers=numbers,
+        classes=found.classes,
+        train_vertices=int(masks[0].sum()),
+        multilabel=found.y.ndim == 2 and not found.numbers,
+        numbers=found.numbers,
         hash="",
         notes=tuple(notes),
         directed=directed,
     )
-    masks, cut = (train, val, test), None if parts.owner is None else cut_by(path, parts.owner)
-    fields = vertex_fields, edge_fields
-    return finish(Graph(stats, indptr, indices, x, y, *masks, (), *fields, cut=cut))
-
-
-def cut_by(path: str, owner: Array) -> Cut:
-    """The cut of another library. Raises SpecError for parts without vertices."""
-    sizes = np.bincount(owner)
-    if (empty := np.flatnonzero(sizes == 0)).size:
-        raise SpecError(
-            f"{path}: part {empty[0]} of {sizes.size} has no vertices; partition it again"
-        )
-    kept = np.ascontiguousarray(owner, np.int32)
-    return Cut(sizes.size, "metis", kept, blake2b(kept.data, digest_size=16).hexdigest())
-
-
-def _features(parts: Parts) -> Features | None:
-    return dense_features(parts.path, parts.x) if isinstance(parts.x, np.ndarray) else parts.x
+    edges, fields = (indptr, indices), (vertex_fields, edge_fields)
+    return finish(Graph(stats, *edges, x, found.y, *masks, (), *fields, cut=cut))
 
 
 def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:
     """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
-    on_edges = {name: rows for name, pieces in parts.edge_fields.items() for rows in pieces}
+    path, on_vertices = parts.path, sorted(parts.vertex_fields.items())
+    on_edges = [(n, array) for n, pieces in sorted(parts.edge_fields.items()) for array in pieces]
     return (
-        checked_fields(parts.path, VERTEX, parts.vertex_fields, vertices, "vertices"),
-        checked_fields(parts.path, EDGE, on_edges, edges, "edges"),
+        {n: checked(path, VERTEX + n, array, vertices, "vertices") for n, array in on_vertices},
+        {n: checked(path, EDGE + n, array, edges, "edges") for n, array in on_edges},
     )
 
 
 def _masks(parts: Parts, notes: list[str]) -> dict[str, Array]:
     """Its masks, of booleans."""
-    given = {name: parts.masks[name] for name in MASKS if name in parts.masks}
-    return {name: as_mask(parts.path, name, mask, notes) for name, mask in given.items()}
+    return {name: as_mask(parts.path, name, mask, notes) for name, mask in parts.masks.items()}
 
 
 def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
@@ -193,12 +157,6 @@ def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
 def count(parts: Parts, src: Array, dst: Array) -> tuple[int, str]:
     """The number of vertices, and the names of what says so ('' if only edges do)."""
     counts = counts_of(parts)
-    if len(set(counts.values())) > 1:
-        raise SpecError(
-            f"{parts.path}: {', '.join(counts)}: must be given for the same number of vertices, are"
-            f" for {', '.join(f'{count:,}' for count in counts.values())}; give each a row per"
-            " vertex"
-        )
     in_edges = (int(ids.max()) + 1 for ids in (src, dst) if len(ids))
     vertices = next(iter(counts.values())) if counts else max(in_edges, default=0)
     if vertices < 1:

@@ -25,30 +25,21 @@ NUMBERS = "biuf"  # kinds of numpy
 def kind_of(path: str, name: str, rows: int, vertices: int, edges: int) -> str | None:
     """VERTEX or EDGE, by a field's name and its rows; None: it is no field. Raises SpecError."""
     if name in OF_EDGES:
-        must_be_by_edge(path, name, rows, edges)
+        if rows != edges:
+            raise SpecError(
+                f"{path}: {name}: has {rows:,} rows, and there are {edges:,} edges; give a row for"
+                " each edge, in their order"
+            )
+        return EDGE
     if rows == edges and (rows != vertices or "edge" in name):
         return EDGE
     return VERTEX if rows == vertices else None
 
 
-def must_be_by_edge(path: str, name: str, rows: int, edges: int) -> None:
-    """Raise SpecError for a field of edges with more or fewer rows."""
-    if rows != edges:
-        raise SpecError(
-            f"{path}: {name}: has {rows:,} rows, and there are {edges:,} edges; give a row for each"
-            " edge, in their order"
-        )
+def checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
+    """A field as it is kept: torch knows its type. Raises SpecError.
 
-
-def checked_fields(
-    path: str, prefix: str, fields: Mapping[str, Array], rows: int, of: str
-) -> dict[str, Array]:
-    """Fields by name, with a row for each of the vertices or edges. Raises SpecError."""
-    return {n: _checked(path, prefix + n, fields[n], rows, of) for n in sorted(fields)}
-
-
-def _checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
-    """A field as it is kept: torch knows its type."""
+    rows: one for each of the vertices or edges, which `of` names."""
     if array.ndim == 0 or len(array) != rows:
         raise SpecError(
             f"{path}: {name}: has shape {list(array.shape)}, and there are {rows:,} {of}; give a"

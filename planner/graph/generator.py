@@ -5,9 +5,9 @@ A generator gives `Parts`: `load` checks them as it checks a file's, and `conver
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
@@ -20,6 +20,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.units import number_of
 
+# labels before noise [N], edges, and notes
+Drawn: TypeAlias = tuple[Array, Iterator[tuple[Array, ...]], list[str]]
 # name -> default, lowest, highest; if the default is an int, the parameter must be one
 Ranges = Mapping[str, tuple[float, float, float]]
 SIZES: Ranges = {
@@ -57,7 +59,32 @@ def generated(source: str) -> Parts:
     the share of labels drawn at random. train: the share of training vertices, at least one; half
     of the others validate, half test."""
     kind, given = asked(source)
-    return GENERATORS[kind][1](source, given)
+    rng = np.random.default_rng(given["seed"])
+    label, edges, notes = GENERATORS[kind][1](source, given, rng)
+    vertices, classes = len(label), given["classes"]
+    means = rng.standard_normal((classes, given["features"]), dtype=np.float32)
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+
+    def rows(rng: np.random.Generator, step: int) -> Iterator[Array]:
+        """Features around the mean of each vertex's class, `step` rows at a time."""
+        for start in range(0, vertices, step):
+            here = label[start : start + step]
+            x = rng.standard_normal((len(here), means.shape[1]), dtype=np.float32)
+            x *= np.float32(given["noise"])
+            x += means[here]
+            yield x
+
+    step = max(1, AT_ONCE // means[0].nbytes)
+    if kind == "rmat":  # drawn when they are read, by a stream of random numbers of their own
+        x: Any = rows(rng.spawn(1)[0], step)
+    else:
+        x = next(rows(rng, vertices))
+    noisy = rng.random(vertices) < given["label_noise"]
+    y = np.where(noisy, rng.integers(0, classes, vertices), label)
+    split = random_split(np.ones(vertices, bool), rng, max(given["train"], 1 / vertices))
+    masks = dict(zip(MASKS, split, strict=True))
+    told = "a generated graph, not data: its classes and parts are easier than real ones"
+    return Parts(kind, edges, vertices, classes, x, y, masks, [told, *notes])
 
 
 def asked(source: str) -> tuple[str, dict[str, Any]]:
@@ -69,7 +96,7 @@ def asked(source: str) -> tuple[str, dict[str, Any]]:
     return kind, numbers(source, parameters(source, query), GENERATORS[kind][0])
 
 
-def community(source: str, given: Mapping[str, Any]) -> Parts:
+def community(source: str, given: Mapping[str, Any], rng: np.random.Generator) -> Drawn:
     """A graph of communities, undirected, with the parameters COMMUNITY.
 
     Only a partitioner that reads the edges finds the communities. mixing: the share of edges drawn
@@ -88,7 +115,6 @@ def community(source: str, given: Mapping[str, Any]) -> Parts:
             f" {vertices:,}"
         )
     must_fit(source, "the graph", 60.0 * edges + vertices * (100.0 + 8 * given["features"]))
-    rng = np.random.default_rng(given["seed"])
     # ids of a community are contiguous while edges are drawn, and shuffled after that
     community = np.arange(vertices) * communities // vertices
     pairs, filled = _pairs(rng, community, edges // 2, given["mixing"], given["skew"])
@@ -98,10 +124,10 @@ def community(source: str, given: Mapping[str, Any]) -> Parts:
     label[new_id] = community % classes
     notes = [f"{filled:,} edges drawn uniformly: the communities were full"] if filled else []
     both = np.concatenate([a, b]), np.concatenate([b, a])
-    return _learned("community", given, rng, label, iter([both]), notes)
+    return label, iter([both]), notes
 
 
-def rmat(source: str, given: Mapping[str, Any]) -> Parts:
+def rmat(source: str, given: Mapping[str, Any], rng: np.random.Generator) -> Drawn:
     """A graph by R-MAT (Chakrabarti, Zhan, Faloutsos 2004), with the parameters RMAT.
 
     Each edge falls level by level into a quarter of the adjacency matrix, with the chances a, b, c
@@ -113,55 +139,13 @@ def rmat(source: str, given: Mapping[str, Any]) -> Parts:
         raise SpecError(f"{source}: a + b + c must be at most 1, are {together:g}; lower one")
     vertices = given["vertices"]
     must_fit(source, "the graph's vertices", 120.0 * vertices)
-    rng = np.random.default_rng(given["seed"])
     new_id = rng.permutation(vertices).astype(np.int32)
     label = np.empty(vertices, np.int64)
     label[new_id] = np.arange(vertices) * given["classes"] // vertices
-    return _learned("rmat", given, rng, label, _cells(given, new_id), [], in_pieces=True)
+    return label, _cells(given, new_id), []
 
 
-GENERATORS: Mapping[str, tuple[Ranges, Callable[[str, Mapping[str, Any]], Parts]]] = {
-    "community": (COMMUNITY, community),
-    "rmat": (RMAT, rmat),
-}
-
-
-def _learned(
-    name: str,
-    given: Mapping[str, Any],
-    rng: np.random.Generator,
-    label: Array,
-    edges: Iterator[tuple[Array, ...]],
-    notes: list[str],
-    in_pieces: bool = False,
-) -> Parts:
-    """The graph with features that hint at labels, and a split. label: before noise [N].
-
-    in_pieces: features are drawn when they are read, by a stream of random numbers of their own."""
-    vertices, classes = len(label), given["classes"]
-    means = rng.standard_normal((classes, given["features"]), dtype=np.float32)
-    means /= np.linalg.norm(means, axis=1, keepdims=True)
-    step = max(1, AT_ONCE // means[0].nbytes) if in_pieces else vertices
-    rows = _rows(rng.spawn(1)[0] if in_pieces else rng, label, means, given["noise"], step)
-    x = rows if in_pieces else next(rows)
-    noisy = rng.random(vertices) < given["label_noise"]
-    y = np.where(noisy, rng.integers(0, classes, vertices), label)
-    split = random_split(np.ones(vertices, bool), rng, max(given["train"], 1 / vertices))
-    masks = dict(zip(MASKS, split, strict=True))
-    told = "a generated graph, not data: its classes and parts are easier than real ones"
-    return Parts(name, edges, vertices, classes, x, y, masks, [told, *notes])
-
-
-def _rows(
-    rng: np.random.Generator, label: Array, means: Array, noise: float, step: int
-) -> Iterator[Array]:
-    """Features around the mean of each vertex's class, `step` rows at a time."""
-    for start in range(0, len(label), step):
-        here = label[start : start + step]
-        x = rng.standard_normal((len(here), means.shape[1]), dtype=np.float32)
-        x *= np.float32(noise)
-        x += means[here]
-        yield x
+GENERATORS = {"community": (COMMUNITY, community), "rmat": (RMAT, rmat)}
 
 
 def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...]]:
@@ -200,18 +184,29 @@ def _pairs(
     cumulative = np.concatenate([[0.0], np.cumsum(np.minimum(weight, 50 * weight.mean()))])
     first = np.searchsorted(community, np.arange(community[-1] + 1))
     bounds = cumulative[np.append(first, n)]
+
+    def pick(low: Array | float, high: Array | float, draws: int) -> NDArray[np.int64]:
+        """Vertices drawn by weight, each from an interval [low, high) of the cumulative weight."""
+        drawn = low + rng.random(draws) * (high - low)
+        vertices = np.searchsorted(cumulative, drawn, side="right") - 1
+        return np.minimum(vertices, n - 1)  # rounding may reach the end
+
+    def add(a: Array, b: Array) -> NDArray[np.int64]:
+        """The distinct pairs, with those of a and b that are no self-loop; sorted."""
+        keys = (np.minimum(a, b) * n + np.maximum(a, b))[a != b]
+        keys = np.sort(np.concatenate([pairs, keys]))  # np.unique hashes, which is slower here
+        return keys[np.diff(keys, prepend=-1) > 0]
+
     pairs = np.empty(0, np.int64)
     for _ in range(8):
         if len(pairs) >= count:
             break
         draws = int(1.15 * (count - len(pairs))) + 64
-        a = _pick(rng, cumulative, np.zeros(draws), np.full(draws, cumulative[-1]))
+        a = pick(0.0, cumulative[-1], draws)
         anywhere = rng.random(draws) < mixing
-        low, high = bounds[community[a]], bounds[community[a] + 1]
-        b = _pick(
-            rng, cumulative, np.where(anywhere, 0.0, low), np.where(anywhere, cumulative[-1], high)
-        )
-        pairs = _add(pairs, a, b, n)
+        low = np.where(anywhere, 0.0, bounds[community[a]])
+        high = np.where(anywhere, cumulative[-1], bounds[community[a] + 1])
+        pairs = add(a, pick(low, high, draws))
     filled = 0
     if len(pairs) < count:
         drawn = len(pairs)
@@ -222,25 +217,9 @@ def _pairs(
             pairs = np.concatenate([pairs, rng.choice(missing, count - len(pairs), replace=False)])
         while len(pairs) < count:
             draws = 2 * (count - len(pairs)) + 64
-            pairs = _add(pairs, rng.integers(0, n, draws), rng.integers(0, n, draws), n)
+            pairs = add(rng.integers(0, n, draws), rng.integers(0, n, draws))
         filled = 2 * (count - drawn)
     return pairs[rng.permutation(len(pairs))[:count]] if len(pairs) > count else pairs, filled
-
-
-def _pick(
-    rng: np.random.Generator, cumulative: Array, low: Array, high: Array
-) -> NDArray[np.int64]:
-    """Vertices drawn by weight, each from an interval [low, high) of the cumulative weight."""
-    drawn = low + rng.random(len(low)) * (high - low)
-    vertices = np.searchsorted(cumulative, drawn, side="right") - 1
-    return np.asarray(np.minimum(vertices, len(cumulative) - 2))  # rounding may reach the end
-
-
-def _add(pairs: NDArray[np.int64], a: Array, b: Array, n: int) -> NDArray[np.int64]:
-    """The distinct pairs, with those of a and b that are no self-loop; sorted."""
-    keys = (np.minimum(a, b) * n + np.maximum(a, b))[a != b]
-    keys = np.sort(np.concatenate([pairs, keys]))  # np.unique hashes, which is slower here
-    return keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
 
 
 def parameters(source: str, query: str) -> dict[str, str]:

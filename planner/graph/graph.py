@@ -11,18 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.kept import remembered
+from gnnplan.planner.graph.kept import remembered, state_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
 from gnnplan.planner.vocabulary.units import show_bytes
 
 Array = NDArray[Any]
+Owner: TypeAlias = NDArray[np.int32]  # the part of each vertex [N]
 # [N, F], float32, or float64 where float32 does not hold them; numpy.memmap if they stay in their
 # file
 Features: TypeAlias = NDArray[np.floating[Any]] | sp.csr_matrix
@@ -35,6 +37,7 @@ AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
 LARGEST_WHOLE = 1 << 53  # float64 holds all whole numbers up to it
 LARGEST_HELD = {"float64": LARGEST_WHOLE, "bfloat16": 1 << 8}  # and rows of a type
 COMPARED = 4096  # rows, at the start and all over, in which float32 is compared with float64
+FINITE = "features must be finite in float32"
 MERGED = 0.01  # share of different numbers that float32 may make equal, as it does among millions
 
 
@@ -95,13 +98,16 @@ class Whole:
         return np.diff(self.indptr) + self.loops, outs + self.loops
 
 
+Csr: TypeAlias = Whole | sp.csr_matrix  # what has an indptr and indices
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """Parts in which somebody has cut a graph."""
 
     parts: int
     method: str  # as --partitioner has it; else the name of the library that cut it
-    owner: NDArray[np.int32]  # the part of each vertex [N]
+    owner: Owner
     name: str  # that no other cut has
 
 
@@ -159,8 +165,7 @@ class Graph:
         if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
-        for array in _feature_arrays(x):
-            array.flags.writeable = False
+        freeze(*_feature_arrays(x))
         return dataclasses.replace(self, x=x)
 
     def dense(self) -> Graph:
@@ -170,7 +175,7 @@ class Graph:
         rows, columns = self.x.shape
         must_fit(self.stats.name, "features", rows * columns * self.x.dtype.itemsize)
         x = self.x.toarray()
-        x.flags.writeable = False
+        freeze(x)
         return dataclasses.replace(self, x=x, stats=dataclasses.replace(self.stats, nonzeros=0))
 
     @property
@@ -287,20 +292,27 @@ def in_neighbours(
 def finish(graph: Graph) -> Graph:
     """The graph with the hash of its content, and with its arrays frozen.
 
-    Its features are sparse if and only if most numbers are zero. Raises SpecError for features that
-    are not finite, if they are mapped."""
+    Its features are sparse if and only if most numbers are zero. A mapped file is read through
+    once; every process that maps it is told by the cache on disk what was found. Raises SpecError
+    for features that are not finite, if they are mapped."""
     stats, x = graph.stats, graph.x
     structure = graph.indptr, graph.indices
     others = graph.y, graph.train, graph.val, graph.test
     fields = {f"vertex {name}": array for name, array in graph.vertex_fields.items()}
     fields |= {f"edge {name}": array for name, array in graph.edge_fields.items()}
-    if isinstance(x, np.memmap):
-        digest, nonzeros = _digest_of_mapped(stats, x, structure, others, fields)
+
+    def hashed(*features: Array) -> str:
+        return _hash(stats.directed, (*structure, *features, *others), fields)
+
+    if mapped := isinstance(x, np.memmap):
+        key = f"{state_of(Path(str(x.filename)))} {hashed()}"
+        found = remembered("features", key, lambda: (hashed(x), _nonzeros(stats.source, x)))
+        digest, nonzeros = found[0]
     else:
-        digest = _hash(stats.directed, (*structure, *_feature_arrays(x), *others), fields)
+        digest = hashed(*_feature_arrays(x))
         nonzeros = int(np.count_nonzero(x)) if isinstance(x, np.ndarray) else int(x.nnz)
     sparse = 0 < nonzeros <= SPARSE * stats.vertices * stats.features
-    if sparse and isinstance(x, np.memmap):
+    if sparse and mapped:
         sparse = False
         note = (
             f"x.npy is mapped, so it stays dense, though only {nonzeros:,} numbers are not zero;"
@@ -312,13 +324,17 @@ def finish(graph: Graph) -> Graph:
     elif not sparse and not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
-    frozen: tuple[Array, ...] = (*structure, *_feature_arrays(x), *others, *fields.values())
-    for array in frozen:
-        array.flags.writeable = False  # so that the hash stays true
+    freeze(*structure, *_feature_arrays(x), *others, *fields.values())  # so the hash stays true
     stats = dataclasses.replace(
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )
     return dataclasses.replace(graph, stats=stats, x=x)
+
+
+def freeze(*arrays: Array) -> None:
+    """Let nobody write to arrays."""
+    for array in arrays:
+        array.flags.writeable = False
 
 
 def _feature_arrays(x: Features) -> tuple[Array, ...]:
@@ -357,34 +373,14 @@ def some_rows(array: Array) -> Iterator[Array]:
         yield piece
 
 
-def _digest_of_mapped(
-    stats: GraphStats,
-    x: np.memmap,
-    structure: tuple[Array, ...],
-    others: tuple[Array, ...],
-    fields: Mapping[str, Array],
-) -> tuple[str, int]:
-    """The hash of a graph with mapped features, and the number of nonzeros in them.
-
-    The file is read through once. The result is cached on disk under the file's name, size and
-    time of change, for every process that maps it. Raises SpecError for NaN and infinities."""
-    assert x.filename
-    file = os.stat(x.filename)
-    key = (
-        f"{x.filename} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns}"
-        f" {_hash(stats.directed, (*structure, *others), fields)}"
-    )
-
-    def read() -> tuple[str, int]:
-        first = count = 0
-        for piece in some_rows(x):
-            with np.errstate(over="ignore", invalid="ignore"):
-                must_be_finite(stats.source, "x", piece.astype(np.float32, copy=False), first)
-            first, count = first + len(piece), count + int(np.count_nonzero(piece))
-        return _hash(stats.directed, (*structure, x, *others), fields), count
-
-    (digest, count), _ = remembered("features", key, read)
-    return digest, count
+def _nonzeros(source: str, x: Any) -> int:
+    """How many numbers of mapped features are not zero. Raises SpecError for NaN and infinities."""
+    first = count = 0
+    for piece in some_rows(x):
+        with np.errstate(over="ignore", invalid="ignore"):
+            must_be_finite(source, "x", piece.astype(np.float32, copy=False), first)
+        first, count = first + len(piece), count + int(np.count_nonzero(piece))
+    return count
 
 
 def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
@@ -418,11 +414,10 @@ def merging_note(x: Features) -> list[str]:
     rows = x[np.unique(np.append(spread, np.arange(count)))]
     sparse = sp.issparse(rows)
     rows = rows.data[:, None] if sparse else rows
-
-    def different(rows: Array) -> Array:  # numbers in each column
-        return np.asarray(1 + np.count_nonzero(np.diff(np.sort(rows, axis=0), axis=0), axis=0))
-
-    before, after = different(rows), different(rows.astype(np.float32))
+    before, after = (  # different numbers in each column
+        1 + np.count_nonzero(np.diff(np.sort(each, axis=0), axis=0), axis=0)
+        for each in (rows, rows.astype(np.float32))
+    )
     worst = int((after / before).argmin())
     if after[worst] >= (1 - MERGED) * before[worst]:
         return []
@@ -433,13 +428,7 @@ def merging_note(x: Features) -> list[str]:
     ]
 
 
-def must_be_finite(
-    path: str,
-    name: str,
-    array: Array,
-    first: int = 0,
-    rule: str = "features must be finite in float32",
-) -> None:
+def must_be_finite(path: str, name: str, array: Array, first: int = 0, rule: str = FINITE) -> None:
     """Raises SpecError for NaN and infinities in an array whose first row is row `first`."""
     finite = np.isfinite(array)
     if not finite.all():

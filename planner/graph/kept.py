@@ -51,12 +51,10 @@ class Stopwatch:
             watch.seconds += seconds
 
 
-def folder() -> Path | None:
-    """Where numbers are kept; None: nowhere."""
-    named = os.environ.get("GNNPLAN_PARTITIONS")
-    if named == "none":
-        return None
-    return Path(named) if named else cache_dir() / "partitions"
+def state_of(path: Path) -> str:
+    """What tells a file from another, and from what it is once somebody has written to it."""
+    file = path.stat()
+    return f"{path.resolve()} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns}"
 
 
 def remembered(kind: str, key: str, compute: Callable[[], T]) -> tuple[T, bool]:
@@ -82,39 +80,29 @@ def cached(
 
     The seconds that it took are kept with them. A file is complete or absent, and what a disk has
     changed in it is found by its checksum (of a .npz) and computed again."""
-    there = folder()
-    name = blake2b(f"{VERSION} {key}".encode(), digest_size=16).hexdigest()
-    path = None if there is None else there / f"{name}.npz"
-    if path is not None:
-        # absent or damaged: compute it again
-        unread = OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile
-        with contextlib.suppress(*unread):
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-                found, seconds = np.asarray(file["found"]), float(file["seconds"])
-            whole = found.shape == (vertices,) and found.dtype == np.int32
-            if whole and found.min() >= 0 and found.max() < below:
-                os.utime(path)
-                Stopwatch.saved(seconds)
-                return found
+    if (named := os.environ.get("GNNPLAN_PARTITIONS")) == "none":
+        return compute()
+    there = Path(named) if named else cache_dir() / "partitions"
+    path = there / f"{blake2b(f'{VERSION} {key}'.encode(), digest_size=16).hexdigest()}.npz"
+    # absent or damaged: compute it again
+    unread = OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile
+    with contextlib.suppress(*unread):
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            found, seconds = np.asarray(file["found"]), float(file["seconds"])
+        whole = found.shape == (vertices,) and found.dtype == np.int32
+        if whole and found.min() >= 0 and found.max() < below:
+            os.utime(path)
+            Stopwatch.saved(seconds)
+            return found
     start = time.perf_counter()
-    found = compute()
-    if path is not None:
-        buffer = io.BytesIO()
-        np.savez(buffer, found=found, seconds=time.perf_counter() - start)
-        with contextlib.suppress(SpecError, OSError):  # a closed or full disk costs only time
-            write_atomically(path, buffer.getbuffer(), parents=True)
-            _forget_oldest(path.parent)
+    found, buffer = compute(), io.BytesIO()
+    np.savez(buffer, found=found, seconds=time.perf_counter() - start)
+    with contextlib.suppress(SpecError, OSError):  # a closed or full disk costs only time
+        write_atomically(path, buffer.getbuffer(), parents=True)
+        files = sorted(there.glob("*.npz"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        sizes = np.cumsum([file.stat().st_size for file in files])
+        for file in (
+            file for file, size in zip(files[1:], sizes[1:], strict=True) if size > MOST_BYTES
+        ):
+            file.unlink(missing_ok=True)
     return found
-
-
-def _forget_oldest(there: Path) -> None:
-    """Remove files until the others have at most MOST_BYTES."""
-    files = sorted(
-        (file.stat().st_mtime_ns, file.stat().st_size, file) for file in there.glob("*.npz")
-    )
-    total = sum(size for _, size, _ in files)
-    for _, size, file in files[:-1]:
-        if total <= MOST_BYTES:
-            break
-        file.unlink(missing_ok=True)
-        total -= size

@@ -22,7 +22,7 @@ from gnnplan.planner.graph.graph import (
     must_fit,
     narrowed,
 )
-from gnnplan.planner.graph.npy import must_be_ids, typed
+from gnnplan.planner.graph.npy import must_be_ids, reading, typed
 from gnnplan.planner.vocabulary.errors import SpecError
 
 T = TypeVar("T")
@@ -80,7 +80,14 @@ def read_labels(
         return nothing
     y = typed(path, "y", y, "iufb", (1, 2))
     if numbers or _are_numbers(y := class_ids(path, "y", y)):
-        found = _numbers(path, y)
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = y.reshape(len(y), -1).astype(np.float32)
+        if np.isinf(y).any():
+            raise SpecError(
+                f"{path}: y{np.argwhere(np.isinf(y))[0].tolist()}: numbers to predict must be"
+                " finite in float32 (NaN: none); scale them"
+            )
+        found = Labels(y, y.shape[1], ~np.isnan(y).any(1), numbers=True)
     elif y.ndim == 2:
         labelled = ~((y == -1) | np.isnan(y)).all(1)
         found = Labels(_targets(path, y, labelled), y.shape[1], labelled)
@@ -91,23 +98,9 @@ def read_labels(
 
 def _are_numbers(y: Array) -> bool:
     """Whether these can be no labels."""
-    if y.dtype.kind != "f":
-        return False
     known = y[np.isfinite(y)]
     beyond = y.ndim == 1 or bool(((known < 0) | (known > 1)).any())
     return beyond and bool((known != np.floor(known)).any())
-
-
-def _numbers(path: str, y: Array) -> Labels:
-    """Numbers to predict. Raises SpecError for infinities."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        y = y.reshape(len(y), -1).astype(np.float32)
-    if np.isinf(y).any():
-        raise SpecError(
-            f"{path}: y{np.argwhere(np.isinf(y))[0].tolist()}: numbers to predict must be finite in"
-            " float32 (NaN: none); scale them"
-        )
-    return Labels(y, y.shape[1], ~np.isnan(y).any(1), numbers=True)
 
 
 def _targets(path: str, y: Array, labelled: Array) -> Array:
@@ -252,17 +245,16 @@ def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
 def split_of(
     path: str,
     given: Mapping[str, Array],
-    labelled: Array,
-    classes: int,
+    labels: Labels,
     rng: np.random.Generator,
     notes: list[str],
     seed: int,
-) -> list[Array]:
+) -> tuple[Array, Array, Array]:
     """Training, validation and test masks [N]. given: those that were read.
 
     Without masks labelled vertices are split at random, with a note; without labels all are.
     Without train_mask those are trained on that the other masks leave, with a note."""
-    vertices = len(labelled)
+    labelled, classes, vertices = labels.labelled, labels.classes, len(labels.labelled)
     if classes == 0:
         notes.append("no labels: can be planned, not trained")
     if given:
@@ -298,7 +290,7 @@ def split_of(
         if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
             masks[i] = masks[i] & labelled
             notes.append(f"took {unlabelled:,} vertices without label out of {name}")
-    return masks
+    return masks[0], masks[1], masks[2]
 
 
 def random_split(
@@ -309,19 +301,25 @@ def random_split(
     `train` is the share of the first; the other two are equal: 60/20/20."""
     order = rng.permutation(np.flatnonzero(labelled))
     cuts = [round(train * len(order)), round((1 + train) / 2 * len(order))]
-    masks = []
-    for ids in np.split(order, cuts):
-        mask = np.zeros(len(labelled), bool)
+    masks = np.zeros((3, len(labelled)), bool)
+    for mask, ids in zip(masks, np.split(order, cuts), strict=True):
         mask[ids] = True
-        masks.append(mask)
     return masks[0], masks[1], masks[2]
 
 
 def dense_features(path: str, x: Array) -> Array:
-    """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities."""
-    x = typed(path, "x", x, "fiub", (2,))
-    if not isinstance(x, np.memmap):  # mapped features are checked when they are hashed
-        x = np.ascontiguousarray(narrowed(path, "x", x))
+    """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities.
+
+    Mapped ones are looked through when they are hashed."""
+    if not isinstance(x, np.memmap):
+        x = np.ascontiguousarray(narrowed(path, "x", typed(path, "x", x, "fiub", (2,))))
+    elif x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not x.flags.c_contiguous:
+        raise SpecError(
+            f"{path}: x: is mapped, not read, so it must be float32 or float64 [vertices, features]"
+            f" in C order, is {x.dtype} of shape {x.shape}"
+            f"{' in Fortran order' * (not x.flags.c_contiguous)}; save numpy.ascontiguousarray(x,"
+            " numpy.float32)"
+        )
     if not 1 <= x.shape[1] <= MOST_FEATURES:
         raise SpecError(
             f"{path}: x: must have 1 to {MOST_FEATURES:,} features, has shape {x.shape}; save"
@@ -340,38 +338,23 @@ def sparse_features(
         typed(path, name, array, "iu", (1,))
         for name, array in (("x_indptr", indptr), ("x_indices", indices), ("x_shape", shape))
     )
-    vertices = indptr.size - 1
-    if len(shape) != 2 or int(shape[0]) != vertices or not 1 <= int(shape[1]) <= MOST_FEATURES:
+    if len(shape) != 2 or not 1 <= int(shape[1]) <= MOST_FEATURES:
         raise SpecError(
-            f"{path}: x_shape: must be [{vertices}, features] with 1 to {MOST_FEATURES:,} features,"
-            f" is {shape[:4].tolist()}; save the matrix's shape"
+            f"{path}: x_shape: must be [{indptr.size - 1}, features] with 1 to {MOST_FEATURES:,}"
+            f" features, is {shape[:4].tolist()}; save the matrix's shape"
         )
-    if (
-        int(indptr[0]) != 0
-        or int(indptr[-1]) != len(indices)
-        or bool((indptr[1:] < indptr[:-1]).any())
-    ):
+    if int(indptr[-1]) != len(indices):  # scipy would cut off the others
         raise SpecError(
             f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
             f" {indptr[0]} to {indptr[-1]}; save the indptr of a scipy.sparse.csr_matrix"
         )
-    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < int(shape[1]):
-        raise SpecError(
-            f"{path}: x_indices: columns must lie in [0, {int(shape[1]) - 1}], found"
-            f" {indices.min()} to {indices.max()}; save its indices, or widen x_shape"
-        )
     if data is None:
         data = np.ones(len(indices), np.float32)
     data = narrowed(path, "x_data", typed(path, "x_data", data, "fiub", (1,)))
-    if len(data) != len(indices):
-        raise SpecError(
-            f"{path}: x_data: must be as long as x_indices ({len(indices):,}), is"
-            f" {len(data):,}; save a number for each index"
-        )
-    x = sp.csr_matrix(
-        (data, indices.astype(np.int32), indptr.astype(np.int64)), shape=(vertices, int(shape[1]))
-    )
-    x.sum_duplicates()  # sorts too
+    with reading(path, "a CSR x_indptr, x_indices, x_data of x_shape"):
+        x = sp.csr_matrix((data, indices, indptr), shape=tuple(map(int, shape)))
+        x.check_format(full_check=True)
+        x.sum_duplicates()  # sorts too
     return x
 
 

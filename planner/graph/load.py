@@ -8,13 +8,8 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from gnnplan.planner.graph import formats
-from gnnplan.planner.graph.build import STAND_IN_FEATURES, MadeUp
-from gnnplan.planner.graph.generator import (
-    asked,
-    is_generated,
-    numbers,
-    parameters,
-)
+from gnnplan.planner.graph.build import STAND_IN_FEATURES
+from gnnplan.planner.graph.generator import asked, is_generated, numbers, parameters
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
@@ -51,7 +46,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         raise SpecError(f"{source}: a graph's name holds no zero byte; leave it out")
     head, _, query = source.partition("?")
     if is_generated(source):
-        return formats.read(source, formats.NONE, source, MadeUp(), directed)
+        return formats.read(source, source, formats.NONE, directed)
     if (known := well_known(head)) and not query:
         return dataclasses.replace(
             statistics(str(DATASETS / f"{known}.yaml"), directed), source=known
@@ -63,15 +58,50 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
                 f"{source}: a statistics file takes no parameters; write them into {head}"
             )
         return statistics(head, directed)
-    if suffix == ".npz" or os.path.exists(head):
-        return _from_files(source, head, query, directed)
-    is_path = os.path.dirname(head) not in ("", os.getcwd()) or suffix
-    raise SpecError(
-        f"{source}: there is no such file or folder; a graph is a .npz file, a folder of .npy"
-        " files, another library's file or folder, a .yaml file of statistics,"
-        " synthetic:community?vertices=...&edges=..., or the name of a well-known graph"
-        + ("" if is_path else suggest(Path(head).name, datasets()))
+    if suffix == ".npz" and not os.path.lexists(head):
+        raise SpecError(f"{source}: no such file")
+    if not os.path.lexists(head):
+        is_path = os.path.dirname(head) not in ("", os.getcwd()) or suffix
+        raise SpecError(
+            f"{source}: there is no such file or folder; a graph is a .npz file, a folder of .npy"
+            " files, another library's file or folder, a .yaml file of statistics,"
+            " synthetic:community?vertices=...&edges=..., or the name of a well-known graph"
+            + ("" if is_path else suggest(Path(head).name, datasets()))
+        )
+    if is_part_folder(head):
+        if query:
+            raise SpecError(
+                f"{source}: a folder of parts holds all that it was written with and takes no"
+                " parameters; give them to gnnplan partition"
+            )
+        return read_parts(head, source, directed)
+    given = parameters(source, query)
+    words = {
+        name: given.pop(name)
+        for name in (*FILE_OPTIONS, "task")
+        if name in given and not (name == "features" and given[name].lstrip("+-").isdecimal())
+    }
+    if empty := [name for name, value in words.items() if not value]:
+        raise SpecError(f"{source}: {empty[0]} has no value; give one or leave it out")
+    task = words.pop("task", None)
+    if task not in (None, "none", "regression"):
+        raise SpecError(
+            f"{source}: task must be none, which makes stand-in labels, regression, node or link,"
+            f" got {task[:MOST_SHOWN]!r}; use one of them, or leave it out"
+        )
+    widths = numbers(
+        source,
+        given,
+        {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
     )
+    extras = formats.Extras(
+        **words,
+        numbers=task == "regression",
+        width=widths["features"] if "features" in given else None,
+        stand_in_labels=task == "none",
+        seed=widths["seed"],
+    )
+    return formats.read(head, source, extras, directed)
 
 
 def declared(source: str) -> dict[str, int]:
@@ -116,39 +146,3 @@ def source_of(
     if not words:
         return graph
     return f"{graph}{'&' if '?' in graph else '?'}{urlencode(words, quote_via=quote, safe='/')}"
-
-
-def _from_files(source: str, head: str, query: str, directed: bool) -> Graph:
-    """The graph of a file or a folder, and of the files that its parameters name."""
-    if os.path.exists(head) and not os.path.isdir(head) and not os.path.isfile(head):
-        raise SpecError(f"{source}: is a pipe, a socket or a device; give a graph's file or folder")
-    if is_part_folder(head):
-        if query:
-            raise SpecError(
-                f"{source}: a folder of parts holds all that it was written with and takes no"
-                " parameters; give them to gnnplan partition"
-            )
-        return read_parts(head, source, directed)
-    given = parameters(source, query)
-    words = {
-        name: given.pop(name)
-        for name in (*FILE_OPTIONS, "task")
-        if name in given and not (name == "features" and given[name].lstrip("+-").isdecimal())
-    }
-    if empty := [name for name, value in words.items() if not value]:
-        raise SpecError(f"{source}: {empty[0]} has no value; give one or leave it out")
-    task = words.pop("task", None)
-    if task not in (None, "none", "regression"):
-        raise SpecError(
-            f"{source}: task must be none, which makes stand-in labels, regression, node or link,"
-            f" got {task[:MOST_SHOWN]!r}; use one of them, or leave it out"
-        )
-    widths = numbers(
-        source,
-        given,
-        {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
-    )
-    regression, width = task == "regression", widths["features"]
-    made_up = MadeUp(width, "features" in given, task == "none", widths["seed"])
-    extras = formats.Extras(**words, numbers=regression)
-    return formats.read(head, extras, source, made_up, directed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,31 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, must_fit
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
 MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
+KINDS = {"i": "integers", "b": "booleans", "f": "real numbers", "U": "a JSON string"}
 LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
+
+
+@contextmanager
+def reading(path: str, what: str) -> Iterator[None]:
+    """Whatever a library raises over a damaged file becomes a SpecError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except GnnplanError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[: 3 * MOST_SHOWN]
+        raise SpecError(
+            f"{path}: cannot be read as {what} ({type(error).__name__}: {text}); the file is"
+            " damaged or of another kind, write it again"
+        ) from error
 
 
 def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0) -> None:
@@ -94,13 +113,15 @@ def check_header(path: str, name: str, stream: IO[bytes], stored: int, fits: boo
     return header
 
 
-def load_npy(path: str | Path, name: str, mode: Literal["r", "c"] = "r") -> Array:
+def mapped_array(path: str | Path, mode: Literal["r", "c"] = "r") -> Array:
     """An array of a .npy file, mapped if it can be. Raises SpecError; its header is checked first.
 
     mode: of numpy.load, for who reads pages (r) or may write to copies of them (c)."""
-    with open(path, "rb") as stream:
-        nbytes = check_header(str(path), name, stream, os.stat(path).st_size, fits=False).nbytes
-    return np.asanyarray(np.load(path, mode if nbytes else None, allow_pickle=False))
+    path, name = str(path), Path(path).stem
+    must_be_file(path, f"it should hold {name}.npy")
+    with reading(path, ".npy"), open(path, "rb") as stream:
+        nbytes = check_header(path, name, stream, os.stat(path).st_size, fits=False).nbytes
+        return np.asanyarray(np.load(path, mode if nbytes else None, allow_pickle=False))
 
 
 class Arrays:
@@ -120,10 +141,6 @@ class Arrays:
                 self.files[file.stem] = file
             else:
                 self.others.append(file.name)
-
-    def called(self, name: str) -> str:
-        """What notes call an array."""
-        return name if self.archive else str(self.files[name].name)
 
     def open(self, name: str) -> IO[bytes]:
         """The bytes of an array."""
@@ -152,7 +169,7 @@ class Arrays:
         mapped = mapped and self.archive is None
         header = self.check(name, fits=not mapped)
         if mapped:
-            return load_npy(self.files[name], name)
+            return mapped_array(self.files[name])
         self.nbytes += header.nbytes
         must_fit(self.path, "what it holds", self.nbytes)
         with self.open(name) as stream:
@@ -160,24 +177,21 @@ class Arrays:
 
 
 @contextmanager
-def in_npz(path: str) -> Iterator[Arrays]:
-    """The arrays of a .npz."""
-    must_be_file(path)
-    with zipfile.ZipFile(path) as archive:
-        yield Arrays(path, archive)
+def arrays_in(path: str) -> Iterator[Arrays]:
+    """The arrays of a .npz, or of a folder of .npy files. Raises SpecError."""
+    with reading(path, "arrays"):
+        if os.path.isdir(path):
+            yield Arrays(path)
+            return
+        must_be_file(path)
+        with zipfile.ZipFile(path) as archive:
+            yield Arrays(path, archive)
 
 
 def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...]) -> Array:
     """The array. Raises SpecError unless its dtype kind and dimensions are as allowed."""
-    meanings = {
-        "i": "integers",
-        "u": "integers",
-        "b": "booleans",
-        "f": "real numbers",
-        "U": "a JSON string",
-    }
     if array.dtype.kind not in kinds:
-        allowed = " or ".join(sorted({meanings[kind] for kind in kinds}))
+        allowed = " or ".join(sorted({KINDS[kind] for kind in kinds.replace("u", "")}))
         raise SpecError(
             f"{path}: {name}: must hold {allowed}, has dtype {array.dtype}; convert it with"
             f" {name}.astype(...)"

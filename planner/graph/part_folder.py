@@ -1,17 +1,7 @@
 """Reads a folder of parts, which `gnnplan partition` writes: rows as they are asked for.
 
-    parts.json      the graph's statistics, how it was cut, and a digest of each part's part.json
-    owner.npy       the part of each vertex [N]
-    place.npy       its place among the rows of its part [N]
-    order.npy       its place in the order in which rows lie in memory (partition.locality_order)
-    degree.npy      in-degrees [N]; out_degree.npy, where edges have a direction
-    sends.npy       rows of part i that edges of part j begin at [parts, parts]
-    part3/part.json which part of which graph it is, and size and digest of its files
-    part3/ids.npy   global ids of its vertices, in that order [n]
-    part3/indptr, indices      the ids that they aggregate from, a CSR
-    part3/x (x_indptr, x_indices, x_data if sparse), y, train, val, test, vertex.*, edge.*
-    part3/halo.npy  ids of other parts' vertices that its edges begin at, by part and place
-    part3/give.npy  places of its own rows that other parts read, part after part
+docs/reference/files.md has its files. ids.npy of a part are in the order of place.npy; order.npy is
+partition.locality_order; halo.npy goes by part and place, give.npy by part.
 
 A `Graph` of it has arrays that look whole. Rows that are asked for by their ids are read of the
 parts that have them; what asks for more gets the whole array, put together once. A part's files
@@ -23,11 +13,11 @@ import dataclasses
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -38,8 +28,8 @@ from pydantic.dataclasses import dataclass
 
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, Cut, Graph, GraphStats, must_fit
-from gnnplan.planner.graph.kept import remembered
-from gnnplan.planner.graph.npy import load_npy
+from gnnplan.planner.graph.kept import remembered, state_of
+from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
 from gnnplan.planner.vocabulary.numbers import ranges
@@ -52,6 +42,8 @@ MOST_DESCRIBED = 64 << 20  # [B]
 EDGES_AT_ONCE = 1 << 22  # that are put in their places at a time
 AGAIN = "write the folder again with gnnplan partition"
 T = TypeVar("T")
+# of a part: places of rows of its arrays, and where these rows are to be
+Span: TypeAlias = tuple[int, NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -191,7 +183,7 @@ class PartFolder:
             path = folder / f"{name}.npy"
             _must_be_whole(path, files[name])
             # pages that torch may take as its own; nobody writes them
-            self._open[key] = load_npy(path, name, "c").view(np.ndarray)
+            self._open[key] = mapped_array(path, "c").view(np.ndarray)
         return self._open[key]
 
     @property
@@ -206,40 +198,30 @@ class PartFolder:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def by_part(self, ids: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any], NDArray[Any]]]:
-        """Each part that has some of these vertices: which of them, and their places there."""
-        owner, place = self.owner[ids], self.place[ids]
-        numbers = np.unique(owner)
-        for number in numbers:
-            at = np.flatnonzero(owner == number) if numbers.size > 1 else np.arange(ids.size)
-            yield int(number), at, place[at] if numbers.size > 1 else place
+    def _by_part(self, ids: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
+        """Each part that has some of these vertices, and which of them."""
+        owner = self.owner[ids]
+        return [(int(number), np.flatnonzero(owner == number)) for number in np.unique(owner)]
 
-    def some(self, number: int, name: str, places: NDArray[Any]) -> Array:
-        """Rows of a part's array."""
-        array = self.array(number, name)
-        first, last = (int(places[0]), int(places[-1])) if places.size else (0, -2)
-        if last - first + 1 != places.size or not (np.diff(places) == 1).all():
-            return np.asarray(array[places])
-        rows = np.array(array[first : last + 1])
-        if isinstance(array.base, np.memmap):  # pages would count as memory beside the copy
-            array.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
-        return rows
+    def _gathered(self, name: str, spans: Iterable[Span], count: int, pick: Any = ...) -> Array:
+        """Rows of the parts' arrays, or what `pick` takes of them, where they are to be [count]."""
+        row = np.empty((0, *self.parts[0].files[name].shape[1:]))[pick].shape[1:]
+        out = np.empty((count, *row), self.parts[0].files[name].dtype)
+        must_fit(str(self.path), f"{name} of {count:,} rows", out.nbytes)
+        for number, here, there in spans:
+            whole = self.array(number, name)
+            together = bool((np.diff(here) == 1).all()) and here.size > 0
+            places: Any = slice(here[0], here[-1] + 1) if together else here
+            out[there] = whole[pick][places]
+            if together and isinstance(whole.base, np.memmap):  # pages would count as memory too
+                whole.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        return out
 
     def rows(self, name: str, ids: NDArray[Any], columns: slice | None = None) -> Array:
         """Rows of these vertices [ids, ..], or some columns of them."""
-        stored = self.parts[0].files[name]
-        row = stored.shape[1:] if columns is None else (len(range(stored.shape[1])[columns]),)
-        out = np.empty((ids.size, *row), stored.dtype)
-        must_fit(str(self.path), f"{name} of {ids.size:,} vertices", out.nbytes)
-        for number, at, places in self.by_part(ids):
-            if columns is None:
-                some = self.some(number, name, places)
-            else:
-                some = self.array(number, name)[:, columns][places]
-            if at.size == ids.size:
-                return some
-            out[at] = some
-        return out
+        place = self.place[ids]
+        spans = ((number, place[at], at) for number, at in self._by_part(ids))
+        return self._gathered(name, spans, ids.size, ... if columns is None else np.s_[:, columns])
 
     def ragged(
         self, ids: NDArray[Any], pointers: str, *names: str
@@ -247,19 +229,19 @@ class PartFolder:
         """Of rows with several numbers each: how many they have, and their numbers, row after row.
 
         pointers: where a part's rows begin, as the indptr of a CSR."""
-        lengths, found = np.empty(ids.size, np.int64), []
-        for number, at, places in self.by_part(ids):
-            begin = self.array(number, pointers)[places]
-            lengths[at] = self.array(number, pointers)[places + 1] - begin
-            found.append((number, at, begin))
-        files, starts = self.parts[0].files, np.cumsum(lengths) - lengths
-        shape = (int(lengths.sum()),)
-        out = [np.empty((*shape, *files[of].shape[1:]), files[of].dtype) for of in names]
-        for number, at, begin in found:
-            here, there = ranges(begin, lengths[at]), ranges(starts[at], lengths[at])
-            for numbers, name in zip(out, names, strict=True):
-                numbers[there] = self.some(number, name, here)
-        return lengths, out
+        parts, place = self._by_part(ids), self.place[ids]
+        begin, lengths = np.empty((2, ids.size), np.int64)
+        for number, at in parts:
+            pointer = self.array(number, pointers)
+            begin[at] = pointer[place[at]]
+            lengths[at] = pointer[place[at] + 1] - begin[at]
+        starts = np.cumsum(lengths) - lengths
+
+        def spans() -> Iterator[Span]:
+            for number, at in parts:
+                yield number, ranges(begin[at], lengths[at]), ranges(starts[at], lengths[at])
+
+        return lengths, [self._gathered(name, spans(), int(lengths.sum())) for name in names]
 
     def sparse_rows(self, ids: NDArray[Any], columns: slice | None = None) -> sp.csr_matrix:
         """Sparse features of these vertices, or some columns of them."""
@@ -289,8 +271,7 @@ class PartFolder:
 def _must_be_whole(path: Path, stored: Stored) -> None:
     """Raise SpecError unless a file's bytes are those that were written.
 
-    A machine reads them once for that. It notes in its cache the name, size and time of change of
-    each file that was right."""
+    A machine reads them once for that, and keeps in its cache which files were right."""
 
     def compare() -> bool:
         if digest_of(path) != stored.digest:
@@ -301,9 +282,7 @@ def _must_be_whole(path: Path, stored: Stored) -> None:
         return True
 
     must_be_file(path, f"copy it there, or {AGAIN}")
-    file = path.stat()
-    words = path.resolve(), file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, stored.digest
-    remembered("parts", " ".join(map(str, words)), compare)
+    remembered("parts", f"{state_of(path)} {stored.digest}", compare)
 
 
 class Lazy(NDArrayOperatorsMixin):
@@ -318,7 +297,9 @@ class Lazy(NDArrayOperatorsMixin):
         make: Callable[[], Any],
         some: Callable[[NDArray[Any] | None, slice | None], Any] | None = None,
     ) -> None:
-        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        like = np.broadcast_to(np.zeros((), dtype), shape)  # which takes no memory
+        self.dtype, self.shape, self.ndim = like.dtype, like.shape, like.ndim
+        self.size, self.nbytes, self._like = like.size, like.nbytes, like
         self._make, self._some = make, some
 
     @cached_property
@@ -344,19 +325,7 @@ class Lazy(NDArrayOperatorsMixin):
         return self.whole[key]
 
     def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return len(self._like)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -410,9 +379,8 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
     stats = dataclasses.replace(about.graph, source=source, notes=(*about.graph.notes, told))
 
     def edges(name: str) -> Any:
-        stored = first.files[name]
-        shape = stats.edges, *stored.shape[1:]
-        return Lazy(stored.dtype, shape, lambda: folder.edges(name))
+        shape = stats.edges, *first.files[name].shape[1:]
+        return Lazy(first.files[name].dtype, shape, lambda: folder.edges(name))
 
     def rows(name: str) -> Any:
         sparse = name == "x" and stats.nonzeros > 0
@@ -428,16 +396,17 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
     def fields(of: str, make: Callable[[str], Any]) -> dict[str, Any]:
         return {name.removeprefix(of): make(name) for name in first.files if name.startswith(of)}
 
+    x, y, train, val, test = map(rows, ("x", "y", "train", "val", "test"))
     indptr: Any = Lazy(np.int64, (stats.vertices + 1,), lambda: folder.indptr)
     return PartGraph(
         stats,
         indptr,
         edges("indices"),
-        rows("x"),
-        rows("y"),
-        rows("train"),
-        rows("val"),
-        rows("test"),
+        x,
+        y,
+        train,
+        val,
+        test,
         vertex_fields=fields(VERTEX, rows),
         edge_fields=fields(EDGE, edges),
         cut=Cut(about.parts, about.partitioner, folder.owner, about.cut),

@@ -6,20 +6,18 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats, Owner
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partitioners import METHODS, cut, even_out, library_of, version_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 
-Array = NDArray[Any]
 FEW_EDGES = 5_000_000  # directed edges that METIS cuts in seconds
 # Vertices. All features of a smaller graph fit the processor's cache, so their order is irrelevant.
 SMALL = 2_000
@@ -37,12 +35,7 @@ def chosen(method: str, graph: Graph | GraphStats) -> str:
     return "kaminpar" if large and find_spec("kaminpar") else "metis"
 
 
-def partition(
-    graph: Graph | GraphStats,
-    parts: int,
-    method: str = "metis",
-    seed: int = 0,
-) -> NDArray[np.int32]:
+def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed: int = 0) -> Owner:
     """Part [N] of each vertex, in [0, parts), no part empty.
 
     method: 'metis' and 'kaminpar' minimise the edge cut, 'metis-volume' the rows sent; with
@@ -63,73 +56,67 @@ def partition(
     if graph.cut is not None and (graph.cut.parts, graph.cut.method) == (parts, method):
         return graph.cut.owner
     if method == "hash":
-        return repair(_hashed(vertices, parts), parts)
+        # Fibonacci hashing: the top bits of id * 2**32 / golden ratio
+        mixed = np.arange(vertices, dtype=np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)
+        return repair((mixed * np.uint64(parts) >> np.uint64(32)).astype(np.int32), parts)
     if method == "random":
         return (np.random.default_rng(seed).permutation(vertices) % parts).astype(np.int32)
 
-    def compute() -> NDArray[np.int32]:
-        return evenly(method, *undirected(graph), parts, seed, graph.train)
-
     key = f"{version_of(library_of(method))} {graph.stats.hash} {parts} {method} {seed}"
-    return cached(key, vertices, parts, compute)
+    return cached(
+        key, vertices, parts, lambda: evenly(method, undirected(graph), parts, seed, graph.train)
+    )
 
 
-def evenly(
-    method: str, indptr: Array, indices: Array, parts: int, seed: int, train: NDArray[np.bool_]
-) -> NDArray[np.int32]:
+def evenly(method: str, edges: Csr, parts: int, seed: int, train: NDArray[np.bool_]) -> Owner:
     """A library's part [N] of each vertex of a symmetric CSR, no part empty, evened out."""
-    part = repair(cut(method, indptr, indices, parts, seed), parts)
+    part = repair(cut(method, edges, parts, seed), parts)
     if library_of(method) == "kaminpar":
-        even_out(indptr, indices, part, parts, np.ones(part.size, bool))
+        even_out(edges, part, parts, np.ones(part.size, bool))
     if method == "kaminpar-train":
-        even_out(indptr, indices, part, parts, train)
+        even_out(edges, part, parts, train)
     return part
 
 
 def partition_weighted(
-    indptr: Array, indices: Array, weights: Array | None, parts: int, method: str = "metis"
-) -> NDArray[np.int32]:
+    edges: Csr, weights: Array | None, parts: int, method: str = "metis"
+) -> Owner:
     """Part [n] of each vertex of a symmetric CSR without self-loops, by the method's library.
 
     It minimises the edge cut and balances `weights` (whole numbers >= 0). Weights are ignored if
     they are so uneven that a part would hold fewer than three of the largest."""
-    vertices = len(indptr) - 1
+    vertices = len(edges.indptr) - 1
     check_parts(parts, vertices, "the subgraph")
     library = library_of(method)
     digest = blake2b(digest_size=16)
-    for array in (indptr, indices, *(() if weights is None else (weights,))):
+    for array in (edges.indptr, edges.indices, *(() if weights is None else (weights,))):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
     key = f"{version_of(library)} weighted {digest.hexdigest()} {parts} 0 {weights is None}"
     return cached(
-        key,
-        vertices,
-        parts,
-        lambda: repair(cut(library, indptr, indices, parts, 0, weights), parts),
+        key, vertices, parts, lambda: repair(cut(library, edges, parts, 0, weights), parts)
     )
 
 
-def locality_order(graph: Graph, method: str = "metis", clusters: int = 64) -> NDArray[np.int32]:
+def locality_order(graph: Graph, method: str = "metis", clusters: int = 64) -> Owner:
     """Position [N] of each vertex in an order that keeps clusters of the method's library together.
 
     In this order aggregation finds more of its rows in cache. A small graph keeps its order."""
     vertices = graph.stats.vertices
     rank = np.arange(vertices, dtype=np.int32)
     if vertices >= SMALL:
-        rank[np.argsort(partition(graph, clusters, library_of(method)), kind="stable")] = np.arange(
-            vertices, dtype=np.int32
-        )
+        order = np.argsort(partition(graph, clusters, library_of(method)), kind="stable")
+        rank[order] = rank.copy()
     return rank
 
 
-def undirected(graph: Graph) -> tuple[Array, Array]:
-    """CSR (indptr, indices) of the graph with every edge in both directions."""
+def undirected(graph: Graph) -> Csr:
+    """The graph with every edge in both directions."""
     if not graph.stats.directed:
-        return graph.whole.indptr, graph.whole.indices
-    both = sp.csr_matrix(graph.adjacency + graph.adjacency.T)
-    return both.indptr, both.indices
+        return graph.whole
+    return sp.csr_matrix(graph.adjacency + graph.adjacency.T)
 
 
-def repair(part: NDArray[np.int32], parts: int) -> NDArray[np.int32]:
+def repair(part: Owner, parts: int) -> Owner:
     """The partition without empty parts, changed in place.
 
     METIS leaves some parts empty when parts are small. An empty part gets the last vertices of the
@@ -155,9 +142,3 @@ def check_parts(parts: int, vertices: int, what: str) -> None:
             f"{what}: parts must lie in [1, {vertices:,}] (no more parts than vertices), got"
             f" {parts:,}"
         )
-
-
-def _hashed(vertices: int, parts: int) -> NDArray[np.int32]:
-    """Part of each vertex by Fibonacci hashing: the top bits of id * 2**32 / golden ratio."""
-    mixed = np.arange(vertices, dtype=np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)
-    return (mixed * np.uint64(parts) >> np.uint64(32)).astype(np.int32)

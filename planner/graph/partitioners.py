@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import numpy as np
 import pymetis
 from numpy.typing import NDArray
 
+from gnnplan.planner.graph.graph import Array, Csr, Owner
 from gnnplan.planner.graph.sampling import GOLDEN, mix
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write
@@ -24,7 +23,6 @@ from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.progress import inner_phase
 from gnnplan.planner.vocabulary.units import show_bytes
 
-Array = NDArray[Any]
 METHODS = ("metis", "metis-volume", "kaminpar", "kaminpar-train", "hash", "random")
 BLIND = ("hash", "random")  # which ignore edges
 TOLD_EDGES = 1_000_000  # directed edges from which partitioning is a phase of its own
@@ -53,20 +51,13 @@ def version_of(library: str) -> str:
         return library
 
 
-def cut(
-    method: str,
-    indptr: Array,
-    indices: Array,
-    parts: int,
-    seed: int,
-    weights: Array | None = None,
-) -> NDArray[np.int32]:
+def cut(method: str, edges: Csr, parts: int, seed: int, weights: Array | None = None) -> Owner:
     """The part of each vertex of a symmetric CSR; contiguous ones where no library can be called.
 
     weights: of vertices, whole numbers >= 0 of which each part gets as much; ignored where a part
     would hold fewer than three of the largest."""
-    vertices = len(indptr) - 1
-    if parts == 1 or len(indices) == 0 or parts == vertices:  # METIS divides by the number of edges
+    vertices = len(edges.indptr) - 1
+    if parts in (1, vertices) or not len(edges.indices):  # METIS divides by the number of edges
         return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
     loads = None
     weights = None if weights is None else np.asarray(weights, dtype=np.int64)
@@ -77,28 +68,17 @@ def cut(
         loads = 1 + scale * weights
     name = "KaMinPar" if library_of(method) == "kaminpar" else "METIS"
     told = inner_phase(f"partitioning into {parts:,} parts by {name}")
-    with told if len(indices) >= TOLD_EDGES else nullcontext():
+    with told if len(edges.indices) >= TOLD_EDGES else nullcontext():
         if name == "KaMinPar":
-            loads = loads_of(indptr) if loads is None else loads
-            return by_kaminpar(indptr, indices, parts, seed, loads)
-        return by_metis(indptr, indices, parts, seed, loads, objtype=int(method == "metis-volume"))
-
-
-def loads_of(indptr: Array) -> Array:
-    """What each vertex weighs to KaMinPar."""
-    degree = np.diff(indptr)
-    return np.asarray(np.rint(100 * (1 + EDGE_SHARE * degree / degree.mean())))
+            return by_kaminpar(edges, parts, seed, loads)
+        return by_metis(edges, parts, seed, loads, objtype=int(method == "metis-volume"))
 
 
 def by_kaminpar(
-    indptr: Array,
-    indices: Array,
-    parts: int,
-    seed: int,
-    loads: Array,
-    threads: int = 1,
-) -> NDArray[np.int32]:
-    """KaMinPar's part of each vertex of a symmetric CSR. loads: of vertices, whole numbers.
+    edges: Csr, parts: int, seed: int, loads: Array | None = None, threads: int = 1
+) -> Owner:
+    """KaMinPar's part of each vertex of a symmetric CSR. loads: of vertices, whole numbers; else
+    vertices with more edges weigh more.
 
     With one thread the same seed gives the same parts, with more it does not. Raises SpecError
     where it is not installed or the graph cannot be handed over."""
@@ -109,11 +89,23 @@ def by_kaminpar(
             f"the partitioner kaminpar cannot be imported ({error}); pip install"
             " 'gnnplan[kaminpar]', or use --partitioner metis"
         ) from error
+    # ParHIP's binary format: a header, where each row begins in the file, edges, loads. Bits of the
+    # header's first number say that edges have no weights (1), and that ids (8) and weights of
+    # vertices (16) have 32 bits.
+    degree = np.diff(edges.indptr)
+    if loads is None:
+        loads = np.rint(100 * (1 + EDGE_SHARE * degree / degree.mean()))
+    parhip = (
+        np.array([1 | 8 | 16, degree.size, len(edges.indices)], np.uint64),
+        (8 * (3 + degree.size + 1) + 4 * edges.indptr.astype(np.int64)).astype(np.uint64),
+        np.ascontiguousarray(edges.indices, np.uint32),
+        loads.astype(np.uint32),
+    )
     kaminpar.reseed(seed)
     cutter = kaminpar.KaMinPar(threads, kaminpar.default_context())
     try:  # its Python face reads graphs from files only
         with tempfile.NamedTemporaryFile(prefix="gnnplan-", suffix=".parhip") as file:
-            for array in _parhip(indptr, indices, loads):
+            for array in parhip:
                 file.write(array.data)
             file.flush()
             graph = kaminpar.load_graph(file.name, kaminpar.GraphFileFormat.PARHIP)
@@ -122,26 +114,12 @@ def by_kaminpar(
     return np.array(cutter.compute_partition(graph, parts, IMBALANCE), dtype=np.int32)
 
 
-def _parhip(indptr: Array, indices: Array, loads: Array) -> Iterator[Array]:
-    """ParHIP's binary format: a header, where each row begins in the file, edges, loads.
-
-    Bits of the header's first number say that edges have no weights (1), and that ids (8) and
-    weights of vertices (16) have 32 bits."""
-    vertices, edges = len(indptr) - 1, len(indices)
-    yield np.array([1 | 8 | 16, vertices, edges], np.uint64)
-    yield (8 * (3 + vertices + 1) + 4 * indptr.astype(np.int64)).astype(np.uint64)
-    yield np.ascontiguousarray(indices, np.uint32)
-    yield loads.astype(np.uint32)
-
-
-def even_out(
-    indptr: Array, indices: Array, part: NDArray[np.int32], parts: int, marked: NDArray[np.bool_]
-) -> NDArray[np.int32]:
+def even_out(edges: Csr, part: Owner, parts: int, marked: NDArray[np.bool_]) -> Owner:
     """The partition, changed in place, with at most MOST_MARKED of the mean of `marked` in a part.
 
     Marked vertices go from the fullest part to the emptiest, and as many others come back, if there
     are others. Those go first whose edges are cut least by it."""
-    counts = np.bincount(part[marked], minlength=parts)
+    indptr, counts = edges.indptr, np.bincount(part[marked], minlength=parts)
     most = math.ceil(MOST_MARKED * counts.mean())
     while counts.max() > most:
         full, empty = int(counts.argmax()), int(counts.argmin())
@@ -151,7 +129,7 @@ def even_out(
             degree = indptr[rows + 1] - indptr[rows]
             few = np.argsort(degree, kind="stable")[: CANDIDATES * count]
             rows, degree = rows[few], degree[few]
-            ends = part[indices[ranges(indptr[rows], degree)]]
+            ends = part[edges.indices[ranges(indptr[rows], degree)]]
             pull = (ends == there).astype(np.float64) - (ends == here)
             gain = np.bincount(np.repeat(np.arange(rows.size), degree), pull, rows.size)
             part[rows[np.argsort(-gain, kind="stable")[:count]]] = there
@@ -161,16 +139,15 @@ def even_out(
 
 
 def by_metis(
-    indptr: Array,
-    indices: Array,
+    edges: Csr,
     parts: int,
     seed: int,
     loads: Array | None = None,
     weights: Array | None = None,
     **options: int,
-) -> NDArray[np.int32]:
+) -> Owner:
     """METIS's part of each vertex of a symmetric CSR. loads: of vertices; weights: of edges."""
-    adjacency, weights = for_metis(indptr, indices, weights)
+    adjacency, weights = for_metis(edges, weights)
     # C's random numbers are the same for seeds 0 and 1
     chosen = pymetis.Options(seed=seed + 1, **options)
     try:
@@ -179,36 +156,37 @@ def by_metis(
         )
     except RuntimeError as error:  # it tells no reason
         raise SpecError(
-            f"METIS failed on {len(indices):,} directed edges ({error}), as it does where memory is"
-            " short; use --partitioner kaminpar or hash (gsplit: splitter='random')"
+            f"METIS failed on {len(edges.indices):,} directed edges ({error}), as it does where"
+            " memory is short; use --partitioner kaminpar or hash (gsplit: splitter='random')"
         ) from error
     return np.asarray(found.vertex_part, dtype=np.int32)
 
 
 def for_metis(
-    indptr: Array, indices: Array, weights: Array | None = None
+    edges: Csr, weights: Array | None = None
 ) -> tuple[pymetis.CSRAdjacency, Array | None]:
     """A symmetric CSR and its edges' weights as 64-bit integers, which METIS need not convert.
 
     A CSR of more than MOST_EDGES edges is thinned. Raises SpecError if METIS would not fit."""
-    edges = min(len(indices), MOST_EDGES)
-    need, memory = EDGE_BYTES * edges, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    indptr, indices = edges.indptr, edges.indices
+    count = min(len(indices), MOST_EDGES)
+    need, memory = EDGE_BYTES * count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > memory:  # the system would kill the process without a message
         raise SpecError(
-            f"METIS takes up to about {EDGE_BYTES} bytes per directed edge (edges: {edges:,}, so"
+            f"METIS takes up to about {EDGE_BYTES} bytes per directed edge (edges: {count:,}, so"
             f" {show_bytes(need)}; memory of this machine: {show_bytes(memory)}); use the"
             " partitioner kaminpar, hash or random (gsplit: splitter='random'), or a machine with"
             " more memory"
         )
     if len(indices) > MOST_EDGES:
-        kept = thinned(indptr, indices, MOST_EDGES)
+        kept = thinned(edges, MOST_EDGES)
         indptr = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[indptr]
         indices, weights = indices[kept], None if weights is None else weights[kept]
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))
     return adjacency, None if weights is None else weights.astype(np.int64, copy=False)
 
 
-def thinned(indptr: Array, indices: Array, most: int) -> NDArray[np.bool_]:
+def thinned(edges: Csr, most: int) -> NDArray[np.bool_]:
     """Whether each edge of a symmetric CSR is kept [E]; about `most` are.
 
     An edge is kept in both directions or in none, and the same edges are kept on every machine.
@@ -216,15 +194,14 @@ def thinned(indptr: Array, indices: Array, most: int) -> NDArray[np.bool_]:
     Edge (u, v) is kept with probability min(1, c / min(degree u, degree v)). Edges between two hubs
     matter least to a cut, and no vertex loses all its neighbours. Sparsifiers sample by effective
     resistance, which is about 1 / degree (Spielman & Srivastava 2008)."""
-    degree = np.diff(indptr).astype(np.int32)
+    indices, degree = edges.indices, np.diff(edges.indptr).astype(np.int32)
     into = np.repeat(np.arange(len(degree), dtype=np.int32), degree)
     low = np.minimum(degree[into], degree[indices])
-    edges, degrees = np.bincount(low), np.arange(low.max() + 1).clip(min=1)
+    counts, degrees = np.bincount(low), np.arange(low.max() + 1).clip(min=1)
+    shares = np.cumsum(counts / degrees)
     # edges kept for c = 0, 1, 2, ..
-    kept = np.cumsum(edges) + np.arange(edges.size) * (
-        np.sum(edges / degrees) - np.cumsum(edges / degrees)
-    )
-    c = np.interp(most, kept, np.arange(edges.size))
+    kept = np.cumsum(counts) + np.arange(counts.size) * (shares[-1] - shares)
+    c = np.interp(most, kept, np.arange(counts.size))
     pair = np.minimum(into, indices).astype(np.uint64) << np.uint64(32) | np.maximum(
         into, indices
     ).astype(np.uint64)

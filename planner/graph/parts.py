@@ -1,32 +1,33 @@
 """What every format is read into: `Parts`, and what their readers share.
 
-A reader gives what its file holds, as it is. `collect` and arrays.py check it, piece by piece."""
+A reader gives what its file holds, as it is. arrays.py makes a table of arrays of it, in memory or
+in files, and checks it piece by piece."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.fields import NAME, NUMBERS, VERTEX, must_be_by_edge
+from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
-from gnnplan.planner.graph.labels import MASKS, as_mask, class_ids, sparse_features
-from gnnplan.planner.graph.npy import load_npy, must_be_ids
-from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
+from gnnplan.planner.graph.labels import MASKS, class_ids
+from gnnplan.planner.graph.npy import must_be_ids, reading
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
 T = TypeVar("T")
 # an array; or its rows, some at a time, for files that may exceed memory; or sparse
 Matrix: TypeAlias = "Array | sp.csr_matrix | Iterator[Array]"
+ENDS = "src", "dst"
 # names of features and labels in other libraries' graphs, the likeliest first
 FEATURES = ("x", "feat", "feature", "features")
 LABELS = ("y", "label", "labels")
@@ -61,6 +62,23 @@ class Parts:
     x_path: str = ""  # the name that messages give x, if it is of another file
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What a user adds where a graph lacks it: files, and wishes for what is made up."""
+
+    features: str | None = None  # files
+    labels: str | None = None
+    split: str | None = None
+    numbers: bool = False  # labels are numbers to predict, whatever they look like
+    width: int | None = None  # of stand-in features
+    stand_in_labels: bool = False
+    seed: int = 0  # of what is made up
+
+    @property
+    def files(self) -> bool:
+        return any((self.features, self.labels, self.split))
+
+
 def library(name: str) -> ModuleType:
     """The library that reads a format. Raises SpecError, with pip's command, if it is absent."""
     try:
@@ -76,23 +94,6 @@ def library(name: str) -> ModuleType:
         ) from error
 
 
-@contextlib.contextmanager
-def reading(path: str, what: str) -> Iterator[None]:
-    """Whatever a library raises over a damaged file becomes a SpecError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except GnnplanError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[: 3 * MOST_SHOWN]
-        raise SpecError(
-            f"{path}: cannot be read as {what} ({type(error).__name__}: {text}); the file is"
-            " damaged or of another kind, write it again"
-        ) from error
-
-
 # -- what all readers check ------------------------------------------------------------------------
 
 
@@ -105,14 +106,6 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
             f"{f'; save {name}.T' if turn else '; row 0 are sources, row 1 destinations'}"
         )
     return edge_index[0], edge_index[1]
-
-
-def mapped_array(path: str) -> Array:
-    """An array of a .npy file, mapped. Raises SpecError; its header is checked first."""
-    name = os.path.basename(path)
-    must_be_file(path, f"it should hold {name}")
-    with reading(path, ".npy"):
-        return load_npy(path, name)
 
 
 def tensor_array(path: str, name: str, value: Any) -> Array:
@@ -145,10 +138,16 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     return value
 
 
-def ignored(names: Iterable[Any]) -> list[str]:
+def shown(names: Iterable[Any], most: int = 8) -> str:
+    """At most `most` of the names, without control characters that a terminal would obey."""
+    names = sorted(str(name) for name in names)
+    shown = [ascii(name)[1:-1][:MOST_SHOWN] for name in names[:most]]
+    return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
+
+
+def ignored(names: Collection[Any]) -> list[str]:
     """A note on what a file holds and nobody reads."""
-    shown = ", ".join(sorted(str(name) for name in names)[:8])
-    return ["ignored: " + ascii(shown)[1:-1][: 3 * MOST_SHOWN]] if shown else []
+    return [f"ignored: {shown(names)}"] if names else []
 
 
 def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,13 +157,14 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
         if name := next((name for name in names if name in left), None):
             setattr(parts, of, tensor_array(parts.path, name, left.pop(name)))
     for name in filter(left.__contains__, MASKS):
-        mask = tensor_array(parts.path, name, left.pop(name))
-        parts.masks[name] = as_mask(parts.path, name, mask, parts.notes)
+        parts.masks[name] = tensor_array(parts.path, name, left.pop(name))
     return left
 
 
 def counts_of(parts: Parts) -> dict[str, int]:
-    """By their names, how many vertices parts have rows of, or say that there are."""
+    """By their names, how many vertices parts have rows of, or say that there are.
+
+    Raises SpecError where they differ."""
     named = {"x": parts.x, "y": parts.y}
     named |= {name: parts.masks[name] for name in MASKS if name in parts.masks}
     named |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
@@ -172,12 +172,19 @@ def counts_of(parts: Parts) -> dict[str, int]:
         named["x_indptr"] = named.pop("x")
     shapes: dict[str, Any] = {name: getattr(each, "shape", ()) for name, each in named.items()}
     counts = {name: int(shape[0]) for name, shape in shapes.items() if shape}
-    return counts if parts.vertices is None else {**counts, "meta.vertices": parts.vertices}
+    counts |= {} if parts.vertices is None else {"meta.vertices": parts.vertices}
+    if len(set(counts.values())) > 1:
+        raise SpecError(
+            f"{parts.path}: {', '.join(counts)}: must be given for the same number of vertices, are"
+            f" for {', '.join(f'{count:,}' for count in counts.values())}; give each a row per"
+            " vertex"
+        )
+    return counts
 
 
 def vertices_of(parts: Parts) -> int | None:
     """How many vertices the parts say that there are, without a look at edges."""
-    return next(reversed(counts_of(parts).values()), None)
+    return next(iter(counts_of(parts).values()), None)
 
 
 def take_fields(
@@ -254,33 +261,31 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
         raise SpecError(f"{path}: x: holds no rows of features; give a row for each vertex")
 
 
-def collect(parts: Parts) -> Parts:
-    """The parts in memory, in one piece each."""
-    path, x, width = parts.path, parts.x, 2 + len(parts.columns)
-    src, dst, *beside = gathered(path, "its edges", edge_pieces(parts), np.int32, width)
-    fields = dict(zip(parts.columns, beside, strict=True))
+def gathered(names: tuple[str, ...], path: str, pieces: Iterable[tuple[Array, ...]]) -> list[Array]:
+    """Arrays of these names, put together of pieces. Raises SpecError before they exceed memory."""
+    kept: list[tuple[Array, ...]] = []
+    nbytes = 0
+    for piece in pieces:
+        nbytes += sum(array.nbytes for array in piece)
+        must_fit(path, f"{', '.join(names)}, of which {nbytes:,} B are read,", 2.0 * nbytes)
+        kept.append(piece)
+    if not kept:
+        return [np.empty(0, np.int32)] * len(names)
+    return [np.concatenate(arrays) for arrays in zip(*kept, strict=True)]
+
+
+def streams(parts: Parts) -> Iterator[tuple[tuple[str, ...], Iterable[tuple[Array, ...]]]]:
+    """Names of arrays of ours that are of edges or dense features, and their rows in pieces."""
+    yield (*ENDS, *(EDGE + name for name in parts.columns)), edge_pieces(parts)
     for name, pieces in parts.edge_fields.items():
-        each = ((piece,) for piece in pieces_of(path, "its edges", pieces))
-        (fields[name],) = gathered(path, name, each, np.int32, 1)
-        must_be_by_edge(path, name, len(fields[name]), len(src))
-    if sp.issparse(x):
-        x = cast(sp.csr_matrix, x).tocsr()
-        x = sparse_features(path, x.indptr, x.indices, np.array(x.shape), x.data)
-    elif x is not None and not (isinstance(x, np.memmap) and _stays(x)):
-        path = parts.x_path or path
-        rows = ((piece,) for piece in feature_pieces(path, cast("Array | Iterator[Array]", x)))
-        (x,) = gathered(path, "its features", rows, np.float32, 1)
-    edge_fields: dict[str, Iterable[Array]] = {name: [rows] for name, rows in fields.items()}
-    return replace(parts, edges=[(src, dst)], columns=(), edge_fields=edge_fields, x=x)
-
-
-def _stays(x: np.memmap) -> bool:
-    """Whether mapped features stay in their file."""
-    return x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous
+        yield (EDGE + name,), zip(pieces_of(parts.path, "its edges", pieces))
+    if parts.x is not None and not sp.issparse(parts.x):
+        x = cast("Array | Iterator[Array]", parts.x)
+        yield ("x",), zip(feature_pieces(parts.x_path or parts.path, x))
 
 
 def small_arrays(parts: Parts) -> dict[str, Array]:
-    """All arrays but those of edges and dense features."""
+    """All other arrays of ours, by name."""
     arrays: dict[str, Array] = dict(parts.masks)
     arrays |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
     if parts.y is not None:
@@ -295,18 +300,3 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
     if meta := {name: int(value) for name, value in known.items() if value is not None}:
         arrays["meta"] = np.array(json.dumps(meta))
     return arrays
-
-
-def gathered(
-    path: str, what: str, pieces: Iterable[tuple[Array, ...]], dtype: Any, columns: int
-) -> list[Array]:
-    """The pieces as whole arrays. Raises SpecError before they exceed memory."""
-    kept: list[tuple[Array, ...]] = []
-    nbytes = 0
-    for piece in pieces:
-        nbytes += sum(array.nbytes for array in piece)
-        must_fit(path, f"{what}, of which {nbytes:,} B are read,", 2.0 * nbytes)
-        kept.append(piece)
-    if not kept:
-        return [np.empty(0, dtype)] * columns
-    return [np.concatenate(arrays) for arrays in zip(*kept, strict=True)]

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import ALL, Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats, spread_of
+from gnnplan.planner.graph.graph import Graph, GraphStats, freeze, spread_of
 from gnnplan.planner.vocabulary.numbers import ranges
 
 # Streams of random numbers: the first number of a seed. What is drawn for one purpose says nothing
@@ -89,7 +89,11 @@ def seeds_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
     """The seeds of an epoch's mini-batches: training vertices in random order, `batch` at a time.
 
     The order differs from epoch to epoch. The last batch has what is left."""
-    order = np.random.default_rng((SEEDS, seed, epoch)).permutation(np.flatnonzero(graph.train))
+    return _in_batches(np.flatnonzero(graph.train), batch, SEEDS, seed, epoch)
+
+
+def _in_batches(items: Ids | int, batch: int, *stream: int) -> list[Ids]:
+    order: Ids = np.random.default_rng(stream).permutation(items)
     return [order[start : start + batch] for start in range(0, order.size, batch)]
 
 
@@ -200,8 +204,7 @@ def edges_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
     """An epoch's batches of edges: places in graph.indices in random order, `batch` at a time.
 
     The order differs from epoch to epoch. The last batch has what is left."""
-    order = np.random.default_rng((EDGES, seed, epoch)).permutation(graph.indices.size)
-    return [order[start : start + batch] for start in range(0, order.size, batch)]
+    return _in_batches(graph.indices.size, batch, EDGES, seed, epoch)
 
 
 def pairs_of(graph: Graph, edges: Ids, negatives: int, seed: int, epoch: int, batch: int) -> Pairs:
@@ -224,14 +227,10 @@ def _with_negatives(
     graph: Graph, heads: Ids, tails: Ids, ids: Ids, negatives: int, key: NDArray[np.uint64]
 ) -> Pairs:
     """Edges with their negatives, which are drawn by the edges' ids [B]."""
-    words = mix((ids.astype(np.uint64) + key) * GOLDEN)
-    columns = [tails]
-    for _ in range(negatives):
-        words = words + GOLDEN
-        upper = mix(words.copy()) >> np.uint64(32)
-        drawn = upper * np.uint64(graph.stats.vertices) >> np.uint64(32)
-        columns.append(drawn.astype(np.int64))
-    return Pairs(heads, np.stack(columns, 1))
+    words = mix((ids.astype(np.uint64) + key) * GOLDEN)[:, None]
+    upper = mix(words + GOLDEN * np.arange(1, negatives + 1, dtype=np.uint64)) >> np.uint64(32)
+    drawn = upper * np.uint64(graph.stats.vertices) >> np.uint64(32)
+    return Pairs(heads, np.column_stack([tails, drawn.astype(np.int64)]))
 
 
 def hold_out(graph: Graph) -> Graph:
@@ -252,12 +251,9 @@ def hold_out(graph: Graph) -> Graph:
     kept = fate > 1
     lengths = np.bincount(destination[kept], minlength=stats.vertices)
     indptr, indices = np.concatenate([[0], np.cumsum(lengths)]), graph.indices[kept]
-    held_out: list[NDArray[Any]] = [
-        np.stack([source[fate == part], destination[fate == part]]) for part in (0, 1)
-    ]
+    held_out = [np.stack([source[fate == part], destination[fate == part]]) for part in (0, 1)]
     edge_fields = {name: field[kept] for name, field in graph.edge_fields.items()}
-    for array in (indptr, indices, *held_out, *edge_fields.values()):
-        array.flags.writeable = False
+    freeze(indptr, indices, *held_out, *edge_fields.values())
     digest = blake2b(f"{stats.hash} without held-out edges".encode(), digest_size=16)
     fewer = _with_fewer_edges(stats, indices.size)
     stats = dataclasses.replace(fewer, hash=digest.hexdigest(), spread=spread_of(lengths))

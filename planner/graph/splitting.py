@@ -30,7 +30,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.graph import Graph, Owner
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partition import check_parts, repair
 from gnnplan.planner.graph.partitioners import by_metis, version_of
@@ -51,25 +51,21 @@ class Frequency:
 
     vertices: NDArray[np.int32]
     edges: NDArray[np.int32]
-    batches: int
 
 
 def presample(graph: Graph, workload: Workload, epochs: int = EPOCHS) -> Frequency:
     """Run the sampler as training does, on other draws, and count what is sampled."""
     vertices = np.zeros(graph.stats.vertices, np.int32)
     edges = np.zeros(graph.indices.size, np.int32)
-    done = 0
     for epoch in range(BEFORE, BEFORE + epochs):
-        batches = presampled(graph, workload, epoch)
-        for number, items in enumerate(batches):
+        for number, items in enumerate(presampled(graph, workload, epoch)):
             seeds = seeds_in(graph, workload, items, epoch, number)
             found = frontier(graph, seeds, workload.fanouts, workload.seed, epoch, number)
             for nodes in found.nodes:
                 vertices[nodes] += 1
             for _, places in found.edges:
                 edges[places] += 1
-            done += 1
-    return Frequency(vertices, edges, done)
+    return Frequency(vertices, edges)
 
 
 def owners(
@@ -79,14 +75,14 @@ def owners(
     workload: Workload,
     epochs: int = EPOCHS,
     imbalance: float = IMBALANCE,
-) -> NDArray[np.int32]:
+) -> Owner:
     """Owner [N] of each vertex for a workload's batches, cached on disk.
 
     epochs: of pre-sampling, if the splitter asks for it. imbalance: as in `split`."""
     asked = f"{splitter} {parts} {epochs} {_ufactor(imbalance)}"
     key = f"{version_of('metis')} owners {drawn_as(graph, workload)} {asked}"
 
-    def compute() -> NDArray[np.int32]:
+    def compute() -> Owner:
         counted = splitter in ("gsplit", "node")
         frequency = presample(graph, workload, epochs) if counted else None
         return split(graph, parts, splitter, workload.seed, frequency, imbalance)
@@ -101,7 +97,7 @@ def split(
     seed: int,
     frequency: Frequency | None = None,
     imbalance: float = IMBALANCE,
-) -> NDArray[np.int32]:
+) -> Owner:
     """Owner [N] of each vertex, in [0, parts).
 
     imbalance: share of the mean load that METIS may give a part beyond it; random owners ignore it.
@@ -119,21 +115,16 @@ def split(
     else:
         assert frequency is not None
         load = frequency.vertices.astype(float)
-    # every edge has at least weight 1, so that METIS keeps neighbours together also where nothing
-    # was sampled
-    drawn = (
-        frequency.edges + np.int32(1)
-        if splitter == "gsplit" and frequency is not None
-        else np.ones(graph.indices.size, np.int32)
-    )
+    drawn = np.ones(graph.indices.size, np.int32)
+    if splitter == "gsplit" and frequency is not None:
+        drawn += frequency.edges  # METIS keeps neighbours together also where nothing was sampled
     one_way = sp.csr_matrix((drawn, graph.indices, graph.indptr), shape=(load.size, load.size))
     both = sp.csr_matrix(one_way + one_way.T)
     del frequency, drawn, one_way  # METIS needs the memory
     if parts == load.size or not both.nnz:
         return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
     part = by_metis(
-        both.indptr,
-        both.indices,
+        both,
         parts,
         seed,
         _whole(load, 2**30 - load.size),

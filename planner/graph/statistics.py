@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from gnnplan.planner.graph.graph import MOST_CLASSES, MOST_FEATURES, GraphStats
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml, suggest
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, Where, read_yaml, suggest
 from gnnplan.planner.vocabulary.numbers import SPREAD
 
 DATASETS = Path(__file__).resolve().parent / "datasets"
-_REQUIRED = ("vertices", "edges", "features", "classes")
 _OF_DIRECTION = ("edges", "batch_spread", "train_popular")
+Rule: TypeAlias = tuple[str, Callable[[Any], bool]]  # for a value, and whether one keeps it
 
 
 def _lies_in(value: Any, low: float, high: float) -> bool:
@@ -22,22 +22,27 @@ def _lies_in(value: Any, low: float, high: float) -> bool:
     return is_number and low <= value <= high
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(_lies_in(v, 0, 5) for v in value)
+def _whole(low: int, high: int) -> Rule:
+    return (
+        f"must be a whole number in [{low:,}, {high:,}]",
+        lambda value: isinstance(value, int) and _lies_in(value, low, high),
+    )
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-# optional fields, which GraphStats describes: the rule for a value, and whether one keeps it
-_OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_FLAG: Rule = ("must be true or false", lambda value: isinstance(value, bool))
+_REQUIRED: dict[str, Rule] = {
+    "vertices": _whole(1, 10**12),
+    "edges": _whole(0, 10**14),
+    "features": _whole(1, MOST_FEATURES),
+    "classes": _whole(0, MOST_CLASSES),
+}
+_OPTIONAL: dict[str, Rule] = {  # GraphStats describes them
     "train_fraction": (
         "must be a number in (0, 1]",
         lambda value: _lies_in(value, 0, 1) and value > 0,
     ),
     "name": ("must be text", lambda value: isinstance(value, str)),
-    "multilabel": ("must be true or false", _is_flag),
+    "multilabel": _FLAG,
     "halo_rows": (
         "must map parts to rows, as {2: 1000, 4: 2500}",
         lambda value: isinstance(value, dict),
@@ -48,10 +53,17 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "batch_spread": (
         "are two spreads in [0, 5], of what is drawn and of what is reached",
-        lambda value: value is None or _is_pair(value),
+        lambda value: (
+            value is None
+            or (
+                isinstance(value, list)
+                and len(value) == 2
+                and all(_lies_in(each, 0, 5) for each in value)
+            )
+        ),
     ),
-    "train_popular": ("must be true or false", _is_flag),
-    "directed": ("must be true or false", _is_flag),
+    "train_popular": _FLAG,
+    "directed": _FLAG,
     # fields that are other ones where the edges keep their direction
     "as_directed": (
         f"must map {' or '.join(_OF_DIRECTION)} to values",
@@ -71,13 +83,18 @@ def statistics(path: str, directed: bool) -> GraphStats:
     Required are vertices, edges (directed, of the symmetrised graph), features and classes."""
     document = read_yaml(path)
     data = document.data
+    rules = _REQUIRED | _OPTIONAL
+
+    def check(where: Where, value: Any, rule: Rule) -> None:
+        if not rule[1](value):
+            raise document.error(where, f"{rule[0]}, got {value!r:.{MOST_SHOWN}}")
+
     for key in data:
-        if key not in (allowed := (*_REQUIRED, *_OPTIONAL)):
-            raise document.error((key,), f"unknown field{suggest(str(key), allowed)}")
-    for name in ("as_directed", *_OPTIONAL):  # which may bring others
-        rule, holds = _OPTIONAL[name]
-        if name in data and not holds(data[name]):
-            raise document.error((name,), f"{rule}, got {data[name]!r:.{MOST_SHOWN}}")
+        if key not in rules:
+            raise document.error((key,), f"unknown field{suggest(str(key), rules)}")
+    for name in ("as_directed", *rules):  # which may bring others
+        if name in data:
+            check((name,), data[name], rules[name])
         if name == "as_directed" and directed:
             data |= data.get(name, {})
     for key in _REQUIRED:
@@ -85,17 +102,12 @@ def statistics(path: str, directed: bool) -> GraphStats:
             raise document.error(
                 (key,), f"missing; a graph of statistics only needs {', '.join(_REQUIRED)}"
             )
-
-    vertices = _whole(document, ("vertices",), data["vertices"], 1, 10**12)
-    edges = _whole(document, ("edges",), data["edges"], 0, min(vertices * (vertices - 1), 10**14))
-    features = _whole(document, ("features",), data["features"], 1, MOST_FEATURES)
-    classes = _whole(document, ("classes",), data["classes"], 0, MOST_CLASSES)
-    halo_rows = {
-        _whole(document, ("halo_rows", parts), parts, 1, vertices): _whole(
-            document, ("halo_rows", parts), rows, 0, vertices * (parts - 1)
-        )
-        for parts, rows in data.get("halo_rows", {}).items()
-    }
+    vertices, edges, features, classes = (data[key] for key in _REQUIRED)
+    check(("edges",), edges, _whole(0, vertices * (vertices - 1)))
+    halo_rows = data.get("halo_rows", {})
+    for parts, rows in halo_rows.items():
+        check(("halo_rows", parts), parts, _whole(1, vertices))
+        check(("halo_rows", parts), rows, _whole(0, vertices * (parts - 1)))
     fraction, name = float(data.get("train_fraction", 0.6)), data.get("name", Path(path).stem)
     multilabel, popular = data.get("multilabel", False), data.get("train_popular", False)
     spread, pair = float(data.get("spread", SPREAD)), data.get("batch_spread")
@@ -130,12 +142,3 @@ def statistics(path: str, directed: bool) -> GraphStats:
         batch_spread=batch_spread,
         train_popular=popular,
     )
-
-
-def _whole(document: Document, where: Where, value: Any, low: int, high: int) -> int:
-    """The value, if it is a whole number in [low, high]. Raises SpecError otherwise."""
-    if not isinstance(value, int) or not _lies_in(value, low, high):
-        raise document.error(
-            where, f"must be a whole number in [{low:,}, {high:,}], got {str(value)[:MOST_SHOWN]}"
-        )
-    return value

@@ -121,10 +121,9 @@ def cut_parts(
     piece = np.zeros(part.size, dtype=np.int64)
     if pieces == 1:
         return piece
-    indptr, indices = undirected(graph)
-    adjacency = sp.csr_matrix(
-        (np.ones(len(indices), dtype=np.int8), indices, indptr), shape=(part.size, part.size)
-    )
+    both = undirected(graph)
+    ones, size = np.ones(len(both.indices), dtype=np.int8), part.size
+    adjacency = sp.csr_matrix((ones, both.indices, both.indptr), shape=(size, size))
     by_part = np.argsort(part, kind="stable")
     for p, rows in enumerate(
         np.split(by_part, np.searchsorted(part[by_part], np.arange(1, parts)))
@@ -133,7 +132,7 @@ def cut_parts(
             piece[rows] = (np.arange(rows.size) + p) % pieces
         else:
             inside = adjacency[rows][:, rows]
-            piece[rows] = partition_weighted(inside.indptr, inside.indices, None, pieces, method)
+            piece[rows] = partition_weighted(inside, None, pieces, method)
     return piece
 
 

@@ -214,11 +214,7 @@ class Layout:
                 inside = self.graph.adjacency[region][:, region]
                 # the layers are balanced in which rows are computed, at least 1
                 weights = np.maximum(last[region].astype(np.int64), 1)
-                rank_of = ranks[
-                    partition_weighted(
-                        inside.indptr, inside.indices, weights, len(ranks), self.method
-                    )
-                ]
+                rank_of = ranks[partition_weighted(inside, weights, len(ranks), self.method)]
             own = self._part(server)[region]
             owner[region[own]] = rank_of[own]
             members |= {int(rank): self._sorted(region[rank_of == rank], last) for rank in ranks}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.graph import kept
 from gnnplan.planner.graph import partitioners as module
-from gnnplan.planner.graph.graph import in_neighbours
+from gnnplan.planner.graph.graph import Whole, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import (
     chosen,
@@ -75,9 +75,10 @@ def test_seeds_differ(graph):
 def test_directed_graphs_are_partitioned_as_undirected(tmp_path):
     np.savez(tmp_path / "path.npz", src=np.arange(99), dst=np.arange(1, 100), x=np.ones((100, 1)))
     directed = load(str(tmp_path / "path.npz"), directed=True)
-    indptr, indices = undirected(directed)
+    edges = undirected(directed)
     both = load(str(tmp_path / "path.npz"))
-    assert np.array_equal(indptr, both.indptr) and np.array_equal(indices, both.indices)
+    assert np.array_equal(edges.indptr, both.indptr)
+    assert np.array_equal(edges.indices, both.indices)
     assert cut(directed, partition(directed, 2)) <= 3
 
 
@@ -107,15 +108,16 @@ def test_metis_is_not_asked_for_more_than_the_machine_holds(own_cache, graph, mo
 
 
 def test_a_large_graph_is_thinned_between_vertices_of_many_neighbours(graph):
-    indptr, indices = undirected(graph)
-    stays = module.thinned(indptr, indices, 60_000)
+    stays = module.thinned(undirected(graph), 60_000)
     # 80,000 drawn by chance: a standard deviation is 200
     assert abs(int(stays.sum()) - 60_000) < 1_000
     into, low = (
         np.repeat(np.arange(4000), graph.degree),
-        np.minimum(np.repeat(graph.degree, graph.degree), graph.degree[indices]),
+        np.minimum(np.repeat(graph.degree, graph.degree), graph.degree[graph.indices]),
     )
-    kept = {(u, v) for u, v in zip(into[stays].tolist(), indices[stays].tolist(), strict=True)}
+    kept = {
+        (u, v) for u, v in zip(into[stays].tolist(), graph.indices[stays].tolist(), strict=True)
+    }
     assert kept == {(v, u) for u, v in kept}
     assert set(into[stays].tolist()) == set(into.tolist())
     gone, few = low[~stays], np.percentile(low, 20)
@@ -125,13 +127,12 @@ def test_a_large_graph_is_thinned_between_vertices_of_many_neighbours(graph):
 def test_metis_finds_the_same_communities_in_fewer_edges(graph, monkeypatch):
     whole = cut(graph, partition(graph, 8))
     monkeypatch.setattr(module, "MOST_EDGES", 60_000)
-    indptr, indices = undirected(graph)
-    given, weights = module.for_metis(indptr, indices, np.arange(80_000))
+    given, weights = module.for_metis(undirected(graph), np.arange(80_000))
     assert given.adj_starts[-1] == len(given.adjacent) < 61_000
     assert np.array_equal(graph.indices[weights], given.adjacent), "weights stay with their edges"
     into = np.repeat(np.arange(4000), np.diff(given.adj_starts))
     assert np.array_equal(into, np.repeat(np.arange(4000), graph.degree)[weights])
-    assert cut(graph, module.cut("metis", indptr, indices, 8, 0)) < 1.02 * whole
+    assert cut(graph, module.cut("metis", graph.whole, 8, 0)) < 1.02 * whole
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -146,7 +147,7 @@ def test_small_graphs_never_leave_a_part_empty(vertices, data):
         st.none() | st.lists(st.integers(0, 50), min_size=vertices, max_size=vertices).map(np.array)
     )
     indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
-    part = partition_weighted(indptr, indices, weights, parts)
+    part = partition_weighted(Whole(indptr, indices), weights, parts)
     assert part.shape == (vertices,) and set(part.tolist()) == set(range(parts))
 
 
@@ -158,15 +159,13 @@ def test_metis_prints_nothing(capfd):
         indptr, indices, _ = in_neighbours(
             rng.integers(0, n, 3 * n), rng.integers(0, n, 3 * n), n, directed=False
         )
-        partition_weighted(indptr, indices, rng.random(n) < 0.3, int(rng.integers(1, n + 1)))
+        partition_weighted(Whole(indptr, indices), rng.random(n) < 0.3, int(rng.integers(1, n + 1)))
     assert capfd.readouterr() == ("", "")
 
 
 def test_weights_are_balanced(graph):
     weights = np.random.default_rng(0).integers(0, 20, 4000)
-    loads = np.bincount(
-        partition_weighted(graph.indptr, graph.indices, weights, 8), weights=weights
-    )
+    loads = np.bincount(partition_weighted(graph.whole, weights, 8), weights=weights)
     assert loads.max() <= 1.05 * loads.mean()
 
 
@@ -273,7 +272,7 @@ def test_metis_that_fails_is_told_with_a_remedy(graph, monkeypatch):
     with pytest.raises(
         SpecError, match=r"METIS failed on 80,000 directed edges .* kaminpar or hash"
     ):
-        module.cut("metis", graph.indptr, graph.indices, 8, 0)
+        module.cut("metis", graph.whole, 8, 0)
 
 
 def test_kaminpar_shares_out_the_edges_of_hubs(monkeypatch):
@@ -292,8 +291,8 @@ def test_kaminpar_shares_out_the_edges_of_hubs(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "EDGE_SHARE", 0.0)
-        alike = evenly("kaminpar", indptr, indices, 8, 0, marked)
-    part = evenly("kaminpar", indptr, indices, 8, 0, marked)
+        alike = evenly("kaminpar", Whole(indptr, indices), 8, 0, marked)
+    part = evenly("kaminpar", Whole(indptr, indices), 8, 0, marked)
     assert most_edges(part) < 0.7 * most_edges(alike)
     assert np.bincount(part).max() <= 1 + 1.08 * 1000
 
@@ -303,23 +302,23 @@ def test_kaminpar_cuts_as_well_as_metis_and_balances_weights(graph, monkeypatch,
     cuts = {method: cut(graph, partition(graph, 8, method)) for method in ("metis", "kaminpar")}
     assert cuts["kaminpar"] < 1.05 * cuts["metis"]
     weights = np.random.default_rng(0).integers(0, 20, 4000)
-    part = partition_weighted(graph.indptr, graph.indices, weights, 8, "kaminpar")
+    part = partition_weighted(graph.whole, weights, 8, "kaminpar")
     loads = np.bincount(part, weights=weights)
     assert loads.max() <= 1.05 * loads.mean()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(SpecError, match=r"absent.*cannot be written"):
-        module.cut("kaminpar", graph.indptr, graph.indices, 3, 0)
+        module.cut("kaminpar", graph.whole, 3, 0)
 
 
 def test_training_vertices_are_evened_out_where_a_part_has_most_of_them(graph):
     part = partition(graph, 8)
     marked = np.random.default_rng(0).random(4000) < np.where(part < 2, 0.4, 0.2)
-    even = module.even_out(graph.indptr, graph.indices, part.copy(), 8, marked)
+    even = module.even_out(graph.whole, part.copy(), 8, marked)
     counts = np.bincount(even[marked], minlength=8)
     assert counts.max() <= np.ceil(1.08 * counts.mean())
     assert np.array_equal(np.bincount(even), np.bincount(part)), "others come back"
-    no_edges = np.zeros(4001, np.int64), graph.indices[:0]
-    first_ones = module.even_out(*no_edges, part.copy(), 8, marked)
+    no_edges = Whole(np.zeros(4001, np.int64), graph.indices[:0])
+    first_ones = module.even_out(no_edges, part.copy(), 8, marked)
     assert cut(graph, part) < cut(graph, even) < 0.97 * cut(graph, first_ones)
 
 

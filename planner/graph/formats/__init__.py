@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gnnplan.planner.graph.arrays import must_be_new, read_own, write
-from gnnplan.planner.graph.build import MadeUp, build
+from gnnplan.planner.graph.arrays import collect, must_be_new, read_own, write
+from gnnplan.planner.graph.build import build
 from gnnplan.planner.graph.formats import (
     dgl_graphs,
     edge_lists,
@@ -22,18 +22,18 @@ from gnnplan.planner.graph.formats import (
     networkx_graphs,
     ogb,
     pyg,
-    sparse,
     text,
 )
-from gnnplan.planner.graph.formats.extras import Extras, add
+from gnnplan.planner.graph.formats.extras import add, read_graphsaint
 from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.npy import mapped_array, reading
 from gnnplan.planner.graph.part_folder import DESCRIPTION
-from gnnplan.planner.graph.parts import Parts, collect, reading
+from gnnplan.planner.graph.parts import Extras, Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
-__all__ = ["FORMATS", "Extras", "MadeUp", "convert", "parts_of", "recognise"]
+__all__ = ["FORMATS", "Extras", "convert", "parts_of", "recognise"]
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # .pt of torch before 1.6
 NONE = Extras()
@@ -70,10 +70,6 @@ def _refused(said: str) -> Callable[[str], Parts]:
     return refuse
 
 
-def _is_graphml(file: _File) -> bool:
-    return file.start.lstrip().startswith((b"<?xml", b"<graphml")) and b"<graphml" in file.start
-
-
 PICKLE = Format(
     "a pickle",
     lambda f: f.start[:1] == b"\x80" and f.start[1:2] in (b"\2", b"\3", b"\4", b"\5"),
@@ -83,7 +79,7 @@ PICKLE = Format(
     ),
 )
 OWN_FOLDER = Format("gnnplan's folder", lambda f: f.has("src.npy"), read_own)
-OWN_FILE = Format("gnnplan's .npz", lambda f: f.has("src.npy"), read_own)
+OWN_FILE = Format("gnnplan's .npz", lambda f: any(n.endswith(".npy") for n in f.names), read_own)
 # The first that fits reads it.
 FOLDERS: tuple[Format, ...] = (
     Format(
@@ -96,31 +92,44 @@ FOLDERS: tuple[Format, ...] = (
     ),
     OWN_FOLDER,
     Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
-    Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), sparse.read_graphsaint),
-    Format("DistDGL's parts", lambda f: dgl_graphs.is_distdgl(f.path), dgl_graphs.read),
+    Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), read_graphsaint),
+    Format(
+        "DistDGL's parts", lambda f: os.path.isfile(f"{f.path}/part0/graph.dgl"), dgl_graphs.read
+    ),
     Format("PyG's parts", lambda f: f.has("META.json", "node_map.pt"), dgl_graphs.read_pyg),
     Format("OGB's folder", lambda f: bool(ogb.raws_of(f.path)), ogb.read),
 )
 FILES: tuple[Format, ...] = (
-    Format("SciPy's sparse .npz", lambda f: f.has("format.npy", "shape.npy"), sparse.read),
-    Format("PyTorch's .pt", lambda f: any(n.endswith("data.pkl") for n in f.names), pyg.read),
-    Format("PyTorch's .pt", lambda f: f.start.startswith(OLD_TORCH), pyg.read),
+    Format(
+        "SciPy's sparse .npz",
+        lambda f: f.has("format.npy", "shape.npy"),
+        lambda p: edge_lists.of_matrix(edge_lists.load_matrix(p), p),
+    ),
+    Format(
+        "PyTorch's .pt",
+        lambda f: f.start.startswith(OLD_TORCH) or any(n.endswith("data.pkl") for n in f.names),
+        pyg.read,
+    ),
     OWN_FILE,
     Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
     Format("Parquet", lambda f: f.start.startswith(b"PAR1"), edge_lists.parquet),
-    Format("an edge_index in .npy", lambda f: f.start.startswith(b"\x93NUMPY"), pyg.read_npy),
-    Format("GraphML", _is_graphml, networkx_graphs.read_graphml),
+    Format(
+        "an edge_index in .npy",
+        lambda f: f.start.startswith(b"\x93NUMPY"),
+        lambda p: pyg.of_edge_index(mapped_array(p), p),
+    ),
+    Format(
+        "GraphML",
+        lambda f: f.start.lstrip()[:1] == b"<" and b"<graphml" in f.start,
+        networkx_graphs.read_graphml,
+    ),
     PICKLE,
     Format(
         "MatrixMarket",
         lambda f: (text.start_of(f.path, START) or "").lower().startswith("%%matrixmarket"),
         edge_lists.matrix_market,
     ),
-    Format(
-        "an edge list",
-        lambda f: edge_lists.is_edge_list(f.path),
-        edge_lists.edge_list,
-    ),
+    Format("an edge list", lambda f: edge_lists.is_edge_list(f.path), edge_lists.edge_list),
 )
 FORMATS = FOLDERS + FILES
 GENERATED = Format("generated", lambda f: is_generated(f.path), generated)
@@ -129,36 +138,26 @@ GENERATED = Format("generated", lambda f: is_generated(f.path), generated)
 def recognise(path: str) -> Format:
     """The format of a file or a folder, by its content.
 
-    What is of no format is taken for ours where its name says so, and ours says what is missing.
-    Raises SpecError for what is of none of FORMATS."""
+    A folder of no format is taken for ours, which says what is missing. Raises SpecError for what
+    is of none of FORMATS."""
     if is_generated(path):
         return GENERATED
-    named_so = path.lower().endswith(".npz")
-    if os.path.isdir(path):
-        with reading(path, "a folder"):
-            names = frozenset(() if named_so else os.listdir(path))
-        return next((f for f in FOLDERS if f.is_it(_File(path, b"", names))), OWN_FOLDER)
-    if named_so and not os.path.lexists(path):
-        return OWN_FILE
-    must_be_file(path, "give a graph's file or folder")
-    with reading(path, "a graph"), open(path, "rb") as stream:
-        start = stream.read(START)
-    members: list[str] = []
-    if start.startswith(b"PK"):
-        try:
-            with reading(path, "a zip archive"), zipfile.ZipFile(path) as archive:
+    with reading(path, "a graph"):
+        if os.path.isdir(path):
+            folder = _File(path, b"", frozenset(os.listdir(path)))
+            return next((format for format in FOLDERS if format.is_it(folder)), OWN_FOLDER)
+        must_be_file(path, "give a graph's file or folder")
+        with open(path, "rb") as stream:
+            start, members = stream.read(START), list[str]()
+        if start.startswith(b"PK"):
+            with zipfile.ZipFile(path) as archive:
                 members = archive.namelist()
-        except SpecError:
-            if not named_so:
-                raise
     file = _File(path, start, frozenset(members))
-    found = next((format for format in FILES if format.is_it(file)), OWN_FILE if named_so else None)
-    if found is None:
-        known = ", ".join(dict.fromkeys(format.name for format in FILES if format != PICKLE))
-        raise SpecError(
-            f"{path}: its content is of no format that is read; files that are: {known}"
-        )
-    return found
+    for format in FILES:
+        if format.is_it(file):
+            return format
+    known = ", ".join(dict.fromkeys(format.name for format in FILES if format != PICKLE))
+    raise SpecError(f"{path}: its content is of no format that is read; files that are: {known}")
 
 
 def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:
@@ -184,7 +183,7 @@ def of_object(found: Any, path: str = "") -> Parts:
         "dgl": dgl_graphs.of_graph,
         "torch_geometric": pyg.of_data,
         "networkx": networkx_graphs.of_graph,
-        "scipy": sparse.of_matrix,
+        "scipy": edge_lists.of_matrix,
         "torch": pyg.of_edge_index,
         "numpy": pyg.of_edge_index,
     }
@@ -198,14 +197,14 @@ def of_object(found: Any, path: str = "") -> Parts:
         return readers[module](found, name)
 
 
-def read(path: str, extras: Extras, source: str, made_up: MadeUp, directed: bool) -> Graph:
+def read(path: str, source: str, extras: Extras, directed: bool) -> Graph:
     """The graph of a file or a folder, or a generated one, with notes of what was changed.
 
     Features in a folder of ours stay there, as they are."""
     parts = parts_of(path, extras)
-    if extras or recognise(path) not in (OWN_FOLDER, OWN_FILE):
+    if extras.files or recognise(path) not in (OWN_FOLDER, OWN_FILE):
         parts = collect(parts)
-    return build(parts, source, made_up, directed)
+    return build(parts, source, extras, directed)
 
 
 def convert(

@@ -21,12 +21,11 @@ from gnnplan.planner.graph.arrays import read_own, write
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.npy import must_be_ids
+from gnnplan.planner.graph.npy import must_be_ids, reading
 from gnnplan.planner.graph.parts import (
     Parts,
     ignored,
     library,
-    reading,
     take_fields,
     take_vertex_data,
     tensor_array,
@@ -37,6 +36,7 @@ from gnnplan.planner.vocabulary.files import must_be_file, read_json
 MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
 OWN_MEMORY = 16 << 30  # [B] of address space that the libraries take, far less of it real
 MOST = 1 << 28  # [B] of a description, of which DistDGL's has a list per part
+OWNER = "gnnplan part of a cut"  # the field that tells it on the way between processes
 OURS = ("orig_id", "trainer_id")  # of vertices: whose rows they are, no fields
 PER_BYTE = 8  # [B] of memory per byte of the file
 
@@ -76,13 +76,11 @@ def read(path: str) -> Parts:
                 f"{path}: cannot be read as a DGL graph (DGL ended with {done.returncode}); the"
                 " file is damaged, save it again with dgl.save_graphs"
             )
-        owner = out / "owner.npy"
-        kept = np.load(owner, allow_pickle=False) if owner.exists() else None
-        owner.unlink(missing_ok=True)
-        parts = replace(read_own(str(out)), path=path, owner=kept)
+        parts = replace(read_own(str(out)), path=path)
     if parts.x is not None:
         parts.x = np.asarray(parts.x)  # mapped still, but its file has no name any more
     parts.vertex_fields = {name: np.asarray(field) for name, field in parts.vertex_fields.items()}
+    parts.owner = parts.vertex_fields.pop(OWNER, None)
     parts.notes += [line.removeprefix("note: ") for line in done.stdout.splitlines() if line]
     return parts
 
@@ -94,28 +92,22 @@ def _main(path: str, out: str) -> None:
     files = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
     limit = OWN_MEMORY + PER_BYTE * sum(file.stat().st_size for file in files)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    dgl = library("dgl")
-    if os.path.isdir(path):
-        with reading(path, "DistDGL's parts"):
-            write(parts := read_distdgl(path), Path(out))
-            assert parts.owner is not None
-            np.save(Path(out) / "owner.npy", parts.owner)
-        print(*(f"note: {note}" for note in parts.notes), sep="\n")
-        return
     with reading(path, "a DGL graph"):
-        graphs, _ = dgl.load_graphs(path)
-        if len(graphs) != 1:
-            raise SpecError(
-                f"{path}: holds {len(graphs)} graphs, one is needed; save it alone with"
-                " dgl.save_graphs(path, [graph])"
-            )
-        parts = of_graph(graphs[0], path)
+        parts = read_distdgl(path) if os.path.isdir(path) else _read_bin(path)
+        if parts.owner is not None:
+            parts.vertex_fields[OWNER] = parts.owner
         write(parts, Path(out))
     print(*(f"note: {note}" for note in parts.notes), sep="\n")
 
 
-def is_distdgl(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, "part0", "graph.dgl"))
+def _read_bin(path: str) -> Parts:
+    graphs, _ = library("dgl").load_graphs(path)
+    if len(graphs) != 1:
+        raise SpecError(
+            f"{path}: holds {len(graphs)} graphs, one is needed; save it alone with"
+            " dgl.save_graphs(path, [graph])"
+        )
+    return of_graph(graphs[0], path)
 
 
 def read_distdgl(path: str) -> Parts:

@@ -1,17 +1,21 @@
-"""Edge lists: in text (CSV, TSV, blanks between columns), in Parquet, and in MatrixMarket.
+"""Edge lists: in text (CSV, TSV, blanks between columns), in Parquet, and as matrices.
 
-They are read some rows at a time."""
+Entry i, j of a matrix is the edge i -> j: of MatrixMarket, and of SciPy's sparse ones, in files and
+as objects. All but SciPy's are read some rows at a time."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.text import (
     NUMBERS,
+    Head,
     head_of,
     is_number,
     lines_of,
@@ -19,9 +23,9 @@ from gnnplan.planner.graph.formats.text import (
     start_of,
     tables,
 )
-from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.npy import must_be_count
-from gnnplan.planner.graph.parts import Parts, library, reading
+from gnnplan.planner.graph.graph import Array, must_fit
+from gnnplan.planner.graph.npy import arrays_in, must_be_count, reading
+from gnnplan.planner.graph.parts import Parts, library
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
@@ -31,6 +35,7 @@ WEIGHTS = ("weight", "weights", "w", "edge_weight")
 KONECT = re.compile(r"%\s*(sym|asym|bip)\b")
 ROWS = 1 << 20  # at a time
 NUMERIC = ("int", "uint", "float", "double", "halffloat", "bool")  # how its types are called
+PLACES = ("row", "col", "coords", "indices", "indptr", "offsets", "shape")  # whole numbers
 
 
 def is_edge_list(path: str) -> bool:
@@ -42,7 +47,7 @@ def is_edge_list(path: str) -> bool:
     return head.columns > 1 and (len(whole) > 1 or any(n.lower() in SOURCES for n in head.names))
 
 
-def columns_of(names: list[str]) -> tuple[int, int]:
+def columns_of(names: Sequence[str]) -> tuple[int, int]:
     """The columns of source and target by their names; else the first two."""
     lower = [name.lower() for name in names]
     src = next((lower.index(name) for name in SOURCES if name in lower), None)
@@ -53,37 +58,30 @@ def columns_of(names: list[str]) -> tuple[int, int]:
     return (first, second) if first < second else (0, 1)
 
 
-def field_columns(names: Sequence[str], ends: tuple[int, int]) -> dict[str, int]:
-    """Columns of fields of edges, by the fields' names: those that have a name."""
-    found: dict[str, int] = {}
+def fields_beside(
+    names: Sequence[str], columns: int, ends: tuple[int, int], is_number: Callable[[int], bool]
+) -> tuple[dict[str, int], list[str]]:
+    """Columns of fields of edges, by their names, and a note on columns that are not taken."""
+    fields: dict[str, int] = {}
     for i, name in enumerate(names):
-        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name):
-            found.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
-    return found
-
-
-def taken_note(columns: int, names: Sequence[str], ends: tuple[int, int], fields: int) -> list[str]:
-    """What is said of a table with more columns than are taken."""
-    if columns == 2 + fields:
-        return []
+        if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name) and is_number(i):
+            fields.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
+    if columns == 2 + len(fields):
+        return fields, []
     taken = [names[i] for i in ends] if names else ["the first", "the second"]
     shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
-    others = f", and {fields} as fields" if fields else ""
+    others = f", and {len(fields)} as fields" if fields else ""
     remedy = "" if names else "; columns that a first line names are fields of edges"
-    return [f"of {columns} columns {shown} are taken{others}{remedy}"]
+    return fields, [f"of {columns} columns {shown} are taken{others}{remedy}"]
 
 
 def edge_tables(
-    path: str,
-    delimiter: str | None,
-    columns: Sequence[int] = (0, 1),
-    skip: int = 0,
-    comment: str = "#",
+    path: str, head: Head, columns: Sequence[int] = (0, 1)
 ) -> Iterator[tuple[Array, ...]]:
     """Columns of source, target and fields of edges, some rows at a time."""
     names = [str(i) for i in range(len(columns))]
     kinds = np.dtype([(name, np.float64 if i > 1 else np.int64) for i, name in enumerate(names)])
-    for table in tables(path, kinds, delimiter, tuple(columns), skip, comment):
+    for table in tables(path, kinds, head, tuple(columns)):
         yield tuple(table[name].ravel() for name in names)
 
 
@@ -91,10 +89,8 @@ def edge_list(path: str) -> Parts:
     """An edge per line; columns that a line names, beside both ends, are fields of edges."""
     head = head_of(path, 2)
     columns = columns_of(head.names) if head.named else (0, 1)
-    numbers = [is_number(text) for text in head.row]
-    named = field_columns(head.names, columns).items()
-    fields = {name: i for name, i in named if i < len(numbers) and numbers[i]}
-    notes = taken_note(head.columns, head.names, columns, len(fields)) if head.columns > 2 else []
+    numbers = {i for i, text in enumerate(head.row) if is_number(text)}
+    fields, notes = fields_beside(head.names, head.columns, columns, numbers.__contains__)
     konect = KONECT.match(head.first)
     if konect and konect[1] == "bip":
         raise SpecError(
@@ -104,11 +100,9 @@ def edge_list(path: str) -> Parts:
     if konect:
         notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
     first = 1 if konect else 0
-    wanted = [*columns, *fields.values()]
-    rows = edge_tables(path, head.delimiter, wanted, head.before, head.comment)
 
     def edges() -> Iterator[tuple[Array, ...]]:
-        for src, dst, *others in rows:
+        for src, dst, *others in edge_tables(path, head, [*columns, *fields.values()]):
             pairs = zip(fields, others, strict=True)
             yield (
                 src - first,
@@ -126,11 +120,11 @@ def matrix_market(path: str) -> Parts:
     # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
     numbered = (line for number, lines in lines_of(path) for line in enumerate(lines, number))
     full = (line for line in numbered if line[1].strip() and not line[1].startswith("%"))
-    head, sizes = next(full, (0, ""))
+    before, sizes = next(full, (0, ""))
     words, counts = (start_of(path) or "").partition("\n")[0].lower().split(), sizes.split()
     if len(words) < 5 or len(counts) < 2 or not all(re.fullmatch(r"\d{1,18}", n) for n in counts):
         raise SpecError(
-            f"{path}:{head or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
+            f"{path}:{before or 1}: not MatrixMarket: a line '%%MatrixMarket matrix coordinate"
             " pattern general' and one of rows, columns and entries are required; write it with"
             " scipy.io.mmwrite"
         )
@@ -142,15 +136,15 @@ def matrix_market(path: str) -> Parts:
         raise SpecError(
             f"{path}: a graph's matrix is square, this one is {rows:,} x {columns:,}; write N x N"
         )
-    vertices = must_be_count(path, "rows", rows)
+    vertices, head = must_be_count(path, "rows", rows), Head(before=before, first="%")
     weighs = words[3] in ("real", "integer") and any(
-        (table != 1).any() for table in tables(path, np.float64, None, (2, 2), head, "%")
+        (table != 1).any() for table in tables(path, np.float64, head, (2, 2))
     )
     notes = ["ignored: complex numbers of its entries"] if words[3] == "complex" else []
 
     def edges() -> Iterator[tuple[Array, ...]]:
         count = 0
-        for src, dst, *weights in edge_tables(path, None, range(2 + weighs), head, "%"):
+        for src, dst, *weights in edge_tables(path, head, range(2 + weighs)):
             src, dst = src - 1, dst - 1  # ids count from 1
             count += len(src)
             yield src, dst, *weights
@@ -178,11 +172,12 @@ def parquet(path: str) -> Parts:
             " write both ends of an edge"
         )
     ends = columns_of(schema.names)
-    fields = {
-        name: i
-        for name, i in field_columns(schema.names, ends).items()
-        if str(schema.field(i).type).startswith(NUMERIC)
-    }
+    fields, notes = fields_beside(
+        schema.names,
+        len(schema.names),
+        ends,
+        lambda i: str(schema.field(i).type).startswith(NUMERIC),
+    )
     names = [schema.names[i] for i in (*ends, *fields.values())]
     for name in names[:2]:
         if "int" not in str(schema.field(name).type):
@@ -203,5 +198,43 @@ def parquet(path: str) -> Parts:
                         )
                 yield tuple(np.asarray(column.to_numpy(False)) for column in columns)
 
-    notes = taken_note(len(schema.names), schema.names, ends, len(fields))
     return Parts(path, edges(), notes=notes, columns=tuple(fields))
+
+
+def load_matrix(path: str) -> Any:
+    """The matrix of a .npz by scipy.sparse.save_npz, checked. Raises SpecError."""
+    nbytes = 0
+    with reading(path, "a sparse matrix"):
+        with arrays_in(path) as arrays:
+            for name in arrays.files:  # before scipy allocates what headers claim
+                header = arrays.check(name)
+                nbytes += header.nbytes
+                if name in PLACES and header.dtype.kind not in "iu":  # scipy would round them
+                    raise SpecError(
+                        f"{path}: {name}: must hold integers, has dtype {header.dtype}; write it"
+                        " again with scipy.sparse.save_npz"
+                    )
+            must_fit(path, "what it holds", nbytes)
+        matrix = sp.load_npz(path)
+    if matrix.format == "dia":  # whose numbers of rows and columns scipy would allocate unseen
+        raise SpecError(f"{path}: holds diagonals; save it with save_npz(path, matrix.tocoo())")
+    return matrix
+
+
+def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
+    """The edges of a square matrix; what is stored is an edge, zeros too.
+
+    Its numbers are the field edge_weight, unless all are 1."""
+    if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise SpecError(
+            f"{path}: a graph's matrix is square, this one is of shape {matrix.shape}; give [N, N]"
+        )
+    must_be_count(path, "shape", int(matrix.shape[0]))
+    with reading(path, "a sparse matrix"):
+        if matrix.format in ("csr", "csc", "bsr"):
+            matrix.check_format(full_check=True)  # scipy trusts pointers blindly
+        matrix = matrix.tocoo()
+    parts = Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]))
+    if (matrix.data != 1).any():
+        parts.edge_fields["edge_weight"] = [np.asarray(matrix.data)]
+    return parts

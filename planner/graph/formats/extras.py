@@ -1,79 +1,80 @@
-"""Features, labels and a split from files of their own, for a graph that lacks them."""
+"""Features, labels and a split from files of their own, for a graph that lacks them.
+
+GraphSAINT's folders are such: adj_full.npz beside feats.npy, class_map.json, role.json."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gnnplan.planner.graph.formats import text
+from gnnplan.planner.graph.formats.edge_lists import load_matrix, of_matrix
 from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.sparse import load_matrix, roles
 from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.labels import mask_of, named, read_labels
-from gnnplan.planner.graph.npy import in_npz
+from gnnplan.planner.graph.labels import labels_of, mask_of, mask_of_ids, named, read_labels
+from gnnplan.planner.graph.npy import arrays_in, mapped_array, reading
 from gnnplan.planner.graph.parts import (
+    Extras,
     Matrix,
     Parts,
-    edge_pieces,
     gathered,
-    mapped_array,
-    reading,
+    streams,
     tensor_array,
     vertices_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import must_be_file
+from gnnplan.planner.vocabulary.files import must_be_file, read_json
 
+LARGEST_JSON = 1 << 30  # [B]
+AS_JSON = 'write {"train": [ids], "val": [ids], "test": [ids]}'
 ENDINGS = (".npy", ".csv.gz", ".csv", ".txt", ".pt")
-
-
-@dataclass(frozen=True)
-class Extras:
-    """Files that add what a graph lacks; None adds nothing."""
-
-    features: str | None = None
-    labels: str | None = None
-    split: str | None = None
-    numbers: bool = False  # labels are numbers to predict, whatever they look like
-
-    def __bool__(self) -> bool:
-        return any((self.features, self.labels, self.split))
 
 
 def add(parts: Parts, extras: Extras) -> None:
     """Add to the parts. Raises SpecError where the graph has its own."""
-    given = (
-        ("features", extras.features, parts.x is not None),
-        ("labels", extras.labels, parts.y is not None),
-        ("split", extras.split, bool(parts.masks)),
-    )
-    for word, path, own in given:
-        if path and own:
+    own = {"features": parts.x is not None, "labels": parts.y is not None, "split": parts.masks}
+    for word, has in own.items():
+        if has and (path := getattr(extras, word)):
             raise SpecError(
                 f"{parts.path}: has its own {word}, so --{word} {path} would replace them; leave it"
                 " out"
             )
     parts.numbers = extras.numbers
+    _take(parts, extras)
+    if extras.labels and parts.y is not None:  # who refuses names the file
+        read_labels(extras.labels, parts.y, len(parts.y), None, extras.numbers)
+
+
+def read_graphsaint(path: str) -> Parts:
+    """The whole graph, its features, its labels, its split by role."""
+    edges = os.path.join(path, "adj_full.npz")
+    parts = of_matrix(load_matrix(edges), edges)
+    parts.path = path
+    files = (os.path.join(path, name) for name in ("feats.npy", "class_map.json", "role.json"))
+    x, y, split = (file if os.path.lexists(file) else None for file in files)
+    _take(parts, Extras(x, y, split))
+    return parts
+
+
+def _take(parts: Parts, extras: Extras) -> None:
     if extras.features:
         parts.x, parts.x_path = _features(extras.features), extras.features
     if extras.labels:
         parts.y = np.atleast_1d(_labels(extras.labels, parts))
-        # who refuses names the file
-        read_labels(extras.labels, parts.y, len(parts.y), None, extras.numbers)
     if extras.split:
-        parts.masks = _split(extras.split, _vertices(parts))
+        parts.masks = masks_in(extras.split, parts)
 
 
 def _vertices(parts: Parts) -> int:
     """How many vertices there are; edges are read for it where nothing else says so."""
     if (said := vertices_of(parts)) is not None:
         return said
-    columns = 2 + len(parts.columns)
-    parts.edges = [tuple(gathered(parts.path, "its edges", edge_pieces(parts), np.int32, columns))]
-    src, dst, *_ = parts.edges[0]
+    names, pieces = next(streams(parts))
+    src, dst, *fields = gathered(names, parts.path, pieces)
+    parts.edges = [(src, dst, *fields)]
     return max((int(ids.max()) for ids in (src, dst) if ids.size), default=-1) + 1
 
 
@@ -84,7 +85,7 @@ def _kind(path: str) -> str:
         start = stream.read(6)
     if not start.startswith(b"PK"):
         return "npy" if start == b"\x93NUMPY" else "text"
-    with reading(path, "a zip archive"), in_npz(path) as arrays:
+    with arrays_in(path) as arrays:
         held = [info.filename.endswith(".npy") for info in arrays.files.values()]
         return "npz" if any(held) else "pt"
 
@@ -115,10 +116,23 @@ def _features(path: str) -> Matrix:
 
 
 def _labels(path: str, parts: Parts) -> Array:
-    """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a table in text."""
+    """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a text: a table, or a JSON object of a
+    class or a list for every vertex."""
     if (saved := _saved(path, "labels")) is not None:
         return np.asarray(saved)
-    return text.whole_matrix(path, _vertices(parts) if _has_ids(path) else 0)
+    if not (text.start_of(path, 64) or "").lstrip().startswith("{"):
+        return text.whole_matrix(path, _vertices(parts) if _has_ids(path) else 0)
+    with reading(path, "classes of vertices"):
+        found: dict[str, Any] = read_json(path, LARGEST_JSON, 'write {"vertex": class}')
+        ids = np.array([int(key) for key in found])
+        values = np.array(list(found.values()))
+    if not found or values.ndim > 2 or values.dtype.kind not in "iuf":
+        raise SpecError(
+            f"{path}: must hold a class, or as many zeros and ones, for every vertex, holds"
+            f" {values.dtype} of shape {list(values.shape)}; mend its values"
+        )
+    mask_of_ids(path, "class_map", ids, vertices := _vertices(parts))
+    return labels_of(path, vertices, [(ids, values)])
 
 
 def _has_ids(path: str) -> bool:
@@ -130,9 +144,9 @@ def _has_ids(path: str) -> bool:
     return text.head_of(path).ids is not None
 
 
-def _split(path: str, vertices: int) -> dict[str, Array]:
-    """Masks by a folder of lists, a .npz or .pt of masks or lists, or a .json of lists."""
-    if os.path.isdir(path):
+def masks_in(path: str, parts: Parts) -> dict[str, Array]:
+    """Masks of a split: a folder of lists, a .npz or .pt of masks or lists, a .json of lists."""
+    if (kind := "folder" if os.path.isdir(path) else _kind(path)) == "folder":
         files = {
             file.name.removesuffix(ending): str(file)
             for ending in reversed(ENDINGS)
@@ -143,26 +157,21 @@ def _split(path: str, vertices: int) -> dict[str, Array]:
         for mask, file in named(files).items():
             saved = _saved(file, "ids")
             found[mask] = text.column(file) if saved is None else np.asarray(saved)
-    elif _kind(path) in ("npz", "pt"):
-        found = named(_arrays(path))
+    elif kind == "npz":
+        with arrays_in(path) as arrays:
+            found = named({name: arrays.read(name) for name in arrays.files})
     else:
-        return roles(Path(path), vertices)
-    if "train_mask" not in found:
+        held = load_tensors(path) if kind == "pt" else read_json(path, LARGEST_JSON, AS_JSON)
+        if not isinstance(held, dict):
+            raise SpecError(
+                f"{path}: a split is a dictionary of masks or of lists of vertex ids, this is"
+                f" {type(held).__name__}; {AS_JSON}"
+            )
+        found = {n: tensor_array(path, n, of) for n, of in named(held).items()}
+    if not found or ("train_mask" not in found and kind != "text"):
         raise SpecError(
             f"{path}: a split needs train, val (or valid) and test: masks, or lists of vertex ids;"
             f" found {', '.join(found) or 'none'}"
         )
+    vertices = _vertices(parts)
     return {name: mask_of(path, name, array, vertices) for name, array in found.items()}
-
-
-def _arrays(path: str) -> dict[str, Array]:
-    """The arrays of a .npz, or the tensors of a .pt, by name."""
-    if _kind(path) == "npz":
-        with reading(path, ".npz"), in_npz(path) as arrays:
-            return {name: arrays.read(name) for name in arrays.files}
-    loaded = load_tensors(path)
-    if not isinstance(loaded, dict):
-        raise SpecError(
-            f"{path}: a split is a dictionary of tensors, this is {type(loaded).__name__}"
-        )
-    return {str(name): tensor_array(path, str(name), value) for name, value in loaded.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,18 @@ import numpy as np
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.edge_lists import edge_tables
 from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.formats.text import Head
 from gnnplan.planner.graph.graph import MOST_CLASSES, Array
 from gnnplan.planner.graph.labels import labels_of, mask_of_ids
-from gnnplan.planner.graph.npy import must_be_count
+from gnnplan.planner.graph.npy import mapped_array, must_be_count
 from gnnplan.planner.graph.parts import (
     FEATURES,
     Parts,
     endpoints,
     ignored,
-    mapped_array,
     tensor_array,
+    vertices_of,
 )
-from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
 
 METADATA = "metadata.yaml"
@@ -57,6 +57,12 @@ class _Metadata:
                 " documentation of on-disk datasets",
             )
         return value
+
+    def named(self, where: Where, **having: str) -> dict[str, Where]:
+        """By name, the places of a list's items that have such values. Raises SpecError."""
+        items = enumerate(self.get(where, list, []))
+        held = [(i, of) for i, of in items if isinstance(of, dict) and {**of, **having} == of]
+        return {str(of.get("name")): (*where, i) for i, of in held}
 
     def only(self, where: Where) -> Where:
         """The place of the only item of a list: one kind of vertices, or of edges."""
@@ -98,48 +104,36 @@ def read(path: str) -> Parts:
     nodes = meta.only(("graph", "nodes"))
     vertices = must_be_count(path, "graph.nodes.num", meta.get((*nodes, "num"), int))
     parts = Parts(path, _edges(meta), vertices)
-    meta.only(("graph", "edges"))
-    places: dict[str, Where] = {}
-    on_edges: dict[str, Where] = {}
-    for i, about in enumerate(meta.get(("feature_data",), list, [])):
-        if isinstance(about, dict):
-            found = {"node": places, "edge": on_edges}.get(str(about.get("domain")), {})
-            found[str(about.get("name"))] = ("feature_data", i)
+    places = meta.named(("feature_data",), domain="node")
+    on_edges = meta.named(("feature_data",), domain="edge")
     name = next((name for name in FEATURES if name in places), None)
     if name is None and len(places) == 1:
         (name,) = places
     if name is not None:
         parts.x = meta.array(places[name])
-        if len(parts.x) != vertices:  # before labels and masks of so many are made
-            raise SpecError(
-                f"{path}: {name}: has {len(parts.x):,} rows, but graph.nodes.num is {vertices:,};"
-                " give a row per vertex"
-            )
-    left = {other: place for other, place in places.items() if other != name}
-    fields = {other for other in (*left, *on_edges) if NAME.fullmatch(other)}
-    parts.notes += ignored({*left, *on_edges} - fields)
+        del places[name]
+    fields = {other for other in (*places, *on_edges) if NAME.fullmatch(other)}
+    parts.notes += ignored({*places, *on_edges} - fields)
     for other in sorted(fields):
-        if other in left:
-            parts.vertex_fields[other] = meta.array(left[other])
+        if other in places:
+            parts.vertex_fields[other] = meta.array(places[other])
         if other in on_edges:
             parts.edge_fields[other] = [meta.array(on_edges[other])]
     if tasks := meta.get(("tasks",), list, []):
         if len(tasks) > 1:
             parts.notes.append(f"of {len(tasks)} tasks the first is taken")
-        _sets(meta, parts, vertices)
+        _sets(meta, parts)
     return parts
 
 
-def _edges(meta: _Metadata) -> Iterator[tuple[Array, ...]]:
-    where = meta.only(("graph", "edges"))
-    path, kind = meta.file(where)
+def _edges(meta: _Metadata) -> Iterable[tuple[Array, ...]]:
+    path, kind = meta.file(where := meta.only(("graph", "edges")))
     if kind == "csv":  # without names; src, dst
-        yield from edge_tables(path, ",")
-    else:
-        yield endpoints(path, "edges", meta.array(where))
+        return edge_tables(path, Head(","))
+    return [endpoints(path, "edges", meta.array(where))]
 
 
-def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
+def _sets(meta: _Metadata, parts: Parts) -> None:
     """Masks, labels and the number of classes of the first task."""
     ids: dict[str, Array] = {}
     labels: list[tuple[Array, Array]] = []
@@ -147,11 +141,7 @@ def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
         if not meta.get(("tasks", 0, name), list, []):
             continue
         where: Where = (*meta.only(("tasks", 0, name)), "data")
-        found = {
-            str(about.get("name")): (*where, i)
-            for i, about in enumerate(meta.get(where, list))
-            if isinstance(about, dict)
-        }
+        found = meta.named(where)
         seeds = next((found[key] for key in ("seeds", "seed_nodes") if key in found), None)
         if seeds is None:
             raise meta.document.error(
@@ -169,6 +159,7 @@ def _sets(meta: _Metadata, parts: Parts, vertices: int) -> None:
                     " each",
                 )
             labels.append((ids[mask], y))
+    vertices = vertices_of(parts) or 0
     parts.masks = {name: mask_of_ids(parts.path, name, ids[name], vertices) for name in ids}
     if not labels:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.graph import Array, must_fit
 from gnnplan.planner.graph.labels import MASKS
+from gnnplan.planner.graph.npy import reading
 from gnnplan.planner.graph.parts import (
     FEATURES,
     LABELS,
@@ -19,13 +21,11 @@ from gnnplan.planner.graph.parts import (
     ignored,
     is_numbers,
     library,
-    reading,
     take_vertex_data,
     tensor_array,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 
-ENTITY = b"<!ENTITY"
 TAKEN = (*FEATURES, *LABELS, *MASKS)
 PER_BYTE = 10  # [B] of Python objects per byte of GraphML, at least
 
@@ -34,16 +34,7 @@ def read_graphml(path: str) -> Parts:
     networkx = library("networkx")
     with reading(path, "GraphML"):
         must_fit(path, "NetworkX's objects of it", PER_BYTE * float(os.stat(path).st_size))
-        with open(path, "rb") as stream:
-            tail = b""
-            while block := stream.read(1 << 20):
-                if ENTITY in tail + block:  # a few lines of them can mean gigabytes
-                    raise SpecError(
-                        f"{path}: XML entities are not read; write it with networkx.write_graphml"
-                    )
-                tail = block[-len(ENTITY) :]
-        graph = networkx.read_graphml(path)
-    return of_graph(graph, path)
+        return of_graph(networkx.read_graphml(path), path)
 
 
 def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
@@ -52,27 +43,22 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
     Numbers that all nodes, or all edges, have are fields; weight is edge_weight.
     Nodes that are whole numbers 0 to N-1, or such texts, keep them; others are numbered in their
     order."""
-    nodes = list(graph.nodes)
-    number = {node: i for i, node in enumerate(nodes)}
-    notes = []
+    nodes, notes, ways = list(graph.nodes), list[str](), 1 if graph.is_directed() else 2
     texts = [str(node) for node in nodes]
-    if all(text.isdecimal() and text.isascii() and len(text) < 11 for text in texts) and sorted(
-        map(int, texts)
-    ) == list(range(len(nodes))):
-        number = {node: int(text) for node, text in zip(nodes, texts, strict=True)}
+    number = {node: i for i, node in enumerate(nodes)}
+    if all(re.fullmatch("[0-9]{1,10}", text) for text in texts) and sorted(map(int, texts)) == list(
+        range(len(nodes))
+    ):
+        number = {node: int(node) for node in nodes}
     else:
         notes.append("vertices are numbered in the order of the nodes")
-    count = graph.number_of_edges()
     pairs = ((number[u], number[v]) for u, v in graph.edges())
-    edges = np.fromiter(pairs, np.dtype((np.int64, 2)), count)
-    src, dst = edges[:, 0], edges[:, 1]
-    if not graph.is_directed():
-        src, dst = np.concatenate([src, dst]), np.concatenate([dst, src])
-    parts = Parts(path, [(src, dst)], len(nodes), notes=notes)
-    on_edges = [of for *_, of in graph.edges(data=True)]
-    fields, left = _columns(on_edges, ())
+    ends = np.fromiter(pairs, np.dtype((np.int64, 2)), graph.number_of_edges())
+    edges = np.concatenate([ends, ends[:, ::-1]][:ways])
+    parts = Parts(path, [(edges[:, 0], edges[:, 1])], len(nodes), notes=notes)
+    fields, left = _columns([of for *_, of in graph.edges(data=True)], ())
     for name, column in fields.items():
-        both = column if graph.is_directed() else np.concatenate([column, column])
+        both = np.concatenate([column] * ways)
         parts.edge_fields["edge_weight" if name == "weight" else name] = [both]
     on_nodes = [of for _, of in sorted(graph.nodes(data=True), key=lambda each: number[each[0]])]
 

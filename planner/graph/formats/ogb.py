@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from gnnplan.planner.graph.formats.edge_lists import edge_tables
-from gnnplan.planner.graph.formats.pyg import load_tensors
-from gnnplan.planner.graph.formats.text import column, matrix, narrow, whole_matrix
+from gnnplan.planner.graph.formats.extras import masks_in
+from gnnplan.planner.graph.formats.text import Head, column, matrix, narrow, whole_matrix
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import mask_of_ids
-from gnnplan.planner.graph.npy import in_npz, must_be_count, read_header
-from gnnplan.planner.graph.parts import Parts, reading, tensor_array
+from gnnplan.planner.graph.labels import MASKS, WORDS
+from gnnplan.planner.graph.npy import Header, arrays_in, must_be_count
+from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 
-SPLITS = {"train_mask": "train", "val_mask": "valid", "test_mask": "test"}
 NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
 
 
@@ -43,50 +42,29 @@ def read(path: str) -> Parts:
     edge_feat is edge_attr, as OGB's loader of PyG names it."""
     (raw,) = raws_of(path)
     is_binary = (raw / "data.npz").is_file()
-    parts, vertices = _binary(raw, path) if is_binary else _text(raw, path)
-    split = _split_of(raw.parent)
-    if split is None:
+    parts = _binary(raw, path) if is_binary else _text(raw, path)
+    splits = raw.parent / "split"
+    if not splits.is_dir():
         parts.notes.append("no folder split/ beside raw/")
         return parts
-    parts.notes.append(f"the official split by {split.name}")
-    if parts.y is not None and len(parts.y) != vertices:  # before masks of so many are made
-        raise SpecError(
-            f"{path}: has {vertices:,} vertices, but {len(parts.y):,} labels; the download is"
-            " damaged, repeat it"
-        )
-    for name, ids in _ids_of(split).items():
-        if not ids.size:
-            raise SpecError(f"{split}: {SPLITS[name]}: holds no vertex; repeat the download")
-        parts.masks[name] = mask_of_ids(str(split), name, ids, vertices)
-    return parts
-
-
-def _ids_of(split: Path) -> dict[str, Array]:
-    """The vertices of each part, by lists in text, or as ogb's DatasetSaver writes them."""
-    if (split / LISTS).is_file():
-        return {name: column(str(split / f"{part}.csv.gz")) for name, part in SPLITS.items()}
-    path = str(split / SAVED)
-    held = load_tensors(path)
-    if not isinstance(held, dict) or not held.keys() >= {*SPLITS.values()}:
-        raise SpecError(
-            f"{path}: must be a dictionary of train, valid and test; save it again with ogb's"
-            " DatasetSaver"
-        )
-    return {name: tensor_array(path, part, held[part]) for name, part in SPLITS.items()}
-
-
-def _split_of(folder: Path) -> Path | None:
-    """The only folder in split/, which has lists of ids; None if there is no split/."""
-    if not (folder / "split").is_dir():
-        return None
-    found = sorted({file.parent for file in (folder / "split").glob("*/*") if file.name in NAMES})
+    found = sorted({file.parent for file in splits.glob("*/*") if file.name in NAMES})
     if len(found) != 1:
         names = ", ".join(split.name for split in found) or "none"
         raise SpecError(
-            f"{folder / 'split'}: one split is needed, a folder with {' or '.join(NAMES)}, found"
-            f" {names}; keep one, or remove split/ for a random one"
+            f"{splits}: one split is needed, a folder with {' or '.join(NAMES)}, found {names};"
+            " keep one, or remove split/ for a random one"
         )
-    return found[0]
+    (split,) = found
+    parts.notes.append(f"the official split by {split.name}")
+    lists = split if (split / LISTS).is_file() else split / SAVED
+    parts.masks = masks_in(str(lists), parts)
+    for name in MASKS:
+        if name not in parts.masks or not parts.masks[name].any():
+            raise SpecError(
+                f"{lists}: {WORDS[name][0]}: holds no vertex; repeat the download, or save it again"
+                " with ogb's DatasetSaver"
+            )
+    return parts
 
 
 def _one(path: str, name: str, counts: Array, most: int = MOST_VERTICES) -> int:
@@ -99,14 +77,14 @@ def _one(path: str, name: str, counts: Array, most: int = MOST_VERTICES) -> int:
     return must_be_count(path, name, int(counts.ravel()[0]), most)
 
 
-def _text(raw: Path, path: str) -> tuple[Parts, int]:
+def _text(raw: Path, path: str) -> Parts:
     nodes, ends = "num-node-list.csv.gz", "num-edge-list.csv.gz"
     vertices = _one(path, nodes, column(str(raw / nodes)))
     count = _one(path, ends, column(str(raw / ends)), 2**62)
 
     def edges() -> Iterator[tuple[Array, Array]]:
         file, found = str(raw / "edge.csv.gz"), 0
-        for src, dst in edge_tables(file, ","):
+        for src, dst in edge_tables(file, Head(",")):
             found += len(src)
             yield src, dst
         if found != count:
@@ -128,7 +106,7 @@ def _text(raw: Path, path: str) -> tuple[Parts, int]:
             parts.vertex_fields[name] = np.concatenate([*_narrowed(str(file))])
         elif name.startswith("edge_"):
             parts.edge_fields[name] = _narrowed(str(file))
-    return parts, vertices
+    return parts
 
 
 def _narrowed(path: str) -> Iterator[Array]:
@@ -140,12 +118,10 @@ def _narrowed(path: str) -> Iterator[Array]:
 # -- binary ----------------------------------------------------------------------------------------
 
 
-def _binary(raw: Path, path: str) -> tuple[Parts, int]:
+def _binary(raw: Path, path: str) -> Parts:
     data, labels = str(raw / "data.npz"), str(raw / "node-label.npz")
     vertices = _one(data, "num_nodes_list", _whole(data, "num_nodes_list"))
-    with reading(data, ".npz"), in_npz(data) as arrays:
-        names = set(arrays.files)
-    shape = _shape(data, "edge_index")
+    shape = _header(data, "edge_index").shape
     if len(shape) != 2 or shape[0] != 2:
         raise SpecError(
             f"{data}: edge_index: must have shape [2, edges], has {list(shape)}; repeat the"
@@ -153,22 +129,24 @@ def _binary(raw: Path, path: str) -> tuple[Parts, int]:
         )
     ends = (_numbers(data, "edge_index", end * shape[1], shape[1]) for end in range(2))
     parts = Parts(path, zip(*ends, strict=True), vertices)
-    if "node_feat" in names and len(_shape(data, "node_feat")) == 2:
-        parts.x = _rows(data, "node_feat", "vertex")
     if os.path.lexists(labels):
         parts.y = _whole(labels, "node_label")
-    for name in sorted(names - {"node_feat", "edge_index"}):
-        if name.startswith("node_"):
+    with arrays_in(data) as arrays:
+        names = sorted(arrays.files)
+    for name in names:
+        if name == "node_feat":
+            parts.x = _rows(data, name, "vertex")
+        elif name.startswith("node_"):
             parts.vertex_fields[name] = _whole(data, name)
-        elif name.startswith("edge_"):
+        elif name.startswith("edge_") and name != "edge_index":
             field = "edge_attr" if name == "edge_feat" else name
             parts.edge_fields[field] = _rows(data, name, "edge")
-    return parts, vertices
+    return parts
 
 
 def _rows(path: str, name: str, of: str) -> Iterator[Array]:
     """An array with a row for each vertex or edge, some rows at a time."""
-    shape = _shape(path, name)
+    shape = _header(path, name).shape
     width = math.prod(shape[1:])
     if not shape or not width:
         raise SpecError(
@@ -179,32 +157,29 @@ def _rows(path: str, name: str, of: str) -> Iterator[Array]:
         yield piece.reshape(-1, *shape[1:])
 
 
-def _whole(path: str, name: str) -> Array:
-    """A small array of a .npz."""
-    shape = _shape(path, name)
-    pieces = list(_numbers(path, name, 0, math.prod(shape)))
-    return np.concatenate(pieces).reshape(shape) if pieces else np.empty(shape)
-
-
-def _shape(path: str, name: str) -> tuple[int, ...]:
-    """The shape of an array of a .npz, held against what is stored."""
-    with reading(path, ".npz"), in_npz(path) as arrays:
+def _header(path: str, name: str) -> Header:
+    """What is said of an array of a .npz, held against what is stored."""
+    with arrays_in(path) as arrays:
         if name not in arrays.files:
             raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
         header = arrays.check(name, fits=False)
     if header.fortran and len(header.shape) > 1:
         raise SpecError(f"{path}: {name}: must be in C order; save numpy.ascontiguousarray")
-    return header.shape
+    return header
+
+
+def _whole(path: str, name: str) -> Array:
+    """A small array of a .npz."""
+    _header(path, name)
+    with arrays_in(path) as arrays:
+        return arrays.read(name)
 
 
 def _numbers(path: str, name: str, first: int, count: int, width: int = 1) -> Iterator[Array]:
     """So many numbers of an array of a .npz, some rows of `width` at a time."""
-    step = max(1, AT_ONCE // 8 // width) * width
-    with reading(path, ".npz"), in_npz(path) as arrays, arrays.open(name) as stream:
-        header = read_header(path, name, stream)
+    header, step = _header(path, name), max(1, AT_ONCE // 8 // width) * width
+    with arrays_in(path) as arrays, arrays.open(name) as stream:
         stream.seek(header.begin + first * header.dtype.itemsize)
         for start in range(0, count, step):
-            raw = stream.read(nbytes := min(step, count - start) * header.dtype.itemsize)
-            if len(raw) < nbytes:
-                raise SpecError(f"{path}: {name}: is cut off; repeat the download")
+            raw = stream.read(min(step, count - start) * header.dtype.itemsize)
             yield np.frombuffer(raw, header.dtype)

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from gnnplan.planner.graph.fields import VERTEX, kind_of
-from gnnplan.planner.graph.npy import must_be_count, must_not_swell
+from gnnplan.planner.graph.npy import must_be_count, must_not_swell, reading
 from gnnplan.planner.graph.parts import (
     Parts,
     endpoints,
     library,
-    mapped_array,
-    reading,
+    shown,
     take_fields,
     take_vertex_data,
     tensor_array,
@@ -45,14 +44,9 @@ class _Record:
             self.__dict__.update(state)
 
 
-def _dictionary(factory: Any = None) -> dict[Any, Any]:
-    """Stands for a defaultdict, which torch does not fill."""
-    return {}
-
-
 # PyG keeps which attributes vertices have, after ToUndirected for instance
-ATTRIBUTES = (
-    (_dictionary, "collections.defaultdict"),
+ATTRIBUTES: tuple[tuple[Any, str], ...] = (
+    (lambda factory=None: {}, "collections.defaultdict"),  # which torch does not fill
     (str, "torch_geometric.data.storage.AttrType"),
 )
 
@@ -142,10 +136,9 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
     if edge_index is None:
         turned = data.get("adj_t")
         if turned is None:
-            names = ", ".join(ascii(name)[1:-1][:MOST_SHOWN] for name in list(data)[:8])
             raise SpecError(
                 f"{path}: edge_index: missing; edges [2, E] are required, found"
-                f" {names or 'nothing'}"
+                f" {shown(data) or 'nothing'}"
             )
         if not str(getattr(turned, "layout", "")).startswith("torch.sparse"):
             raise SpecError(f"{path}: adj_t: cannot be read; save edge_index instead")
@@ -176,11 +169,6 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
 
     take_fields(parts, left, kind)
     return parts
-
-
-def read_npy(path: str) -> Parts:
-    """An edge_index in a .npy file, mapped."""
-    return of_edge_index(mapped_array(path), path)
 
 
 def of_edge_index(edge_index: Any, path: str = "an edge_index") -> Parts:

@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -16,8 +17,7 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
 from gnnplan.planner.graph.labels import mask_of_ids
-from gnnplan.planner.graph.npy import must_be_ids, must_not_swell
-from gnnplan.planner.graph.parts import reading
+from gnnplan.planner.graph.npy import must_be_ids, must_not_swell, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -42,110 +42,42 @@ def start_of(path: str, most: int = 1 << 16) -> str | None:
         raw = stream.read(most)
     if b"\0" in raw:
         return None
-    try:
+    with suppress(UnicodeDecodeError):
         return raw.decode("utf-8-sig", "ignore" if len(raw) == most else "strict")
-    except UnicodeDecodeError:
-        return None
+    return None
 
 
 def lines_of(path: str, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
     """Whole lines after the first `skip`, some at a time, with the number of the first one."""
-    number, rest, unpacked = 1, b"", 0
+    number, unpacked = 1, 0
     with reading(path, "text"), opened(path) as stream:
         stored = os.stat(path).st_size
-        while True:
-            block = stream.read(BLOCK)
+        while block := stream.read(BLOCK):
+            block += (end := stream.readline(BLOCK))
             unpacked += len(block)
             must_not_swell(f"{path}:{number}", unpacked, stored, 1 / 8)  # empty lines take time
-            text = rest + block
-            cut = text.rfind(b"\n") + 1 if block else len(text)
-            if block and not cut and len(text) >= BLOCK:
+            lines = block.decode("utf-8-sig" if number == 1 else "utf-8").split("\n")
+            if len(end) == BLOCK and lines[-1]:
                 raise SpecError(
-                    f"{path}:{number}: a line has more than {BLOCK:,} characters, so this is no"
-                    " list of edges or rows; write a line per edge or row"
+                    f"{path}:{number + len(lines) - 1}: a line has more than {BLOCK:,} characters,"
+                    " so this is no list of edges or rows; write a line per edge or row"
                 )
-            text, rest = text[:cut], text[cut:]
-            lines = text.decode("utf-8-sig" if number == 1 else "utf-8").split("\n")
-            if lines and not lines[-1]:
+            if not lines[-1]:
                 lines.pop()
             if kept := lines[skip:]:
                 yield number + min(skip, len(lines)), kept
             skip, number = max(0, skip - len(lines)), number + len(lines)
-            if not block:
-                return
-
-
-def tables(
-    path: str,
-    dtype: Any,
-    delimiter: str | None,
-    columns: tuple[int, ...] | None = None,
-    skip: int = 0,
-    comment: str = "#",
-) -> Iterator[Array]:
-    """Rows of numbers, some at a time: [lines, columns]. Raises SpecError, with the line.
-
-    Without `columns` a row's place counts, so no line without numbers may stand between rows."""
-    gap = 0  # the first line without numbers after which no row was found yet
-    for number, lines in lines_of(path, skip):
-        try:
-            rows = _numbers(lines, dtype, delimiter, columns, None)
-        except (ValueError, OverflowError, Warning):
-            rows = None
-        if rows is not None and len(rows) == len(lines) and not gap:
-            yield rows
-            continue
-        # comments and blank lines are rare, and to look for them takes most of the time
-        full = [i for i, line in enumerate(lines) if line.strip() and not line.startswith(comment)]
-        hole = next((place for place, i in enumerate(full) if place != i), len(full))
-        if columns is None and full and (gap or hole < full[-1]):
-            raise SpecError(
-                f"{path}:{gap or number + hole}: every line is a row, whose place counts, and this"
-                " one holds no numbers; mend it, with nan for a label that is not there"
-            )
-        if columns is None and hole < len(lines):
-            gap = gap or number + hole
-        try:
-            if full:
-                yield _numbers([lines[i] for i in full], dtype, delimiter, columns, comment)
-        except (ValueError, OverflowError, Warning) as error:
-            # loadtxt counts rows from 0 where a number is wrong, from 1 where a column is
-            found = re.search(r"row (\d+)", str(error))
-            row = int(found[1]) - ("convert" not in str(error)) if found else 0
-            at = full[min(row, len(full) - 1)]
-            rule = "must be numbers, as many as in the other lines"
-            if columns:
-                rule = "source and target must be whole numbers that count vertices from 0"
-                rule += ", fields of edges numbers" * (len(columns) > 2)
-            raise SpecError(
-                f"{path}:{number + at}: {rule}, found {ascii(lines[at])[1:-1][:MOST_SHOWN]!r};"
-                " mend this line"
-            ) from error
-
-
-def _numbers(
-    lines: list[str],
-    dtype: Any,
-    delimiter: str | None,
-    columns: tuple[int, ...] | None,
-    comment: str | None,
-) -> Array:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return np.loadtxt(
-            lines, dtype, delimiter=delimiter, comments=comment, usecols=columns, ndmin=2
-        )
 
 
 @dataclass(frozen=True)
 class Head:
     """How a table begins."""
 
-    names: list[str]  # of its columns, if a line gives them
-    columns: int
-    delimiter: str | None
-    before: int  # lines of names and comments before the rows
-    first: str  # its first line
+    delimiter: str | None = None  # between columns; None: blanks
+    before: int = 0  # lines of names and comments before the rows
+    first: str = ""  # its first line
+    columns: int = 0
+    names: Sequence[str] = ()  # of its columns, if a line gives them
     row: Sequence[str] = ()  # the fields of its first row
     named: bool = False  # by a line of its own, no comment
 
@@ -166,6 +98,54 @@ class Head:
         return named[0] if named and self.columns > 1 else None
 
 
+def tables(
+    path: str, dtype: Any, head: Head, columns: tuple[int, ...] | None = None
+) -> Iterator[Array]:
+    """Rows of numbers, some at a time: [lines, columns]. Raises SpecError, with the line.
+
+    Without `columns` a row's place counts, so no line without numbers may stand between rows."""
+    gap = 0  # the first line without numbers after which no row was found yet
+
+    def numbers(lines: list[str], comment: str | None) -> Array:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return np.loadtxt(lines, dtype, comment, head.delimiter, usecols=columns, ndmin=2)
+
+    for number, lines in lines_of(path, head.before):
+        with suppress(ValueError, OverflowError, Warning):
+            rows = numbers(lines, None)
+            if len(rows) == len(lines) and not gap:
+                yield rows
+                continue
+        # comments and blank lines are rare, and to look for them takes most of the time
+        is_row = [bool(line.strip()) and not line.startswith(head.comment) for line in lines]
+        full = [i for i, full in enumerate(is_row) if full]
+        hole = [*is_row, False].index(False)
+        if columns is None and full and (gap or hole < full[-1]):
+            raise SpecError(
+                f"{path}:{gap or number + hole}: every line is a row, whose place counts, and this"
+                " one holds no numbers; mend it, with nan for a label that is not there"
+            )
+        if columns is None and hole < len(lines):
+            gap = gap or number + hole
+        try:
+            if full:
+                yield numbers([lines[i] for i in full], head.comment)
+        except (ValueError, OverflowError, Warning) as error:
+            # loadtxt counts rows from 0 where a number is wrong, from 1 where a column is
+            found = re.search(r"row (\d+)", str(error))
+            row = int(found[1]) - ("convert" not in str(error)) if found else 0
+            at = full[min(row, len(full) - 1)]
+            rule = "must be numbers, as many as in the other lines"
+            if columns:
+                rule = "source and target must be whole numbers that count vertices from 0"
+                rule += ", fields of edges numbers" * (len(columns) > 2)
+            raise SpecError(
+                f"{path}:{number + at}: {rule}, found {ascii(lines[at])[1:-1][:MOST_SHOWN]!r};"
+                " mend this line"
+            ) from error
+
+
 def head_of(path: str, ends: int | None = None) -> Head:
     """Names, in the first line of a table or in a comment above its rows.
 
@@ -174,36 +154,37 @@ def head_of(path: str, ends: int | None = None) -> Head:
     kept = [i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)]
     first = "".join(lines[:1])
     if not kept:
-        return Head([], 0, None, 0, first)
-    at, delimiter = kept[0], delimiter_of(lines[kept[0]])
+        return Head(first=first)
+    at = kept[0]
+    delimiter = next((mark for mark in (",", ";", "\t") if mark in lines[at]), None)  # else blanks
     fields, *rows = (fields_of(lines[i], delimiter) for i in kept[:2])
     if not all(map(is_number, fields[:ends])):
-        return Head(fields, len(fields), delimiter, at + 1, first, rows[0] if rows else [], True)
+        row = rows[0] if rows else []
+        return Head(delimiter, at + 1, first, len(fields), fields, row, True)
     above = fields_of(lines[at - 1].lstrip("#% "), delimiter) if at else []
     if len(above) == len(fields):
-        return Head(above, len(fields), delimiter, at, first, fields)
+        return Head(delimiter, at, first, len(fields), above, fields)
     comments = next(i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
-    return Head([], len(fields), delimiter, comments, first, fields)
+    return Head(delimiter, comments, first, len(fields), row=fields)
 
 
 def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:
     """The rows of a table of numbers; a line of names above them is left out."""
-    head = head_of(path)
-    return tables(path, dtype, head.delimiter, None, head.before, head.comment)
+    return tables(path, dtype, head_of(path))
 
 
-def _rows(path: str) -> Array:
-    """All rows of a table as they are [lines, columns]."""
+def _rows(path: str) -> tuple[Array, Head]:
+    """All rows of a table as they are [lines, columns], and how it begins."""
     pieces = list(matrix(path))
     try:
-        return np.concatenate(pieces) if pieces else np.empty((0, 1))
+        return np.concatenate(pieces) if pieces else np.empty((0, 1)), head_of(path)
     except ValueError as error:
         raise SpecError(f"{path}: lines must have as many numbers as the first") from error
 
 
 def column(path: str) -> Array:
     """Whole numbers, one per line, as ids are written, or those of the column that is named so."""
-    table, head = _rows(path), head_of(path)
+    table, head = _rows(path)
     others = [i for i in range(table.shape[1]) if i not in head.numbers]
     if len(others) > 1 and head.ids in others:
         rest = [i for i in others if i != head.ids]
@@ -222,6 +203,7 @@ def column(path: str) -> Array:
 
 
 def _whole(path: str, numbers: Array) -> Array:
+    """Ids as whole numbers. Raises SpecError."""
     whole = numbers.astype(np.int64)
     if (bad := whole != numbers).any():
         raise SpecError(
@@ -235,7 +217,7 @@ def whole_matrix(path: str, vertices: int = 0) -> Array:
 
     A column of ids says whose they are; NaN is for vertices that none is of. vertices: at least as
     many are made then."""
-    table, head = _rows(path), head_of(path)
+    table, head = _rows(path)
     if head.ids is None:
         return table
     ids = _whole(path, table[:, head.ids])
@@ -255,11 +237,6 @@ def narrow(numbers: Array) -> Array:
         return numbers
     whole = numbers.astype(np.int64)
     return whole if (whole == numbers).all() else numbers
-
-
-def delimiter_of(line: str) -> str | None:
-    """What stands between columns: a comma, a semicolon, a tab; None: blanks."""
-    return next((mark for mark in (",", ";", "\t") if mark in line), None)
 
 
 def fields_of(line: str, delimiter: str | None) -> list[str]:
