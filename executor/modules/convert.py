@@ -164,7 +164,7 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Cha
 
 def _guess(module: nn.Module, recorded: Recorded) -> Chain:
     """Which layers a module seems to be, by the order of its calls."""
-    parts, live = dict(module.named_modules()), {*live_nodes(recorded.output)}
+    parts, live = dict(module.named_modules()), {*live_nodes([recorded.output])}
     chain = Chain({"dropout": 0.0, "norm": "none"})
     coming: dict[str, Any] = {}
     active: list[bool] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,14 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropout
+from gnnplan.executor.layers.kernels import Block, FeatureRows, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
-from gnnplan.executor.modules.cut import FIXED, Cut, Piece, Program, is_batch_norm, width_of
-from gnnplan.executor.modules.evaluate import AddUp, Place, Values
-from gnnplan.executor.modules.record import Node, Opaque, Sum, named_in, tensors_of
-from gnnplan.executor.modules.structure import Local, Structure
+from gnnplan.executor.modules.cut import (
+    BLOCK,
+    FIXED,
+    Cut,
+    Piece,
+    Program,
+    is_batch_norm,
+    width_of,
+)
+from gnnplan.executor.modules.evaluate import Place, Values
+from gnnplan.executor.modules.record import Node, Opaque, named_in, tensors_of
+from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
 # edges after which fields begin anew where layers are counted: of each kind there are as many in
@@ -56,7 +64,7 @@ class Pieces:
     dtype: torch.dtype
     loops: bool  # the module's graph has self-loops, as DGL's
     binding: Bound
-    locals: WeakKeyDictionary[Block, Local] = field(default_factory=WeakKeyDictionary)
+    locals: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
 
     @property
     def layers(self) -> int:
@@ -69,7 +77,7 @@ class Pieces:
         """Where structure is computed: with the module's tensors, on the host."""
         return Place(named_in(self.module), vertices, _no_draw, self.dtype)
 
-    def local(self, block: Block) -> Local:
+    def local(self, block: Block) -> Values:
         """What layers read of a block's edges, which is made once."""
         if block not in self.locals:
             self.locals[block] = self.structure.of_block(block, self.place(block.n_src))
@@ -263,7 +271,7 @@ class PieceLayer(Layer):
     # -- calls of a strategy -----------------------------------------------------------------------
 
     def open(self, block: Block) -> int:
-        return self.pieces.local(block).nbytes
+        return _nbytes(self.pieces.local(block).values())
 
     def during(self, drop: Drop) -> PieceLayer:
         own = copy.copy(self)  # with this layer's tensors
@@ -306,7 +314,6 @@ class PieceLayer(Layer):
         values: Values,
         rows: Tensor,
         ids: Mapping[Node | None, Tensor],
-        add_up: AddUp | None = None,
     ) -> Values:
         """What a piece makes. ids: of the vertices that its rows are of (None), and by edge set
         of edges, for dropout."""
@@ -317,7 +324,7 @@ class PieceLayer(Layer):
                 of = torch.arange(len(value), device=value.device)
             return drawn(value, self.mode.numbers[node], of, self.drop, p)
 
-        place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device, add_up)
+        place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.makes}
 
@@ -363,20 +370,15 @@ class PieceLayer(Layer):
 
     def gathered(self, block: Block, values: Values) -> Values:
         """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
-        pieces, piece = self.pieces, self.cut.gather
+        piece, local = self.cut.gather, self.pieces.local(block)
         assert block.source is not None
-        local = pieces.local(block)
         ids: dict[Node | None, Tensor] = {None: block.source}
         for node in piece.nodes:
             edges = self._set(node)
             if edges is not None and edges not in ids:
-                ids[edges] = pair_ids(*block.source[local.values[edges]])
-
-        def add_up(of: Sum, values: Mapping[Node, Any]) -> Tensor:
-            return aggregate(pieces.structure.edges_of(of, block, local), values[of.rows])
-
+                ids[edges] = pair_ids(*block.source[local[edges]])
         like = next(iter(values.values()), block.source)
-        made = self._run(piece, {**local.values, **values}, like, ids, add_up)
+        made = self._run(piece, {**local, **values, BLOCK: block}, like, ids)
         return {node: block.own_rows(rows) for node, rows in made.items()}
 
     def updated(self, values: Values) -> Tensor:
@@ -401,6 +403,17 @@ class Tail:
         piece = during.mode.ends
         assert piece is not None
         return packed(during.begun(piece, self.norm, h, moments), piece.makes)
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    """Memory of dense tensors, those of blocks too, each storage once [B]."""
+    parts = [part for v in values for part in (vars(v).values() if isinstance(v, Block) else [v])]
+    storages = [
+        part.untyped_storage()
+        for part in parts
+        if isinstance(part, Tensor) and part.layout == torch.strided
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:

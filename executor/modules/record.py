@@ -35,8 +35,6 @@ DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 # calls that make a tensor of one number, with the type of another
 MADE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 MOST_CALLS = 100_000
-# questions about a tensor whose answer is of its kind, and of no numbers in it
-ASKS = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "grad_fn")
 UNSEEN = (
     "something that torch does not see makes a tensor in forward itself; put it into a module of"
     " its own, which is given the edges, and keep constants by self.register_buffer, layers in a"
@@ -88,15 +86,15 @@ class Shape(tuple[int, ...]):
 class Node:
     """A call, or something that forward is given (`name`)."""
 
-    index: float
-    call: Callable[..., Any] | Opaque | Sum | None
+    call: Callable[..., Any] | Opaque | None
     args: tuple[Any, ...] = ()  # with Ref for values, Named for parameters, Size for counts
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: int = 0  # in the user's file; 0: unknown
     learns: bool = True  # autograd is on
-    changes: Node | None = None  # whose value it changes in place
+    changes: bool = False  # the value of its first argument, in place
     value: Any = None  # on the small graph
+    index: float = field(default_factory=itertools.count().__next__)  # in the order of calls
 
     def __repr__(self) -> str:
         return f"{self.index}: {self.name or self.what}"
@@ -108,8 +106,8 @@ class Node:
     @property
     def what(self) -> str:
         """The name of what it calls."""
-        if isinstance(self.call, (Opaque, Sum)):
-            return getattr(self.call, "kind", "sum")
+        if isinstance(self.call, Opaque):
+            return self.call.kind
         return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
 
     @property
@@ -128,6 +126,11 @@ class Node:
         return [leaf.node for leaf in self.leaves if isinstance(leaf, Size) and leaf.node]
 
     @property
+    def needs(self) -> list[Node]:
+        """Nodes whose values, or sizes, it is given."""
+        return [*self.reads, *self.sizes]
+
+    @property
     def counts(self) -> bool:
         """Whether it is given the number of vertices."""
         return any(isinstance(leaf, Size) and leaf.node is None for leaf in self.leaves)
@@ -137,12 +140,11 @@ class Node:
         """Parameters and buffers that it is given, and those of an Opaque's module."""
         return [leaf.name for leaf in self.leaves if isinstance(leaf, Named)]
 
-    def key(self, first: Mapping[Node, Node]) -> Hashable:
-        """Equal for calls of the same with the same; first: of a value, the first equal one."""
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls of the same with the same."""
 
         def plain(argument: Any) -> Hashable:
-            if isinstance(argument, (Ref, Size)):
-                return type(argument), argument.node and first[argument.node]
             if isinstance(argument, (tuple, list)):
                 return type(argument), *map(plain, argument)
             return type(argument), argument  # 1 equals 1.0 and True
@@ -164,15 +166,6 @@ class Node:
             return 0.0
         p, training, _ = dropout_of(self.args, self.kwargs)
         return p if training else 0.0
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A sum over edges of rows that they read, each times its weight, if there is one."""
-
-    rows: Node
-    edges: Node
-    weight: Node | None
 
 
 @dataclass(frozen=True)
@@ -317,7 +310,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "_set_grad_enabled" or name in ASKS:
+        if name == "_set_grad_enabled":
             return func(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args)
@@ -331,8 +324,8 @@ class _Recorder(TorchFunctionMode):
         if name in MADE and (len(args) > 1 or name.endswith("_like")):
             return self._filled(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
-        if args and _writes(name):
-            self._must_not_be_learned(node, args[0])
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        version = None if first is None else first._version
         before = torch.get_rng_state() if func not in DROPOUTS else None
         if func in DROPOUTS:
             p, training, in_place = dropout_of(args, kwargs)
@@ -348,14 +341,17 @@ class _Recorder(TorchFunctionMode):
                 f"{node.place}{node.what} draws random numbers, which other ranks would draw"
                 " otherwise; only dropout is drawn alike everywhere"
             )
-        return self._result(node, args, kwargs, result)
+        if first is not None and first._version != version:
+            self._must_not_be_learned(node, first)
+            result = first if result is None else result  # of setitem
+            node.changes = result is first and id(first) in self.of
+        return self._made(node, result)
 
-    def _must_not_be_learned(self, node: Node, tensor: Any) -> None:
+    def _must_not_be_learned(self, node: Node, tensor: Tensor) -> None:
         """Raise Unfit if what a call changes in place is a parameter, or its `data`."""
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        if tensor.layout != torch.strided:
             return
-        with torch._C.DisableTorchFunction():
-            name = self.learned.get(tensor.untyped_storage().data_ptr())
+        name = self.learned.get(tensor.untyped_storage().data_ptr())
         if name is not None:
             raise Unfit(
                 f"{node.place}{node.what} changes {name} in place, which would be lost; compute"
@@ -370,24 +366,17 @@ class _Recorder(TorchFunctionMode):
             shape = self._shape(args[0])
         else:
             shape = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-            shape = [shape] if isinstance(shape, int) else shape
-        number = 0
-        if name in ("new_full", "full_like"):
-            number = kwargs.get("fill_value", args[-1])
-            shape = args[1] if name == "new_full" else shape
-        elif "ones" in name:
-            number = 1
+        number = result.flatten()[0].item() if result.numel() else 0
         made = {"dtype": result.dtype, "device": result.device}
         node = self._node(torch.full, (tuple(shape), number), made)
-        return self._result(node, (), {}, result)
+        return self._made(node, result)
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         result = func(*args)
         if isinstance(result, torch.Size):
             return self._shape(args[0])
         if isinstance(result, Tensor):  # .T, .data, .grad
-            node = self._node(func, args, {})
-            return self._result(node, args, {}, result)
+            return self._made(self._node(func, args, {}), result)
         return result
 
     def _shape(self, tensor: Tensor) -> Shape:
@@ -422,7 +411,6 @@ class _Recorder(TorchFunctionMode):
         line = _line()
         # a list may be an argument of a call that changes it, so it is walked now
         node = Node(
-            len(self.nodes),
             call,
             tree_map(self._argument, args),
             tree_map(self._argument, dict(kwargs)),
@@ -465,31 +453,21 @@ class _Recorder(TorchFunctionMode):
             raise _Unseen(self.within[-1], IN_PLACE)
         return False
 
-    def _result(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
-        first = args[0] if args else None
-        if result is None and node.what == "setitem":
-            result = first
-        of_first = self.of.get(id(first))
-        if result is first and of_first is not None:
-            node.changes = of_first
-        self._made(node, result)
-        return result
-
-    def _made(self, node: Node, result: Any) -> None:
+    def _made(self, node: Node, result: Any) -> Any:
         node.value = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, result)
         if isinstance(result, Tensor):
             self._tensor(node, result)
         elif isinstance(result, (tuple, list)):
             for i, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    part = Node(len(self.nodes), _item, (Ref(node), i), line=node.line)
-                    part.learns = node.learns
+                    part = Node(_item, (Ref(node), i), line=node.line, learns=node.learns)
                     self.nodes.append(part)
                     part.value = item.detach().clone()
                     self._tensor(part, item)
         elif not isinstance(result, (int, float, bool, str, torch.dtype, torch.device, type(None))):
             self.of[id(result)] = node
             self.alive.append(result)
+        return result
 
     def _tensor(self, node: Node, tensor: Tensor) -> None:
         self.of[id(tensor)] = node
@@ -527,7 +505,7 @@ class _Recorder(TorchFunctionMode):
                     f"{node.what} drops inside, where torch does not see it; drop its inputs before"
                     " (torch.nn.functional.dropout)"
                 )
-            return self._result(node, (), {}, result)
+            return self._made(node, result)
 
     def finished(self, output: Any) -> Recorded:
         if isinstance(output, (tuple, list)) and len(output) == 1:
@@ -547,13 +525,6 @@ def _states_outside_torch() -> tuple[Any, ...]:
     state: Any = np.random.get_state()
     _, words, place, *_ = state
     return random.getstate(), bytes(words), place
-
-
-def _writes(name: str) -> bool:
-    """Whether a call of this name changes its first argument in place."""
-    is_operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    is_method = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return is_operator or is_method or name == "__setitem__"
 
 
 def _item(values: Any, i: int) -> Any:
@@ -601,7 +572,7 @@ def named_in(module: nn.Module) -> Callable[[str], Any]:
     return {**dict(module.named_modules()), **tensors_of(module)}.__getitem__
 
 
-def line_of(error: BaseException, module: nn.Module) -> str:
+def line_of(error: BaseException) -> str:
     """'line 12: ', where the user's code raised; '' if the error says it, or if it is unknown."""
     if str(error).startswith("line "):
         return ""
