@@ -24,7 +24,7 @@ another, or nothing that was gathered, makes a layer that gathers nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,8 +48,6 @@ from gnnplan.executor.modules.record import (
     Node,
     Opaque,
     Recorded,
-    Ref,
-    Size,
     Unfit,
     edge_sets_of,
     is_sparse,
@@ -147,6 +145,7 @@ class _Cutter:
         self.shared = shared
         self.order: dict[Node, float] = {}  # of calls in this mode
         self._merge()
+        self.vertices = recorded.inputs["vertices"]
         self.live = live_nodes([recorded.output])
         self.kind: dict[Node, str] = {}
         self.at: dict[Node, int] = {}  # the first piece that can make it
@@ -162,39 +161,35 @@ class _Cutter:
         """Have equal calls be one: not dropout, batch norm, or opaque modules."""
         first: dict[Node, Node] = {}
         by_call: dict[Hashable, Node] = {}
-
-        def other(argument: Any) -> Any:
-            is_value = isinstance(argument, (Ref, Size)) and argument.node is not None
-            return type(argument)(first[argument.node]) if is_value else argument
-
+        inputs = self.recorded.inputs
+        inputs |= {name: self.shared.setdefault(name, node) for name, node in inputs.items()}
         for node in live_nodes([self.recorded.output]):
-            node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
+            node.read_instead(first)
             alone = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
             key = node if alone else node.key
             first[node] = by_call.setdefault(key, self.shared.get(key, node))
             self.order.setdefault(first[node], node.index)
         self.recorded.output = first[self.recorded.output]
-        inputs = self.recorded.inputs
-        inputs |= {name: first.get(node, node) for name, node in inputs.items()}
 
     # -- kinds and pieces ------------------------------------------------------------------------
 
     def classify(self, node: Node) -> None:
         if node.call is None:
-            self.kind[node] = ROWS if node.name.startswith("vertex ") else STRUCTURE
+            is_rows, is_free = node.name.startswith("vertex "), node.name == "vertices"
+            self.kind[node] = ROWS if is_rows else FREE if is_free else STRUCTURE
             self.at[node] = 0
             return
         kinds = {self.kind[read] for read in node.reads}
         if not kinds & {ROWS, INNER}:
             self.at[node] = 0
-            is_edges = STRUCTURE in kinds or bool(node.sizes)
+            is_edges = STRUCTURE in kinds
             if any(read in self.learned for read in node.reads) or set(node.named) & self.trained:
                 self.learned.add(node)
             if is_edges and (node in self.learned or node.drops):
                 self.kind[node], self.at[node] = INNER, GATHER  # other numbers in every step
             elif is_edges:
                 self.kind[node] = STRUCTURE
-            elif FREE in kinds or node.counts:
+            elif FREE in kinds:
                 alike = self._has_rows(node) and bool((node.value == node.value[:1]).all())
                 self.kind[node] = FREE if alike else STRUCTURE
             else:
@@ -220,16 +215,8 @@ class _Cutter:
     def _row_by_row(self, node: Node) -> None:
         rows = [read for read in node.reads if self.kind[read] == ROWS]
         at = max(self.at[read] for read in rows)
-        fields = {
-            read: self._field(read, at) for read in node.reads if self.kind[read] == STRUCTURE
-        }
-        if fields:
-
-            def other(argument: Any) -> Any:
-                is_field = isinstance(argument, Ref) and argument.node in fields
-                return Ref(fields[argument.node]) if is_field else argument
-
-            node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
+        structure = [read for read in node.reads if self.kind[read] == STRUCTURE]
+        node.read_instead({read: self._field(read, at) for read in structure})
         self.kind[node] = ROWS
         if is_batch_norm(node):  # a layer begins with one batch norm, and the first with none
             at += 3 if at % 3 == PREPARE else 2
@@ -242,7 +229,7 @@ class _Cutter:
         makes of its block; for piece 0 of neighbours, too, whom the whole graph alone knows."""
         if not at:
             self.fields.add(node)
-        field = Node(_same, (Ref(node),), line=node.line, value=node.value, index=node.index)
+        field = Node(_same, (node,), line=node.line, value=node.value, index=node.index)
         self.kind[field], self.order[field] = ROWS, self.order[node]
         self.at[field] = at - 2 if at and at % 3 == PREPARE else at
         return field
@@ -267,11 +254,10 @@ class _Cutter:
             if self.kind[read] in (ROWS, FREE)
             else read.value
             for read in node.reads
-        }
-        place = replace(self.place, vertices=len(self.part))
+        } | {self.vertices: len(self.part)}
         try:
             with torch.no_grad():
-                found = place.call(node, values)
+                found = self.place.call(node, values)
         except Exception as error:
             raise Unfit(
                 f"{node.what} fails on the rows of a part of the vertices"
@@ -396,7 +382,7 @@ class _Cutter:
                 continue
             if found:  # its edges are grouped where it is known who reads it
                 node.call, node.changes, node.kwargs = aggregate, False, {}
-                node.args = tuple(read and Ref(read) for read in found)
+                node.args = found
         self.live = live_nodes([self.recorded.output])
 
     def _group(self, piece: Piece) -> None:
@@ -406,14 +392,14 @@ class _Cutter:
             if node.call is aggregate:
                 rows, edges, *weight = node.args
                 goes_on = any(node in other.reads for other in piece.nodes)
-                if edges.node.name == "edge_index" and not any(weight) and not goes_on:
+                if edges.name == "edge_index" and not any(weight) and not goes_on:
                     by = BLOCK
                 else:
-                    readers = Size(None) if goes_on else Ref(DESTINATIONS)
-                    by = Node(grouped, (edges, readers, Size(None), *weight))
+                    readers = self.vertices if goes_on else DESTINATIONS
+                    by = Node(grouped, (edges, readers, self.vertices, *weight))
                     by = self.shared.setdefault(by.key, by)
                 self.kind[by] = STRUCTURE
-                node.args = (Ref(by), rows)
+                node.args = (by, rows)
 
     def _product(self, node: Node) -> _Sum:
         """The sum that a product of a sparse matrix and rows [N, H] is. Raises Unfit of others."""
@@ -441,19 +427,19 @@ class _Cutter:
 
         They are the graph's, if the matrix is transposed and the graph undirected as well."""
 
-        def made(call: Any, *args: Any) -> Node:
-            given = [arg.node.value if isinstance(arg, Ref) else self.n for arg in args]
-            node = Node(call, args, line=matrix.line, value=call(*given))
+        def made(call: Any, *reads: Node) -> Node:
+            value = call(*(read.value for read in reads))
+            node = Node(call, reads, line=matrix.line, value=value)
             node = self.shared.setdefault(node.key, node)
             self.kind[node], self.at[node] = STRUCTURE, 0
             return node
 
-        edges, found = made(matrix_edges, Ref(matrix)), self.recorded.inputs.get("edge_index")
+        edges, found = made(matrix_edges, matrix), self.recorded.inputs.get("edge_index")
         if found is not None:
-            for of in (found, made(with_loops, Ref(found), Size(None))):
+            for of in (found, made(with_loops, found, self.vertices)):
                 if torch.equal(*(keys(e.value, self.n).sort().values for e in (of, edges))):
                     edges = of
-        weight = made(numbers, Ref(matrix), Ref(edges))
+        weight = made(numbers, matrix, edges)
         return edges, None if bool((weight.value == 1).all()) else weight
 
     def _sum(self, node: Node) -> _Sum | None:
@@ -609,7 +595,7 @@ def is_batch_norm(node: Node) -> bool:
 
 
 def live_nodes(
-    outputs: Iterable[Node], needs: Callable[[Node], list[Node]] = lambda node: node.needs
+    outputs: Iterable[Node], reads: Callable[[Node], list[Node]] = lambda node: node.reads
 ) -> list[Node]:
     """Nodes of which the outputs are made, in their order."""
     live: set[Node] = set()
@@ -618,7 +604,7 @@ def live_nodes(
         node = todo.pop()
         if node not in live:
             live.add(node)
-            todo += needs(node)
+            todo += reads(node)
     return sorted(live, key=lambda node: node.index)
 
 

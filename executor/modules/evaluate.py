@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, Slice, is_edge_set
+from gnnplan.executor.modules.record import Named, Node, Opaque, Slice
 
 CPU = torch.device("cpu")
 Values = dict[Node, Any]
@@ -23,12 +23,10 @@ Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
 
 @dataclass
 class Place:
-    """Where calls run: with what the module has by a name, a tensor or a part of it, for how many
-    vertices, and how dropout draws."""
+    """Where calls run: what the module has by a name, tensors or parts of it; how dropout draws."""
 
     named: Callable[[str], Any]
-    vertices: int
-    draw: Draw
+    draw: Draw = lambda node, rows, p: rows
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
 
@@ -69,15 +67,10 @@ class Place:
 
     def _given(self, argument: Any, values: Mapping[Node, Any]) -> Any:
         # not a function in `call`: one that calls itself would hold all values in a cycle
-        if isinstance(argument, Ref):
-            return values[argument.node]
+        if isinstance(argument, Node):
+            return values[argument]
         if isinstance(argument, Named):
             return self.named(argument.name)
-        if isinstance(argument, Size):
-            if argument.node is None:
-                return self.vertices
-            value = values[argument.node]
-            return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
         if isinstance(argument, torch.device):
             return self.device
         if isinstance(argument, Slice):
@@ -101,12 +94,12 @@ def _storages(values: Any) -> set[int]:
 def frees(
     nodes: Iterable[Node],
     keep: Collection[Node],
-    needs: Callable[[Node], list[Node]] = lambda node: node.needs,
+    reads: Callable[[Node], list[Node]] = lambda node: node.reads,
 ) -> dict[Node, list[Node]]:
-    """By call: the values that no later one needs, but for those to keep."""
+    """By call: the values that no later one reads, but for those to keep."""
     last: dict[Node, Node] = {}
     for node in nodes:
-        last |= dict.fromkeys([node, *needs(node)], node)
+        last |= dict.fromkeys([node, *reads(node)], node)
     found: dict[Node, list[Node]] = {}
     for value, node in last.items():
         if value not in keep:

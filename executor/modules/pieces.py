@@ -73,14 +73,16 @@ class Pieces:
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
 
-    def place(self, vertices: int) -> Place:
-        """Where structure is computed: with the module's tensors, on the host."""
-        return Place(named_in(self.module), vertices, _no_draw, self.dtype)
+    @property
+    def place(self) -> Place:
+        """Where structure, which drops nothing, is computed: with the module's tensors, on the
+        host."""
+        return Place(named_in(self.module), dtype=self.dtype)
 
     def local(self, block: Block) -> Values:
         """What layers read of a block's edges, which is made once."""
         if block not in self.locals:
-            self.locals[block] = self.structure.of_block(block, self.place(block.n_src))
+            self.locals[block] = self.structure.of_block(block, self.place)
         return self.locals[block]
 
     @property
@@ -254,7 +256,7 @@ class PieceLayer(Layer):
             if name.startswith("edge ")
         }
         whole = Whole(indptr, indices, fields, self.pieces.loops)
-        self.pieces.structure.on_whole(whole, self.pieces.place(0))
+        self.pieces.structure.on_whole(whole, self.pieces.place)
         return whole
 
     def possible(self, x: Tensor) -> Tensor:
@@ -324,7 +326,8 @@ class PieceLayer(Layer):
                 of = torch.arange(len(value), device=value.device)
             return drawn(value, self.mode.numbers[node], of, self.drop, p)
 
-        place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device)
+        values[self.mode.recorded.inputs["vertices"]] = rows.shape[0]
+        place = Place(self.named, draw, rows.dtype, rows.device)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.makes}
 
@@ -414,7 +417,3 @@ def _nbytes(values: Iterable[Any]) -> int:
         if isinstance(part, Tensor) and part.layout == torch.strided
     ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:
-    raise AssertionError("structure drops nothing")

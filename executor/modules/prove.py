@@ -34,8 +34,6 @@ from gnnplan.executor.modules.record import (
     Named,
     Node,
     Recorded,
-    Ref,
-    Size,
     Unfit,
     dropout_of,
     line_of,
@@ -137,7 +135,7 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
     loops, binding = small.whole.loops, small.binding
     pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding)
     for own in small.parts:
-        structure.look(pieces.place(0), block_of(small.whole, own)[0])
+        structure.look(pieces.place, block_of(small.whole, own))
     return pieces, small
 
 
@@ -164,8 +162,7 @@ def _mode(
 ) -> Program:
     seen, recorded = recorded_of(module, small, is_training, dtype)
     trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-    place = Place(named_in(seen), small.vertices, lambda _, rows, __: rows, dtype)
-    program = cut(recorded, place, trained, shared)
+    program = cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
     for node in program.live:
         if is_batch_norm(node) and is_training:
             _must_keep_averages(node)
@@ -207,8 +204,8 @@ def _told(nodes: Sequence[Node]) -> list[tuple[Any, ...]]:
     places = {each: place for place, each in enumerate(nodes)}
 
     def told(leaf: Any) -> Any:
-        if isinstance(leaf, (Ref, Size)):
-            return type(leaf), leaf.node and places[leaf.node]
+        if isinstance(leaf, Node):
+            return places[leaf]
         return repr(leaf) if isinstance(leaf, (int, float, str, Named)) else type(leaf)
 
     return [(node.what, node.learns, *map(told, node.leaves)) for node in nodes]
@@ -351,9 +348,10 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
         if layer.norm is not None and is_training:
             moments = moments_of(layer.norm, rows)
         made = []
-        for block, source in blocks:
-            drop = Drop(0.0, 7, 0, layer.number, source, training=is_training)
-            made.append(layer(block, rows[source], drop, moments=moments))
+        for block in blocks:
+            assert block.source is not None
+            drop = Drop(0.0, 7, 0, layer.number, block.source, training=is_training)
+            made.append(layer(block, rows[block.source], drop, moments=moments))
         rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
     if mode.ends is not None:
         tail = Tail(layers[-1])
@@ -404,7 +402,7 @@ def as_pieces_draw(pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> D
         ids = torch.arange(len(rows))
         edges = mode.drawn.get(node)
         if edges is not None:
-            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place(0), [edges])[edges])
+            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place, [edges])[edges])
         return drawn(rows, mode.numbers[node], ids, drop, p)
 
     return Dropouts(draw)

@@ -448,7 +448,7 @@ def with_structure(problem: Problem) -> Problem:
     if pieces.loops:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
-    pieces.structure.on_whole(graph.whole, pieces.place(0))
+    pieces.structure.on_whole(graph.whole, pieces.place)
     return problem
 
 

@@ -1,10 +1,11 @@
 """Records what a module's `forward` computes, as the calls of torch that it makes.
 
 The module runs on a small graph, and every call of torch is noted, with what it was given: values
-that were computed before, parameters, sizes, plain numbers. The notes can be run again on other
-rows and other edges. A size that is the number of vertices or of edges is a `Count`: it knows whose
-it is. What decides a branch must not be computed, so a module that asks a tensor for its truth or
-its numbers is refused; so is one that draws random numbers, but for dropout.
+that were computed before, parameters, plain numbers. The notes can be run again on other rows and
+other edges. A size that is the number of vertices or of edges is a `Count`: it knows whose it is,
+and is noted as a value that was computed. What decides a branch must not be computed, so a module
+that asks a tensor for its truth or its numbers is refused; so is one that draws random numbers, but
+for dropout.
 
 What torch does not see (DGL's kernels, other compiled code) is noted as a call of the innermost
 module that did it: an `Opaque`."""
@@ -64,12 +65,12 @@ class Unfit(Exception):
 class Count(int):
     """A number of vertices or edges, as a size says it.
 
-    of: the edge set whose edges they are; None: it is the number of vertices. Sums and products of
-    it are plain numbers."""
+    of: the edge set whose edges they are, or what forward is given as the number of vertices. Sums
+    and products of it are plain numbers."""
 
-    of: Node | None
+    of: Node
 
-    def __new__(cls, value: int, of: Node | None) -> Count:
+    def __new__(cls, value: int, of: Node) -> Count:
         count = super().__new__(cls, value)
         count.of = of
         return count
@@ -84,10 +85,10 @@ class Shape(tuple[int, ...]):
 
 @dataclass(eq=False, repr=False)
 class Node:
-    """A call, or something that forward is given (`name`)."""
+    """A value: a call's, or something that forward is given (`name`)."""
 
     call: Callable[..., Any] | Opaque | None
-    args: tuple[Any, ...] = ()  # with Ref for values, Named for parameters, Size for counts
+    args: tuple[Any, ...] = ()  # with nodes for values, Named for parameters
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: int = 0  # in the user's file; 0: unknown
@@ -117,23 +118,16 @@ class Node:
 
     @property
     def reads(self) -> list[Node]:
-        """Nodes whose values it is given."""
-        return [leaf.node for leaf in self.leaves if isinstance(leaf, Ref)]
+        """Values that it is given."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
 
-    @property
-    def sizes(self) -> list[Node]:
-        """Nodes whose number of edges it is given."""
-        return [leaf.node for leaf in self.leaves if isinstance(leaf, Size) and leaf.node]
+    def read_instead(self, others: Mapping[Node, Node]) -> None:
+        """Have it be given other values."""
 
-    @property
-    def needs(self) -> list[Node]:
-        """Nodes whose values, or sizes, it is given."""
-        return [*self.reads, *self.sizes]
+        def other(argument: Any) -> Any:
+            return others.get(argument, argument) if isinstance(argument, Node) else argument
 
-    @property
-    def counts(self) -> bool:
-        """Whether it is given the number of vertices."""
-        return any(isinstance(leaf, Size) and leaf.node is None for leaf in self.leaves)
+        self.args, self.kwargs = tree_map(other, (self.args, dict(self.kwargs)))
 
     @property
     def named(self) -> list[str]:
@@ -176,20 +170,6 @@ class Opaque:
     kind: str
 
 
-@dataclass(frozen=True)
-class Ref:
-    """The value of a node."""
-
-    node: Node
-
-
-@dataclass(frozen=True)
-class Size:
-    """The number of edges of a node's value; of no node: the number of vertices."""
-
-    node: Node | None
-
-
 class Slice(NamedTuple):
     """A slice, whose ends may be sizes."""
 
@@ -227,9 +207,14 @@ class Recorded:
     """All calls of one run of forward, in their order."""
 
     nodes: list[Node]
-    inputs: dict[str, Node]  # by the name that the graph has for it
+    inputs: dict[str, Node]  # by the name that the graph has for it; and 'vertices'
     output: Node
-    vertices: int  # of the small graph
+
+    @property
+    def vertices(self) -> int:
+        """Of the small graph."""
+        found: int = self.inputs["vertices"].value
+        return found
 
 
 class _Unseen(Exception):
@@ -280,7 +265,7 @@ class _Recorder(TorchFunctionMode):
         may_drop: Collection[str],
     ) -> None:
         super().__init__()
-        self.vertices, self.opaque, self.may_drop = vertices, opaque, may_drop
+        self.opaque, self.may_drop = opaque, may_drop
         self.nodes: list[Node] = []
         self.of: dict[int, Node] = {}  # by the tensor's id
         self.versions: dict[int, int] = {}
@@ -297,7 +282,7 @@ class _Recorder(TorchFunctionMode):
         self.within: list[str] = [""]
         self.is_within_opaque = False
         self.inputs: dict[str, Node] = {}
-        for name, value in given.items():
+        for name, value in {**given, "vertices": vertices}.items():
             node = self._node(None, (), {}, name)
             node.value = value
             self.inputs[name] = node
@@ -384,8 +369,8 @@ class _Recorder(TorchFunctionMode):
         node = self.of.get(id(tensor))
         if node is not None and sizes:
             axis = 1 if is_edge_set(node.value) else 0
-            if sizes[axis] == self.vertices:
-                sizes[axis] = Count(sizes[axis], None)
+            if sizes[axis] == self.inputs["vertices"].value:
+                sizes[axis] = Count(sizes[axis], self.inputs["vertices"])
             elif sizes[axis] in self.edges:
                 sizes[axis] = Count(sizes[axis], self.edges[sizes[axis]])
         return Shape(sizes)
@@ -425,19 +410,23 @@ class _Recorder(TorchFunctionMode):
         if type(value) is int:
             value = self.lengths.get(value, value)
         if isinstance(value, Count):
-            return Size(value.of)
+            if value.of.call is None and value.of.name == "vertices":
+                return value.of
+            number = self._node(number_of, (value.of,), {})
+            number.value = int(value)
+            return number
         if isinstance(value, (Shape, torch.Size)):
             return tuple(map(self._argument, value))
         if isinstance(value, slice):
             return Slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, Tensor):
             if self._is_seen(value):
-                return Ref(self.of[id(value)])
+                return self.of[id(value)]
             if id(value) in self.names:
                 return Named(self.names[id(value)])
             raise _Unseen(self.within[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
         if id(value) in self.of:  # a graph of DGL
-            return Ref(self.of[id(value)])
+            return self.of[id(value)]
         return value
 
     def _is_seen(self, tensor: Tensor) -> bool:
@@ -460,7 +449,7 @@ class _Recorder(TorchFunctionMode):
         elif isinstance(result, (tuple, list)):
             for i, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    part = Node(_item, (Ref(node), i), line=node.line, learns=node.learns)
+                    part = Node(_item, (node, i), line=node.line, learns=node.learns)
                     self.nodes.append(part)
                     part.value = item.detach().clone()
                     self._tensor(part, item)
@@ -517,7 +506,7 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if not self._is_seen(output):
                 raise _Unseen(self.within[-1])
-        return Recorded(self.nodes, self.inputs, self.of[id(output)], self.vertices)
+        return Recorded(self.nodes, self.inputs, self.of[id(output)])
 
 
 def _states_outside_torch() -> tuple[Any, ...]:
@@ -529,6 +518,10 @@ def _states_outside_torch() -> tuple[Any, ...]:
 
 def _item(values: Any, i: int) -> Any:
     return values[i]
+
+
+def number_of(edges: Tensor) -> int:
+    return edges.shape[1]
 
 
 def is_sparse(value: Any) -> bool:
@@ -550,7 +543,12 @@ def is_edge_set(value: Any) -> bool:
 
 def edge_sets_of(nodes: Collection[Node]) -> list[Node]:
     """Those that are edges, and not only places of a sparse matrix's numbers."""
-    used = {read for node in nodes if not is_sparse(node.value) for read in node.reads}
+    used = {
+        read
+        for node in nodes
+        if not is_sparse(node.value) and node.call is not number_of
+        for read in node.reads
+    }
     places = {read for node in nodes for read in node.reads} - used
     return [node for node in nodes if is_edge_set(node.value) and node not in places]
 

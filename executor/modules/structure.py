@@ -8,7 +8,7 @@ pair of vertices that an edge links. No value stays that no layer reads."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -113,7 +113,7 @@ class Structure:
             self.read |= {*program.drawn.values()}
             self.whole |= dict.fromkeys(program.fields)
             for node in (node for cut in program.layers for node in cut.gather.nodes):
-                self.read |= {read for read in node.needs if program.kind[read] == STRUCTURE}
+                self.read |= {read for read in node.reads if program.kind[read] == STRUCTURE}
         self.nodes = live_nodes(self.read)
 
     @property
@@ -146,6 +146,8 @@ class Structure:
                 continue
             if node is DESTINATIONS:
                 values[node] = destinations
+            elif node.name == "vertices":
+                values[node] = whole.vertices if source is None else len(source)
             elif node.name == "edge_index":
                 values[node] = edges
             elif node.name == "g":
@@ -170,15 +172,15 @@ class Structure:
         wanted: Collection[Node],
         place: Place,
         values: Values,
-        needs: Callable[[Node], list[Node]] = lambda node: node.needs,
+        reads: Callable[[Node], list[Node]] = lambda node: node.reads,
     ) -> Values:
         """Compute some, and keep nothing else; values: of what forward is given."""
-        nodes = live_nodes(wanted, needs)
+        nodes = live_nodes(wanted, reads)
         with torch.no_grad():
             place.run(
                 [node for node in nodes if node.call is not None],
                 values,
-                frees(nodes, wanted, needs),
+                frees(nodes, wanted, reads),
             )
         return {node: values[node] for node in wanted if node is not BLOCK}
 
@@ -186,7 +188,7 @@ class Structure:
         """Values on the whole graph."""
         fields = {n: typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
         values = self.given(whole, edge_index_of(whole), fields)
-        return self._wanted(wanted, replace(place, vertices=whole.vertices), values)
+        return self._wanted(wanted, place, values)
 
     def fields_of(self, whole: Whole) -> list[str]:
         """Fields of edges that it is given; a graph of DGL has them all."""
@@ -233,7 +235,6 @@ class Structure:
         fields = {name: tables[name].at(source[edges]) for name in self.fields_of(block.whole)}
         part = _Part(
             place.named,
-            len(source),
             place.draw,
             place.dtype,
             structure=self,
@@ -245,7 +246,7 @@ class Structure:
     def _looks_up(self, node: Node) -> list[Node]:
         """What a value reads on a block."""
         if node not in self.whole:
-            return node.needs
+            return node.reads
         of = self.whole[node]
         return [] if of is None else [of]
 
@@ -346,7 +347,7 @@ class Structure:
                 return  # ids, of which a part has its own
         if expected.shape == found_.shape and differing(expected, found_) is None:
             return
-        for read in node.needs:  # of neighbours, as their degrees, a part knows less
+        for read in node.reads:  # of neighbours, as their degrees, a part knows less
             if of is not None and read not in self.whole and self._has_numbers(read):
                 self.whole[read] = None
                 values[read] = read.value[source]
@@ -368,7 +369,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def dgl_graph(
-    whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None
+    whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None = None
 ) -> Any:
     """A graph of DGL, of edges [2, E]; of a part it says the degrees that vertices have in all."""
     import dgl
