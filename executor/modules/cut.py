@@ -23,6 +23,7 @@ another, or nothing that was gathered, makes a layer that gathers nothing."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,7 @@ FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inn
 BLOCK = Node(None, name="block")  # the edges of the graph or of a part, as a layer is given them
 DESTINATIONS = Node(None, name="destinations")  # how many vertices those edges lead to
 PREPARE, GATHER, UPDATE = 0, 1, 2
+BATCH_NORM = inspect.signature(F.batch_norm)
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of two runs of the same on other rows
 
 
@@ -72,7 +74,8 @@ _Sum = tuple[Node, Node, Node | None]
 
 @dataclass
 class Piece:
-    """Calls that run together, in their order; rows that they are given and make."""
+    """Calls that run together, in their order; rows that they are given and make. An update is
+    given what its layer's prepare and gather make."""
 
     nodes: list[Node] = field(default_factory=list)
     given: list[Node] = field(default_factory=list)
@@ -95,16 +98,14 @@ class Program:
     """A forward in pieces.
 
     layers: each with its three pieces. ends: batch norm after the last layer, and what follows it.
-    inputs: fields of vertices that layer 1 is given, side by side. fields: structure that rows of
-    piece 0 read. drawn: of inner values that are dropped, the edge set that they are of. numbers:
-    of all dropouts, in the order of forward."""
+    fields: structure that rows of piece 0 read. drawn: of inner values that are dropped, the edge
+    set that they are of. numbers: of all dropouts, in the order of forward."""
 
     recorded: Recorded
     live: list[Node]
     kind: dict[Node, str]
     layers: list[Cut]
     ends: Piece | None
-    inputs: list[Node]
     fields: set[Node]
     drawn: dict[Node, Node]
     numbers: dict[Node, int]
@@ -112,6 +113,11 @@ class Program:
     @property
     def output(self) -> Node:
         return self.recorded.output
+
+    @property
+    def inputs(self) -> list[Node]:
+        """Fields of vertices that layer 1 is given, side by side."""
+        return self.layers[0].prepare.given
 
     @property
     def widths(self) -> list[list[int]]:
@@ -148,11 +154,10 @@ class _Cutter:
         self.vertices = recorded.inputs["vertices"]
         self.live = live_nodes([recorded.output])
         self.kind: dict[Node, str] = {}
-        self.at: dict[Node, int] = {}  # the first piece that can make it
+        self.at: dict[Node, int] = {}  # rows and inner values: the first piece that can make them
         self.trained = trained
         self.learned: set[Node] = set()  # of parameters
         self.fields: set[Node] = set()  # structure that rows of piece 0 read
-        self.entries: dict[Node, tuple[Node, Node | None]] = {}  # of sparse matrices
         self.sets = edge_sets_of(self.live)
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
@@ -181,7 +186,6 @@ class _Cutter:
             return
         kinds = {self.kind[read] for read in node.reads}
         if not kinds & {ROWS, INNER}:
-            self.at[node] = 0
             is_edges = STRUCTURE in kinds
             if any(read in self.learned for read in node.reads) or set(node.named) & self.trained:
                 self.learned.add(node)
@@ -219,6 +223,13 @@ class _Cutter:
         node.read_instead({read: self._field(read, at) for read in structure})
         self.kind[node] = ROWS
         if is_batch_norm(node):  # a layer begins with one batch norm, and the first with none
+            if told_of(node)["running_mean"] is None:
+                raise Unfit(
+                    "a batch norm without running averages has no moments in evaluation; use"
+                    " track_running_stats=True"
+                )
+            if node.value.ndim != 2:
+                raise Unfit(f"batch norm of {node.value.ndim} dimensions; flatten its rows")
             at += 3 if at % 3 == PREPARE else 2
         else:
             self._must_be_row_by_row(node)
@@ -414,9 +425,7 @@ class _Cutter:
             matrix, read = matrices[0], rows[0]
             added_up = matrix.value.to_dense() @ read.value
             if differing(node.value, added_up) is None:
-                if matrix not in self.entries:
-                    self.entries[matrix] = self._entries(matrix)
-                return read, *self.entries[matrix]
+                return read, *self._entries(matrix)
         raise Unfit(
             f"{node.place}{node.what} of a sparse matrix is no product with rows; multiply,"
             " as torch.sparse.mm(adj, x) does, and add, divide or drop rows"
@@ -431,7 +440,7 @@ class _Cutter:
             value = call(*(read.value for read in reads))
             node = Node(call, reads, line=matrix.line, value=value)
             node = self.shared.setdefault(node.key, node)
-            self.kind[node], self.at[node] = STRUCTURE, 0
+            self.kind[node] = STRUCTURE
             return node
 
         edges, found = made(matrix_edges, matrix), self.recorded.inputs.get("edge_index")
@@ -528,8 +537,6 @@ class _Cutter:
         self, pieces: Sequence[Piece], needs: dict[Node, set[int]], made: dict[Node, int]
     ) -> Program:
         """Say which rows each piece is given, and which it makes: those that later ones read."""
-        layers, output = self._layers, self.recorded.output
-        has_end = bool(pieces[3 * layers].nodes)
 
         def alive(at: int) -> list[Node]:
             """Rows made before piece `at` that it or a later one reads; first what it reads."""
@@ -540,27 +547,17 @@ class _Cutter:
             ]
             return sorted(found, key=lambda node: (at not in needs[node], node.index))
 
-        inputs = alive(0)
-        cuts: list[Cut] = []
-        for layer in range(1, layers + 1):
-            at = 3 * (layer - 1)
-            prepare, gather, update = pieces[at : at + 3]
-            prepare.given, prepare.makes = inputs, alive(at + GATHER)
-            if not prepare.nodes:
-                inputs[:] = prepare.makes  # in one order, so that nothing is moved
-            gather.given = [node for node in prepare.makes if at + GATHER in needs[node]]
-            gather.makes = [
-                node
-                for node, reads in needs.items()
-                if made.get(node) == at + GATHER and any(r > at + GATHER for r in reads)
-            ]
-            update.given = [*prepare.makes, *gather.makes]
-            update.makes = inputs = alive(at + 3) if layer < layers or has_end else [output]
-            cuts.append(Cut(prepare, gather, update))
-        ends = pieces[3 * layers] if has_end else None
-        if ends:
-            ends.given, ends.makes = inputs, [output]
-        for piece in pieces:
+        rows = alive(0)
+        for at, piece in enumerate(pieces):
+            if at % 3 == PREPARE:
+                piece.given, piece.makes = rows, alive(at + 1)
+                if not piece.nodes:
+                    rows[:] = piece.makes  # in one order, so that nothing is moved
+            elif at % 3 == GATHER:
+                piece.given = [node for node in pieces[at - 1].makes if at in needs[node]]
+                piece.makes = [node for node in alive(at + 1) if made.get(node) == at]
+            else:
+                piece.makes = rows = alive(at + 1)
             piece.frees = frees(piece.nodes, {*piece.makes})
         alike = (FIXED, FREE, STRUCTURE)
         self.shared |= {node.key: node for node in self.live if self.kind[node] in alike}
@@ -576,9 +573,8 @@ class _Cutter:
             self.recorded,
             self.live,
             self.kind,
-            cuts,
-            ends,
-            cuts[0].prepare.given,
+            [Cut(*pieces[at : at + 3]) for at in range(0, 3 * self._layers, 3)],
+            pieces[-1] if pieces[-1].nodes else None,
             self.fields,
             drawn,
             {node: number for number, node in enumerate(dropping)},
@@ -592,6 +588,13 @@ def _same(value: Any) -> Any:
 def is_batch_norm(node: Node) -> bool:
     """Whether it normalises by moments of all rows."""
     return node.call is F.batch_norm
+
+
+def told_of(norm: Node) -> dict[str, Any]:
+    """What a call of batch norm is told, by name."""
+    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
+    call.apply_defaults()
+    return call.arguments
 
 
 def live_nodes(

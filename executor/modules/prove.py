@@ -25,10 +25,10 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import elsewhere
 from gnnplan.executor.modules.bind import MANY_VERTICES, VERTICES, GraphFields, Small, block_of
-from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm, live_nodes
+from gnnplan.executor.modules.cut import Program, cut, differing, live_nodes
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
-from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids, told_of
+from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     Named,
@@ -119,7 +119,13 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
     """The module in pieces, in both of its modes. Raises Unfit, with the line."""
     small = Small(VERTICES[0], module, graph)
     shared: dict[Hashable, Node] = {}
-    training, evaluation = (_mode(module, small, way, dtype, shared) for way in (True, False))
+
+    def program(is_training: bool) -> Program:
+        seen, recorded = recorded_of(module, small, is_training, dtype)
+        trained = {name for name, p in seen.named_parameters() if p.requires_grad}
+        return cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
+
+    training, evaluation = program(True), program(False)
     if training.widths != evaluation.widths:
         raise Unfit(
             "forward hands on other rows in evaluation than in training; let both modes read the"
@@ -151,32 +157,6 @@ def recorded_of(
     given = small.given(dtype)
     run = partial(small.binding.call, seen, given)
     return seen, _guarded(small, lambda: record(seen, given, run, small.vertices, parts))
-
-
-def _mode(
-    module: nn.Module,
-    small: Small,
-    is_training: bool,
-    dtype: torch.dtype,
-    shared: dict[Hashable, Node],
-) -> Program:
-    seen, recorded = recorded_of(module, small, is_training, dtype)
-    trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-    program = cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
-    for node in program.live:
-        if is_batch_norm(node) and is_training:
-            _must_keep_averages(node)
-    return program
-
-
-def _must_keep_averages(node: Node) -> None:
-    if told_of(node)["running_mean"] is None:
-        raise Unfit(
-            f"{node.place}a batch norm without running averages has no moments in evaluation; use"
-            " track_running_stats=True"
-        )
-    if node.value.ndim != 2:
-        raise Unfit(f"{node.place}batch norm of {node.value.ndim} dimensions; flatten its rows")
 
 
 def must_make_the_same_calls(

@@ -441,10 +441,9 @@ def pieces_of(workload: Workload) -> Pieces:
 def with_structure(problem: Problem) -> Problem:
     """The problem whose graph has self-loops, if convolutions of DGL need them, and of which is
     known what its module computes of the whole graph."""
-    module, graph = problem.workload.module, problem.graph
-    if graph is None or module is None or not module.cut:
+    graph, pieces = problem.graph, read_again(problem.workload)
+    if graph is None or isinstance(pieces, Parameters):
         return problem
-    pieces = pieces_of(problem.workload)
     if pieces.loops:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
