@@ -180,7 +180,11 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
             continue
         part = parts[node.call.path]
         if _class_of(part) in CONVOLUTIONS:
-            reads = _rows_read(node)
+            reads: Tensor = next(  # rows of numbers, the first of several
+                value
+                for value in (read.value for read in node.reads)
+                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2
+            )
             active += [bool((reads >= 0).all())] * (number > 1)
             _add(chain, coming, node, part, reads)
             coming = {}
@@ -202,15 +206,6 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
     chain.softmax = torch.allclose(output, output.log_softmax(1), rtol=1e-9)
     chain.fields |= {"layers": len(chain.layers), "hidden": chain.layers[0]["h_out"]}
     return chain
-
-
-def _rows_read(node: Node) -> Tensor:
-    """Rows of numbers that a call reads, the first of several."""
-    values = [read.value for read in node.reads]
-    found: Tensor = next(
-        v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == 2
-    )
-    return found
 
 
 def _add(chain: Chain, coming: Mapping[str, Any], node: Node, conv: Any, reads: Tensor) -> None:

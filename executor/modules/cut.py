@@ -41,7 +41,6 @@ from gnnplan.executor.modules.evaluate import (
     keys,
     matrix_edges,
     numbers,
-    restricted,
     tensors,
     with_loops,
 )
@@ -260,12 +259,17 @@ class _Cutter:
             )
         if node.drops:
             return
-        values = {
-            read: restricted(read.value, self.part)
+
+        def of_part(value: Any) -> Any:
+            return value[self.part] if isinstance(value, Tensor) and value.ndim else value
+
+        values = {read: read.value for read in node.reads}
+        values |= {
+            read: tree_map(of_part, value)
+            for read, value in values.items()
             if self.kind[read] in (ROWS, FREE)
-            else read.value
-            for read in node.reads
-        } | {self.vertices: len(self.part)}
+        }
+        values[self.vertices] = len(self.part)
         try:
             with torch.no_grad():
                 found = self.place.call(node, values)

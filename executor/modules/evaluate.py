@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.record import Named, Node, Opaque, Slice
@@ -115,11 +115,6 @@ def grouped(edges: Tensor, readers: int, vertices: int, weight: Tensor | None = 
     order = order[: indptr[-1]]
     weight = None if weight is None else weight[order, 0]
     return Block(indptr.numpy(), edges[0][order].int().numpy(), vertices, weight)
-
-
-def restricted(value: Any, rows: Tensor) -> Any:
-    """A value's tensors, of some rows."""
-    return tree_map(lambda v: v[rows] if isinstance(v, Tensor) and v.ndim else v, value)
 
 
 def matrix_edges(matrix: Tensor) -> Tensor:

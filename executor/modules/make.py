@@ -167,19 +167,16 @@ def _blamed(file: Path | None, what: str) -> Iterator[None]:
         if isinstance(error, SyntaxError):
             lines = [error.lineno]
         words = str(error).strip().splitlines() or [""]
+        remedy = "run it with python to see more"
+        if isinstance(error, SystemExit):
+            remedy = (
+                "the file is imported, not run: what reads arguments, exits or trains belongs under"
+                ' if __name__ == "__main__"'
+            )
         place = f"{file}{f', line {lines[-1]}' if lines else ''}: " if file else ""
         raise SpecError(
-            f"{place}{what} ({type(error).__name__}: {words[0]:.200}); {_remedy(error)}"
+            f"{place}{what} ({type(error).__name__}: {words[0]:.200}); {remedy}"
         ) from error
-
-
-def _remedy(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return (
-            "the file is imported, not run: what reads arguments, exits or trains belongs under"
-            ' if __name__ == "__main__"'
-        )
-    return "run it with python to see more"
 
 
 def _arguments(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
-from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, bound
+from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small
 from gnnplan.executor.modules.convert import NoChain, Parameters, cast, converted, parts_of
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
@@ -153,7 +153,6 @@ def read(
         module, arguments = made()
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
-            bound(module, graph)  # or Unfit
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
             must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
@@ -325,7 +324,11 @@ def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Piece
     """What a plan's module is trained as. Raises SpecError if that is not what was planned."""
     module = workload.own
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
-    graph = GraphFields(module.features, module.classes, **_fields_of(module))
+    vertex, edge = (
+        {name: (sizes, kind, kinds) for name, sizes, kind, kinds in fields}
+        for fields in (module.vertex_fields, module.edge_fields)
+    )
+    graph = GraphFields(module.features, module.classes, module.directed, False, vertex, edge)
     try:
         materialise(made, graph, workload.seed)
         made = made.to(dtype)
@@ -353,15 +356,6 @@ def _shapes(kind: str, fields: Fields, pieces: Pieces) -> tuple[Any, ...]:
     """Fields of a graph that a module is given, as a Module keeps them."""
     given = pieces.binding.inputs
     return tuple((name, *shape) for name, shape in fields.items() if f"{kind} {name}" in given)
-
-
-def _fields_of(module: Module) -> dict[str, Any]:
-    """Fields that a plan's module reads, with the shapes that the plan saw."""
-    return {
-        "directed": module.directed,
-        "vertex": {name: (tuple(sizes), *of) for name, sizes, *of in module.vertex_fields},
-        "edge": {name: (tuple(sizes), *of) for name, sizes, *of in module.edge_fields},
-    }
 
 
 def with_module(

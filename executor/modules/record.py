@@ -13,6 +13,8 @@ module that did it: an `Opaque`."""
 from __future__ import annotations
 
 import itertools
+import operator
+import pickle
 import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -241,7 +243,8 @@ def record(
     while True:
         before = _states_outside_torch()
         try:
-            with _recording(module, given, vertices, opaque, parts) as recorder:
+            recorder = _Recorder(module, given, vertices, opaque, parts)
+            with recorder, recorder.of_modules():
                 recorded = recorder.finished(call())
             if before != _states_outside_torch():
                 raise Unfit(
@@ -449,7 +452,7 @@ class _Recorder(TorchFunctionMode):
         elif isinstance(result, (tuple, list)):
             for i, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    part = Node(_item, (node, i), line=node.line, learns=node.learns)
+                    part = Node(operator.getitem, (node, i), line=node.line, learns=node.learns)
                     self.nodes.append(part)
                     part.value = item.detach().clone()
                     self._tensor(part, item)
@@ -464,6 +467,20 @@ class _Recorder(TorchFunctionMode):
         self.alive.append(tensor)
         if is_edge_set(node.value):
             self.edges[tensor.shape[1]] = node
+
+    @contextmanager
+    def of_modules(self) -> Iterator[None]:
+        """Note calls of modules."""
+        original = nn.Module.__call__
+
+        def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
+
+        nn.Module.__call__ = noted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """A module's call, as a whole if torch did not see all of it before."""
@@ -509,15 +526,9 @@ class _Recorder(TorchFunctionMode):
         return Recorded(self.nodes, self.inputs, self.of[id(output)])
 
 
-def _states_outside_torch() -> tuple[Any, ...]:
+def _states_outside_torch() -> bytes:
     """Where Python's and numpy's generators are."""
-    state: Any = np.random.get_state()
-    _, words, place, *_ = state
-    return random.getstate(), bytes(words), place
-
-
-def _item(values: Any, i: int) -> Any:
-    return values[i]
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def number_of(edges: Tensor) -> int:
@@ -601,26 +612,3 @@ def _line() -> int:
             return frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return 0
-
-
-@contextmanager
-def _recording(
-    module: nn.Module,
-    given: Mapping[str, Any],
-    vertices: int,
-    opaque: set[str],
-    may_drop: Collection[str],
-) -> Iterator[_Recorder]:
-    """Note calls of torch and of modules."""
-    recorder = _Recorder(module, given, vertices, opaque, may_drop)
-    original = nn.Module.__call__
-
-    def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
-
-    nn.Module.__call__ = noted  # type: ignore[method-assign]
-    try:
-        with recorder:
-            yield recorder
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]

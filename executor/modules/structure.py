@@ -121,11 +121,6 @@ class Structure:
         """What was recorded."""
         return self.programs[0].recorded
 
-    @property
-    def counts(self) -> set[int]:
-        """Numbers of edges of its sets."""
-        return {node.value.shape[1] for node in self.nodes if is_edge_set(node.value)}
-
     # -- values ----------------------------------------------------------------------------------
 
     def given(
@@ -334,7 +329,9 @@ class Structure:
             of = found[-1]
             expected = Table(of.value, value, n).at(source[values[of]])
             mine = values[of][1] < own
-        elif not {n, *self.counts} & set(value.shape):
+        elif not {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {
+            *value.shape
+        }:
             expected, of = value, None  # one for all, as a largest weight
         else:
             return
