@@ -137,12 +137,10 @@ def read(
     module may read and write rows of other widths.
 
     Raises SpecError, of a file with its line."""
-    source: tuple[Path | None, str, str] = (
-        source_of(model)
-        if isinstance(model, str)
-        else (None, getattr(model, "__name__", type(model).__name__), "")
-    )
-    file, name, _ = source
+    file: Path | None = None
+    name, sha256 = getattr(model, "__name__", type(model).__name__), ""
+    if isinstance(model, str):
+        file, name, sha256 = source_of(model)
 
     def made() -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(workload.seed)
@@ -151,42 +149,28 @@ def read(
 
     with torch.random.fork_rng(devices=[]):
         module, arguments = made()
+    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    trained: Parameters | Pieces
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
             must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
-            return _understood(module, arguments, workload, graph, folder, own_widths, source)
+            module = copy.deepcopy(module).to(dtype)  # a live one stays as it is
+            graph = _with_its_widths(module, graph, own_widths, dtype)
+            try:
+                chain = converted(module, graph)
+                fields, own, parts = chain.fields, chain.own, parts_of(module)
+                trained = Parameters(cast(module.state_dict(), dtype), chain.places)
+            except NoChain:
+                trained, parts = proved(module, graph, dtype), []
+                fields, own = _described(trained, graph, dtype)
+            must_make_the_same_calls(module, graph, parts)
+            if file is None:
+                kept = module if isinstance(trained, Pieces) else trained
+                file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
     except Unfit as unfit:
         raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
-
-
-def _understood(
-    module: nn.Module,
-    arguments: Mapping[str, Any],
-    workload: Workload,
-    graph: GraphFields,
-    folder: Path | None,
-    own_widths: tuple[bool, bool],
-    source: tuple[Path | None, str, str],
-) -> UserModule:
-    """The module as our layers, or in pieces. Raises Unfit."""
-    file, name, sha256 = source
-    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
-    module = copy.deepcopy(module).to(dtype)  # a live one stays as it is
-    graph = _with_its_widths(module, graph, own_widths, dtype)
-    trained: Parameters | Pieces
-    try:
-        chain = converted(module, graph)
-        fields, own, parts = chain.fields, chain.own, parts_of(module)
-        trained = Parameters(cast(module.state_dict(), dtype), chain.places)
-    except NoChain:
-        trained, parts = proved(module, graph, dtype), []
-        fields, own = _described(trained, graph, dtype)
-    must_make_the_same_calls(module, graph, parts)
-    if file is None:
-        kept = module if isinstance(trained, Pieces) else trained
-        file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
     description = Module(
         file=str(file),
         name=name,

@@ -349,9 +349,8 @@ class _Recorder(TorchFunctionMode):
     def _filled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A tensor of one number, of whose example nothing but its type matters."""
         result = func(*args, **kwargs)
-        shape: Any = result.shape
         if name.endswith("_like"):
-            shape = self._shape(args[0])
+            shape: Any = self._shape(args[0])
         else:
             shape = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
         number = result.flatten()[0].item() if result.numel() else 0
@@ -413,7 +412,7 @@ class _Recorder(TorchFunctionMode):
         if type(value) is int:
             value = self.lengths.get(value, value)
         if isinstance(value, Count):
-            if value.of.call is None and value.of.name == "vertices":
+            if value.of is self.inputs["vertices"]:
                 return value.of
             number = self._node(number_of, (value.of,), {})
             number.value = int(value)
