@@ -122,14 +122,6 @@ def _at(place: str, ours: Mapping[str, Tensor]) -> Tensor:
     return VIEWS[view](ours[name])
 
 
-def cast(state: Mapping[str, Tensor], to: torch.dtype) -> dict[str, Tensor]:
-    """The state_dict with its floating numbers in another type."""
-    return {
-        name: value.detach().to("cpu", to if value.is_floating_point() else None)
-        for name, value in state.items()
-    }
-
-
 def _class_of(part: nn.Module) -> tuple[str, str]:
     """Its library and its name; a class that is derived from a convolution has another one."""
     return type(part).__module__.partition(".")[0], type(part).__name__
@@ -254,8 +246,8 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     )
     model = describe(workload, *widths)
     small = Small(VERTICES[1], module, graph)
-    state = {name: value for name, value in module.state_dict().items() if name in chain.places}
-    parameters = Parameters(cast(state, torch.float64), chain.places)
+    state = module.state_dict()
+    parameters = Parameters({name: state[name].double() for name in chain.places}, chain.places)
     placed = {place.partition(":")[0] for place in chain.places.values()}
     if chain.softmax and graph.multilabel:
         raise NoChain

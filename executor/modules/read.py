@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small
-from gnnplan.executor.modules.convert import NoChain, Parameters, cast, converted, parts_of
+from gnnplan.executor.modules.convert import NoChain, Parameters, converted, parts_of
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
@@ -156,12 +156,12 @@ def read(
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
             must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
-            module = copy.deepcopy(module).to(dtype)  # a live one stays as it is
+            module = copy.deepcopy(module).to("cpu", dtype)  # a live one stays as it is
             graph = _with_its_widths(module, graph, own_widths, dtype)
             try:
                 chain = converted(module, graph)
                 fields, own, parts = chain.fields, chain.own, parts_of(module)
-                trained = Parameters(cast(module.state_dict(), dtype), chain.places)
+                trained = Parameters(dict(module.state_dict()), chain.places)
             except NoChain:
                 trained, parts = proved(module, graph, dtype), []
                 fields, own = _described(trained, graph, dtype)
