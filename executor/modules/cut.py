@@ -487,7 +487,8 @@ class _Cutter:
         gathered: set[Node] = set()  # rows that a call of the same piece reads through edges
         for node in reversed(self.live):
             is_made = node.call is not None and kind[node] in (ROWS, INNER)
-            if is_made and (node in gathered or self._is_through(node)):
+            is_through = any(kind[read] in (STRUCTURE, INNER) for read in node.reads)
+            if is_made and (is_through or node in gathered):
                 gathered |= {r for r in node.reads if kind[r] == ROWS and at[r] == at[node]}
                 gathered.add(node)
         made: dict[Node, int] = {}
@@ -522,10 +523,6 @@ class _Cutter:
             ]
             if update > made[node] and update % 3 == UPDATE and all(stay):
                 made[node] = at[node] = update
-
-    def _is_through(self, node: Node) -> bool:
-        """Whether a call reads edges, or what is made of them."""
-        return any(self.kind[read] in (STRUCTURE, INNER) for read in node.reads)
 
     def _complete(self, piece: Piece) -> None:
         """Add what the piece's calls read that is no rows: it is made anew wherever it is read."""

@@ -70,7 +70,8 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             most = f"{elsewhere.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
             raise Unfit(f"{line_of(error)}it allocates more than {most}") from error
-        words = (str(error).strip().splitlines() or [_code_of(error)])[0]
+        code = traceback.extract_tb(error.__traceback__)[-1].line  # of assert, without words
+        words = (str(error).strip().splitlines() or [code or ""])[0]
         raise Unfit(
             f"{line_of(error)}forward fails on a small graph of {small.x.shape[1]} features"
             f" ({type(error).__name__}: {words:.150}){_hint(error, words, small)}"
@@ -93,11 +94,6 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
     }
     return next((f"; {hint}" for part, hint in found.items() if part in words), "")
-
-
-def _code_of(error: BaseException) -> str:
-    """The line that raised it, for errors without words, as those of assert."""
-    return traceback.extract_tb(error.__traceback__)[-1].line or ""
 
 
 @contextmanager

@@ -218,8 +218,8 @@ class Structure:
         """What layers read on a block."""
         assert block.whole is not None
         part, values = self._opened(block, place, self.on_whole(block.whole, place))
-        found = self._wanted(self.read, part, values, self._looks_up)
-        return {node: _moved(value, block.indptr.device) for node, value in found.items()}
+        found, device = self._wanted(self.read, part, values, self._looks_up), block.indptr.device
+        return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
 
     def _opened(
         self, block: Block, place: Place, tables: Mapping[Node | str, Any]
@@ -359,10 +359,6 @@ def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
     """A copy, for the graph's own never changes."""
     value = torch.from_numpy(np.array(field))
     return value.to(dtype) if value.is_floating_point() else value
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if hasattr(value, "to") else value
 
 
 def dgl_graph(
