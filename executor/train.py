@@ -24,7 +24,7 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import no_counts, scores
-from gnnplan.executor.modules.read import read_again, state_of, with_structure
+from gnnplan.executor.modules.read import state_of, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.comm import gather_bytes
 from gnnplan.executor.ranks.device_clock import now
@@ -113,7 +113,6 @@ class _Training:
         # cuBLAS, MKL, oneDNN and the library of a user's module: their memory is the process's
         warm_up(rank.device)
         if problem.workload.is_module:
-            read_again(problem.workload)
             problem = with_structure(problem)
         self.watch = rank.watch = MemoryWatch(rank.device)
         self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs

@@ -82,34 +82,25 @@ class Bound:
         given: dict[str, Any] = {}
         for parameter, name in self.takes.items():
             if name == "data":
-                given[parameter] = data_of(self.attributes, values)
+                from torch_geometric.data import Data
+
+                fields = {each: values[input_] for each, input_ in self.attributes.items()}
+                given[parameter] = Data(**fields)
             elif name == "blocks":
                 given[parameter] = [values["g"]] * convolutions_of(module)
             else:
                 given[parameter] = values[name]
-        if isinstance(getattr(module, "signature", None), inspect.Signature) or not hasattr(
-            module, "signature"
-        ):
-            return module(**given)
-        return module(*given.values())  # PyG's Sequential knows its parameters by place
-
-
-def data_of(attributes: Mapping[str, str], values: Mapping[str, Any]) -> Any:
-    """A Data of PyG."""
-    from torch_geometric.data import Data
-
-    return Data(**{name: values[input_] for name, input_ in attributes.items()})
+        if hasattr(getattr(module, "signature", None), "param_dict"):
+            return module(*given.values())  # PyG's Sequential knows its parameters by place
+        return module(**given)
 
 
 def uses_dgl(module: nn.Module) -> bool:
     """Whether it, or the file of its class, knows DGL."""
-    for part in module.modules():
-        for base in type(part).__mro__:
-            if base.__module__.startswith("dgl."):
-                return True
+    names = {base.__module__ for part in module.modules() for base in type(part).__mro__}
     code = getattr(type(module).forward, "__globals__", {})
-    used = [each.__name__ for each in code.values() if inspect.ismodule(each)]
-    return any(name.startswith("dgl") for name in used)
+    names |= {each.__name__ for each in code.values() if inspect.ismodule(each)}
+    return any(name.partition(".")[0] == "dgl" for name in names)
 
 
 def convolutions_of(module: nn.Module) -> int:
@@ -216,12 +207,12 @@ class Small:
         values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         if "g" in self.binding.inputs:
-            values["g"] = dgl_graph(self.whole, edges, on_edges, None)
+            values["g"] = dgl_graph(self.whole, edges, on_edges)
         return {name: values[name] for name in self.binding.inputs}
 
 
-def block_of(whole: Whole, own: Tensor) -> tuple[Block, Tensor]:
-    """The edges into some vertices, and the ids of its sources, the vertices first."""
+def block_of(whole: Whole, own: Tensor) -> Block:
+    """The edges into some vertices, which are the first of its sources."""
     starts, stops = whole.indptr[own], whole.indptr[own + 1]
     neighbours = np.concatenate([whole.indices[a:b] for a, b in zip(starts, stops, strict=True)])
     others = np.setdiff1d(neighbours, own.numpy())
@@ -231,7 +222,7 @@ def block_of(whole: Whole, own: Tensor) -> tuple[Block, Tensor]:
     indptr = np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int32)
     block = Block(indptr, place[neighbours], source.size)
     block.source, block.whole = torch.from_numpy(source), whole
-    return block, block.source
+    return block
 
 
 def _drawn(

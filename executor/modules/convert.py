@@ -122,14 +122,6 @@ def _at(place: str, ours: Mapping[str, Tensor]) -> Tensor:
     return VIEWS[view](ours[name])
 
 
-def cast(state: Mapping[str, Tensor], to: torch.dtype) -> dict[str, Tensor]:
-    """The state_dict with its floating numbers in another type."""
-    return {
-        name: value.detach().to("cpu", to if value.is_floating_point() else None)
-        for name, value in state.items()
-    }
-
-
 def _class_of(part: nn.Module) -> tuple[str, str]:
     """Its library and its name; a class that is derived from a convolution has another one."""
     return type(part).__module__.partition(".")[0], type(part).__name__
@@ -164,7 +156,7 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Cha
 
 def _guess(module: nn.Module, recorded: Recorded) -> Chain:
     """Which layers a module seems to be, by the order of its calls."""
-    parts, live = dict(module.named_modules()), {*live_nodes(recorded.output)}
+    parts, live = dict(module.named_modules()), {*live_nodes([recorded.output])}
     chain = Chain({"dropout": 0.0, "norm": "none"})
     coming: dict[str, Any] = {}
     active: list[bool] = []
@@ -180,7 +172,11 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
             continue
         part = parts[node.call.path]
         if _class_of(part) in CONVOLUTIONS:
-            reads = _rows_read(node)
+            reads: Tensor = next(  # rows of numbers, the first of several
+                value
+                for value in (read.value for read in node.reads)
+                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2
+            )
             active += [bool((reads >= 0).all())] * (number > 1)
             _add(chain, coming, node, part, reads)
             coming = {}
@@ -202,15 +198,6 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
     chain.softmax = torch.allclose(output, output.log_softmax(1), rtol=1e-9)
     chain.fields |= {"layers": len(chain.layers), "hidden": chain.layers[0]["h_out"]}
     return chain
-
-
-def _rows_read(node: Node) -> Tensor:
-    """Rows of numbers that a call reads, the first of several."""
-    values = [read.value for read in node.reads]
-    found: Tensor = next(
-        v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == 2
-    )
-    return found
 
 
 def _add(chain: Chain, coming: Mapping[str, Any], node: Node, conv: Any, reads: Tensor) -> None:
@@ -259,8 +246,8 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     )
     model = describe(workload, *widths)
     small = Small(VERTICES[1], module, graph)
-    state = {name: value for name, value in module.state_dict().items() if name in chain.places}
-    parameters = Parameters(cast(state, torch.float64), chain.places)
+    state = module.state_dict()
+    parameters = Parameters({name: state[name].double() for name in chain.places}, chain.places)
     placed = {place.partition(":")[0] for place in chain.places.values()}
     if chain.softmax and graph.multilabel:
         raise NoChain

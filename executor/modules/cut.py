@@ -8,51 +8,56 @@ A call is one of these, as running it shows:
     rows        one row per vertex, made of its own rows or, through edges, of its neighbours'
     inner       of edges and rows: it stands between rows that are read and rows that are made
 
-Rows have a level. Those of the features are of level 0. What reads rows of level l of neighbours
-makes rows of level l + 1, and so a layer: what is between rows of level l and l + 1 is *gathered*,
-over edges; what is then done to rows is done by their owner. A call that reads, through the edges,
-only rows of the vertex whose edges they are (as a softmax over a vertex's edges does) makes no
-layer of its own. Batch norm alone looks at rows of other vertices; it begins a piece, so that its
-moments can be summed over all ranks. One that follows another, or nothing that was gathered, makes
-a level, and so a layer that gathers nothing.
+A layer has three pieces, and the pieces of all layers are numbered:
 
-    layer l:   prepare  rows of level l - 1: batch norm, and what follows it   (layer 1: everything)
-               gather   over edges
-               update   rows of level l, up to a batch norm"""
+    layer l:   3 l - 3   prepare  rows: batch norm, and what follows it   (layer 1: everything)
+               3 l - 2   gather   over edges
+               3 l - 1   update   rows, up to a batch norm
+
+Each value stands in the first piece that can make it. The features are piece 0's. What reads rows
+of neighbours is *gathered*, by the next gather; what is then done to rows is done by their owner. A
+call that reads, through the edges, only rows of the vertex whose edges they are (as a softmax over
+a vertex's edges does) stays in the gather that makes them. Batch norm alone looks at rows of other
+vertices; it begins a piece, so that its moments can be summed over all ranks. One that follows
+another, or nothing that was gathered, makes a layer that gathers nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from gnnplan.executor.layers.kernels import aggregate
 from gnnplan.executor.modules.evaluate import (
     Place,
+    frees,
+    grouped,
     keys,
     matrix_edges,
     numbers,
-    restricted,
+    tensors,
     with_loops,
 )
 from gnnplan.executor.modules.record import (
     Node,
     Opaque,
     Recorded,
-    Ref,
-    Size,
-    Sum,
     Unfit,
     edge_sets_of,
     is_sparse,
 )
 
 FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
+BLOCK = Node(None, name="block")  # the edges of the graph or of a part, as a layer is given them
+DESTINATIONS = Node(None, name="destinations")  # how many vertices those edges lead to
 PREPARE, GATHER, UPDATE = 0, 1, 2
+BATCH_NORM = inspect.signature(F.batch_norm)
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of two runs of the same on other rows
 
 
@@ -62,24 +67,20 @@ PAIRS = (
 )
 
 
+# rows, the edges that they are added up along, and what these weigh
+_Sum = tuple[Node, Node, Node | None]
+
+
 @dataclass
 class Piece:
-    """Calls that run together, in their order; rows that they are given and make."""
+    """Calls that run together, in their order; rows that they are given and make. An update is
+    given what its layer's prepare and gather make."""
 
     nodes: list[Node] = field(default_factory=list)
     given: list[Node] = field(default_factory=list)
     makes: list[Node] = field(default_factory=list)
     # by call: values that nobody needs after it
     frees: dict[Node, list[Node]] = field(default_factory=dict)
-
-    def find_frees(self) -> None:
-        last: dict[Node, Node] = {}
-        for node in self.nodes:
-            last |= dict.fromkeys([node, *node.reads], node)
-        passing = {*self.nodes, *self.given} - {*self.makes}
-        for read, node in last.items():
-            if read in passing:
-                self.frees.setdefault(node, []).append(read)
 
 
 @dataclass
@@ -96,23 +97,26 @@ class Program:
     """A forward in pieces.
 
     layers: each with its three pieces. ends: batch norm after the last layer, and what follows it.
-    inputs: values of level 0 that layer 1 is given, side by side; each is a field of vertices, or
-    structure that rows read (`fields`). drawn: of inner values that are dropped, the edge set that
-    they are of. numbers: of all dropouts, in the order of forward."""
+    fields: structure that rows of piece 0 read. drawn: of inner values that are dropped, the edge
+    set that they are of. numbers: of all dropouts, in the order of forward."""
 
     recorded: Recorded
     live: list[Node]
     kind: dict[Node, str]
     layers: list[Cut]
     ends: Piece | None
-    inputs: list[Node]
-    fields: dict[Node, Node]
+    fields: set[Node]
     drawn: dict[Node, Node]
     numbers: dict[Node, int]
 
     @property
     def output(self) -> Node:
         return self.recorded.output
+
+    @property
+    def inputs(self) -> list[Node]:
+        """Fields of vertices that layer 1 is given, side by side."""
+        return self.layers[0].prepare.given
 
     @property
     def widths(self) -> list[list[int]]:
@@ -126,81 +130,69 @@ def width_of(node: Node) -> int:
     return int(node.value[:1].numel())
 
 
-def cut(recorded: Recorded, place: Place, trained: set[str]) -> Program:
+def cut(
+    recorded: Recorded, place: Place, trained: set[str], shared: dict[Hashable, Node]
+) -> Program:
     """The layers of a recorded forward.
 
-    place: that of the small graph. trained: names of parameters. Raises Unfit, with the line."""
-    return _Cutter(recorded, place, trained).cut()
+    place: that of the small graph. trained: names of parameters. shared: structure by its calls,
+    which the module's modes have in common. Raises Unfit, with the line."""
+    return _Cutter(recorded, place, trained, shared).cut()
 
 
 class _Cutter:
-    """Finds kinds and levels, by running calls on parts of their rows."""
+    """Finds kinds and pieces, by running calls on parts of their rows."""
 
-    def __init__(self, recorded: Recorded, place: Place, trained: set[str]) -> None:
+    def __init__(
+        self, recorded: Recorded, place: Place, trained: set[str], shared: dict[Hashable, Node]
+    ) -> None:
         self.recorded, self.place, self.n = recorded, place, recorded.vertices
-        self.live = live_nodes(recorded.output)
+        self.shared = shared
+        self.order: dict[Node, float] = {}  # of calls in this mode
         self._merge()
+        self.vertices = recorded.inputs["vertices"]
+        self.live = live_nodes([recorded.output])
         self.kind: dict[Node, str] = {}
-        self.level: dict[Node, int] = {}
+        self.at: dict[Node, int] = {}  # rows and inner values: the first piece that can make them
         self.trained = trained
         self.learned: set[Node] = set()  # of parameters
-        self.normed: set[Node] = set()  # after a batch norm of their own level
-        self.fields: dict[Node, Node] = {}  # structure that rows read -> the input that has it
-        self.entries: dict[Node, tuple[Node, Node | None]] = {}  # of sparse matrices
+        self.fields: set[Node] = set()  # structure that rows of piece 0 read
         self.sets = edge_sets_of(self.live)
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 
     def _merge(self) -> None:
-        """Have equal calls be one: not dropout, batch norm, opaque modules, or what is changed in
-        place."""
-        changed: set[Node] = set()
-        for node in self.live:
-            target = node.changes
-            while target is not None and target not in changed:
-                changed.add(target)
-                target = self._viewed(target)
+        """Have equal calls be one: not dropout, batch norm, or opaque modules."""
         first: dict[Node, Node] = {}
         by_call: dict[Hashable, Node] = {}
-
-        def other(argument: Any) -> Any:
-            is_value = isinstance(argument, (Ref, Size)) and argument.node is not None
-            return type(argument)(first[argument.node]) if is_value else argument
-
-        for node in self.live:
-            node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
+        inputs = self.recorded.inputs
+        inputs |= {name: self.shared.setdefault(name, node) for name, node in inputs.items()}
+        for node in live_nodes([self.recorded.output]):
+            node.read_instead(first)
             alone = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
-            alone = alone or node in changed
-            first[node] = by_call.setdefault(node if alone else node.key(first), node)
+            key = node if alone else node.key
+            first[node] = by_call.setdefault(key, self.shared.get(key, node))
+            self.order.setdefault(first[node], node.index)
         self.recorded.output = first[self.recorded.output]
-        self.live = live_nodes(self.recorded.output)
 
-    def _viewed(self, node: Node) -> Node | None:
-        """The value that a call makes a view of."""
-        if node.call is None:
-            return None
-        values = {read: read.value for read in (*node.reads, *node.sizes)}
-        made = _storages(self.place.call(node, values))
-        return next((read for read, value in values.items() if made & _storages(value)), None)
-
-    # -- kinds and levels ------------------------------------------------------------------------
+    # -- kinds and pieces ------------------------------------------------------------------------
 
     def classify(self, node: Node) -> None:
         if node.call is None:
-            self.kind[node] = ROWS if node.name.startswith("vertex ") else STRUCTURE
-            self.level[node] = 0
+            is_rows, is_free = node.name.startswith("vertex "), node.name == "vertices"
+            self.kind[node] = ROWS if is_rows else FREE if is_free else STRUCTURE
+            self.at[node] = 0
             return
         kinds = {self.kind[read] for read in node.reads}
         if not kinds & {ROWS, INNER}:
-            self.level[node] = 0
-            is_edges = STRUCTURE in kinds or bool(node.sizes)
+            is_edges = STRUCTURE in kinds
             if any(read in self.learned for read in node.reads) or set(node.named) & self.trained:
                 self.learned.add(node)
             if is_edges and (node in self.learned or node.drops):
-                self.kind[node], self.level[node] = INNER, 1  # other numbers in every step
+                self.kind[node], self.at[node] = INNER, GATHER  # other numbers in every step
             elif is_edges:
                 self.kind[node] = STRUCTURE
-            elif FREE in kinds or node.counts:
+            elif FREE in kinds:
                 alike = self._has_rows(node) and bool((node.value == node.value[:1]).all())
                 self.kind[node] = FREE if alike else STRUCTURE
             else:
@@ -214,56 +206,47 @@ class _Cutter:
 
     def _has_rows(self, node: Node) -> bool:
         """Whether it makes tensors of a row per vertex."""
-        found = _tensors(node.value)
+        found = tensors(node.value)
         return bool(found) and all(
             v.layout == torch.strided and v.ndim > 0 and v.shape[0] == self.n for v in found
         )
 
     def _is_field(self, node: Node) -> bool:
         """Structure of numbers per vertex, which may be an input beside the features."""
-        return self._has_rows(node) and all(v.is_floating_point() for v in _tensors(node.value))
+        return self._has_rows(node) and all(v.is_floating_point() for v in tensors(node.value))
 
     def _row_by_row(self, node: Node) -> None:
         rows = [read for read in node.reads if self.kind[read] == ROWS]
-        level = max(self.level[read] for read in rows)
-        fields = {
-            read: self._field(read, level) for read in node.reads if self.kind[read] == STRUCTURE
-        }
-        if fields:
-
-            def other(argument: Any) -> Any:
-                is_field = isinstance(argument, Ref) and argument.node in fields
-                return Ref(fields[argument.node]) if is_field else argument
-
-            node.args, node.kwargs = tree_map(other, (node.args, dict(node.kwargs)))
-        self.kind[node], self.level[node] = ROWS, level
-        after = any(r in self.normed and self.level[r] == self.level[node] for r in rows)
-        if is_batch_norm(node) and (after or not level):
-            self.level[node] += 1  # a layer begins with one batch norm, and the first with none
-        if after or is_batch_norm(node):
-            self.normed.add(node)
-        if not is_batch_norm(node):
-            self._must_be_row_by_row(node)
-
-    def _field(self, node: Node, level: int) -> Node:
-        """Structure of numbers per vertex, as rows.
-
-        Layer `level` gathers them of its block. Rows of level 0 have them beside the features, from
-        the whole graph."""
-        if level:
-            field = Node(node.index, _same, (Ref(node),), line=node.line)
-        elif node in self.fields:
-            return self.fields[node]
+        at = max(self.at[read] for read in rows)
+        structure = [read for read in node.reads if self.kind[read] == STRUCTURE]
+        node.read_instead({read: self._field(read, at) for read in structure})
+        self.kind[node] = ROWS
+        if is_batch_norm(node):  # a layer begins with one batch norm, and the first with none
+            if told_of(node)["running_mean"] is None:
+                raise Unfit(
+                    "a batch norm without running averages has no moments in evaluation; use"
+                    " track_running_stats=True"
+                )
+            if node.value.ndim != 2:
+                raise Unfit(f"batch norm of {node.value.ndim} dimensions; flatten its rows")
+            at += 3 if at % 3 == PREPARE else 2
         else:
-            field = Node(node.index, None, name=f"vertex structure {node.index}", line=node.line)
-            self.fields[node] = field
-        field.value = node.value
-        self.kind[field], self.level[field] = ROWS, level
+            self._must_be_row_by_row(node)
+        self.at[node] = at
+
+    def _field(self, node: Node, at: int) -> Node:
+        """Structure of numbers per vertex, beside rows of a piece, which the last gather before
+        makes of its block; for piece 0 of neighbours, too, whom the whole graph alone knows."""
+        if not at:
+            self.fields.add(node)
+        field = Node(_same, (node,), line=node.line, value=node.value, index=node.index)
+        self.kind[field], self.order[field] = ROWS, self.order[node]
+        self.at[field] = at - 2 if at and at % 3 == PREPARE else at
         return field
 
     def _must_be_row_by_row(self, node: Node) -> None:
         if not self._has_rows(node):
-            shapes = [list(v.shape) for v in _tensors(node.value)]
+            shapes = [list(v.shape) for v in tensors(node.value)]
             if shapes and self.n in shapes[0]:
                 raise Unfit(
                     f"{node.what} makes {shapes[0]} of {self.n} vertices; keep vertices in the"
@@ -276,16 +259,20 @@ class _Cutter:
             )
         if node.drops:
             return
-        values = {
-            read: restricted(read.value, self.part)
+
+        def of_part(value: Any) -> Any:
+            return value[self.part] if isinstance(value, Tensor) and value.ndim else value
+
+        values = {read: read.value for read in node.reads}
+        values |= {
+            read: tree_map(of_part, value)
+            for read, value in values.items()
             if self.kind[read] in (ROWS, FREE)
-            else read.value
-            for read in node.reads
         }
-        place = replace(self.place, vertices=len(self.part))
+        values[self.vertices] = len(self.part)
         try:
             with torch.no_grad():
-                found = place.call(node, values)
+                found = self.place.call(node, values)
         except Exception as error:
             raise Unfit(
                 f"{node.what} fails on the rows of a part of the vertices"
@@ -293,7 +280,7 @@ class _Cutter:
                 " is given something of all; give it a row of each vertex, and add up rows over"
                 " edges, by index_add or torch.sparse.mm"
             ) from error
-        for whole, part in zip(_tensors(node.value), _tensors(found), strict=True):
+        for whole, part in zip(tensors(node.value), tensors(found), strict=True):
             wrong = differing(whole[self.part], part)
             if wrong is not None:
                 present = set(self.part.tolist())
@@ -307,15 +294,16 @@ class _Cutter:
     def _through_edges(self, node: Node) -> None:
         if is_batch_norm(node):
             raise Unfit("batch norm of edges; normalise rows of vertices instead")
-        level = 1
+        at = GATHER
         for read in node.reads:
             if self.kind[read] == INNER:
-                level = max(level, self.level[read])
+                at = max(at, self.at[read])
             elif self.kind[read] == ROWS:
-                is_next = read in self.normed or not self._reads_own(node, read)
-                level = max(level, self.level[read] + is_next)
+                made, is_gathered = self.at[read], self.at[read] % 3 == GATHER
+                stays = is_gathered and self._reads_own(node, read)
+                at = max(at, made if stays else made + 3 if is_gathered else made + 1)
         self.kind[node] = ROWS if self._has_rows(node) else INNER
-        self.level[node] = level
+        self.at[node] = at
 
     def _reads_own(self, node: Node, read: Node) -> bool:
         """Whether what is made for an edge, or for a vertex, depends on its reader's row alone."""
@@ -337,7 +325,7 @@ class _Cutter:
         values[read] = tree_map(other, read.value)
         with torch.no_grad():
             changed = self.place.call(node, values)
-        for before, after in zip(_tensors(node.value), _tensors(changed), strict=True):
+        for before, after in zip(tensors(node.value), tensors(changed), strict=True):
             if before.shape != after.shape or before.shape[:1] != owner.shape:
                 return False
             differs = (before != after) & ~((before != before) & (after != after))
@@ -354,13 +342,13 @@ class _Cutter:
 
     def set_of(self, node: Node) -> Node | None:
         """The last edge set before a value that has as many edges as the value has rows."""
-        sizes = {v.shape[0] for v in _tensors(node.value) if v.ndim}
+        sizes = {v.shape[0] for v in tensors(node.value) if v.ndim}
         found = [
             edges
             for edges in self.sets
-            if edges.index < node.index and sizes == {edges.value.shape[1]}
+            if self.order[edges] < self.order[node] and sizes == {edges.value.shape[1]}
         ]
-        return found[-1] if found else None
+        return max(found, key=self.order.__getitem__) if found else None
 
     # -- pieces ----------------------------------------------------------------------------------
 
@@ -371,18 +359,17 @@ class _Cutter:
             except Unfit as unfit:
                 raise Unfit(f"{node.place}{unfit}") from None
         self._sum_up()
-        kind, level, output = self.kind, self.level, self.recorded.output
+        kind, output = self.kind, self.recorded.output
         if kind[output] != ROWS or output.value.ndim != 2:
             raise Unfit(
                 f"{output.place}forward returns {list(output.value.shape)} of {self.n} vertices;"
                 " return a row of logits for each"
             )
         made = self._made()
-        if not any(at % 3 == GATHER for at in made.values()):
+        if not any(at % 3 == GATHER and self.at[node] for node, at in made.items()):
             raise Unfit("no convolution's rows reach the output; return what they make")
-        # fields that rows read are nodes of their own
-        rows = [*self.fields.values(), *(node for node in self.live if kind[node] == ROWS)]
-        end = 3 * level[output] + 1  # after the last piece
+        rows = [node for node in self.live if kind[node] == ROWS]
+        end = 3 * self._layers + 1  # after the last piece
         pieces = [Piece() for _ in range(end)]
         for node, at in made.items():
             pieces[at].nodes.append(node)
@@ -390,6 +377,7 @@ class _Cutter:
         needs[output].add(end)
         for at, piece in enumerate(pieces):
             self._complete(piece)
+            self._group(piece)
             for read in {read for node in piece.nodes for read in node.reads}:
                 if kind[read] == ROWS and (read.call is None or made[read] != at):
                     needs[read].add(at)
@@ -400,18 +388,35 @@ class _Cutter:
         for node in self.live:
             if self.kind[node] not in (ROWS, INNER) or node.call is None:
                 continue
-            found = None
+            found: _Sum | None
             if any(is_sparse(value) for value in (node.value, *(r.value for r in node.reads))):
                 found = self._product(node)
             elif node.what in ("scatter_add", "index_add") and self.kind[node] == ROWS:
                 found = self._sum(node)
-            if found:
-                weight = [] if found.weight is None else [Ref(found.weight)]
-                node.call, node.changes, node.kwargs = found, None, {}
-                node.args = (Ref(found.rows), Ref(found.edges), *weight)
-        self.live = live_nodes(self.recorded.output)
+            else:
+                continue
+            if found:  # its edges are grouped where it is known who reads it
+                node.call, node.changes, node.kwargs = aggregate, False, {}
+                node.args = found
+        self.live = live_nodes([self.recorded.output])
 
-    def _product(self, node: Node) -> Sum:
+    def _group(self, piece: Piece) -> None:
+        """Have sums read edges by their readers: by all vertices of a block where others of the
+        piece go on with the sum, else by its destinations alone."""
+        for node in piece.nodes:
+            if node.call is aggregate:
+                rows, edges, *weight = node.args
+                goes_on = any(node in other.reads for other in piece.nodes)
+                if edges.name == "edge_index" and not any(weight) and not goes_on:
+                    by = BLOCK
+                else:
+                    readers = self.vertices if goes_on else DESTINATIONS
+                    by = Node(grouped, (edges, readers, self.vertices, *weight))
+                    by = self.shared.setdefault(by.key, by)
+                self.kind[by] = STRUCTURE
+                node.args = (by, rows)
+
+    def _product(self, node: Node) -> _Sum:
         """The sum that a product of a sparse matrix and rows [N, H] is. Raises Unfit of others."""
         if is_sparse(node.value):
             raise Unfit(
@@ -419,13 +424,12 @@ class _Cutter:
             )
         matrices = [read for read in node.reads if is_sparse(read.value)]
         rows = [read for read in node.reads if self.kind[read] == ROWS]
-        if len(node.reads) == 2 and len(matrices) == len(rows) == 1 and rows[0].value.ndim == 2:
+        is_one = len(node.reads) == 2 and len(matrices) == len(rows) == 1
+        if is_one and rows[0].value.ndim == 2 and self.kind[node] == ROWS:
             matrix, read = matrices[0], rows[0]
             added_up = matrix.value.to_dense() @ read.value
             if differing(node.value, added_up) is None:
-                if matrix not in self.entries:
-                    self.entries[matrix] = self._entries(matrix)
-                return Sum(read, *self.entries[matrix])
+                return read, *self._entries(matrix)
         raise Unfit(
             f"{node.place}{node.what} of a sparse matrix is no product with rows; multiply,"
             " as torch.sparse.mm(adj, x) does, and add, divide or drop rows"
@@ -436,22 +440,22 @@ class _Cutter:
 
         They are the graph's, if the matrix is transposed and the graph undirected as well."""
 
-        def made(call: Any, *args: Any) -> Node:
-            node = Node(0.0, call, args, line=matrix.line)
-            node.index = max(read.index for read in node.reads) + 0.25
-            given = [arg.node.value if isinstance(arg, Ref) else self.n for arg in args]
-            node.value, self.kind[node], self.level[node] = call(*given), STRUCTURE, 0
+        def made(call: Any, *reads: Node) -> Node:
+            value = call(*(read.value for read in reads))
+            node = Node(call, reads, line=matrix.line, value=value)
+            node = self.shared.setdefault(node.key, node)
+            self.kind[node] = STRUCTURE
             return node
 
-        edges, found = made(matrix_edges, Ref(matrix)), self.recorded.inputs.get("edge_index")
+        edges, found = made(matrix_edges, matrix), self.recorded.inputs.get("edge_index")
         if found is not None:
-            for of in (found, made(with_loops, Ref(found), Size(None))):
+            for of in (found, made(with_loops, found, self.vertices)):
                 if torch.equal(*(keys(e.value, self.n).sort().values for e in (of, edges))):
                     edges = of
-        weight = made(numbers, Ref(matrix), Ref(edges))
+        weight = made(numbers, matrix, edges)
         return edges, None if bool((weight.value == 1).all()) else weight
 
-    def _sum(self, node: Node) -> Sum | None:
+    def _sum(self, node: Node) -> _Sum | None:
         """The sum of rows [N, H] of edges' sources that a call makes in zeros, if it makes one."""
         messages = read = node.reads[-1]
         weight, edges = None, self.set_of(messages)
@@ -470,37 +474,39 @@ class _Cutter:
                 return None
             sent = sent * weight.value
         added_up = torch.zeros_like(rows[0].value).index_add(0, reader, sent)
-        return Sum(rows[0], edges, weight) if differing(node.value, added_up) is None else None
+        return (rows[0], edges, weight) if differing(node.value, added_up) is None else None
+
+    @property
+    def _layers(self) -> int:
+        """How many there are: a last piece of rows may follow them."""
+        return (self.at[self.recorded.output] + 2) // 3
 
     def _made(self) -> dict[Node, int]:
-        """The piece that makes each value of rows: 3 (l - 1) + PREPARE, GATHER or UPDATE."""
-        kind, level = self.kind, self.level
-        gathered: set[Node] = set()  # rows that a call of the same layer reads through edges
+        """The piece that makes each value of rows."""
+        kind, at = self.kind, self.at
+        gathered: set[Node] = set()  # rows that a call of the same piece reads through edges
         for node in reversed(self.live):
-            is_gathered = node.call is not None and kind[node] in (ROWS, INNER)
-            if is_gathered and (node in gathered or self._is_through(node)):
-                at = level[node]
-                gathered |= {r for r in node.reads if kind[r] == ROWS and level[r] == at}
+            is_made = node.call is not None and kind[node] in (ROWS, INNER)
+            is_through = any(kind[read] in (STRUCTURE, INNER) for read in node.reads)
+            if is_made and (is_through or node in gathered):
+                gathered |= {r for r in node.reads if kind[r] == ROWS and at[r] == at[node]}
                 gathered.add(node)
-        made = {}
+        made: dict[Node, int] = {}
         for node in self.live:
             if kind[node] != ROWS or node.call is None:
                 continue
-            if node in gathered:
-                made[node] = 3 * (level[node] - 1) + GATHER
-            elif level[node] == 0 or node in self.normed:
-                made[node] = 3 * level[node] + PREPARE
+            if at[node] == 0:  # gathered too, if it is made of structure
+                reads = [made[read] for read in node.reads if read in made]
+                made[node] = max([GATHER if node in gathered else PREPARE, *reads])
             else:
-                made[node] = 3 * (level[node] - 1) + UPDATE
+                made[node] = at[node] + (at[node] % 3 == GATHER and node not in gathered)
         self._delay(made)
         return made
 
     def _delay(self, made: dict[Node, int]) -> None:
         """Move rows to the last update until they are read, if their own inputs are kept until
         then: so they are neither exchanged nor made for the halo."""
-        at = made | {
-            n: 3 * (self.level[n] - 1) + GATHER for n in self.live if self.kind[n] == INNER
-        }
+        at = made | {node: self.at[node] for node in self.live if self.kind[node] == INNER}
         readers: dict[Node, list[Node]] = {}
         for node in self.live:
             for read in node.reads:
@@ -518,10 +524,6 @@ class _Cutter:
             if update > made[node] and update % 3 == UPDATE and all(stay):
                 made[node] = at[node] = update
 
-    def _is_through(self, node: Node) -> bool:
-        """Whether a call reads edges, or what is made of them."""
-        return any(self.kind[read] in (STRUCTURE, INNER) for read in node.reads)
-
     def _complete(self, piece: Piece) -> None:
         """Add what the piece's calls read that is no rows: it is made anew wherever it is read."""
         found, todo = set(piece.nodes), list(piece.nodes)
@@ -536,8 +538,6 @@ class _Cutter:
         self, pieces: Sequence[Piece], needs: dict[Node, set[int]], made: dict[Node, int]
     ) -> Program:
         """Say which rows each piece is given, and which it makes: those that later ones read."""
-        layers, output = self.level[self.recorded.output], self.recorded.output
-        has_end = bool(pieces[3 * layers].nodes)
 
         def alive(at: int) -> list[Node]:
             """Rows made before piece `at` that it or a later one reads; first what it reads."""
@@ -548,28 +548,20 @@ class _Cutter:
             ]
             return sorted(found, key=lambda node: (at not in needs[node], node.index))
 
-        inputs = alive(0)
-        cuts: list[Cut] = []
-        for layer in range(1, layers + 1):
-            at = 3 * (layer - 1)
-            prepare, gather, update = pieces[at : at + 3]
-            prepare.given, prepare.makes = inputs, alive(at + GATHER)
-            if not prepare.nodes:
-                inputs[:] = prepare.makes  # in one order, so that nothing is moved
-            gather.given = [node for node in prepare.makes if at + GATHER in needs[node]]
-            gather.makes = [
-                node
-                for node, reads in needs.items()
-                if made.get(node) == at + GATHER and any(r > at + GATHER for r in reads)
-            ]
-            update.given = [*prepare.makes, *gather.makes]
-            update.makes = inputs = alive(at + 3) if layer < layers or has_end else [output]
-            cuts.append(Cut(prepare, gather, update))
-        ends = pieces[3 * layers] if has_end else None
-        if ends:
-            ends.given, ends.makes = inputs, [output]
-        for piece in pieces:
-            piece.find_frees()
+        rows = alive(0)
+        for at, piece in enumerate(pieces):
+            if at % 3 == PREPARE:
+                piece.given, piece.makes = rows, alive(at + 1)
+                if not piece.nodes:
+                    rows[:] = piece.makes  # in one order, so that nothing is moved
+            elif at % 3 == GATHER:
+                piece.given = [node for node in pieces[at - 1].makes if at in needs[node]]
+                piece.makes = [node for node in alive(at + 1) if made.get(node) == at]
+            else:
+                piece.makes = rows = alive(at + 1)
+            piece.frees = frees(piece.nodes, {*piece.makes})
+        alike = (FIXED, FREE, STRUCTURE)
+        self.shared |= {node.key: node for node in self.live if self.kind[node] in alike}
         drawn = {}
         for node in self.live:
             if node.drops and self.kind[node] == INNER:
@@ -582,9 +574,8 @@ class _Cutter:
             self.recorded,
             self.live,
             self.kind,
-            cuts,
-            ends,
-            cuts[0].prepare.given,
+            [Cut(*pieces[at : at + 3]) for at in range(0, 3 * self._layers, 3)],
+            pieces[-1] if pieces[-1].nodes else None,
             self.fields,
             drawn,
             {node: number for number, node in enumerate(dropping)},
@@ -600,26 +591,25 @@ def is_batch_norm(node: Node) -> bool:
     return node.call is F.batch_norm
 
 
-def live_nodes(output: Node) -> list[Node]:
-    """Nodes of which the output is made, in their order."""
+def told_of(norm: Node) -> dict[str, Any]:
+    """What a call of batch norm is told, by name."""
+    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+def live_nodes(
+    outputs: Iterable[Node], reads: Callable[[Node], list[Node]] = lambda node: node.reads
+) -> list[Node]:
+    """Nodes of which the outputs are made, in their order."""
     live: set[Node] = set()
-    todo = [output]
+    todo = [*outputs]
     while todo:
         node = todo.pop()
         if node not in live:
             live.add(node)
-            todo += [*node.reads, *node.sizes]
+            todo += reads(node)
     return sorted(live, key=lambda node: node.index)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _storages(value: Any) -> set[int]:
-    """Where the numbers of a value's tensors are."""
-    dense = [tensor for tensor in _tensors(value) if tensor.layout == torch.strided]
-    return {tensor.untyped_storage().data_ptr() for tensor in dense}
 
 
 def differing(expected: Tensor, found: Tensor) -> int | None:

@@ -5,17 +5,17 @@ that number: it is a sum over edges from columns to rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
-from gnnplan.executor.modules.record import Named, Node, Opaque, Ref, Size, Slice, Sum, is_edge_set
+from gnnplan.executor.layers.kernels import Block
+from gnnplan.executor.modules.record import Named, Node, Opaque, Slice
 
-AddUp = Callable[[Sum, Mapping[Node, Any]], Tensor]
 CPU = torch.device("cpu")
 Values = dict[Node, Any]
 Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
@@ -23,15 +23,12 @@ Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
 
 @dataclass
 class Place:
-    """Where calls run: with what the module has by a name, a tensor or a part of it, for how many
-    vertices, and how dropout draws."""
+    """Where calls run: what the module has by a name, tensors or parts of it; how dropout draws."""
 
     named: Callable[[str], Any]
-    vertices: int
-    draw: Draw
+    draw: Draw = lambda node, rows, p: rows
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
-    aggregate: AddUp | None = None
 
     def run(
         self, nodes: Sequence[Node], values: Values, frees: Mapping[Node, Sequence[Node]]
@@ -39,29 +36,24 @@ class Place:
         """Add to `values` those of nodes, in their order; frees: after which ones go."""
         given: set[int] = set()
         if any(node.changes for node in nodes):
-            given = {_storage(value) for value in values.values() if isinstance(value, Tensor)}
+            given = _storages([*values.values()])
         for node in nodes:
-            values[node] = self.call(node, values, given)
-            for freed in frees.get(node, ()):
+            gone, may_change = frees.get(node, ()), False
+            if node.changes:  # in place, if nobody else has these numbers
+                kept = [value for each, value in values.items() if each not in gone]
+                may_change = not _storages(values.get(node.reads[0])) & (given | _storages(kept))
+            values[node] = self.call(node, values, may_change)
+            for freed in gone:
                 values.pop(freed, None)
 
-    def call(
-        self, node: Node, values: Mapping[Node, Any], given_: Collection[int] | None = None
-    ) -> Any:
-        """The value of one call, of those that it reads.
-
-        given_: storages that it may not change; None: any."""
-        if isinstance(node.call, Sum):
-            assert self.aggregate is not None
-            return self.aggregate(node.call, values)
-
+    def call(self, node: Node, values: Mapping[Node, Any], may_change: bool = False) -> Any:
+        """The value of one call, of those that it reads; may_change: the first, in place."""
         # torch's own walk of arguments takes as long as many a call
         args = tuple(self._given(argument, values) for argument in node.args)
         kwargs = {name: self._given(given, values) for name, given in node.kwargs.items()}
         if p := node.drops:
             return self.draw(node, args[0] if args else kwargs["input"], p)
-        if node.changes is not None and (given_ is None or _storage(args[0]) in given_):
-            # what is changed in place may be what another piece, or another test, was given
+        if node.changes and not may_change:
             args = (args[0].clone(), *args[1:])
         function: Any = node.call
         if isinstance(node.call, Opaque):
@@ -75,15 +67,10 @@ class Place:
 
     def _given(self, argument: Any, values: Mapping[Node, Any]) -> Any:
         # not a function in `call`: one that calls itself would hold all values in a cycle
-        if isinstance(argument, Ref):
-            return values[argument.node]
+        if isinstance(argument, Node):
+            return values[argument]
         if isinstance(argument, Named):
             return self.named(argument.name)
-        if isinstance(argument, Size):
-            if argument.node is None:
-                return self.vertices
-            value = values[argument.node]
-            return value.shape[1] if is_edge_set(argument.node.value) else value.shape[0]
         if isinstance(argument, torch.device):
             return self.device
         if isinstance(argument, Slice):
@@ -93,13 +80,41 @@ class Place:
         return argument
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in a value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def restricted(value: Any, rows: Tensor) -> Any:
-    """A value's tensors, of some rows."""
-    return tree_map(lambda v: v[rows] if isinstance(v, Tensor) and v.ndim else v, value)
+def _storages(values: Any) -> set[int]:
+    """Where the numbers of values' tensors are."""
+    dense = [tensor for tensor in tensors(values) if tensor.layout == torch.strided]
+    return {tensor.untyped_storage().data_ptr() for tensor in dense}
+
+
+def frees(
+    nodes: Iterable[Node],
+    keep: Collection[Node],
+    reads: Callable[[Node], list[Node]] = lambda node: node.reads,
+) -> dict[Node, list[Node]]:
+    """By call: the values that no later one reads, but for those to keep."""
+    last: dict[Node, Node] = {}
+    for node in nodes:
+        last |= dict.fromkeys([node, *reads(node)], node)
+    found: dict[Node, list[Node]] = {}
+    for value, node in last.items():
+        if value not in keep:
+            found.setdefault(node, []).append(value)
+    return found
+
+
+def grouped(edges: Tensor, readers: int, vertices: int, weight: Tensor | None = None) -> Block:
+    """Edges [2, E] into the first `readers` vertices, by these, and what they weigh [E, 1]."""
+    order = edges[1].argsort(stable=True)
+    indptr = torch.zeros(readers + 1, dtype=torch.int32)
+    indptr[1:] = torch.bincount(edges[1], minlength=vertices)[:readers].cumsum(0)
+    order = order[: indptr[-1]]
+    weight = None if weight is None else weight[order, 0]
+    return Block(indptr.numpy(), edges[0][order].int().numpy(), vertices, weight)
 
 
 def matrix_edges(matrix: Tensor) -> Tensor:

@@ -51,19 +51,18 @@ ARGUMENTS = {
     "heads": ("heads", "num_heads"),
     "dropout": ("dropout",),
 }
+FIELD_OF = {alias: field for field, aliases in ARGUMENTS.items() for alias in aliases}
 
 
 MAX_SOURCE = 1 << 22  # [B] of a file that is executed
 PICKLED = ".pickle"
 
 
-def source_of(model: str) -> tuple[Path, str, str] | None:
-    """The file of FILE.py:NAME, the name, and the file's SHA-256; None: it names no such thing.
-
-    Raises SpecError if the file cannot be read."""
-    path, colon, name = model.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        return None
+def source_of(model: str) -> tuple[Path, str, str]:
+    """The file of FILE.py:NAME, the name, and the file's SHA-256. Raises SpecError."""
+    path, _, name = model.rpartition(":")
+    if not path.endswith(".py"):
+        raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
     file = Path(path).resolve()
     return file, name, hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest()
 
@@ -168,19 +167,16 @@ def _blamed(file: Path | None, what: str) -> Iterator[None]:
         if isinstance(error, SyntaxError):
             lines = [error.lineno]
         words = str(error).strip().splitlines() or [""]
+        remedy = "run it with python to see more"
+        if isinstance(error, SystemExit):
+            remedy = (
+                "the file is imported, not run: what reads arguments, exits or trains belongs under"
+                ' if __name__ == "__main__"'
+            )
         place = f"{file}{f', line {lines[-1]}' if lines else ''}: " if file else ""
         raise SpecError(
-            f"{place}{what} ({type(error).__name__}: {words[0]:.200}); {_remedy(error)}"
+            f"{place}{what} ({type(error).__name__}: {words[0]:.200}); {remedy}"
         ) from error
-
-
-def _remedy(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return (
-            "the file is imported, not run: what reads arguments, exits or trains belongs under"
-            ' if __name__ == "__main__"'
-        )
-    return "run it with python to see more"
 
 
 def _arguments(
@@ -193,20 +189,19 @@ def _arguments(
 ) -> dict[str, Any]:
     """What the factory requires, by its parameters' names."""
     values = workload.model_dump() | {"features": features, "classes": classes}
-    by_name = {alias: values[field] for field, names in ARGUMENTS.items() for alias in names}
     out: dict[str, Any] = {}
     for parameter in inspect.signature(factory).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        of_graph = parameter.name in (*ARGUMENTS["features"], *ARGUMENTS["classes"])
-        if parameter.default is not parameter.empty and not of_graph:
+        field = FIELD_OF.get(parameter.name)
+        if parameter.default is not parameter.empty and field not in ("features", "classes"):
             continue
-        if parameter.name not in by_name:
+        if field is None:
             raise SpecError(
                 f"{where}{name} requires {parameter.name}, which we do not know; give it a"
-                f" default, or one of the names {', '.join(by_name)}"
+                f" default, or one of the names {', '.join(FIELD_OF)}"
             )
-        out[parameter.name] = by_name[parameter.name]
+        out[parameter.name] = values[field]
     return out
 
 

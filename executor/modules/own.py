@@ -65,9 +65,7 @@ def names_layer(model: Source, seed: int) -> bool:
                 f" 'layer.py:{kind.__name__}'"
             )
         return False
-    if (source := source_of(model)) is None:
-        return False
-    file, name, _ = source
+    file, name, _ = source_of(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         found = in_file(file, name)
@@ -81,9 +79,7 @@ def own_layers(workload: Workload, model: str, features: int, classes: int) -> W
             f"norm: {model} is a layer of your own, which norms in its prepare or update (norm:"
             f" {workload.norm}); leave norm out"
         )
-    source = source_of(model)
-    assert source is not None  # names_layer
-    file, name, sha256 = source
+    file, name, sha256 = source_of(model)
     module = Module(
         file=str(file),
         name=name,

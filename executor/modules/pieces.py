@@ -6,8 +6,7 @@ layers. Rows that are handed from one layer to the next lie side by side in one 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,23 +14,30 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from gnnplan.executor.layers.kernels import Block, FeatureRows, aggregate, dropout
+from gnnplan.executor.layers.kernels import Block, FeatureRows, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
-from gnnplan.executor.modules.cut import FIXED, Cut, Piece, Program, is_batch_norm, width_of
-from gnnplan.executor.modules.evaluate import AddUp, Place, Values
-from gnnplan.executor.modules.record import Node, Opaque, Sum, named_in, tensors_of
-from gnnplan.executor.modules.structure import Local, Structure
+from gnnplan.executor.modules.cut import (
+    BLOCK,
+    FIXED,
+    Cut,
+    Piece,
+    Program,
+    is_batch_norm,
+    told_of,
+    width_of,
+)
+from gnnplan.executor.modules.evaluate import Place, Values
+from gnnplan.executor.modules.record import Named, Node, Opaque, named_in, tensors_of
+from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
 # edges after which fields begin anew where layers are counted: of each kind there are as many in
 # every size of layers/count.py
 PERIOD = 64
 DRAWS = 1 << 16  # before the numbers of a module's dropouts, in a hash where layers have theirs
-BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 def pair_ids(source: Tensor, reader: Tensor) -> Tensor:
@@ -56,7 +62,7 @@ class Pieces:
     dtype: torch.dtype
     loops: bool  # the module's graph has self-loops, as DGL's
     binding: Bound
-    locals: WeakKeyDictionary[Block, Local] = field(default_factory=WeakKeyDictionary)
+    locals: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
 
     @property
     def layers(self) -> int:
@@ -65,14 +71,16 @@ class Pieces:
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
 
-    def place(self, vertices: int) -> Place:
-        """Where structure is computed: with the module's tensors, on the host."""
-        return Place(named_in(self.module), vertices, _no_draw, self.dtype)
+    @property
+    def place(self) -> Place:
+        """Where structure, which drops nothing, is computed: with the module's tensors, on the
+        host."""
+        return Place(named_in(self.module), dtype=self.dtype)
 
-    def local(self, block: Block) -> Local:
+    def local(self, block: Block) -> Values:
         """What layers read of a block's edges, which is made once."""
         if block not in self.locals:
-            self.locals[block] = self.structure.of_block(block, self.place(block.n_src))
+            self.locals[block] = self.structure.of_block(block, self.place)
         return self.locals[block]
 
     @property
@@ -128,70 +136,48 @@ def _shaped(rows: Tensor, node: Node) -> Tensor:
     return rows if value.is_floating_point() else rows.to(value.dtype)
 
 
-def told_of(norm: Node) -> dict[str, Any]:
-    """What a call of batch norm is told, by name."""
-    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
-    call.apply_defaults()
-    return call.arguments
-
-
-def columns_of(piece: Piece) -> list[tuple[slice, dict[str, Any]]]:
-    """Of each batch norm that a piece begins with: its columns, and what it is told."""
-    found, start = [], 0
-    norms = {node.reads[0]: node for node in piece.nodes if is_batch_norm(node)}
-    for node in piece.given:
-        stop = start + width_of(node)
-        if node in norms:
-            found.append((slice(start, stop), told_of(norms[node]) | {"node": norms[node]}))
-        start = stop
-    return found
-
-
 class PackedNorm(BatchNorm):
     """The batch norms that a piece begins with, over the columns of the rows that it is given."""
 
-    def __init__(self, layer: nn.Module, piece: Piece) -> None:
+    def __init__(self, layer: PieceLayer, piece: Piece) -> None:
         nn.Module.__init__(self)
-        self.of = [layer]  # in a list: it is no part of this module
-        self.columns = columns_of(piece)
-        self.width = sum(map(width_of, piece.given))
+        self.of, self.piece = [layer], piece  # in a list: the layer is no part of this module
 
-    def _tensor(self, name: Any) -> Tensor:
-        found: Tensor = self.of[0].named(name.name)  # type: ignore[operator]
-        return found
+    def norms_of(self, piece: Piece) -> Iterator[tuple[Node, slice, dict[str, Any]]]:
+        """Each batch norm that a piece begins with, its columns, and what it is told."""
+        norms, stop = {node.reads[0]: node for node in piece.nodes if is_batch_norm(node)}, 0
+        for given in piece.given:
+            start, stop = stop, stop + width_of(given)
+            if given in norms:
+                told = told_of(norms[given])
+                tensors = {k: self.of[0].named(v.name) for k, v in told.items() if type(v) is Named}
+                yield norms[given], slice(start, stop), told | tensors
 
     @property
     def shift(self) -> Tensor:
         """Running means [W]; zero of columns that are not normed."""
-        first = self._tensor(self.columns[0][1]["running_mean"])
-        shift = first.new_zeros(self.width)
-        for columns, told in self.columns:
-            shift[columns] = self._tensor(told["running_mean"])
+        means = [(columns, told["running_mean"]) for _, columns, told in self.norms_of(self.piece)]
+        shift: Tensor = means[0][1].new_zeros(sum(map(width_of, self.piece.given)))
+        for columns, mean in means:
+            shift[columns] = mean
         return shift
 
     def keep(self, mean: Tensor, variance: Tensor) -> None:
-        for columns, told in self.columns:
-            share = told["momentum"]
-            self._tensor(told["running_mean"]).add_(mean[columns], alpha=share)
-            self._tensor(told["running_var"]).lerp_(variance[columns], share)
+        for _, columns, told in self.norms_of(self.piece):
+            told["running_mean"].add_(mean[columns], alpha=told["momentum"])
+            told["running_var"].lerp_(variance[columns], told["momentum"])
 
     def normed(self, piece: Piece, values: Values, moments: Tensor | None) -> Values:
         """The values of a piece's batch norms; moments [2, W]; None: the running ones."""
         found: Values = {}
-        for columns, told in columns_of(piece):
-            rows = values[told["node"].reads[0]]
-            if moments is None:
-                mean, variance = (
-                    self._tensor(told["running_mean"]),
-                    self._tensor(told["running_var"]),
-                )
-            else:
-                mean, variance = moments[:, columns]
+        for node, columns, told in self.norms_of(piece):
+            running = told["running_mean"], told["running_var"]
+            mean, variance = running if moments is None else moments[:, columns]
             scale = (variance + told["eps"]).rsqrt()
             if told["weight"] is not None:
-                scale = self._tensor(told["weight"]) * scale
-            out = (rows - mean) * scale
-            found[told["node"]] = out if told["bias"] is None else out + self._tensor(told["bias"])
+                scale = told["weight"] * scale
+            out = (values[node.reads[0]] - mean) * scale
+            found[node] = out if told["bias"] is None else out + told["bias"]
         return found
 
 
@@ -246,7 +232,7 @@ class PieceLayer(Layer):
             if name.startswith("edge ")
         }
         whole = Whole(indptr, indices, fields, self.pieces.loops)
-        self.pieces.structure.on_whole(whole, self.pieces.place(0))
+        self.pieces.structure.on_whole(whole, self.pieces.place)
         return whole
 
     def possible(self, x: Tensor) -> Tensor:
@@ -263,7 +249,7 @@ class PieceLayer(Layer):
     # -- calls of a strategy -----------------------------------------------------------------------
 
     def open(self, block: Block) -> int:
-        return self.pieces.local(block).nbytes
+        return _nbytes(self.pieces.local(block).values())
 
     def during(self, drop: Drop) -> PieceLayer:
         own = copy.copy(self)  # with this layer's tensors
@@ -293,7 +279,7 @@ class PieceLayer(Layer):
     ) -> Tensor:
         assert isinstance(x, Tensor)
         during = self.during(drop)
-        prepared = during.prepared(x, moments)
+        prepared = during.begun(during.cut.prepare, self.norm, x, moments)
         read = {node: prepared[node] for node in during.cut.gather.given}
         gathered = during.gathered(block, read)
         own = {node: block.own_rows(rows) for node, rows in prepared.items()}
@@ -306,18 +292,18 @@ class PieceLayer(Layer):
         values: Values,
         rows: Tensor,
         ids: Mapping[Node | None, Tensor],
-        add_up: AddUp | None = None,
     ) -> Values:
         """What a piece makes. ids: of the vertices that its rows are of (None), and by edge set
         of edges, for dropout."""
 
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
-            of = ids[self._set(node)]
+            of = ids[self.mode.drawn.get(node)]
             if self.mode.kind[node] == FIXED:  # of parameters: no rows of vertices
                 of = torch.arange(len(value), device=value.device)
             return drawn(value, self.mode.numbers[node], of, self.drop, p)
 
-        place = Place(self.named, rows.shape[0], draw, rows.dtype, rows.device, add_up)
+        values[self.mode.recorded.inputs["vertices"]] = rows.shape[0]
+        place = Place(self.named, draw, rows.dtype, rows.device)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.makes}
 
@@ -328,13 +314,10 @@ class PieceLayer(Layer):
             return values
         return {n: v.detach() if n.call is None else v for n, v in values.items()}
 
-    def _set(self, node: Node) -> Node | None:
-        return self.mode.drawn.get(node)
-
     def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
         during = self.during(drop)
         piece = during.cut.prepare
-        return packed(during.prepared(x, moments), piece.makes) if piece.nodes else x
+        return packed(during.begun(piece, self.norm, x, moments), piece.makes) if piece.nodes else x
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Rows [S, read] -> what is made of them along edges [R, .]."""
@@ -348,10 +331,6 @@ class PieceLayer(Layer):
         own = self._unpacked(rows, self.cut.prepare.makes)
         return self.updated(own | unpacked(gathered, self.cut.gather.makes))
 
-    def prepared(self, x: Tensor, moments: Tensor | None) -> Values:
-        """Rows [S, W] that the layer is given -> what its other pieces read."""
-        return self.begun(self.cut.prepare, self.norm, x, moments)
-
     def begun(
         self, piece: Piece, norm: PackedNorm | None, rows: Tensor, moments: Tensor | None
     ) -> Values:
@@ -363,20 +342,14 @@ class PieceLayer(Layer):
 
     def gathered(self, block: Block, values: Values) -> Values:
         """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
-        pieces, piece = self.pieces, self.cut.gather
+        piece, local = self.cut.gather, self.pieces.local(block)
         assert block.source is not None
-        local = pieces.local(block)
         ids: dict[Node | None, Tensor] = {None: block.source}
         for node in piece.nodes:
-            edges = self._set(node)
-            if edges is not None and edges not in ids:
-                ids[edges] = pair_ids(*block.source[local.values[edges]])
-
-        def add_up(of: Sum, values: Mapping[Node, Any]) -> Tensor:
-            return aggregate(pieces.structure.edges_of(of, block, local), values[of.rows])
-
+            if (edges := self.mode.drawn.get(node)) is not None:
+                ids[edges] = pair_ids(*block.source[local[edges]])
         like = next(iter(values.values()), block.source)
-        made = self._run(piece, {**local.values, **values}, like, ids, add_up)
+        made = self._run(piece, {**local, **values, BLOCK: block}, like, ids)
         return {node: block.own_rows(rows) for node, rows in made.items()}
 
     def updated(self, values: Values) -> Tensor:
@@ -403,5 +376,12 @@ class Tail:
         return packed(during.begun(piece, self.norm, h, moments), piece.makes)
 
 
-def _no_draw(node: Node, value: Tensor, p: float) -> Tensor:
-    raise AssertionError("structure drops nothing")
+def _nbytes(values: Iterable[Any]) -> int:
+    """Memory of dense tensors, those of blocks too, each storage once [B]."""
+    parts = [part for v in values for part in (vars(v).values() if isinstance(v, Block) else [v])]
+    storages = [
+        part.untyped_storage()
+        for part in parts
+        if isinstance(part, Tensor) and part.layout == torch.strided
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

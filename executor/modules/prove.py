@@ -12,7 +12,7 @@ import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -25,17 +25,15 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import elsewhere
 from gnnplan.executor.modules.bind import MANY_VERTICES, VERTICES, GraphFields, Small, block_of
-from gnnplan.executor.modules.cut import Program, cut, differing, is_batch_norm, live_nodes
+from gnnplan.executor.modules.cut import Program, cut, differing, live_nodes
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
-from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids, told_of
+from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     Named,
     Node,
     Recorded,
-    Ref,
-    Size,
     Unfit,
     dropout_of,
     line_of,
@@ -54,10 +52,10 @@ def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.f
     small = Small(VERTICES[0], module, graph)
     with torch.no_grad():
         run = partial(_output, module, small, small.given(dtype), nullcontext)
-        return _guarded(module, small, run)
+        return _guarded(small, run)
 
 
-def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
+def _guarded(small: Small, run: Callable[[], T]) -> T:
     """What the user's code makes, or Unfit with its line."""
     try:
         with (
@@ -67,14 +65,15 @@ def _guarded(module: nn.Module, small: Small, run: Callable[[], T]) -> T:
         ):
             return run()
     except Unfit as unfit:
-        raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
+        raise Unfit(f"{line_of(unfit)}{unfit}") from None
     except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             most = f"{elsewhere.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
-            raise Unfit(f"{line_of(error, module)}it allocates more than {most}") from error
-        words = (str(error).strip().splitlines() or [_code_of(error)])[0]
+            raise Unfit(f"{line_of(error)}it allocates more than {most}") from error
+        code = traceback.extract_tb(error.__traceback__)[-1].line  # of assert, without words
+        words = (str(error).strip().splitlines() or [code or ""])[0]
         raise Unfit(
-            f"{line_of(error, module)}forward fails on a small graph of {small.x.shape[1]} features"
+            f"{line_of(error)}forward fails on a small graph of {small.x.shape[1]} features"
             f" ({type(error).__name__}: {words:.150}){_hint(error, words, small)}"
         ) from error
 
@@ -97,11 +96,6 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
     return next((f"; {hint}" for part, hint in found.items() if part in words), "")
 
 
-def _code_of(error: BaseException) -> str:
-    """The line that raised it, for errors without words, as those of assert."""
-    return traceback.extract_tb(error.__traceback__)[-1].line or ""
-
-
 @contextmanager
 def _one_product() -> Iterator[None]:
     """RGCNConv of PyG asks how many edges each type has, to choose between two equal products."""
@@ -120,13 +114,14 @@ def _one_product() -> Iterator[None]:
 def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
     """The module in pieces, in both of its modes. Raises Unfit, with the line."""
     small = Small(VERTICES[0], module, graph)
-    modes = []
-    for is_training in (True, False):
-        try:
-            modes.append(_mode(module, small, is_training, dtype))
-        except Unfit as unfit:
-            raise Unfit(f"{line_of(unfit, module)}{unfit}") from None
-    training, evaluation = modes
+    shared: dict[Hashable, Node] = {}
+
+    def program(is_training: bool) -> Program:
+        seen, recorded = recorded_of(module, small, is_training, dtype)
+        trained = {name for name, p in seen.named_parameters() if p.requires_grad}
+        return cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
+
+    training, evaluation = program(True), program(False)
     if training.widths != evaluation.widths:
         raise Unfit(
             "forward hands on other rows in evaluation than in training; let both modes read the"
@@ -142,7 +137,7 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
     loops, binding = small.whole.loops, small.binding
     pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding)
     for own in small.parts:
-        structure.look(pieces.place(0), block_of(small.whole, own)[0])
+        structure.look(pieces.place, block_of(small.whole, own))
     return pieces, small
 
 
@@ -157,28 +152,7 @@ def recorded_of(
     seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
     given = small.given(dtype)
     run = partial(small.binding.call, seen, given)
-    return seen, _guarded(module, small, lambda: record(seen, given, run, small.vertices, parts))
-
-
-def _mode(module: nn.Module, small: Small, is_training: bool, dtype: torch.dtype) -> Program:
-    seen, recorded = recorded_of(module, small, is_training, dtype)
-    trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-    place = Place(named_in(seen), small.vertices, lambda _, rows, __: rows, dtype)
-    program = cut(recorded, place, trained)
-    for node in program.live:
-        if is_batch_norm(node) and is_training:
-            _must_keep_averages(node)
-    return program
-
-
-def _must_keep_averages(node: Node) -> None:
-    if told_of(node)["running_mean"] is None:
-        raise Unfit(
-            f"{node.place}a batch norm without running averages has no moments in evaluation; use"
-            " track_running_stats=True"
-        )
-    if node.value.ndim != 2:
-        raise Unfit(f"{node.place}batch norm of {node.value.ndim} dimensions; flatten its rows")
+    return seen, _guarded(small, lambda: record(seen, given, run, small.vertices, parts))
 
 
 def must_make_the_same_calls(
@@ -188,7 +162,7 @@ def must_make_the_same_calls(
     the graph's size. parts: as of `record`."""
     for is_training in (True, False):
         few, many = (
-            live_nodes(recorded_of(module, small, is_training, torch.float64, parts)[1].output)
+            live_nodes([recorded_of(module, small, is_training, torch.float64, parts)[1].output])
             for small in (Small(n, module, graph) for n in (VERTICES[0], MANY_VERTICES))
         )
         pairs = list(zip(_told(few), _told(many), strict=False))
@@ -206,8 +180,8 @@ def _told(nodes: Sequence[Node]) -> list[tuple[Any, ...]]:
     places = {each: place for place, each in enumerate(nodes)}
 
     def told(leaf: Any) -> Any:
-        if isinstance(leaf, (Ref, Size)):
-            return type(leaf), leaf.node and places[leaf.node]
+        if isinstance(leaf, Node):
+            return places[leaf]
         return repr(leaf) if isinstance(leaf, (int, float, str, Named)) else type(leaf)
 
     return [(node.what, node.learns, *map(told, node.leaves)) for node in nodes]
@@ -248,19 +222,19 @@ def must_compute(
         # in evaluation nothing drops, and nothing stands between the module and torch
         within = shared if is_training else nullcontext
         run = partial(_output, small=small, values=values, shared=within)
-        expected = _guarded(module, small, partial(run, own))
+        expected = _guarded(small, partial(run, own))
         kept = numbers_of(own)
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
         must_learn_its_own(expected, own)
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
-        _guarded(module, small, (expected.flatten() * weights).sum().backward)
+        _guarded(small, (expected.flatten() * weights).sum().backward)
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         with torch.no_grad():
             for parameter in (*own.parameters(), *new.parameters()):
                 if parameter.requires_grad:  # a step of training, which what it keeps may not know
                     parameter.mul_(1.1).add_(0.01)
-            again, first = (_guarded(module, small, partial(run, each)) for each in (own, new))
+            again, first = (_guarded(small, partial(run, each)) for each in (own, new))
             if differing(again, first) is not None:
                 raise Unfit(
                     "its second call on a graph makes other rows than its first: it keeps numbers"
@@ -343,16 +317,17 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
     """The output of all vertices, each layer computed on the parts of the graph."""
     mode = pieces.training if is_training else pieces.evaluation
     layers = [pieces.layer(number) for number in range(1, pieces.layers + 1)]
-    rows = inputs_of(pieces, values, small.whole)
+    rows = inputs_of(pieces, values)
     blocks = [block_of(small.whole, own) for own in small.parts]
     for layer in layers:
         moments = None
         if layer.norm is not None and is_training:
             moments = moments_of(layer.norm, rows)
         made = []
-        for block, source in blocks:
-            drop = Drop(0.0, 7, 0, layer.number, source, training=is_training)
-            made.append(layer(block, rows[source], drop, moments=moments))
+        for block in blocks:
+            assert block.source is not None
+            drop = Drop(0.0, 7, 0, layer.number, block.source, training=is_training)
+            made.append(layer(block, rows[block.source], drop, moments=moments))
         rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
     if mode.ends is not None:
         tail = Tail(layers[-1])
@@ -368,18 +343,10 @@ def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
     return torch.stack([rows.mean(0), rows.var(0, unbiased=False)])
 
 
-def inputs_of(pieces: Pieces, values: Mapping[str, Any], whole: Whole) -> Tensor:
+def inputs_of(pieces: Pieces, values: Mapping[str, Any]) -> Tensor:
     """What layer 1 is given of all vertices [N, W]."""
-    program, structure, place = pieces.training, pieces.structure, pieces.place(0)
-    of_field = {field: node for node, field in program.fields.items()}
-    parts = []
-    for node in program.inputs:
-        if node in of_field:
-            value = structure.on_whole(whole, place)[structure.first[of_field[node]]]
-        else:
-            value = values[node.name]
-        parts.append(value.reshape(value.shape[0], -1).to(pieces.dtype))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    parts = [values[node.name] for node in pieces.training.inputs]
+    return torch.cat([part.reshape(len(part), -1).to(pieces.dtype) for part in parts], 1)
 
 
 class Dropouts(TorchFunctionMode):
@@ -411,8 +378,7 @@ def as_pieces_draw(pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> D
         ids = torch.arange(len(rows))
         edges = mode.drawn.get(node)
         if edges is not None:
-            first = pieces.structure.first[edges]
-            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place(0), [first])[first])
+            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place, [edges])[edges])
         return drawn(rows, mode.numbers[node], ids, drop, p)
 
     return Dropouts(draw)

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gnnplan.executor.layers.count import Unmeasured, count
-from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, bound
-from gnnplan.executor.modules.convert import NoChain, Parameters, cast, converted, parts_of
+from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small
+from gnnplan.executor.modules.convert import NoChain, Parameters, converted, parts_of
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
     ARGUMENTS,
+    FIELD_OF,
     MAX_SOURCE,
     PICKLED,
     as_planned,
@@ -40,7 +40,6 @@ from gnnplan.executor.modules.make import (
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import (
     followed,
-    inputs_of,
     must_make_the_same_calls,
     prove,
     run_once,
@@ -138,14 +137,10 @@ def read(
     module may read and write rows of other widths.
 
     Raises SpecError, of a file with its line."""
-    source: tuple[Path | None, str, str] | None
+    file: Path | None = None
+    name, sha256 = getattr(model, "__name__", type(model).__name__), ""
     if isinstance(model, str):
-        source = source_of(model)
-    else:
-        source = None, getattr(model, "__name__", type(model).__name__), ""
-    if source is None:
-        raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
-    file, name, _ = source
+        file, name, sha256 = source_of(model)
 
     def made() -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(workload.seed)
@@ -154,51 +149,28 @@ def read(
 
     with torch.random.fork_rng(devices=[]):
         module, arguments = made()
+    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    trained: Parameters | Pieces
     try:
-        with (
-            _modes_kept(module),
-            torch.random.fork_rng(devices=[]),
-            redirect_stdout(sys.stderr),
-        ):
-            bound(module, graph)  # or Unfit
+        with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
             must_be_alike(module, lambda: made()[0], rows)
             materialise(module, graph, workload.seed)
-            return _understood(module, arguments, workload, graph, folder, own_widths, source)
+            module = copy.deepcopy(module).to("cpu", dtype)  # a live one stays as it is
+            graph = _with_its_widths(module, graph, own_widths, dtype)
+            try:
+                chain = converted(module, graph)
+                fields, own, parts = chain.fields, chain.own, parts_of(module)
+                trained = Parameters(dict(module.state_dict()), chain.places)
+            except NoChain:
+                trained, parts = proved(module, graph, dtype), []
+                fields, own = _described(trained, graph, dtype)
+            must_make_the_same_calls(module, graph, parts)
+            if file is None:
+                kept = module if isinstance(trained, Pieces) else trained
+                file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
     except Unfit as unfit:
         raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
-
-
-def _understood(
-    module: nn.Module,
-    arguments: Mapping[str, Any],
-    workload: Workload,
-    graph: GraphFields,
-    folder: Path | None,
-    own_widths: tuple[bool, bool],
-    source: tuple[Path | None, str, str],
-) -> UserModule:
-    """The module as our layers, or in pieces. Raises Unfit."""
-    file, name, sha256 = source
-    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
-    if file:
-        module = module.to(dtype)
-    else:  # it stays as it is
-        with suppress(Exception):
-            module = copy.deepcopy(module).to(dtype)
-    graph = _with_its_widths(module, graph, own_widths, dtype)
-    trained: Parameters | Pieces
-    try:
-        chain = converted(module, graph)
-        fields, own, parts = chain.fields, chain.own, parts_of(module)
-        trained = Parameters(cast(module.state_dict(), dtype), chain.places)
-    except NoChain:
-        trained, parts = proved(module, graph, dtype), []
-        fields, own = _described(trained, graph, dtype)
-    must_make_the_same_calls(module, graph, parts)
-    if file is None:
-        kept = module if isinstance(trained, Pieces) else trained
-        file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
     description = Module(
         file=str(file),
         name=name,
@@ -313,17 +285,6 @@ def materialise(module: nn.Module, graph: GraphFields, seed: int) -> None:
         run_once(module, graph)
 
 
-@contextmanager
-def _modes_kept(module: nn.Module) -> Iterator[None]:
-    """Both modes of a module are looked at; afterwards its parts have those that they had."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
 @lru_cache(maxsize=2)
 def read_again(workload: Workload) -> Parameters | Pieces:
     """What training of a plan's workload starts from.
@@ -335,57 +296,50 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     source = as_planned(path, module.sha256, MAX_PARAMETERS if is_pickled else MAX_SOURCE)
     with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
         if is_pickled:
-            kept = loaded(source)
-            if isinstance(kept, Parameters):
-                return kept
-            return _understood_again(workload, module, path, kept)
-        torch.manual_seed(workload.seed)
-        found = in_file(path, module.name)
-        given = dict(module.arguments)
-        made, _ = make(found, module.name, path, workload, 0, 0, given=given)
-        return _understood_again(workload, module, path, made)
+            made = loaded(source)
+        else:
+            torch.manual_seed(workload.seed)
+            found, given = in_file(path, module.name), dict(module.arguments)
+            made, _ = make(found, module.name, path, workload, 0, 0, given=given)
+        return made if isinstance(made, Parameters) else _understood_again(workload, made)
 
 
-def _understood_again(
-    workload: Workload, module: Module, path: Path, made: nn.Module
-) -> Parameters | Pieces:
+def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Pieces:
     """What a plan's module is trained as. Raises SpecError if that is not what was planned."""
+    module = workload.own
     dtype = torch.float64 if workload.dtype == "float64" else torch.float32
-    graph = GraphFields(module.features, module.classes, **_fields_of(module))
+    vertex, edge = (
+        {name: (sizes, kind, kinds) for name, sizes, kind, kinds in fields}
+        for fields in (module.vertex_fields, module.edge_fields)
+    )
+    graph = GraphFields(module.features, module.classes, module.directed, False, vertex, edge)
     try:
         materialise(made, graph, workload.seed)
         made = made.to(dtype)
         if module.cut:
             pieces, _ = followed(made, graph, dtype)
-            found_widths = [pieces.width(n) for n in range(pieces.layers + 1)]
+            widths = [pieces.width(n) for n in range(pieces.layers + 1)]
         else:
             chain = converted(made, graph, proves=False)
-            layers = chain.own["layers"]
-            found_widths = [layers[0].h_in, *(layer.h_out for layer in layers)]
+            widths = _widths_of(chain.own["layers"])
     except (Unfit, NoChain) as unfit:
-        raise SpecError(f"{path}: {module.name}: {unfit}; plan again") from unfit
-    planned = [module.layers[0].h_in, *(layer.h_out for layer in module.layers)]
-    if found_widths != planned:
+        raise SpecError(f"{module.file}: {module.name}: {unfit}; plan again") from unfit
+    if widths != (planned := _widths_of(module.layers)):
         raise SpecError(
-            f"{path}: {module.name} has layers of {found_widths} numbers, and the plan has"
+            f"{module.file}: {module.name} has layers of {widths} numbers, and the plan has"
             f" {planned}; the module decides them, so plan again"
         )
     return pieces if module.cut else Parameters(made.state_dict(), chain.places)
 
 
+def _widths_of(layers: Sequence[ModuleLayer]) -> list[int]:
+    return [layers[0].h_in, *(layer.h_out for layer in layers)]
+
+
 def _shapes(kind: str, fields: Fields, pieces: Pieces) -> tuple[Any, ...]:
     """Fields of a graph that a module is given, as a Module keeps them."""
-    names = [name for name in dict(fields) if f"{kind} {name}" in pieces.binding.inputs]
-    return tuple((name, *dict(fields)[name]) for name in names)
-
-
-def _fields_of(module: Module) -> dict[str, Any]:
-    """Fields that a plan's module reads, with the shapes that the plan saw."""
-    return {
-        "directed": module.directed,
-        "vertex": {name: (tuple(sizes), *of) for name, sizes, *of in module.vertex_fields},
-        "edge": {name: (tuple(sizes), *of) for name, sizes, *of in module.edge_fields},
-    }
+    given = pieces.binding.inputs
+    return tuple((name, *shape) for name, shape in fields.items() if f"{kind} {name}" in given)
 
 
 def with_module(
@@ -399,8 +353,7 @@ def with_module(
     given: fields that the user set; SpecError if the module has another value of one of them, and
     if it breaks a rule of the workload."""
     given = list(given)
-    field_of = {alias: field for field, aliases in ARGUMENTS.items() for alias in aliases}
-    used = {field_of.get(argument) for argument, _ in user.description.arguments}
+    used = {FIELD_OF[argument] for argument, _ in user.description.arguments}
     for field in given:
         if field in used or field not in user.fields:
             continue
@@ -421,12 +374,11 @@ def with_module(
 
 def assumed(user: UserModule, given: Collection[str]) -> list[str]:
     """A note for each argument of the module that has the workload's default, as nobody gave it."""
-    field_of = {alias: field for field, aliases in ARGUMENTS.items() for alias in aliases}
     return [
         f"{user.description.name} is made with {argument}={value}, the default, since it requires"
         f" one and none was given; --set {field}=.. gives another"
         for argument, value in user.description.arguments
-        if (field := field_of[argument]) not in ("features", "classes", *given)
+        if (field := FIELD_OF[argument]) not in ("features", "classes", *given)
     ]
 
 
@@ -465,27 +417,16 @@ def pieces_of(workload: Workload) -> Pieces:
 
 
 def with_structure(problem: Problem) -> Problem:
-    """The problem whose graph has what its module computes of the whole graph for each vertex, and
-    self-loops if convolutions of DGL need them."""
-    module, graph = problem.workload.module, problem.graph
-    if graph is None or module is None or not module.cut:
+    """The problem whose graph has self-loops, if convolutions of DGL need them, and of which is
+    known what its module computes of the whole graph."""
+    graph, pieces = problem.graph, read_again(problem.workload)
+    if graph is None or isinstance(pieces, Parameters):
         return problem
-    pieces = pieces_of(problem.workload)
     if pieces.loops:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
-    tables = pieces.structure.on_whole(graph.whole, pieces.place(0))
-    if not any(name.startswith("structure") for name, _ in module.inputs):
-        return problem
-    values: dict[str, Any] = {}
-    start = 0
-    for name, width in module.inputs:
-        values[f"vertex {name}"] = torch.from_numpy(graph.x[:, start : start + width].copy())
-        start += width
-    x = inputs_of(pieces, values, graph.whole).numpy()
-    graph = replace(graph, x=np.ascontiguousarray(x))
-    pieces.structure.tables[graph.whole] = tables
-    return replace(problem, graph=graph)
+    pieces.structure.on_whole(graph.whole, pieces.place)
+    return problem
 
 
 def fill(net: nn.Module, workload: Workload) -> None:

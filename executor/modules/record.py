@@ -1,10 +1,11 @@
 """Records what a module's `forward` computes, as the calls of torch that it makes.
 
 The module runs on a small graph, and every call of torch is noted, with what it was given: values
-that were computed before, parameters, sizes, plain numbers. The notes can be run again on other
-rows and other edges. A size that is the number of vertices or of edges is a `Count`: it knows whose
-it is. What decides a branch must not be computed, so a module that asks a tensor for its truth or
-its numbers is refused; so is one that draws random numbers, but for dropout.
+that were computed before, parameters, plain numbers. The notes can be run again on other rows and
+other edges. A size that is the number of vertices or of edges is a `Count`: it knows whose it is,
+and is noted as a value that was computed. What decides a branch must not be computed, so a module
+that asks a tensor for its truth or its numbers is refused; so is one that draws random numbers, but
+for dropout.
 
 What torch does not see (DGL's kernels, other compiled code) is noted as a call of the innermost
 module that did it: an `Opaque`."""
@@ -12,6 +13,8 @@ module that did it: an `Opaque`."""
 from __future__ import annotations
 
 import itertools
+import operator
+import pickle
 import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -35,8 +38,6 @@ DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 # calls that make a tensor of one number, with the type of another
 MADE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 MOST_CALLS = 100_000
-# questions about a tensor whose answer is of its kind, and of no numbers in it
-ASKS = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "grad_fn")
 UNSEEN = (
     "something that torch does not see makes a tensor in forward itself; put it into a module of"
     " its own, which is given the edges, and keep constants by self.register_buffer, layers in a"
@@ -66,12 +67,12 @@ class Unfit(Exception):
 class Count(int):
     """A number of vertices or edges, as a size says it.
 
-    of: the edge set whose edges they are; None: it is the number of vertices. Sums and products of
-    it are plain numbers."""
+    of: the edge set whose edges they are, or what forward is given as the number of vertices. Sums
+    and products of it are plain numbers."""
 
-    of: Node | None
+    of: Node
 
-    def __new__(cls, value: int, of: Node | None) -> Count:
+    def __new__(cls, value: int, of: Node) -> Count:
         count = super().__new__(cls, value)
         count.of = of
         return count
@@ -86,17 +87,17 @@ class Shape(tuple[int, ...]):
 
 @dataclass(eq=False, repr=False)
 class Node:
-    """A call, or something that forward is given (`name`)."""
+    """A value: a call's, or something that forward is given (`name`)."""
 
-    index: float
-    call: Callable[..., Any] | Opaque | Sum | None
-    args: tuple[Any, ...] = ()  # with Ref for values, Named for parameters, Size for counts
+    call: Callable[..., Any] | Opaque | None
+    args: tuple[Any, ...] = ()  # with nodes for values, Named for parameters
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: int = 0  # in the user's file; 0: unknown
     learns: bool = True  # autograd is on
-    changes: Node | None = None  # whose value it changes in place
+    changes: bool = False  # the value of its first argument, in place
     value: Any = None  # on the small graph
+    index: float = field(default_factory=itertools.count().__next__)  # in the order of calls
 
     def __repr__(self) -> str:
         return f"{self.index}: {self.name or self.what}"
@@ -108,8 +109,8 @@ class Node:
     @property
     def what(self) -> str:
         """The name of what it calls."""
-        if isinstance(self.call, (Opaque, Sum)):
-            return getattr(self.call, "kind", "sum")
+        if isinstance(self.call, Opaque):
+            return self.call.kind
         return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
 
     @property
@@ -119,30 +120,27 @@ class Node:
 
     @property
     def reads(self) -> list[Node]:
-        """Nodes whose values it is given."""
-        return [leaf.node for leaf in self.leaves if isinstance(leaf, Ref)]
+        """Values that it is given."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
 
-    @property
-    def sizes(self) -> list[Node]:
-        """Nodes whose number of edges it is given."""
-        return [leaf.node for leaf in self.leaves if isinstance(leaf, Size) and leaf.node]
+    def read_instead(self, others: Mapping[Node, Node]) -> None:
+        """Have it be given other values."""
 
-    @property
-    def counts(self) -> bool:
-        """Whether it is given the number of vertices."""
-        return any(isinstance(leaf, Size) and leaf.node is None for leaf in self.leaves)
+        def other(argument: Any) -> Any:
+            return others.get(argument, argument) if isinstance(argument, Node) else argument
+
+        self.args, self.kwargs = tree_map(other, (self.args, dict(self.kwargs)))
 
     @property
     def named(self) -> list[str]:
         """Parameters and buffers that it is given, and those of an Opaque's module."""
         return [leaf.name for leaf in self.leaves if isinstance(leaf, Named)]
 
-    def key(self, first: Mapping[Node, Node]) -> Hashable:
-        """Equal for calls of the same with the same; first: of a value, the first equal one."""
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls of the same with the same."""
 
         def plain(argument: Any) -> Hashable:
-            if isinstance(argument, (Ref, Size)):
-                return type(argument), argument.node and first[argument.node]
             if isinstance(argument, (tuple, list)):
                 return type(argument), *map(plain, argument)
             return type(argument), argument  # 1 equals 1.0 and True
@@ -167,34 +165,11 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Sum:
-    """A sum over edges of rows that they read, each times its weight, if there is one."""
-
-    rows: Node
-    edges: Node
-    weight: Node | None
-
-
-@dataclass(frozen=True)
 class Opaque:
     """A module that is called as a whole."""
 
     path: str
     kind: str
-
-
-@dataclass(frozen=True)
-class Ref:
-    """The value of a node."""
-
-    node: Node
-
-
-@dataclass(frozen=True)
-class Size:
-    """The number of edges of a node's value; of no node: the number of vertices."""
-
-    node: Node | None
 
 
 class Slice(NamedTuple):
@@ -234,9 +209,14 @@ class Recorded:
     """All calls of one run of forward, in their order."""
 
     nodes: list[Node]
-    inputs: dict[str, Node]  # by the name that the graph has for it
+    inputs: dict[str, Node]  # by the name that the graph has for it; and 'vertices'
     output: Node
-    vertices: int  # of the small graph
+
+    @property
+    def vertices(self) -> int:
+        """Of the small graph."""
+        found: int = self.inputs["vertices"].value
+        return found
 
 
 class _Unseen(Exception):
@@ -263,7 +243,8 @@ def record(
     while True:
         before = _states_outside_torch()
         try:
-            with _recording(module, given, vertices, opaque, parts) as recorder:
+            recorder = _Recorder(module, given, vertices, opaque, parts)
+            with recorder, recorder.of_modules():
                 recorded = recorder.finished(call())
             if before != _states_outside_torch():
                 raise Unfit(
@@ -287,7 +268,7 @@ class _Recorder(TorchFunctionMode):
         may_drop: Collection[str],
     ) -> None:
         super().__init__()
-        self.vertices, self.opaque, self.may_drop = vertices, opaque, may_drop
+        self.opaque, self.may_drop = opaque, may_drop
         self.nodes: list[Node] = []
         self.of: dict[int, Node] = {}  # by the tensor's id
         self.versions: dict[int, int] = {}
@@ -304,7 +285,7 @@ class _Recorder(TorchFunctionMode):
         self.within: list[str] = [""]
         self.is_within_opaque = False
         self.inputs: dict[str, Node] = {}
-        for name, value in given.items():
+        for name, value in {**given, "vertices": vertices}.items():
             node = self._node(None, (), {}, name)
             node.value = value
             self.inputs[name] = node
@@ -317,7 +298,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "_set_grad_enabled" or name in ASKS:
+        if name == "_set_grad_enabled":
             return func(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args)
@@ -331,8 +312,8 @@ class _Recorder(TorchFunctionMode):
         if name in MADE and (len(args) > 1 or name.endswith("_like")):
             return self._filled(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
-        if args and _writes(name):
-            self._must_not_be_learned(node, args[0])
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        version = None if first is None else first._version
         before = torch.get_rng_state() if func not in DROPOUTS else None
         if func in DROPOUTS:
             p, training, in_place = dropout_of(args, kwargs)
@@ -348,14 +329,17 @@ class _Recorder(TorchFunctionMode):
                 f"{node.place}{node.what} draws random numbers, which other ranks would draw"
                 " otherwise; only dropout is drawn alike everywhere"
             )
-        return self._result(node, args, kwargs, result)
+        if first is not None and first._version != version:
+            self._must_not_be_learned(node, first)
+            result = first if result is None else result  # of setitem
+            node.changes = result is first and id(first) in self.of
+        return self._made(node, result)
 
-    def _must_not_be_learned(self, node: Node, tensor: Any) -> None:
+    def _must_not_be_learned(self, node: Node, tensor: Tensor) -> None:
         """Raise Unfit if what a call changes in place is a parameter, or its `data`."""
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        if tensor.layout != torch.strided:
             return
-        with torch._C.DisableTorchFunction():
-            name = self.learned.get(tensor.untyped_storage().data_ptr())
+        name = self.learned.get(tensor.untyped_storage().data_ptr())
         if name is not None:
             raise Unfit(
                 f"{node.place}{node.what} changes {name} in place, which would be lost; compute"
@@ -365,29 +349,21 @@ class _Recorder(TorchFunctionMode):
     def _filled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A tensor of one number, of whose example nothing but its type matters."""
         result = func(*args, **kwargs)
-        shape: Any = result.shape
         if name.endswith("_like"):
-            shape = self._shape(args[0])
+            shape: Any = self._shape(args[0])
         else:
             shape = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-            shape = [shape] if isinstance(shape, int) else shape
-        number = 0
-        if name in ("new_full", "full_like"):
-            number = kwargs.get("fill_value", args[-1])
-            shape = args[1] if name == "new_full" else shape
-        elif "ones" in name:
-            number = 1
+        number = result.flatten()[0].item() if result.numel() else 0
         made = {"dtype": result.dtype, "device": result.device}
         node = self._node(torch.full, (tuple(shape), number), made)
-        return self._result(node, (), {}, result)
+        return self._made(node, result)
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         result = func(*args)
         if isinstance(result, torch.Size):
             return self._shape(args[0])
         if isinstance(result, Tensor):  # .T, .data, .grad
-            node = self._node(func, args, {})
-            return self._result(node, args, {}, result)
+            return self._made(self._node(func, args, {}), result)
         return result
 
     def _shape(self, tensor: Tensor) -> Shape:
@@ -395,8 +371,8 @@ class _Recorder(TorchFunctionMode):
         node = self.of.get(id(tensor))
         if node is not None and sizes:
             axis = 1 if is_edge_set(node.value) else 0
-            if sizes[axis] == self.vertices:
-                sizes[axis] = Count(sizes[axis], None)
+            if sizes[axis] == self.inputs["vertices"].value:
+                sizes[axis] = Count(sizes[axis], self.inputs["vertices"])
             elif sizes[axis] in self.edges:
                 sizes[axis] = Count(sizes[axis], self.edges[sizes[axis]])
         return Shape(sizes)
@@ -422,7 +398,6 @@ class _Recorder(TorchFunctionMode):
         line = _line()
         # a list may be an argument of a call that changes it, so it is walked now
         node = Node(
-            len(self.nodes),
             call,
             tree_map(self._argument, args),
             tree_map(self._argument, dict(kwargs)),
@@ -437,19 +412,23 @@ class _Recorder(TorchFunctionMode):
         if type(value) is int:
             value = self.lengths.get(value, value)
         if isinstance(value, Count):
-            return Size(value.of)
+            if value.of is self.inputs["vertices"]:
+                return value.of
+            number = self._node(number_of, (value.of,), {})
+            number.value = int(value)
+            return number
         if isinstance(value, (Shape, torch.Size)):
             return tuple(map(self._argument, value))
         if isinstance(value, slice):
             return Slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, Tensor):
             if self._is_seen(value):
-                return Ref(self.of[id(value)])
+                return self.of[id(value)]
             if id(value) in self.names:
                 return Named(self.names[id(value)])
             raise _Unseen(self.within[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
         if id(value) in self.of:  # a graph of DGL
-            return Ref(self.of[id(value)])
+            return self.of[id(value)]
         return value
 
     def _is_seen(self, tensor: Tensor) -> bool:
@@ -465,31 +444,21 @@ class _Recorder(TorchFunctionMode):
             raise _Unseen(self.within[-1], IN_PLACE)
         return False
 
-    def _result(self, node: Node, args: Any, kwargs: Any, result: Any) -> Any:
-        first = args[0] if args else None
-        if result is None and node.what == "setitem":
-            result = first
-        of_first = self.of.get(id(first))
-        if result is first and of_first is not None:
-            node.changes = of_first
-        self._made(node, result)
-        return result
-
-    def _made(self, node: Node, result: Any) -> None:
+    def _made(self, node: Node, result: Any) -> Any:
         node.value = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, result)
         if isinstance(result, Tensor):
             self._tensor(node, result)
         elif isinstance(result, (tuple, list)):
             for i, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    part = Node(len(self.nodes), _item, (Ref(node), i), line=node.line)
-                    part.learns = node.learns
+                    part = Node(operator.getitem, (node, i), line=node.line, learns=node.learns)
                     self.nodes.append(part)
                     part.value = item.detach().clone()
                     self._tensor(part, item)
         elif not isinstance(result, (int, float, bool, str, torch.dtype, torch.device, type(None))):
             self.of[id(result)] = node
             self.alive.append(result)
+        return result
 
     def _tensor(self, node: Node, tensor: Tensor) -> None:
         self.of[id(tensor)] = node
@@ -497,6 +466,20 @@ class _Recorder(TorchFunctionMode):
         self.alive.append(tensor)
         if is_edge_set(node.value):
             self.edges[tensor.shape[1]] = node
+
+    @contextmanager
+    def of_modules(self) -> Iterator[None]:
+        """Note calls of modules."""
+        original = nn.Module.__call__
+
+        def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
+
+        nn.Module.__call__ = noted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """A module's call, as a whole if torch did not see all of it before."""
@@ -527,7 +510,7 @@ class _Recorder(TorchFunctionMode):
                     f"{node.what} drops inside, where torch does not see it; drop its inputs before"
                     " (torch.nn.functional.dropout)"
                 )
-            return self._result(node, (), {}, result)
+            return self._made(node, result)
 
     def finished(self, output: Any) -> Recorded:
         if isinstance(output, (tuple, list)) and len(output) == 1:
@@ -539,25 +522,16 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if not self._is_seen(output):
                 raise _Unseen(self.within[-1])
-        return Recorded(self.nodes, self.inputs, self.of[id(output)], self.vertices)
+        return Recorded(self.nodes, self.inputs, self.of[id(output)])
 
 
-def _states_outside_torch() -> tuple[Any, ...]:
+def _states_outside_torch() -> bytes:
     """Where Python's and numpy's generators are."""
-    state: Any = np.random.get_state()
-    _, words, place, *_ = state
-    return random.getstate(), bytes(words), place
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-def _writes(name: str) -> bool:
-    """Whether a call of this name changes its first argument in place."""
-    is_operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    is_method = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return is_operator or is_method or name == "__setitem__"
-
-
-def _item(values: Any, i: int) -> Any:
-    return values[i]
+def number_of(edges: Tensor) -> int:
+    return edges.shape[1]
 
 
 def is_sparse(value: Any) -> bool:
@@ -579,7 +553,12 @@ def is_edge_set(value: Any) -> bool:
 
 def edge_sets_of(nodes: Collection[Node]) -> list[Node]:
     """Those that are edges, and not only places of a sparse matrix's numbers."""
-    used = {read for node in nodes if not is_sparse(node.value) for read in node.reads}
+    used = {
+        read
+        for node in nodes
+        if not is_sparse(node.value) and node.call is not number_of
+        for read in node.reads
+    }
     places = {read for node in nodes for read in node.reads} - used
     return [node for node in nodes if is_edge_set(node.value) and node not in places]
 
@@ -601,7 +580,7 @@ def named_in(module: nn.Module) -> Callable[[str], Any]:
     return {**dict(module.named_modules()), **tensors_of(module)}.__getitem__
 
 
-def line_of(error: BaseException, module: nn.Module) -> str:
+def line_of(error: BaseException) -> str:
     """'line 12: ', where the user's code raised; '' if the error says it, or if it is unknown."""
     if str(error).startswith("line "):
         return ""
@@ -632,26 +611,3 @@ def _line() -> int:
             return frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return 0
-
-
-@contextmanager
-def _recording(
-    module: nn.Module,
-    given: Mapping[str, Any],
-    vertices: int,
-    opaque: set[str],
-    may_drop: Collection[str],
-) -> Iterator[_Recorder]:
-    """Note calls of torch and of modules."""
-    recorder = _Recorder(module, given, vertices, opaque, may_drop)
-    original = nn.Module.__call__
-
-    def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
-
-    nn.Module.__call__ = noted  # type: ignore[method-assign]
-    try:
-        with recorder:
-            yield recorder
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]

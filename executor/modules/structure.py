@@ -3,14 +3,13 @@
 A part knows the edges into its vertices. Most of what a module makes of edges, a part makes as the
 whole graph does: a list of sources, a field times two, self-loops. Some it cannot, as a source's
 degree. That is computed once on the whole graph, and the part looks it up: by vertex, or by the
-pair of vertices that an edge links. Equal calls, of several layers and of both modes, are made
-once, and no value stays that no layer reads."""
+pair of vertices that an edge links. No value stays that no layer reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,9 +17,16 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.cut import STRUCTURE, Program, differing
-from gnnplan.executor.modules.evaluate import Place, Values, keys, with_loops
-from gnnplan.executor.modules.record import Node, Sum, Unfit, edge_sets_of, is_edge_set, is_sparse
+from gnnplan.executor.modules.cut import (
+    BLOCK,
+    DESTINATIONS,
+    STRUCTURE,
+    Program,
+    differing,
+    live_nodes,
+)
+from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, with_loops
+from gnnplan.executor.modules.record import Node, Unfit, edge_sets_of, is_edge_set, is_sparse
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -70,84 +76,50 @@ def _equal_before(keys: Tensor) -> Tensor:
     return before[order.argsort()]
 
 
-class Edges(NamedTuple):
-    """Edges and weights of a sum. of_sources: there is one per source of the block, as later calls
-    of the gathering read it; else one per destination."""
+@dataclass
+class _Part(Place):
+    """A part of a graph: what only the whole tells, it looks up. source [S]: its vertices there."""
 
-    edges: Node
-    weight: Node | None
-    of_sources: bool
+    structure: Structure = field(kw_only=True)
+    source: Tensor = field(kw_only=True)
+    tables: Mapping[Node | str, Any] = field(kw_only=True)
 
-
-@dataclass(frozen=True)
-class Local:
-    """The structure of a block: what layers read of it, and the edges of their sums."""
-
-    values: Values
-    sums: Mapping[Edges, Block]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its dense tensors, each storage once [B]."""
-        of_sums = [value for block in self.sums.values() for value in vars(block).values()]
-        found = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in (*self.values.values(), *of_sums)
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        }
-        return sum(found.values())
+    def call(self, node: Node, values: Mapping[Node, Any], may_change: bool = False) -> Any:
+        if node not in self.structure.whole:
+            return super().call(node, values, may_change)
+        table, of = self.tables[node], self.structure.whole[node]
+        if of is not None:
+            return table.at(self.source[values[of]])
+        return table[self.source] if self.structure.is_of_vertices(node) else table
 
 
 @dataclass(eq=False)
 class Structure:
     """The structure of a module's programs, which were recorded on the same graph.
 
-    first: of each call, the first that is equal. nodes: these first ones, each after those that it
-    reads. whole: those of them that only the whole graph tells, with the edge set that they are of;
-    None: they are of vertices, or one for all."""
+    read: what layers read of it. nodes: that, and what it is made of, in the order of calls. whole:
+    those of them that only the whole graph tells, with the edge set that they are of; None: they
+    are of vertices, or one for all."""
 
     programs: tuple[Program, ...]
-    first: dict[Node, Node] = field(default_factory=dict)
-    equal: dict[Node, list[Node]] = field(default_factory=dict)  # to each first one
     whole: dict[Node, Node | None] = field(default_factory=dict)
     tables: WeakKeyDictionary[Whole, Mapping[Node | str, Any]] = field(
         default_factory=WeakKeyDictionary
     )
 
     def __post_init__(self) -> None:
-        by_call: dict[Hashable, Node] = {}
+        self.read: set[Node] = set()
         for program in self.programs:
-            for node in _read_by(program):
-                first = by_call.setdefault(node.key(self.first), node)
-                self.first[node] = first
-                self.equal.setdefault(first, []).append(node)
-        self.read: set[Node] = set()  # by calls of layers
-        self.sums: dict[Sum, Edges] = {}
-        for program in self.programs:
-            self.read |= {self.first[edges] for edges in program.drawn.values()}
-            for cut in program.layers:
-                for node in cut.gather.nodes:
-                    given = [*node.reads, *node.sizes]
-                    if isinstance(of := node.call, Sum):
-                        goes_on = any(node in other.reads for other in cut.gather.nodes)
-                        weight = None if of.weight is None else self.first[of.weight]
-                        self.sums[of] = Edges(self.first[of.edges], weight, goes_on)
-                    else:
-                        self.read |= {self.first[r] for r in given if r in self.first}
-
-    @property
-    def nodes(self) -> list[Node]:
-        return list(self.equal)
+            self.read |= {*program.drawn.values()}
+            self.whole |= dict.fromkeys(program.fields)
+            for node in (node for cut in program.layers for node in cut.gather.nodes):
+                self.read |= {read for read in node.reads if program.kind[read] == STRUCTURE}
+        self.nodes = live_nodes(self.read)
 
     @property
     def small(self) -> Any:
         """What was recorded."""
         return self.programs[0].recorded
-
-    @property
-    def counts(self) -> set[int]:
-        """Numbers of edges of its sets."""
-        return {node.value.shape[1] for node in self.nodes if is_edge_set(node.value)}
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -157,23 +129,28 @@ class Structure:
         edges: Tensor,
         fields: Mapping[str, Tensor],
         source: Tensor | None = None,
+        destinations: int = 0,
     ) -> Values:
         """Values of what forward is given of edges, by node.
 
-        source [S]: the vertices that edges link, as a part numbers them; None: it is the whole."""
+        source [S]: the vertices that edges link, as a part numbers them; None: it is the whole.
+        destinations: those that edges lead to, the first of them."""
         values: Values = {}
         for node in self.nodes:
-            if node.call is not None:
+            if node.call is not None or node is BLOCK:
                 continue
-            if node.name == "edge_index":
-                made: Any = edges
+            if node is DESTINATIONS:
+                values[node] = destinations
+            elif node.name == "vertices":
+                values[node] = whole.vertices if source is None else len(source)
+            elif node.name == "edge_index":
+                values[node] = edges
             elif node.name == "g":
-                made = dgl_graph(whole, edges, fields, source)
+                values[node] = dgl_graph(whole, edges, fields, source)
             elif node.name.startswith("vertex "):
                 raise Unfit(self._chosen_by(node))
             else:
-                made = fields[node.name.removeprefix("edge ")]
-            self._put(values, node, made)
+                values[node] = fields[node.name.removeprefix("edge ")]
         return values
 
     def _chosen_by(self, rows: Node) -> str:
@@ -185,48 +162,28 @@ class Structure:
             " those to leave out, or choose them before, in the graph's file"
         )
 
-    def _put(self, values: Values, node: Node, value: Any) -> None:
-        values.update(dict.fromkeys(self.equal[node], value))
-
-    def _run(
+    def _wanted(
         self,
-        values: Values,
         wanted: Collection[Node],
-        reads: Callable[[Node], list[Node]],
-        value: Callable[[Node], Any],
-    ) -> None:
-        """Compute `wanted` and keep nothing else: a value goes after its last reader."""
-        needed, todo = set(wanted), list(wanted)
-        while todo:
-            new = set(reads(todo.pop())) - needed
-            needed |= new
-            todo += new
-        order = [node for node in self.nodes if node in needed]
-        last: dict[Node, Node] = {}
-        for node in order:
-            last |= dict.fromkeys([node, *reads(node)], node)
-        kept = {each for node in {*last} | {*wanted} for each in self.equal[node]}
-        for node in [node for node in values if node not in kept]:
-            del values[node]
-        for node in order:
-            if node.call is not None:
-                self._put(values, node, value(node))
-            for gone in {node, *reads(node)} - {*wanted}:
-                if last[gone] is node:
-                    for each in self.equal[gone]:
-                        del values[each]
-
-    def _reads(self, node: Node) -> list[Node]:
-        return [self.first[read] for read in (*node.reads, *node.sizes)]
+        place: Place,
+        values: Values,
+        reads: Callable[[Node], list[Node]] = lambda node: node.reads,
+    ) -> Values:
+        """Compute some, and keep nothing else; values: of what forward is given."""
+        nodes = live_nodes(wanted, reads)
+        with torch.no_grad():
+            place.run(
+                [node for node in nodes if node.call is not None],
+                values,
+                frees(nodes, wanted, reads),
+            )
+        return {node: values[node] for node in wanted if node is not BLOCK}
 
     def values_on(self, whole: Whole, place: Place, wanted: Collection[Node]) -> Values:
         """Values on the whole graph."""
         fields = {n: typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
         values = self.given(whole, edge_index_of(whole), fields)
-        somewhere = replace(place, vertices=whole.vertices)
-        with torch.no_grad():
-            self._run(values, wanted, self._reads, lambda node: somewhere.call(node, values))
-        return values
+        return self._wanted(wanted, place, values)
 
     def fields_of(self, whole: Whole) -> list[str]:
         """Fields of edges that it is given; a graph of DGL has them all."""
@@ -234,89 +191,62 @@ class Structure:
         return [name for name in whole.fields if "g" in names or f"edge {name}" in names]
 
     def on_whole(self, whole: Whole, place: Place) -> Mapping[Node | str, Any]:
-        """Tables of what only the whole graph tells, and fields of its vertices."""
+        """Tables of what only the whole graph tells, and fields of its edges."""
         if whole not in self.tables:
-            kept: dict[Node | str, Any] = {}
-            of_rows = {self.first[node] for program in self.programs for node in program.fields}
-            sets = {of for of in self.whole.values() if of is not None}
-            if wanted := {*self.whole, *of_rows}:
-                values = self.values_on(whole, place, wanted | sets)
-                kept |= {node: values[node] for node in wanted}
-                for node, of in self.whole.items():
-                    if of is not None:
-                        kept[node] = Table(values[of], values[node], whole.vertices)
-            if names := self.fields_of(whole):
-                edges = edge_index_of(whole)
-                for name in names:
-                    value = typed(whole.fields[name], place.dtype)
-                    kept[name] = Table(edges, value, whole.vertices)
-            self.tables[whole] = kept
+            wanted = {*self.whole} | {of for of in self.whole.values() if of is not None}
+            values = self.values_on(whole, place, wanted) if wanted else {}
+            edges = edge_index_of(whole)
+            fields = {
+                name: typed(whole.fields[name], place.dtype) for name in self.fields_of(whole)
+            }
+            self.tables[whole] = self._as_tables(values, edges, fields, whole.vertices)
         return self.tables[whole]
 
-    def of_block(self, block: Block, place: Place) -> Local:
-        """What layers read on a block."""
-        assert block.whole is not None and block.source is not None
-        tables = self.on_whole(block.whole, place)
-        source, device = block.source.cpu(), block.indptr.device
-        here = replace(place, vertices=block.n_src)
-        with torch.no_grad():
-            values = self._given_of_block(block, source, tables)
-            own = {of for of in self.sums.values() if not self._is_the_block(of)}
-            of_sums = {node for of in own for node in (of.edges, of.weight) if node is not None}
-            self._run(
-                values,
-                self.read | of_sums,
-                self._looks_up,
-                lambda node: self._value(node, values, here, source, tables),
-            )
-            sums = {of: _block(of, values, block) for of in own}
-        read = {each for node in self.read for each in self.equal[node]}
-        return Local(
-            {node: _moved(value, device) for node, value in values.items() if node in read},
-            {of: edges.to(device) for of, edges in sums.items()},
-        )
+    def _as_tables(
+        self, values: Values, edges: Tensor, fields: Mapping[str, Tensor], vertices: int
+    ) -> dict[Node | str, Any]:
+        """What a part looks up of values on the whole graph."""
+        tables: dict[Node | str, Any] = {
+            name: Table(edges, field, vertices) for name, field in fields.items()
+        }
+        for node, of in self.whole.items():
+            value = values[node]
+            tables[node] = value if of is None else Table(values[of], value, vertices)
+        return tables
 
-    def _given_of_block(
-        self, block: Block, source: Tensor, tables: Mapping[Node | str, Any]
-    ) -> Values:
+    def of_block(self, block: Block, place: Place) -> Values:
+        """What layers read on a block."""
         assert block.whole is not None
-        edges = edges_in(block).cpu()
-        names = self.fields_of(block.whole)
-        fields = {name: tables[name].at(source[edges]) for name in names}
-        return self.given(block.whole, edges, fields, source)
+        part, values = self._opened(block, place, self.on_whole(block.whole, place))
+        found, device = self._wanted(self.read, part, values, self._looks_up), block.indptr.device
+        return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
+
+    def _opened(
+        self, block: Block, place: Place, tables: Mapping[Node | str, Any]
+    ) -> tuple[_Part, Values]:
+        """A block as a part of its graph, and what forward is given there."""
+        assert block.whole is not None and block.source is not None
+        source, edges = block.source.cpu(), edges_in(block).cpu()
+        fields = {name: tables[name].at(source[edges]) for name in self.fields_of(block.whole)}
+        part = _Part(
+            place.named,
+            place.draw,
+            place.dtype,
+            structure=self,
+            source=source,
+            tables=tables,
+        )
+        return part, self.given(block.whole, edges, fields, source, block.n_dst)
 
     def _looks_up(self, node: Node) -> list[Node]:
         """What a value reads on a block."""
         if node not in self.whole:
-            return self._reads(node)
+            return node.reads
         of = self.whole[node]
         return [] if of is None else [of]
 
-    def _value(
-        self,
-        node: Node,
-        values: Values,
-        place: Place,
-        source: Tensor,
-        tables: Mapping[Node | str, Any],
-    ) -> Any:
-        """What a part makes, or looks up in a table if only the whole tells it."""
-        if node not in self.whole:
-            return place.call(node, values)
-        table, of = tables[node], self.whole[node]
-        if of is not None:
-            return table.at(source[values[of]])
-        return table[source] if self._is_of_vertices(node) else table
-
-    def edges_of(self, of: Sum, block: Block, local: Local) -> Block:
-        """The edges of a sum on a block."""
-        edges = self.sums[of]
-        return block if self._is_the_block(edges) else local.sums[edges]
-
-    def _is_the_block(self, of: Edges) -> bool:
-        return of.edges.name == "edge_index" and of.weight is None and not of.of_sources
-
-    def _is_of_vertices(self, node: Node) -> bool:
+    def is_of_vertices(self, node: Node) -> bool:
+        """Whether it has a row per vertex."""
         value = node.value
         return bool(value.ndim) and value.shape[0] == self.small.vertices
 
@@ -324,7 +254,7 @@ class Structure:
         """Whether it is numbers of vertices, and not their ids."""
         value = node.value
         is_dense = isinstance(value, Tensor) and not is_sparse(value) and value.is_floating_point()
-        return is_dense and self._is_of_vertices(node)
+        return is_dense and self.is_of_vertices(node)
 
     # -- what only the whole graph tells -----------------------------------------------------------
 
@@ -332,24 +262,19 @@ class Structure:
         """Find what a part of the graph that was recorded cannot tell: where it makes other
         numbers. Raises Unfit."""
         assert block.whole is not None and block.source is not None
-        n, every, inputs = block.whole.vertices, edge_index_of(block.whole), self.small.inputs
-        tables: dict[Node | str, Any] = {
-            name: Table(every, inputs[f"edge {name}"].value, n)
-            for name in self.fields_of(block.whole)
-        }
-        for node, of in self.whole.items():
-            tables[node] = node.value if of is None else Table(of.value, node.value, n)
-        source, own = block.source, block.n_dst
-        values = self._given_of_block(block, source, tables)
+        n, inputs = block.whole.vertices, self.small.inputs
+        fields = {name: inputs[f"edge {name}"].value for name in self.fields_of(block.whole)}
+        every = {node: node.value for node in self.nodes}
+        tables = self._as_tables(every, edge_index_of(block.whole), fields, n)
+        part, values = self._opened(block, place, tables)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
-        edge_sets = {self.first.get(edges) for p in self.programs for edges in edge_sets_of(p.live)}
-        here = replace(place, vertices=len(source))
+        edge_sets = {edges for program in self.programs for edges in edge_sets_of(program.live)}
         for node in self.nodes:
             if node.call is None:
                 continue
             try:
                 with torch.no_grad():
-                    self._put(values, node, self._value(node, values, here, source, tables))
+                    values[node] = part.call(node, values)
             except Unfit:
                 raise
             except Exception as error:
@@ -359,11 +284,11 @@ class Structure:
                 ) from error
             if node in edge_sets:
                 sets.append(node)
-                self._must_be_the_same(node, source, values[node], own, n)
+                self._must_be_the_same(node, block.source, values[node], block.n_dst, n)
             elif (
                 node not in tables and isinstance(node.value, Tensor) and not is_sparse(node.value)
             ):
-                self._compare(node, values, source, sets, own, here)
+                self._compare(node, values, part, sets, block.n_dst)
 
     def _are_turned(self, edges: Tensor, n: int) -> bool:
         """Whether edges are the graph's, from end to start."""
@@ -393,26 +318,20 @@ class Structure:
                 " convolutions the edges into each vertex, all of them"
             )
 
-    def _compare(
-        self,
-        node: Node,
-        values: Values,
-        source: Tensor,
-        sets: list[Node],
-        own: int,
-        here: Place,
-    ) -> None:
+    def _compare(self, node: Node, values: Values, part: _Part, sets: list[Node], own: int) -> None:
         """What a part's own vertices, and the edges into them, have must be as in the whole."""
         expected: Tensor
         mine: Any = ...
-        value, n = node.value, self.small.vertices
+        value, n, source = node.value, self.small.vertices, part.source
         if value.ndim and value.shape[0] == n:
             expected, of, mine = value[source], None, slice(0, own)
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
             of = found[-1]
             expected = Table(of.value, value, n).at(source[values[of]])
             mine = values[of][1] < own
-        elif not {n, *self.counts} & set(value.shape):
+        elif not {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {
+            *value.shape
+        }:
             expected, of = value, None  # one for all, as a largest weight
         else:
             return
@@ -425,46 +344,15 @@ class Structure:
                 return  # ids, of which a part has its own
         if expected.shape == found_.shape and differing(expected, found_) is None:
             return
-        for read in self._reads(node):  # of neighbours, as their degrees, a part knows less
+        for read in node.reads:  # of neighbours, as their degrees, a part knows less
             if of is not None and read not in self.whole and self._has_numbers(read):
                 self.whole[read] = None
-                self._put(values, read, read.value[source])
-                self._put(values, node, here.call(node, values))
-                self._compare(node, values, source, sets, own, here)
+                values[read] = read.value[source]
+                values[node] = part.call(node, values)
+                self._compare(node, values, part, sets, own)
                 return
         self.whole[node] = of
-        self._put(values, node, whole)
-
-
-def _read_by(program: Program) -> list[Node]:
-    """All that a program's layers make of edges alone, in the order of forward."""
-    wanted = {*program.fields, *program.drawn.values()}
-    for cut in program.layers:
-        for node in cut.gather.nodes:
-            if isinstance(node.call, Sum):
-                wanted |= {node.call.edges} | ({node.call.weight} if node.call.weight else set())
-            wanted |= {
-                read for read in (*node.reads, *node.sizes) if program.kind[read] == STRUCTURE
-            }
-    todo = list(wanted)
-    while todo:
-        node = todo.pop()
-        new = {*node.reads, *node.sizes} - wanted
-        wanted |= new
-        todo += new
-    return sorted(wanted, key=lambda node: node.index)
-
-
-def _block(of: Edges, values: Values, block: Block) -> Block:
-    """The edges [2, E] of a sum, with their weights [E, 1]."""
-    source, reader = values[of.edges]
-    rows = block.n_src if of.of_sources else block.n_dst
-    order = reader.argsort(stable=True)
-    indptr = torch.zeros(rows + 1, dtype=torch.int32)
-    indptr[1:] = torch.bincount(reader, minlength=block.n_src)[:rows].cumsum(0)
-    order = order[: indptr[-1]]
-    weight = None if of.weight is None else values[of.weight][order, 0]
-    return Block(indptr.numpy(), source[order].int().numpy(), block.n_src, weight)
+        values[node] = whole
 
 
 def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -473,12 +361,8 @@ def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if hasattr(value, "to") else value
-
-
 def dgl_graph(
-    whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None
+    whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None = None
 ) -> Any:
     """A graph of DGL, of edges [2, E]; of a part it says the degrees that vertices have in all."""
     import dgl

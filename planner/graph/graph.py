@@ -218,8 +218,8 @@ def with_inputs(
 ) -> tuple[Graph | None, GraphStats]:
     """The graph whose features are these fields of its vertices, side by side.
 
-    A field that is none of the graph's is zeros, until a rank computes it. dtype: of the workload's
-    rows. Raises SpecError for whole numbers that such rows do not hold."""
+    dtype: of the workload's rows. Raises SpecError for a field that the graph lacks, and for whole
+    numbers that such rows do not hold."""
     width = sum(columns for _, columns in inputs)
     if [name for name, _ in inputs] == ["x"] or stats.packed:
         return graph, stats
@@ -232,7 +232,10 @@ def with_inputs(
     for name, columns in inputs:
         field = own if name == "x" else graph.vertex_fields.get(name)
         if field is None:
-            field = np.zeros((stats.vertices, columns), kind)
+            raise SpecError(
+                f"{stats.source}: the module reads {name} of vertices, which this graph lacks; use"
+                " the graph that it was planned on"
+            )
         if field.dtype.kind == "i" and (found := int(np.abs(field).max(initial=0))) > most:
             raise SpecError(
                 f"{stats.source}: {name}: rows in {dtype} hold whole numbers up to {most:,}, found"

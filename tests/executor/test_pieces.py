@@ -116,7 +116,7 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind: tuple[UserModule, 
 def test_memory_of_edges_is_what_stays(of_a_kind: tuple[UserModule, Pieces]) -> None:
     user, pieces = of_a_kind
     model, block = describe(with_module(Workload(), user, []), FEATURES, CLASSES), a_block()
-    pieces.structure.on_whole(block.whole, pieces.place(0))
+    pieces.structure.on_whole(block.whole, pieces.place)
     gc.collect()
     before = allocated()
     pieces.local(block)

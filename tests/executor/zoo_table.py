@@ -165,7 +165,7 @@ class Itself:
             **{f"edge {name}": value for name, value in of_edges.items()},
         }
         if "g" in self.pieces.binding.inputs:
-            self.given["g"] = dgl_graph(self.whole, edges, of_edges, None)
+            self.given["g"] = dgl_graph(self.whole, edges, of_edges)
         self.y = tensor_of(graph.y)
         self.losses = self._train()
         self.trained = self.logits()
