@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import Block, FeatureRows, SparseRows, sent
-from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, Whole
 from gnnplan.planner.graph.sampling import Ids
@@ -161,28 +159,9 @@ def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> 
     return weighted_block(cast(Graph, None), edges, vertices, vertices, *given)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Edges between some destinations [R] and some sources [S], in CSR both ways.
-
-    Unlike a Block's, its destinations need not be among its sources.
-    """
-
-    forward: tuple[Tensor, Tensor, Tensor]  # indptr [R + 1], indices and weights [E]
-    backward: tuple[Tensor, Tensor, Tensor]  # of the transpose
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Weighted sums over edges: x [S, H] -> [R, H]."""
-        return spmm(*self.forward, x)
-
-    def gather_transposed(self, gradient: Tensor) -> Tensor:
-        """The gradient of `gather`: [R, H] -> [S, H]."""
-        return spmm(*self.backward, gradient)
-
-
 def tile(
     graph: Graph, edges: str, dst: Ids, src: Ids, workload: Workload, device: torch.device
-) -> Tile:
+) -> Block:
     """Edges of a layer's kind ('gcn' or 'mean') from `src` to `dst`, global ids in any order."""
     assert edges in ("gcn", "mean"), edges
     place = np.full(graph.stats.vertices, -1, dtype=np.int32)
@@ -197,17 +176,9 @@ def tile(
         weight = _gcn_weights(graph.degree_of(dst), _out_degree_of(graph, src), reader, columns)
     else:
         weight = (1.0 / np.maximum(graph.degree_of(dst), 1))[reader]
-    dtype = np.float64 if workload.dtype == "float64" else np.float32
-    there = sp.csr_array((weight.astype(dtype), (reader, columns)), (dst.size, src.size))
-    return Tile(_csr(there, device), _csr(sp.csr_array(there.T), device))
-
-
-def _csr(matrix: sp.csr_array, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """indptr, indices (int32) and values of a matrix."""
-    indptr, indices = (a.astype(np.int32, copy=False) for a in (matrix.indptr, matrix.indices))
-    arrays = (indptr, indices, matrix.data)
-    indptr_, indices_, values = (torch.from_numpy(array).to(device) for array in arrays)
-    return indptr_, indices_, values
+    found = sp.csr_array((weight, (reader, columns)), (dst.size, src.size))
+    weights = torch.from_numpy(found.data).to(dtype_of(workload))
+    return Block(found.indptr, found.indices, src.size, weights, own=0).to(device)
 
 
 def _gcn_weights(

@@ -11,7 +11,7 @@ from scipy import sparse
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
-from gnnplan.executor.layers.kernels.sparse_rows import Rows
+from gnnplan.executor.layers.kernels.sparse_rows import Rows, by_column
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -80,10 +80,7 @@ class Block:
         block.n_dst = block.own = len(indptr) - 1
         block.n_src, block.edges = n_src, len(indices)
         block.indptr, block.indices = indptr, indices
-        by_source, order = indices.sort(stable=True)
-        starts = torch.arange(n_src + 1, dtype=torch.int32, device=indices.device)
-        block.t_indptr = torch.searchsorted(by_source, starts, out_int32=True)
-        block.t_indices, block.order = reader[order], order.int()
+        block.t_indptr, block.t_indices, block.order = by_column(reader, indices, n_src)
         block.weight = block.t_weight = None
         return block
 
