@@ -11,8 +11,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -77,12 +77,13 @@ class Unmeasured(Exception):
     """A layer of which no plan can be made; says why."""
 
 
-class _Gathered(NamedTuple):
-    rows: int
+class Gathered(NamedTuple):
+    """Rows that are read by index and added up in others (counted.CountedGather)."""
+
+    rows: float
     width: int
-    among: int
-    into: int
-    how: Literal["sum", "pick", "put"] = "sum"
+    among: float
+    into: float
 
 
 @dataclass
@@ -93,27 +94,9 @@ class Work:
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     sized: float = 0.0  # bytes that are read or written, times the logarithm of the tensor's
-    gathers: list[_Gathered] = field(default_factory=list)
+    gathers: list[Gathered] = field(default_factory=list)
     products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
     launches: int = 0
-
-    def priced(self, itemsize: int) -> Work:
-        """The work as a device's rates are of it: only sums go from row to row.
-
-        Picked rows are copied. Rows that are put have each their place to be found, and narrow ones
-        are put number by number."""
-        out = replace(self, gathers=[])
-        for gather in self.gathers:
-            nbytes = gather.rows * gather.width * itemsize
-            if gather.how == "pick":
-                out.passes(2.0 * nbytes + INDEX * gather.rows, nbytes)
-            elif gather.how == "sum":
-                out.gathers.append(gather)
-            elif gather.width < VECTOR:
-                out.passes(PUT_PASSES * nbytes, nbytes)
-            else:
-                out.gathers.append(gather._replace(into=gather.rows))
-        return out
 
     def passes(self, nbytes: float, size: float, multiplies: bool = False) -> None:
         """An element-wise operation, or a product, reads and writes so many bytes, of a tensor of
@@ -121,6 +104,33 @@ class Work:
         self.gemm_bytes += nbytes * multiplies
         self.elementwise_bytes += nbytes * (not multiplies)
         self.sized += nbytes * float(np.log(max(size, 1)))
+
+    def goes_by_index(self, name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
+        """Note an operation that reads or writes rows by index, as a device's rates are of it.
+
+        Only sums go from row to row. Picked rows are copied. Rows that are put have each their
+        place to be found, and narrow ones are put number by number."""
+        if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+            table, indices = args[:2]
+            self.sums(indices.numel(), table.shape[1], len(table), len(made[0]))
+        elif name == "sparse_sampled_addmm":  # an inner product of two rows per edge
+            edges, table = args[0], args[2].t()
+            self.sums(edges._nnz(), table.shape[1], len(table), len(edges))
+        elif name in PICKS and made[0].ndim:
+            self.passes(2.0 * made[0].nbytes + INDEX * len(made[0]), made[0].nbytes)
+        elif name.rstrip("_") in PUTS and (rows := _longest(args[1:])):
+            width = max(1, made[0].numel() // max(1, len(made[0])))
+            nbytes = float(rows * width * made[0].itemsize)
+            if width < VECTOR:
+                self.passes(PUT_PASSES * nbytes, nbytes)
+            else:
+                self.sums(rows, width, rows, rows)
+        else:
+            return False
+        return True
+
+    def sums(self, rows: int, width: int, among: int, into: int) -> None:
+        self.gathers.append(Gathered(float(rows), width, float(among), float(into)))
 
     def told(self, flops: float, weight_gradient_flops: float) -> dict[str, Any]:
         """The fields of CountedWork, of this block."""
@@ -134,15 +144,7 @@ class Work:
             "weight_gradient_flops": weight_gradient_flops,
             "gemm_bytes": self.gemm_bytes,
             "elementwise_bytes": self.elementwise_bytes,
-            "gathers": [
-                {
-                    "rows": float(g.rows),
-                    "width": g.width,
-                    "among": float(g.among),
-                    "into": float(g.into),
-                }
-                for g in self.gathers
-            ],
+            "gathers": [gathered._asdict() for gathered in self.gathers],
             "launches": self.launches,
         }
 
@@ -231,10 +233,9 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [*read, *made]
         sizes = [_bytes(tensor) for tensor in tensors]
         largest = max(sizes, default=0)
-        gathered = _gather_of(name, args, made)
-        if gathered:
-            work.gathers.append(gathered)
-        elif name in PRODUCTS:
+        if work.goes_by_index(name, args, made):
+            return
+        if name in PRODUCTS:
             first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
             inner = first.shape[-1]
             flops = 2.0 * max(inner, VECTOR) * _padded(made[0])
@@ -282,6 +283,12 @@ def flops_of(works: Sequence[Work]) -> list[tuple[float, float]]:
     return out
 
 
+def _longest(args: Sequence[Any]) -> int:
+    """Rows of the tensor that has most."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return max((len(tensor) for tensor in tensors if tensor.ndim), default=0)
+
+
 def _is_dense(leaf: Any) -> bool:
     """Whether it is a tensor of numbers; a sparse one only refers to such tensors."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided
@@ -296,28 +303,6 @@ def _bytes(tensor: Tensor) -> int:
     """Bytes that are read or written of it; what is expanded is read once."""
     sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
     return int(np.prod(sizes)) * tensor.element_size()
-
-
-def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gathered | None:
-    """An operation that reads or writes rows by index, as a gather."""
-    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
-        table, indices = args[:2]
-        return _Gathered(indices.numel(), table.shape[1], len(table), len(made[0]))
-    if name in PICKS:
-        table, out = (args[0] if isinstance(args[0], Tensor) else args[1]), made[0]
-        return _Gathered(len(out), _width(out), len(table), len(out), "pick") if out.ndim else None
-    if name == "sparse_sampled_addmm":  # an inner product of two rows per edge
-        edges, table = args[0], args[2].t()
-        return _Gathered(edges._nnz(), table.shape[1], len(table), len(args[0]))
-    if name.rstrip("_") in PUTS:
-        given = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor) and leaf.ndim]
-        rows = max(map(len, given), default=0)
-        return _Gathered(rows, _width(made[0]), rows, len(made[0]), "put") if rows else None
-    return None
-
-
-def _width(tensor: Tensor) -> int:
-    return max(1, tensor.numel() // max(1, len(tensor)))
 
 
 def count(
@@ -346,11 +331,11 @@ def count(
         by_column=sum(layer.get_parameter(name).numel() // h_in for name in layer.by_columns),
         keeps_inputs=noted[0].keeps_inputs,
         reads_host=any(note.reads_host for note in noted),
-        **_fitted(_observed(noted, dtype.itemsize), ""),
+        **_fitted(_observed(noted), ""),
     )
 
 
-def _observed(noted: Sequence[Noted], itemsize: int) -> list[dict[str, Any]]:
+def _observed(noted: Sequence[Noted]) -> list[dict[str, Any]]:
     """The fields of Counted that depend on a block, of each block."""
 
     def events(note: Noted, *parts: str) -> list[dict[str, Any]]:
@@ -362,8 +347,7 @@ def _observed(noted: Sequence[Noted], itemsize: int) -> list[dict[str, Any]]:
         if len({work.launches for work in of_blocks}) > 1:
             raise Unmeasured("the number of its operations depends on how large the block is")
         return [
-            work.priced(itemsize).told(*flops)
-            for work, flops in zip(of_blocks, flops_of(of_blocks), strict=True)
+            work.told(*flops) for work, flops in zip(of_blocks, flops_of(of_blocks), strict=True)
         ]
 
     return [
