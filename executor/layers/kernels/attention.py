@@ -127,8 +127,7 @@ class _AttendPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
         logits = rows.new_empty(len(vectors), block.edges)
-        readers = _repeated(block.indptr, block.edges)
-        for some, pairs in _pairs(rows, block.indices, readers):
+        for some, pairs in _pairs(rows, block.indices, block.readers):
             each = F.leaky_relu_(pairs, slope).chunk(len(vectors), 1)
             for of_head, vector, logit in zip(each, vectors, logits[:, some], strict=True):
                 torch.mv(of_head, vector, out=logit)
@@ -154,20 +153,14 @@ class _AttendPairs(torch.autograd.Function):
                 _add_up(slopes.view_as(pairs), indptr, some.start, into)
 
         to_z, to_r = to_rows.chunk(2, 1)
-        add_slopes(block.indptr, block.indices, _repeated(block.indptr, block.edges), to_r)
+        add_slopes(block.indptr, block.indices, block.readers, to_r)
         by = by[block.order]
-        add_slopes(block.t_indptr, _repeated(block.t_indptr, block.edges), block.t_indices, to_z)
+        add_slopes(block.t_indptr, block.indices[block.order], block.t_indices, to_z)
         of_halves = zip((to_z, to_r), rows.chunk(2, 1), strict=True)
         to_vectors = sum((to * half).sum(0) for to, half in of_halves).view_as(vectors)
         to_rows.view(-1, *vectors.shape).mul_(vectors)
         _add_to_rows(block, weights, grad, to_z)
         return to_rows, to_vectors, None, None
-
-
-def _repeated(indptr: Tensor, edges: int) -> Tensor:
-    """The row of every edge of a CSR, int32 [E]."""
-    rows = torch.arange(len(indptr) - 1, dtype=torch.int32, device=indptr.device)
-    return rows.repeat_interleave(indptr.diff(), output_size=edges)
 
 
 def _pairs(rows: Tensor, sources: Tensor, readers: Tensor) -> Iterator[tuple[slice, Tensor]]:

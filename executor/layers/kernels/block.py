@@ -98,6 +98,12 @@ class Block:
         """
         return rows if rows.shape[0] == self.n_dst else cast(Rows, rows[: self.n_dst])
 
+    @property
+    def readers(self) -> Tensor:
+        """The destination of every edge, int32 [E]."""
+        rows = torch.arange(self.n_dst, dtype=torch.int32, device=self.indptr.device)
+        return self.per_edge(rows)
+
     def per_edge(self, values: Tensor) -> Tensor:
         """A value per destination [R], repeated for each of its edges [E]."""
         return values.repeat_interleave(self.indptr.diff(), output_size=self.edges)
