@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import scipy.sparse as sp
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import Block, FeatureRows, SparseRows, sent
-from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, Whole
 from gnnplan.planner.graph.sampling import Ids
@@ -128,28 +125,41 @@ def weighted_block(
     if edges in ("gcn", "loop"):  # self edges come last in every row
         indices = np.insert(indices, indptr[1 : own + 1], np.arange(own, dtype=indices.dtype))
         indptr = indptr + np.minimum(np.arange(dst.size + 1), own)
-    indptr = indptr.astype(np.int32)  # with int64 scipy would sort indices of 8 bytes
+    # with int64 scipy would sort indices of 8 bytes
+    block = Block(indptr.astype(np.int32), indices, src.size, own=own)
     if edges in ("one", "loop"):
-        block = Block(indptr, indices, src.size, own=own)
         if workload.is_cut:
             block.source, block.whole = torch.from_numpy(src.astype(np.int64)), graph.whole
         return block
-    row_lengths = np.diff(indptr)
-    dtype = dtype_of(workload)
-    of_dst = graph.degree_of(dst) if degrees is None else degrees[0][dst]
+    ins, outs = _degrees(graph, dst, src) if degrees is None else (degrees[0][dst], degrees[1][src])
+    return weighed(block, edges, workload, ins, outs, taken if drawn else None)
+
+
+def weighed(
+    block: Block,
+    edges: str,
+    workload: Workload,
+    ins: np.ndarray | Tensor,
+    outs: np.ndarray | Tensor,
+    taken: np.ndarray | Tensor | None = None,
+) -> Block:
+    """The same edges with the weights of 'gcn' or 'mean'.
+
+    ins [R] and outs [S]: degrees of destinations and sources. taken [R]: how many edges of each row
+    were drawn; None: each edge stands for itself."""
+    degree, outs = (torch.as_tensor(some).double() for some in (ins, outs))
+    count = degree if taken is None else torch.as_tensor(taken).double()
+    count, reader = count.clamp(min=1), block.readers
     if edges == "mean":
-        count = np.maximum(taken if drawn else of_dst, 1)
-        of_rows = torch.from_numpy(1.0 / count).to(dtype)
-        weights = of_rows.repeat_interleave(torch.from_numpy(row_lengths))
-        return Block(indptr, indices, src.size, weights, own)
-    of_src = _out_degree_of(graph, src) if degrees is None else degrees[1][src]
-    reader = np.repeat(np.arange(dst.size, dtype=np.int32), row_lengths)
-    weight = _gcn_weights(of_dst, of_src, reader, indices)
-    if drawn:
-        # a vertex has no other edge to itself
-        is_self = (indices == reader) & (reader < own)
-        weight *= np.where(is_self, 1.0, (of_dst / np.maximum(taken, 1))[reader])
-    return Block(indptr, indices, src.size, torch.from_numpy(weight).to(dtype), own)
+        return block.weighted((1.0 / count).to(dtype_of(workload)).index_select(0, reader))
+    weight = (degree + 1.0).index_select(0, reader)
+    weight.mul_((outs + 1.0).index_select(0, block.indices)).sqrt_().reciprocal_()
+    if taken is not None:
+        is_self = block.indices == reader  # a vertex has no other edge to itself
+        if block.own < block.n_dst:
+            is_self &= reader < block.own
+        weight *= (degree / count).index_select(0, reader).masked_fill_(is_self, 1.0)
+    return block.weighted(weight.to(dtype_of(workload)))
 
 
 def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> Block:
@@ -161,28 +171,9 @@ def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> 
     return weighted_block(cast(Graph, None), edges, vertices, vertices, *given)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Edges between some destinations [R] and some sources [S], in CSR both ways.
-
-    Unlike a Block's, its destinations need not be among its sources.
-    """
-
-    forward: tuple[Tensor, Tensor, Tensor]  # indptr [R + 1], indices and weights [E]
-    backward: tuple[Tensor, Tensor, Tensor]  # of the transpose
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Weighted sums over edges: x [S, H] -> [R, H]."""
-        return spmm(*self.forward, x)
-
-    def gather_transposed(self, gradient: Tensor) -> Tensor:
-        """The gradient of `gather`: [R, H] -> [S, H]."""
-        return spmm(*self.backward, gradient)
-
-
 def tile(
     graph: Graph, edges: str, dst: Ids, src: Ids, workload: Workload, device: torch.device
-) -> Tile:
+) -> Block:
     """Edges of a layer's kind ('gcn' or 'mean') from `src` to `dst`, global ids in any order."""
     assert edges in ("gcn", "mean"), edges
     place = np.full(graph.stats.vertices, -1, dtype=np.int32)
@@ -194,31 +185,13 @@ def tile(
         to_self = np.flatnonzero(place[dst] >= 0)
         reader = np.append(reader, to_self)
         columns = np.append(columns, place[dst[to_self]])
-        weight = _gcn_weights(graph.degree_of(dst), _out_degree_of(graph, src), reader, columns)
-    else:
-        weight = (1.0 / np.maximum(graph.degree_of(dst), 1))[reader]
-    dtype = np.float64 if workload.dtype == "float64" else np.float32
-    there = sp.csr_array((weight.astype(dtype), (reader, columns)), (dst.size, src.size))
-    return Tile(_csr(there, device), _csr(sp.csr_array(there.T), device))
+    order = np.argsort(reader, kind="stable")
+    indptr = np.searchsorted(reader[order], np.arange(dst.size + 1))
+    block = Block(indptr, columns[order], src.size, own=0)
+    return weighed(block, edges, workload, *_degrees(graph, dst, src)).to(device)
 
 
-def _csr(matrix: sp.csr_array, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """indptr, indices (int32) and values of a matrix."""
-    indptr, indices = (a.astype(np.int32, copy=False) for a in (matrix.indptr, matrix.indices))
-    arrays = (indptr, indices, matrix.data)
-    indptr_, indices_, values = (torch.from_numpy(array).to(device) for array in arrays)
-    return indptr_, indices_, values
-
-
-def _gcn_weights(
-    in_degree: np.ndarray,
-    out_degree: np.ndarray,
-    reader: np.ndarray,
-    read: np.ndarray,
-) -> NDArray[np.float64]:
-    """1 / sqrt((d_in + 1)(d_out + 1)) of edges [E]; degrees of destinations [R], sources [S]."""
-    return np.asarray(1.0 / np.sqrt((in_degree + 1.0)[reader] * (out_degree + 1.0)[read]))
-
-
-def _out_degree_of(graph: Graph, rows: Ids) -> np.ndarray:
-    return graph.out_degree[rows] if graph.stats.directed else graph.degree_of(rows)
+def _degrees(graph: Graph, dst: Ids, src: Ids) -> tuple[np.ndarray, np.ndarray]:
+    """In-degrees of destinations and out-degrees of sources."""
+    outs = graph.out_degree[src] if graph.stats.directed else graph.degree_of(src)
+    return graph.degree_of(dst), outs

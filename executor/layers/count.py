@@ -9,10 +9,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,21 +25,24 @@ from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.kernels.runtime import kernel
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
-from gnnplan.planner.gnn.counted import (
-    Counted,
-    CountedGather,
-    CountedProduct,
-    CountedWork,
-    Event,
-    Linear,
-    Structure,
-)
+from gnnplan.planner.gnn.counted import Counted, Linear, amount
 from gnnplan.planner.gnn.operations import VECTOR
 
 # (rows, sources, edges), of which four tell the factors; the last is to be foretold. All rows have
 # as many edges: DGL calls a user's function once for each number of edges that a row has
 SIZES = ((64, 128, 512), (128, 192, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1600))
-KINDS = ("gemm_bytes", "elementwise_bytes")
+# what the fields of Counted are to whoever wrote the layer
+WORDS = {
+    "flops": "flops",
+    "weight_gradient_flops": "flops",
+    "gemm_bytes": "gemm bytes",
+    "elementwise_bytes": "elementwise bytes",
+    "gathers": "gathers",
+    "products": "products",
+    "forward_events": "the tensors that it makes",
+    "backward_events": "the tensors that it makes",
+    "kept": "what it makes of edges",
+}
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "linear")
 ARITHMETIC = ("mul", "add", "sub", "div", "pow")
 # operations that read rows by index, and that write them
@@ -74,12 +77,13 @@ class Unmeasured(Exception):
     """A layer of which no plan can be made; says why."""
 
 
-class _Gathered(NamedTuple):
-    rows: int
+class Gathered(NamedTuple):
+    """Rows that are read by index and added up in others (counted.CountedGather)."""
+
+    rows: float
     width: int
-    among: int
-    into: int
-    how: Literal["sum", "pick", "put"] = "sum"
+    among: float
+    into: float
 
 
 @dataclass
@@ -90,43 +94,59 @@ class Work:
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     sized: float = 0.0  # bytes that are read or written, times the logarithm of the tensor's
-    gathers: list[_Gathered] = field(default_factory=list)
+    gathers: list[Gathered] = field(default_factory=list)
     products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
     launches: int = 0
 
-    def priced(self, itemsize: int) -> Work:
-        """The work as a device's rates are of it: only sums go from row to row.
+    def passes(self, nbytes: float, size: float, multiplies: bool = False) -> None:
+        """An element-wise operation, or a product, reads and writes so many bytes, of a tensor of
+        that size."""
+        self.gemm_bytes += nbytes * multiplies
+        self.elementwise_bytes += nbytes * (not multiplies)
+        self.sized += nbytes * float(np.log(max(size, 1)))
 
-        Picked rows are copied. Rows that are put have each their place to be found, and narrow ones
-        are put number by number."""
-        out = replace(self, gathers=[])
-        for gather in self.gathers:
-            nbytes = gather.rows * gather.width * itemsize
-            if gather.how == "pick":
-                out.passes(2.0 * nbytes + INDEX * gather.rows, nbytes)
-            elif gather.how == "sum":
-                out.gathers.append(gather)
-            elif gather.width < VECTOR:
-                out.passes(PUT_PASSES * nbytes, nbytes)
+    def goes_by_index(self, name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
+        """Note an operation that reads or writes rows by index, as a device's rates are of it.
+
+        Only sums go from row to row. Picked rows are copied. Rows that are put have each their
+        place to be found, and narrow ones are put number by number."""
+        if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+            table, indices = args[:2]
+            self.sums(indices.numel(), table.shape[1], len(table), len(made[0]))
+        elif name == "sparse_sampled_addmm":  # an inner product of two rows per edge
+            edges, table = args[0], args[2].t()
+            self.sums(edges._nnz(), table.shape[1], len(table), len(edges))
+        elif name in PICKS and made[0].ndim:
+            self.passes(2.0 * made[0].nbytes + INDEX * len(made[0]), made[0].nbytes)
+        elif name.rstrip("_") in PUTS and (rows := _longest(args[1:])):
+            width = max(1, made[0].numel() // max(1, len(made[0])))
+            nbytes = float(rows * width * made[0].itemsize)
+            if width < VECTOR:
+                self.passes(PUT_PASSES * nbytes, nbytes)
             else:
-                out.gathers.append(gather._replace(into=gather.rows))
-        return out
+                self.sums(rows, width, rows, rows)
+        else:
+            return False
+        return True
 
-    def passes(self, nbytes: float, size: float) -> None:
-        """An element-wise operation reads and writes so many bytes, of a tensor of that size."""
-        self.elementwise_bytes += nbytes
-        self.sized += _sized(nbytes, size)
+    def sums(self, rows: int, width: int, among: int, into: int) -> None:
+        self.gathers.append(Gathered(float(rows), width, float(among), float(into)))
 
-    def multiplies(self, nbytes: float, size: float) -> None:
-        """A product reads and writes so many bytes."""
-        self.gemm_bytes += nbytes
-        self.sized += _sized(nbytes, size)
-
-    @property
-    def tensor_bytes(self) -> float:
-        """Size of a tensor that is read or written, the mean over bytes of its logarithm [B]."""
+    def told(self, flops: float, weight_gradient_flops: float) -> dict[str, Any]:
+        """The fields of CountedWork, of this block."""
+        # the size of a tensor, the mean over bytes of its logarithm, grows as the block does; how,
+        # where rows and edges grow apart, matters little
         passed = self.gemm_bytes + self.elementwise_bytes
-        return float(np.exp(self.sized / passed)) if passed else 0.0
+        per_item = float(np.exp(self.sized / passed)) / sum(SIZES[0]) if passed else 0.0
+        return {
+            "tensor_bytes": (per_item,) * 3 + (0.0,),
+            "flops": flops,
+            "weight_gradient_flops": weight_gradient_flops,
+            "gemm_bytes": self.gemm_bytes,
+            "elementwise_bytes": self.elementwise_bytes,
+            "gathers": [gathered._asdict() for gathered in self.gathers],
+            "launches": self.launches,
+        }
 
     @property
     def flops(self) -> float:
@@ -213,10 +233,9 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [*read, *made]
         sizes = [_bytes(tensor) for tensor in tensors]
         largest = max(sizes, default=0)
-        gathered = _gather_of(name, args, made)
-        if gathered:
-            work.gathers.append(gathered)
-        elif name in PRODUCTS:
+        if work.goes_by_index(name, args, made):
+            return
+        if name in PRODUCTS:
             first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
             inner = first.shape[-1]
             flops = 2.0 * max(inner, VECTOR) * _padded(made[0])
@@ -225,13 +244,9 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 rows, h_in = first.shape
                 after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
                 work.products.append((rows, h_in, second.shape[0], after))
-            work.multiplies(_bytes(first) + _bytes(second) + _bytes(made[0]), largest)
+            work.passes(_bytes(first) + _bytes(second) + _bytes(made[0]), largest, True)
         else:
             work.passes(sum(sizes), largest)
-
-
-def _sized(nbytes: float, size: float) -> float:
-    return nbytes * float(np.log(max(size, 1)))
 
 
 def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:
@@ -268,6 +283,12 @@ def flops_of(works: Sequence[Work]) -> list[tuple[float, float]]:
     return out
 
 
+def _longest(args: Sequence[Any]) -> int:
+    """Rows of the tensor that has most."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return max((len(tensor) for tensor in tensors if tensor.ndim), default=0)
+
+
 def _is_dense(leaf: Any) -> bool:
     """Whether it is a tensor of numbers; a sparse one only refers to such tensors."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided
@@ -284,28 +305,6 @@ def _bytes(tensor: Tensor) -> int:
     return int(np.prod(sizes)) * tensor.element_size()
 
 
-def _gather_of(name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> _Gathered | None:
-    """An operation that reads or writes rows by index, as a gather."""
-    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
-        table, indices = args[:2]
-        return _Gathered(indices.numel(), table.shape[1], len(table), len(made[0]))
-    if name in PICKS:
-        table, out = (args[0] if isinstance(args[0], Tensor) else args[1]), made[0]
-        return _Gathered(len(out), _width(out), len(table), len(out), "pick") if out.ndim else None
-    if name == "sparse_sampled_addmm":  # an inner product of two rows per edge
-        edges, table = args[0], args[2].t()
-        return _Gathered(edges._nnz(), table.shape[1], len(table), len(args[0]))
-    if name.rstrip("_") in PUTS:
-        given = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor) and leaf.ndim]
-        rows = max(map(len, given), default=0)
-        return _Gathered(rows, _width(made[0]), rows, len(made[0]), "put") if rows else None
-    return None
-
-
-def _width(tensor: Tensor) -> int:
-    return max(1, tensor.numel() // max(1, len(tensor)))
-
-
 def count(
     layer: Layer, h_in: int, h_out: int, relu: bool, varies: bool, dtype: torch.dtype
 ) -> Counted:
@@ -320,66 +319,6 @@ def count(
     _must_fit(layer, h_in, h_out, dtype)  # what torch makes once is made now
     noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
 
-    def fit(values: Callable[[Noted], Sequence[float]], what: str) -> list[Linear]:
-        return _fit([values(note) for note in noted], what)
-
-    def work(which: str) -> CountedWork:
-        of = [getattr(note, which).priced(dtype.itemsize) for note in noted]
-        amounts = {
-            kind: _fit([[getattr(w, kind)] for w in of], kind.replace("_", " "))[0]
-            for kind in KINDS
-        }
-        if len({w.launches for w in of}) > 1:
-            raise Unmeasured("the number of its operations depends on how large the block is")
-        by_kind = zip(("flops", "weight_gradient_flops"), _fit(flops_of(of), "flops"), strict=True)
-        amounts |= dict(by_kind)
-        # the mean grows as the block does; how, where rows and edges grow apart, matters little
-        per_item = of[0].tensor_bytes / sum(SIZES[0])
-        sizes = _fit(
-            [[float(n) for g in w.gathers for n in (g.rows, g.among, g.into)] for w in of],
-            "gathers",
-        )
-        each = zip(of[0].gathers, sizes[::3], sizes[1::3], sizes[2::3], strict=True)
-        gathers = [
-            CountedGather(rows=rows, width=gather.width, among=among, into=into)
-            for gather, rows, among, into in each
-        ]
-        return CountedWork(
-            **amounts,
-            tensor_bytes=(per_item,) * 3 + (0.0,),
-            gathers=tuple(gathers),
-            launches=of[0].launches,
-        )
-
-    def events(*parts: str) -> tuple[Event, ...]:
-        def sizes(note: Noted) -> list[float]:
-            return [float(size) for part in parts for size, _ in note.events[part]]
-
-        born = [born for part in parts for _, born in noted[0].events[part]]
-        factors = fit(sizes, "the tensors that it makes")
-        return tuple(
-            Event(bytes=size, of_gather=by.startswith("gather"))
-            for size, by in zip(factors, born, strict=True)
-        )
-
-    def structure() -> Structure:
-        most = factors_of(
-            [
-                [float(max(np.cumsum([0, *(size for size, _ in note.events["structure"])])))]
-                for note in noted
-            ]
-        )
-        kept = fit(lambda note: [float(note.structure_bytes)], "what it makes of edges")
-        return Structure(kept=kept[0], most=most[0], work=work("structure"))
-
-    def products() -> tuple[CountedProduct, ...]:
-        of = [note.forward.products for note in noted]
-        rows = _fit([[float(product[0]) for product in some] for some in of], "products")
-        return tuple(
-            CountedProduct(rows=n, h_in=h_in, h_out=h_out, after=after)
-            for n, (_, h_in, h_out, after) in zip(rows, of[0], strict=True)
-        )
-
     table = torch.zeros(1, h_in, dtype=dtype)
     with torch.no_grad():
         gathered = layer.gathers(layer.prepare(table, keep)).shape[1]
@@ -391,14 +330,42 @@ def count(
         weights=sum(parameter.numel() for parameter in layer.parameters()),
         by_column=sum(layer.get_parameter(name).numel() // h_in for name in layer.by_columns),
         keeps_inputs=noted[0].keeps_inputs,
-        products=products(),
-        forward=work("forward"),
-        backward=work("backward"),
-        forward_events=events("gather", "update"),
-        backward_events=events("update backward", "gather backward"),
-        structure=structure(),
         reads_host=any(note.reads_host for note in noted),
+        **_fitted(_observed(noted), ""),
     )
+
+
+def _observed(noted: Sequence[Noted]) -> list[dict[str, Any]]:
+    """The fields of Counted that depend on a block, of each block."""
+
+    def events(note: Noted, *parts: str) -> list[dict[str, Any]]:
+        born = [event for part in parts for event in note.events[part]]
+        return [{"bytes": float(n), "of_gather": by.startswith("gather")} for n, by in born]
+
+    def works(which: str) -> list[dict[str, Any]]:
+        of_blocks: list[Work] = [getattr(note, which) for note in noted]
+        if len({work.launches for work in of_blocks}) > 1:
+            raise Unmeasured("the number of its operations depends on how large the block is")
+        return [
+            work.told(*flops) for work, flops in zip(of_blocks, flops_of(of_blocks), strict=True)
+        ]
+
+    return [
+        {
+            "products": [
+                {"rows": float(rows), "h_in": h_in, "h_out": h_out, "after": after}
+                for rows, h_in, h_out, after in note.forward.products
+            ],
+            "forward": forward,
+            "backward": backward,
+            "forward_events": events(note, "gather", "update"),
+            "backward_events": events(note, "update backward", "gather backward"),
+            "structure": {"kept": float(note.structure_bytes), "work": structure},
+        }
+        for note, forward, backward, structure in zip(
+            noted, works("forward"), works("backward"), works("structure"), strict=True
+        )
+    ]
 
 
 def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
@@ -516,20 +483,32 @@ def factors_of(values: Sequence[Sequence[float]]) -> list[Linear]:
     return [tuple(round(float(a), 6) + 0.0 for a in column) for column in solved.T]  # type: ignore[misc]
 
 
-def _fit(values: Sequence[Sequence[float]], what: str) -> list[Linear]:
-    """The factors of each of some numbers [sizes, numbers]. Raises Unmeasured."""
-    if len({len(some) for some in values}) > 1:
+def _fitted(values: Sequence[Any], what: str) -> Any:
+    """What was observed of each block, with factors for its numbers. Raises Unmeasured."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {
+            name: _fitted([value[name] for value in values], WORDS.get(name, what))
+            for name in first
+        }
+    if isinstance(first, float):
+        return _line(values, what)
+    if not isinstance(first, list):
+        return first
+    if len({len(value) for value in values}) > 1:
         raise Unmeasured(f"{what} depend on how large the block is")
-    if not values[0]:
-        return []
-    factors = factors_of(values)
-    (rows, sources, edges), found = SIZES[4], values[4]
-    for (a, b, c, d), value in zip(factors, found, strict=True):
-        foretold = a * rows + b * sources + c * edges + d
-        if abs(foretold - value) > 1e-3 * abs(value) + 8:
-            raise Unmeasured(
-                f"{what} are not linear in rows, sources and edges, so that no plan can be made:"
-                f" {value:g} of {rows} rows, {sources} sources and {edges} edges, where"
-                f" {foretold:g} follow from fewer; let it compute by rows and by edges"
-            )
-    return factors
+    return [_fitted(each, what) for each in zip(*values, strict=True)]
+
+
+def _line(values: Sequence[float], what: str) -> Linear:
+    """The factors of a number, from its values. Raises Unmeasured."""
+    (line,) = factors_of([[value] for value in values])
+    (rows, sources, edges), value = SIZES[4], values[4]
+    foretold = amount(line, rows, sources, edges)
+    if abs(foretold - value) > 1e-3 * abs(value) + 8:
+        raise Unmeasured(
+            f"{what} are not linear in rows, sources and edges, so that no plan can be made:"
+            f" {value:g} of {rows} rows, {sources} sources and {edges} edges, where"
+            f" {foretold:g} follow from fewer; let it compute by rows and by edges"
+        )
+    return line

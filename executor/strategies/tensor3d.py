@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.blocks import Tile, features, tile
+from gnnplan.executor.layers.blocks import features, tile
 from gnnplan.executor.layers.kernels import (
+    Block,
+    aggregate,
+    aggregate_transposed,
     dropout,
     dropout_mask,
     gradient_of,
@@ -111,7 +114,7 @@ class Worker(base.Worker):
             for axis, weights in zip((t.axes.rows for t in self.layers), self.weights, strict=True)
         ]
         both = orders(graph.stats.vertices, workload.seed)
-        self.tiles: dict[int, Tile] = {}  # by what layers have in common
+        self.tiles: dict[int, Block] = {}  # by what layers have in common
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
         self.sources: list[Tensor] = []  # vertices of every layer's inputs
         for tiles in self.layers:
@@ -161,7 +164,8 @@ class Worker(base.Worker):
         for run in spans(both[0].size, self.grid.size(first.axes.sources)):
             src = both[0][run]
             x = features(graph, src, workload, device)[:, columns]
-            sums[:, :width] += tile(graph, edges, dst, src, workload, device).gather(x.contiguous())
+            block = tile(graph, edges, dst, src, workload, device)
+            sums[:, :width] += aggregate(block, x.contiguous())
             if first.spec.reads_own:
                 there, here = self._places(dst, src)
                 sums[there, width:] = x[here]
@@ -218,7 +222,7 @@ class Worker(base.Worker):
             elif self.training and tiles.varies and p:
                 which = self.sources[layer - 1]
                 stopped = ~dropout_mask(seed, step, layer, which, x.shape[1], p, first)
-            sums = self.tiles[_key(layer)].gather(x)
+            sums = aggregate(self.tiles[_key(layer)], x)
             if tiles.spec.reads_own:
                 width = x.shape[1]
                 both = sums.new_zeros(len(sums), 2 * width)
@@ -259,8 +263,7 @@ class Worker(base.Worker):
         self._sum(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)
         with self.rank.recorder.span(Label("aggregate", step, "b", layer), "compute"):
             width = to_sums.shape[1] // tiles.spec.matrices
-            there_and_back = self.tiles[_key(layer)]
-            inputs = there_and_back.gather_transposed(to_sums[:, :width].contiguous())
+            inputs = aggregate_transposed(self.tiles[_key(layer)], to_sums[:, :width])
             if tiles.spec.reads_own:
                 there, here = self.own[_key(layer)]
                 inputs.index_add_(0, here, to_sums[:, width:].index_select(0, there))

@@ -1,4 +1,4 @@
-"""Amounts that are linear in a block's counts, and a tape on which bytes come and go.
+"""Amounts that are linear in a block's counts.
 
 A block has R rows (destinations), S sources and E edges, self edges among them where a layer has
 these. What a layer works and holds is a sum of such counts, each times a factor."""
@@ -6,15 +6,15 @@ these. What a layer works and holds is a sum of such counts, each times a factor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.vocabulary.numbers import Number
 
 Block = Mapping[str, Number]  # the counts of a block by name
 
@@ -74,11 +74,7 @@ class Term(NamedTuple):
 
 
 class Amount:
-    """A sum of terms, each times a factor.
-
-    >>> (4 * ROWS + 3).on(block_of(10.0, 20.0, 100.0))
-    43.0
-    """
+    """A sum of terms, each times a factor."""
 
     __array_ufunc__ = None  # numpy's numbers leave sums and products to it
 
@@ -114,21 +110,14 @@ class Amount:
         """Room of the sum of these rows (`summing`) [B]."""
         return Amount({term._replace(summed=width, itemsize=itemsize): 1.0 for term in self.terms})
 
-    def is_within(self, other: Amount) -> bool:
-        """Whether it is no more than the other on any block."""
-        factors = {term: other.terms.get(term, 0.0) for term in {*self.terms, *other.terms}}
-        return all(self.terms.get(term, 0.0) <= factor for term, factor in factors.items())
-
-    def on(self, block: Block) -> Number:
-        total: Number = 0.0
-        for term, factor in self.terms.items():
-            total = total + factor * term.on(block)
-        return total
-
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """Several amounts, which are told of a block together."""
+    """Several amounts, which are told of a block together.
+
+    >>> Amounts((4 * ROWS + 3, 2 * EDGES)).on(block_of(10.0, 20.0, 100.0))
+    array([ 43., 200.])
+    """
 
     each: tuple[Amount, ...]
 
@@ -155,40 +144,3 @@ NOTHING = Amount({})
 ROWS, SOURCES, EDGES, LOCAL, READ, OWN = (
     Amount({Term(of): 1.0}) for of in ("rows", "sources", "edges", "local", "read", "own")
 )
-
-
-class Tape:
-    """Bytes held now, and all that ever were: numbers, or amounts."""
-
-    def __init__(self) -> None:
-        self.now: Any = 0.0
-        self.held: list[Any] = [0.0]
-
-    def take(self, *sizes: Any) -> None:
-        """Allocate."""
-        for size in sizes:
-            self.now = self.now + size
-        self.held.append(self.now)
-
-    def free(self, *sizes: Any) -> None:
-        for size in sizes:
-            self.now = self.now - size
-
-    def touch(self, *sizes: Any) -> None:
-        """Allocate together, and free at once."""
-        self.take(*sizes)
-        self.free(*sizes)
-
-    @property
-    def most(self) -> Number:
-        """The most that was held, where sizes are numbers."""
-        return largest(self.held)
-
-
-def peaks(held: Iterable[Any]) -> tuple[Amount, ...]:
-    """The amounts without those that are never the largest."""
-    out: list[Amount] = []
-    for amount in map(Amount.of, held):
-        if not any(amount.is_within(other) for other in out):
-            out = [other for other in out if not other.is_within(amount)] + [amount]
-    return tuple(out)

@@ -15,7 +15,6 @@ from gnnplan.planner.gnn.amounts import (
     SOURCES,
     Amount,
     Amounts,
-    peaks,
 )
 from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
 from gnnplan.planner.gnn.kinds import KINDS, Given, Layer
@@ -58,18 +57,17 @@ def played_rowwise(
 
 
 def _told(ops: Operations, out: Value) -> Played:
-    tape = ops.tape
-    kept = Amount.of(tape.now)
-    tape.held = [tape.now]
+    ops.keep(out)
+    kept = ops.moments[-1]
+    ops.moments.clear()
     ops.go_back(out)
-    held = Amounts((kept, *peaks(tape.held)))
     ways = ops.forward, ops.back
-    return Played(ways, ops.project, held, tuple(ops.products))
+    return Played(ways, ops.project, Amounts((kept, kept, *ops.moments)), tuple(ops.products))
 
 
 def _inputs(rows: Amount, spec: Layer, setting: Setting) -> Value:
     sparse = setting.nonzeros > 0
-    return Value(rows, setting.nonzeros or spec.h_in, setting.varies, sparse, lives_on=True)
+    return Value(rows, setting.nonzeros or spec.h_in, setting.varies, sparse)
 
 
 def _prepare(ops: Operations, spec: Layer, x: Value) -> Value:
@@ -81,22 +79,12 @@ def _all_of(ops: Operations, spec: Layer) -> Value:
     setting = ops.setting
     x = _inputs(LOCAL if setting.narrow else SOURCES, spec, setting)
     prepared = x if setting.apart else _prepare(ops, spec, x)
-    prepared.lives_on = True
     if spec.counted:
-        out = _counted(ops, spec, spec.counted, prepared)
-        if prepared is not x:
-            ops.done(prepared)
-        return out
+        return _counted(ops, spec, spec.counted, prepared)
     ops.notes_tensor(SOURCES, spec.multiplied if setting.narrow or x.sparse else spec.h_in)
     gathered, own = _gather(ops, spec, prepared)
-    gathered.lives_on = True
     inputs = Value(ROWS, x.width, x.varies) if setting.apart else ops.first_rows(x)
-    out = KINDS[spec.kind].update(ops, spec, Given(gathered, own, inputs, setting.relu))
-    # who calls the backward pass of what was before the exchange holds own rows
-    held = {out, x, prepared} if setting.narrow and spec.reads_own else {out, x}
-    for value in {gathered, prepared} - held:
-        ops.done(value)
-    return out
+    return KINDS[spec.kind].update(ops, spec, Given(gathered, own, inputs, setting.relu))
 
 
 def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value]:
@@ -111,9 +99,8 @@ def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value
     rows = prepared
     if spec.projects_first:
         rows = kind.project(ops, spec, rows)
-    if setting.narrow:
-        rows.lives_on = True
-        own = ops.segment(ops.first_rows(prepared), OWN)
+    if setting.narrow:  # who calls the backward pass of what was before the exchange holds its rows
+        own = ops.segment(ops.first_rows(prepared), OWN) if spec.reads_own else own
         rows = ops.segment(rows, SOURCES)
     gathered = kind.gather(ops, spec, rows)
     return gathered, own if setting.apart or setting.narrow else ops.first_rows(prepared)
@@ -128,16 +115,15 @@ def _amount(linear: Linear, sources: Amount = SOURCES) -> Amount:
 
 def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) -> Value:
     """A layer whose operations were counted as it ran."""
-    tape, setting = ops.tape, ops.setting
+    setting = ops.setting
     outside = setting.apart and counted.linear  # what a gather makes is counted there
 
     _add(ops.forward, counted.forward)
     _add(ops.back, counted.backward)
     if setting.redrawn:
         _add(ops.forward, counted.structure.work)
-        tape.touch(_amount(counted.structure.most) * (not setting.on_gpu))  # the host makes it
     for event in counted.forward_events:
-        tape.take(NOTHING if outside and event.of_gather else _amount(event.bytes))
+        ops.take(NOTHING if outside and event.of_gather else _amount(event.bytes))
     for product in counted.products:
         ops.products.append(Product(product.h_in, product.h_out, setting.varies, (product.after,)))
     keeps = counted.keeps_inputs or counted.projects_first

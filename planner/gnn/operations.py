@@ -62,7 +62,6 @@ class Operations(Trace):
             self.passes(*MOMENTS, Value(ROWS, x.width, True))
         size = self.size(x.rows, x.width)
         kept = size if norm == "batch" else self.size(x.rows, 2)
-        self.tape.take(kept)
         out = self.like(x)
         normed = replace(out, held=NOTHING)
         within = (2 * size,) if norm == "batch" else ()
@@ -79,10 +78,7 @@ class Operations(Trace):
         self.works(x.rows)[0].add(hash_ops=each * numbers)
         self.passes(0, (MASKED_IN_PASSING if setting.on_gpu else MASKED) * x.varies, x)
         mask = NOTHING if setting.on_gpu else numbers
-        self.tape.take(mask)
-        out = self.like(x)
-        self.tape.free(NOTHING if x.varies else mask)
-        return self.note(out, (x,), extra=mask)
+        return self.note(self.like(x), (x,), extra=mask)
 
     def like(self, x: Value) -> Value:
         """A new tensor as x."""
@@ -103,7 +99,6 @@ class Operations(Trace):
         varies = any(x.varies for x in terms)
         out = self.made(terms[-1].rows, h_out, True)
         summed = len(terms) - 1 if not setting.in_place else 0  # products that are added apart
-        self.tape.touch(summed * self.size(out.rows, h_out))
         for x in terms:
             self._multiply(x, h_in, h_out)
         tensor = sum((x.rows for x in terms), NOTHING)
@@ -187,9 +182,7 @@ class Operations(Trace):
     def relu(self, x: Value, in_place: bool = True) -> Value:
         forward, backward = RELU
         self.passes(forward, backward * x.varies, x)
-        out = replace(x, holders=1) if in_place else self.like(x)
-        if in_place:
-            x.held = NOTHING
+        out = replace(x) if in_place else self.like(x)
         return self.note(out, (x,), (out,))
 
     def add(self, x: Value, y: Value) -> Value:
@@ -209,10 +202,7 @@ class Operations(Trace):
         return self.note(out, (x, y))
 
     def towards_product(self, x: Value, weight: str, by: str) -> Value:
-        x.lives_on = True
-        out = self.lerp(x, self.linear([(x, weight)]), by)
-        self.done(x)
-        return out
+        return self.lerp(x, self.linear([(x, weight)]), by)
 
     def initial_rows(self, width: int) -> Value:
         """GCNII: the encoder's rows. Their gradient is put among those of others, and added."""
@@ -222,6 +212,7 @@ class Operations(Trace):
 
     def segment(self, x: Value, rows: Amount) -> Value:
         """x where another segment of the layer begins, of so many rows with those of others."""
+        self.keep(x)
         out = Value(rows, x.width, x.varies)
         return self.note(out, (x,), passes_on=True, stays=True)
 
@@ -243,7 +234,6 @@ class Operations(Trace):
         """Weighted sums of rows; times: 0, where they are counted elsewhere."""
         self.sums(int(x.width), times, times * x.varies)
         out = self.made(ROWS, x.width, x.varies)
-        self.tape.touch(self._bag(ROWS))
         return self.note(out, (x,), temporaries=(self._bag(x.rows) + self._rounded,))
 
     def aggregate_beside(self, x: Value, times: int = 1) -> tuple[Value, Value]:
@@ -270,77 +260,71 @@ class Operations(Trace):
         self.forward.add(hash_ops=x.rows * x.width)
         self.passes(12, 11, x)
         self.passes(6.5, 6, Value(ROWS, x.width, True))
-        self.tape.touch(2 * of_x)
-        self.tape.take(of_x + of_rows)  # exponentials, and their sums
-        self.tape.touch(of_x, of_rows)
         out = self.made(ROWS, x.width, True)
-        return self.note(out, (x,), (x, out), of_x + of_rows, temporaries=(2 * of_x + of_rows,))
+        of_sums = of_x + of_rows  # exponentials, and their sums
+        return self.note(out, (x,), (x, out), of_sums, temporaries=(2 * of_x + of_rows,))
 
     def beside_logits(self, z: Value, heads: int) -> Value:
         """GAT: projected rows with a logit per head."""
         size = self.size(z.rows, z.width)
-        self.tape.touch(size)  # z times the attention vector
         out = self.made(z.rows, z.width + heads, True)
         self.passes(5, 7, out)
         return self.note(out, (z,), (z,), temporaries=(size + self.of_vector(z),))
 
     def attend(self, x: Value, heads: int) -> Value:
         """GAT: sums of z by a softmax of logits; x has z and logits side by side."""
-        setting, h_out = self.setting, int(x.width) - heads
+        setting, h_out, itemsize = self.setting, int(x.width) - heads, self.setting.itemsize
         self.sums(h_out, 1, 2)
         self._weigh(heads)
-        z, sums = Value(x.rows, h_out, True), Value(ROWS, h_out, True)
-        self.passes(2, 8, z)
+        z, sums = Value(x.rows, h_out, True, view_of=x), Value(ROWS, h_out, True)
+        self.passes(2, 8 if setting.on_gpu else 12, z)
         self.passes(5, 13, sums)
-        of_z, of_sums, of_x = (self.size(t.rows, t.width) for t in (z, sums, x))
-        saved, logits = [x], EDGES * heads * setting.weight_itemsize
-        if setting.on_gpu:
-            extra, first = ROWS * heads * setting.weight_itemsize, of_z + of_sums + logits
-        else:
-            # z head by head, slope and weight of every edge, and outputs of several heads
-            extra = of_z + 2 * EDGES * heads * setting.itemsize + of_sums * (heads > 1)
-            one_head = (ROWS * (heads > 1) + x.rows) * (h_out / heads) * setting.itemsize
-            first = one_head + EDGES * (3 * LONG + 2 * setting.itemsize) + 2 * LONG * ROWS
-        self.tape.take(extra)
+        of_z, of_edges = self.size(x.rows, h_out), EDGES * heads
+        self.note(z, (x,), temporaries=(of_z,))  # the gradients of both logits beside z's
         out = self.made(ROWS, h_out, True)
-        if setting.on_gpu or heads == 1:
-            saved.append(out)
-        return self.note(
-            out, (x,), tuple(saved), extra, first=first, temporaries=(2 * of_z + of_x,)
-        )
+        if setting.on_gpu:
+            kept = ROWS * heads * setting.weight_itemsize
+            temporaries = [out.held + of_edges * setting.weight_itemsize]
+        else:  # logits and weights
+            kept = 2 * itemsize * of_edges
+            products, added = self._attended(z, heads)
+            # z's gradient comes after those of logits, which are then sorted by source
+            temporaries = [products - of_z, added, kept + EDGES * LONG]
+        return self.note(out, (z,), (x, out), kept, temporaries=tuple(temporaries))
 
     def attend_pairs(self, x: Value, heads: int) -> Value:
         """GATv2: sums of z by a softmax of logits of sums of two rows; x has z for readers' sums,
         and what the reader's own logits are made of, side by side."""
-        setting, h_out = self.setting, int(x.width) // 2
-        self.sums(h_out, 3, 6)
-        self._weigh(heads)
+        setting, h_out, itemsize = self.setting, int(x.width) // 2, self.setting.itemsize
         z, sums, pairs = (Value(rows, h_out, True) for rows in (x.rows, ROWS, EDGES))
-        self.passes(2, 6, z)
-        self.passes(2, 9, sums)
-        self.passes(*((0, PAIRS_GATHERED) if setting.on_gpu else (6, 10.5)), pairs)
-        of_sums = self.size(ROWS, h_out)
+        self._weigh(heads)
+        self.sums(h_out, 3, 6 if setting.on_gpu else 8)
+        self.passes(2, 6 if setting.on_gpu else 26, z)
+        self.passes(2, 9 if setting.on_gpu else 12, sums)
+        forward, backward = (0, PAIRS_GATHERED) if setting.on_gpu else (3, 4)
+        self.passes(forward, backward, pairs)
+        out, of_edges = self.made(ROWS, h_out, True), EDGES * heads
         if setting.on_gpu:
             kept = ROWS * heads * setting.weight_itemsize
-            temporaries = [of_sums + EDGES * heads * setting.weight_itemsize]
+            temporaries = [out.held + of_edges * setting.weight_itemsize]
         else:
-            kept = EDGES * heads * setting.itemsize
-            some = self.size(
-                EDGES.at_most(max(1, EDGE_NUMBERS["cpu"] * heads // h_out)), h_out / heads
-            )
-            one_head = self.size(x.rows, h_out / heads)
-            both = one_head + of_sums * (1 / heads)
-            order = EDGES * (LONG + INDEX)  # of edges by source, and their readers
-            # of a head its rows, and products along edges; then their gradient, sums of rows
+            kept = itemsize * of_edges
+            some = self.size(EDGES.at_most(max(1, EDGE_NUMBERS["cpu"] // h_out)), h_out)
+            # places of both rows; products of gradients and rows
             temporaries = [
-                order + both + EDGES * 2 * (LONG + setting.itemsize),
-                order + 2 * both + EDGES * setting.itemsize + 3 * some,
+                2 * itemsize * of_edges + EDGES * 3 * INDEX + 3 * some,
+                itemsize * of_edges + self.size(x.rows, h_out),
+                *(itemsize * of_edges + each for each in self._attended(z, heads)),
             ]
-        self.tape.take(kept)
-        out = self.made(ROWS, h_out, True)
-        if not setting.on_gpu:
-            self.tape.touch(one_head, INDEX * EDGES, 2 * some)
         return self.note(out, (x,), (x, out), kept, temporaries=tuple(temporaries))
+
+    def _attended(self, z: Value, heads: int) -> list[Amount]:
+        """Of one head: its rows, gradients and products along edges; then what is added to z."""
+        itemsize, width = self.setting.itemsize, z.width / heads
+        of_gradient = self.size(ROWS, width) * (heads > 1)
+        products = self.size(z.rows + ROWS, width) + of_gradient + EDGES * (LONG + itemsize)
+        added = self.size(z.rows, width) + of_gradient + EDGES * (LONG + itemsize)
+        return [products + itemsize * heads * EDGES, added + itemsize * heads * EDGES]
 
     def _weigh(self, heads: int) -> None:
         for work in (self.forward, self.back):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, Amount, Amounts, Block, Tape
+from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, Amount, Amounts, Block
 from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
@@ -107,8 +107,7 @@ class Value:
     sparse: bool = False
     held: Amount = NOTHING  # [B]; nothing: it is held elsewhere
     view_of: Value | None = None
-    lives_on: bool = False  # after it was read
-    holders: int = 1
+    holders: int = 0  # operations that have saved it for the backward pass, and who reads what ends
 
 
 @dataclass(eq=False)
@@ -128,8 +127,6 @@ class Node(NamedTuple):
     passes_on: bool = False  # the gradient goes on as it is
     stays: bool = False  # and is held by whoever calls the backward pass of what was before
     temporaries: tuple[Amount, ...] = ()  # beside the new gradients, one after the other [B]
-    # what comes and goes first [B]; then goes all that was saved, before the new gradients come
-    first: Amount | None = None
     events: tuple[Amount, ...] = ()  # what comes and goes, the new gradients among it [B]
 
 
@@ -137,7 +134,9 @@ class Trace:
     """Notes operations, and what they do."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.tape = setting, Tape()
+        self.setting = setting
+        self.now: Amount = NOTHING  # [B] that are held
+        self.moments: list[Amount] = []  # [B] that ever were
         self.forward, self.back = Work(), Work()
         self.project = Work(), Work()  # before the exchange of projected rows
         self.products: list[Product] = []
@@ -150,15 +149,29 @@ class Trace:
 
     def made(self, rows: Amount, width: float, varies: bool) -> Value:
         """A new tensor."""
-        value = Value(rows, width, varies, held=self.size(rows, width))
-        self.tape.take(value.held)
-        return value
+        return Value(rows, width, varies, held=self.size(rows, width))
 
-    def done(self, value: Value) -> None:
-        """Let go of a tensor; if it is saved, it stays."""
+    def take(self, *sizes: Amount) -> None:
+        """Allocate so many bytes."""
+        self.now = sum(sizes, self.now)
+        self.moments.append(self.now)
+
+    def free(self, *sizes: Amount) -> None:
+        for size in sizes:
+            self.now = self.now - size
+
+    def keep(self, value: Value) -> None:
+        """Hold a tensor after the operations that read it."""
+        value = value.view_of or value
+        if not value.holders:
+            self.take(value.held)
+        value.holders += 1
+
+    def let_go(self, value: Value | Gradient) -> None:
+        """Hold it once less."""
         value.holders -= 1
         if not value.holders:
-            self.tape.free(value.held)
+            self.free(value.held)
 
     def note(
         self,
@@ -170,16 +183,14 @@ class Trace:
         also: tuple[Value, ...] = (),
         **node: Any,
     ) -> Value:
-        """An operation ends: what it read goes, unless that lives on; and how the gradient of what
-        it made goes back, if it has one (the fields of `Node`). also: what it made besides."""
+        """How the gradient of what an operation made goes back, if it has one (the fields of
+        `Node`). What it read goes, unless it is saved. also: what it made besides."""
         if made.varies:
             varying = tuple(x for x in to if x.varies)
             for value in saved:
-                (value.view_of or value).holders += 1
+                self.keep(value)
+            self.take(extra)
             self.nodes.append(Node((made, *also), varying, saved, extra, **node))
-        for value in to:
-            if not (value.lives_on or value.view_of):
-                self.done(value)
         return made
 
     def go_back(self, out: Value) -> None:
@@ -193,42 +204,35 @@ class Trace:
                 gradients[x] = self._added(x, gradients.get(x), gradient)
         if self.setting.apart:  # what begins here has a copy
             for x, gradient in gradients.items():
-                self.tape.take(self.size(x.rows, x.width) - gradient.held)
+                self.take(self.size(x.rows, x.width) - gradient.held)
 
     def _through(self, node: Node, arrived: list[Gradient]) -> list[Gradient]:
         """The gradients that an operation makes."""
-        tape = self.tape
         self.works(node.to[0].rows if node.to else NOTHING)[1].add(elementwise_bytes=node.passed)
         new = [Gradient(self.size(x.rows, x.width)) for x in node.to]
         if node.passes_on:
             new = arrived * len(node.to)
             arrived[0].holders += len(node.to) + node.stays
-        elif node.first is not None:
-            tape.touch(node.first)
-            self._end(node, arrived)
-            tape.touch(*node.temporaries)
-            tape.take(*(gradient.held for gradient in new))
-            return new
         else:
             for event in node.events:
-                tape.take(event)
-            tape.take(*(gradient.held for gradient in new if not node.events))
-        for size in node.temporaries:
-            tape.touch(size)
+                self.take(event)
+            self.take(*(gradient.held for gradient in new if not node.events))
+        self._touch(*node.temporaries)
         self._end(node, arrived)
         return new
 
+    def _touch(self, *sizes: Amount) -> None:
+        """Allocate and free, one after the other."""
+        for size in sizes:
+            self.take(size)
+            self.free(size)
+
     def _end(self, node: Node, arrived: list[Gradient]) -> None:
         for gradient in arrived:
-            self._let_go(gradient)
+            self.let_go(gradient)
         for value in node.saved:
-            self.done(value.view_of or value)
-        self.tape.free(node.extra)
-
-    def _let_go(self, gradient: Gradient) -> None:
-        gradient.holders -= 1
-        if not gradient.holders:
-            self.tape.free(gradient.held)
+            self.let_go(value.view_of or value)
+        self.free(node.extra)
 
     def _added(self, x: Value, old: Gradient | None, new: Gradient) -> Gradient:
         """A second gradient is added to the first, in place where nobody else reads that."""
@@ -236,12 +240,12 @@ class Trace:
             return new
         self.passes(0, SUM, x)
         if old.holders == 1 and old.held.terms:
-            self._let_go(new)
+            self.let_go(new)
             return old
         both = Gradient(self.size(x.rows, x.width))
-        self.tape.take(both.held)
-        self._let_go(old)
-        self._let_go(new)
+        self.take(both.held)
+        self.let_go(old)
+        self.let_go(new)
         return both
 
     # -- work ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from gnnplan.executor.layers.kernels import (
     aggregate,
     aggregate_beside,
     attend,
+    attend_pairs,
     dropout,
     dropout_mask,
     keep_allocator,
@@ -28,6 +29,8 @@ from gnnplan.executor.layers.kernels import (
     softmax_aggregate,
 )
 from gnnplan.executor.layers.kernels.aggregation import sparse_product
+from gnnplan.executor.layers.kernels.sparse_rows import by_column
+from gnnplan.planner.gnn.operations import EDGE_NUMBERS
 from gnnplan.planner.gnn.products import block_rows
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
@@ -145,7 +148,9 @@ def test_what_gpus_use_gives_the_same_on_the_processor(weighted: bool) -> None:
     product = sparse_product(block.indptr, block.indices, block.weight, x)
     torch.testing.assert_close(product, aggregate(block, x))
     pattern = sparse_rows(torch.randn(50, 20).relu()).pattern
-    for ours, theirs in zip(pattern.transposed_by_sorting(), pattern.transposed, strict=True):
+    rows = pattern.per_number(torch.arange(50, dtype=torch.int32))
+    by_sorting = by_column(rows, pattern.columns, pattern.width)
+    for ours, theirs in zip(by_sorting, pattern.transposed, strict=True):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype == torch.int32
 
 
@@ -181,6 +186,35 @@ def dense_attention(
     count = dense(block)
     weight = count * F.leaky_relu(of_reader[:, None] + of_source[None, :], 0.2).exp()
     return (weight / weight.sum(1, keepdim=True).where(count.sum(1, keepdim=True) > 0, 1.0)) @ z
+
+
+def dense_pairs(block: Block, rows: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """[S, 2 H] -> [R, H] by [R, S, heads, W]."""
+    z, r = rows.view(len(rows), 2, *vectors.shape).unbind(1)
+    logits = (F.leaky_relu(z[None] + r[: block.n_dst, None], 0.2) * vectors).sum(3)
+    weight = dense(block)[:, :, None] * logits.exp()
+    weight = weight / weight.sum(1, keepdim=True).where(weight.sum(1, keepdim=True) > 0, 1.0)
+    return torch.einsum("rsh,shw->rhw", weight, z).flatten(1)
+
+
+@pytest.mark.parametrize("at_once", [8, 1 << 18])
+@pytest.mark.parametrize(("n_dst", "n_src", "edges"), [(0, 0, 0), (3, 3, 0), (9, 12, 60)])
+def test_attention_by_pairs_of_rows(
+    n_dst: int, n_src: int, edges: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where edges are taken two at a time, a row's edges are in several parts. A rank of a batch may
+    have no rows."""
+    monkeypatch.setitem(EDGE_NUMBERS, "cpu", at_once)
+    block = random_block(n_dst, n_src, edges, weighted=False)
+    rows = torch.randn(n_src, 8, dtype=torch.float64, requires_grad=True)
+    vectors = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    out, expected = attend_pairs(block, rows, vectors), dense_pairs(block, rows, vectors)
+    torch.testing.assert_close(out, expected)
+    gradient = torch.randn_like(out)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(o, (rows, vectors), gradient) for o in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("edges", [0, 1, 40, 900])

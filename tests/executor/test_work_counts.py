@@ -205,8 +205,8 @@ def amounts(case: Case) -> Iterator[tuple[str, Amounts, Amounts]]:
 def numbers_of(work: Work) -> list[float]:
     """Gathered numbers and element-wise numbers.
 
-    What is gathered number by number is attention's."""
-    gathered = sum(each.rows * each.width for each in work.gathers if each.width > 1)
+    What is gathered number by number, or a number per head, is attention's."""
+    gathered = sum(each.rows * each.width for each in work.gathers if each.width > HEADS)
     return [gathered, work.elementwise_bytes / 4]
 
 

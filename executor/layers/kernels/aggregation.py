@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.block import Block, check_rows
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
-from gnnplan.executor.layers.kernels.runtime import apply
 
 # Said once, or torch warns of what nobody has asked for (and of an argument that says it, in 2.11).
 torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
@@ -25,8 +24,7 @@ def aggregate(block: Block, x: Tensor) -> Tensor:
 
     The weights get no gradient.
     """
-    check_rows(block, x)
-    return apply(_Aggregate, x, block)
+    return aggregate_beside(block, x)[0]
 
 
 def aggregate_beside(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,27 +46,16 @@ def aggregate_transposed(block: Block, gradient: Tensor, add: Tensor | None = No
     return spmm(block.t_indptr, block.t_indices, block.t_weight, gradient.contiguous(), add)
 
 
-class _Aggregate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        return spmm(block.indptr, block.indices, block.weight, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return aggregate_transposed(ctx.block, grad), None
-
-
 class _AggregateBeside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         ctx.block = block
+        ctx.set_materialize_grads(False)
         return spmm(block.indptr, block.indices, block.weight, x), x[: block.n_dst]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_sums: Tensor, of_own: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, of_sums: Tensor, of_own: Tensor | None) -> tuple[Tensor, None]:
         return aggregate_transposed(ctx.block, of_sums, of_own), None
 
 

@@ -72,43 +72,37 @@ def attend(
         of_source, of_reader = of_source[:, None], of_reader[:, None]
     if z.is_cuda and (ours := triton_kernels()):
         return cast(Tensor, ours.attend(block, z, of_source, of_reader, slope))
-    heads = [
-        apply(_Attend, of_head, *logits, block, slope)
-        for of_head, *logits in zip(
-            z.chunk(of_source.shape[1], 1), of_source.T, of_reader.T, strict=True
-        )
-    ]
-    return heads[0] if len(heads) == 1 else torch.cat(heads, 1)
+    return apply(_Attend, z, of_source, of_reader, block, slope)
 
 
 class _Attend(torch.autograd.Function):
-    """One head. Saves two values per edge for backward; nothing is ever [E, H]."""
+    """Saves two values per edge and head."""
 
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, of_source: Tensor, of_reader: Tensor, block: Block, slope: float
     ) -> Tensor:
-        z = z.contiguous()
-        logit = of_source.index_select(0, block.indices).add_(block.per_edge(of_reader))
-        derivative = torch.full_like(logit, slope).masked_fill_(logit > 0, 1.0)
-        weight = _softmax_(block, logit.mul_(derivative))  # LeakyReLU
-        out = spmm(block.indptr, block.indices, weight, z)
-        ctx.block = block
-        ctx.save_for_backward(z, derivative, weight, out)
+        sums = [
+            source.index_select(0, block.indices).add_(block.per_edge(reader))
+            for source, reader in zip(of_source.T, of_reader.T, strict=True)
+        ]
+        logits = F.leaky_relu_(torch.stack(sums), slope)
+        weights, out = _attended(block, z, logits.clone())
+        ctx.block, ctx.slope = block, slope
+        ctx.save_for_backward(z, logits, weights, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """d logit_e = w_e (g_v . z_u - g_v . out_v) for the gradient g of out, then LeakyReLU's."""
-        (z, derivative, weight, out), block = ctx.saved_tensors, ctx.block
-        grad = grad.contiguous()
+        (z, logits, weights, out), block = ctx.saved_tensors, ctx.block
+        to_logits, to_z = _to_logits(block, z, weights, out, grad), torch.zeros_like(z)
+        _add_to_rows(block, weights, grad, to_z)
+        to_sums = torch.ops.aten.leaky_relu_backward(to_logits, logits, ctx.slope, True)
         order = block.order.long()
-        to_z = spmm(block.t_indptr, block.t_indices, weight[order], grad)
-        to_logit = _to_logits(block, grad, z, out, weight).mul_(derivative)
-        to_source = _reduce_rows("sum", to_logit[order], block.t_indptr)
-        to_reader = _reduce_rows("sum", to_logit, block.indptr)
-        return to_z, to_source, to_reader, None, None
+        to_source = [_reduce_rows("sum", of_head[order], block.t_indptr) for of_head in to_sums]
+        to_reader = [_reduce_rows("sum", of_head, block.indptr) for of_head in to_sums]
+        return to_z, torch.stack(to_source, 1), torch.stack(to_reader, 1), None, None
 
 
 def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2) -> Tensor:
@@ -118,13 +112,13 @@ def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2
     over edges u -> v, by softmax of the logits a . LeakyReLU(z_u + r_v), with `vectors` a
     [heads, H / heads]. Destinations without edges get zero. Edge weights of the block play no part.
 
-    Without Triton a sum of two rows is made for some edges at a time, and made again in the
-    backward pass, which on CUDA adds in no fixed order.
+    Without Triton a sum of two rows is made for some edges at a time, and again in the backward
+    pass: once in the order of readers, once in that of sources.
     """
     check_rows(block, rows)
     if rows.is_cuda and (ours := triton_kernels()):
         return cast(Tensor, ours.attend_pairs(block, rows, vectors, slope))
-    return apply(_AttendPairs, rows, vectors, block, slope)
+    return apply(_AttendPairs, rows.contiguous(), vectors, block, slope)
 
 
 class _AttendPairs(torch.autograd.Function):
@@ -132,18 +126,12 @@ class _AttendPairs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
-        h_out = rows.shape[1] // 2
-        readers = _readers(block)
-        out = rows.new_empty(block.n_dst, h_out)
-        weights = rows.new_empty(len(vectors), block.edges)
-        for part, vector, weight in zip(_heads(h_out, vectors), vectors, weights, strict=True):
-            z, r = rows[:, part].contiguous(), rows[: block.n_dst, h_out:][:, part]
-            for some in _some_edges(block, len(vector)):
-                sums = z.index_select(0, block.indices[some])
-                sums += r.index_select(0, readers[some])
-                torch.mv(F.leaky_relu_(sums, slope), vector, out=weight[some])
-            _softmax_(block, weight)
-            out[:, part] = spmm(block.indptr, block.indices, weight, z)
+        logits = rows.new_empty(len(vectors), block.edges)
+        for some, pairs in _pairs(rows, block.indices, block.readers):
+            each = F.leaky_relu_(pairs, slope).chunk(len(vectors), 1)
+            for of_head, vector, logit in zip(each, vectors, logits[:, some], strict=True):
+                torch.mv(of_head, vector, out=logit)
+        weights, out = _attended(block, rows[:, : rows.shape[1] // 2], logits)
         ctx.block, ctx.slope = block, slope
         ctx.save_for_backward(rows, vectors, weights, out)
         return out
@@ -151,65 +139,81 @@ class _AttendPairs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """d logit as in `attend`; with s = z_u + r_v it goes to a, and by a LeakyReLU'(s) to both
-        rows."""
+        """With s = z_u + r_v, d logit goes to a by LeakyReLU(s) = s LeakyReLU'(s), and by
+        a LeakyReLU'(s) to both rows."""
         (rows, vectors, weights, out), block = ctx.saved_tensors, ctx.block
-        h_out, readers, order = rows.shape[1] // 2, _readers(block), block.order.long()
-        to_rows, to_vectors = torch.zeros_like(rows), torch.zeros_like(vectors)
+        h_out, to_rows = rows.shape[1] // 2, torch.zeros_like(rows)
+        by = _to_logits(block, rows[:, :h_out], weights, out, grad).T.contiguous()
 
-        def one_head(part: slice, vector: Tensor, weight: Tensor, to_vector: Tensor) -> None:
-            z, r = rows[:, part].contiguous(), rows[: block.n_dst, h_out:][:, part]
-            g = grad[:, part].contiguous()
-            to_logit = _to_logits(block, g, z, out[:, part], weight)
-            to_z = spmm(block.t_indptr, block.t_indices, weight[order], g)
-            to_r = torch.zeros_like(g)
-            for some in _some_edges(block, len(vector)):
-                sources, reader, by = block.indices[some], readers[some], to_logit[some, None]
-                sums = z.index_select(0, sources)
-                sums += r.index_select(0, reader)
-                to_vector += torch.mv(F.leaky_relu(sums, ctx.slope).t(), by[:, 0])
-                sums = torch.where(sums > 0, vector, ctx.slope * vector) * by
-                to_z.index_add_(0, sources, sums)
-                to_r.index_add_(0, reader, sums)
-            to_rows[:, part] = to_z
-            to_rows[: block.n_dst, h_out:][:, part] = to_r
+        def add_slopes(indptr: Tensor, sources: Tensor, readers: Tensor, into: Tensor) -> None:
+            for some, pairs in _pairs(rows, sources, readers):
+                slopes = torch.ops.aten.leaky_relu_backward(
+                    by[some, :, None], pairs.view(-1, *vectors.shape), ctx.slope, False
+                )
+                _add_up(slopes.view_as(pairs), indptr, some.start, into)
 
-        for head in zip(_heads(h_out, vectors), vectors, weights, to_vectors, strict=True):
-            one_head(*head)
+        to_z, to_r = to_rows.chunk(2, 1)
+        add_slopes(block.indptr, block.indices, block.readers, to_r)
+        by = by[block.order]
+        add_slopes(block.t_indptr, block.indices[block.order], block.t_indices, to_z)
+        of_halves = zip((to_z, to_r), rows.chunk(2, 1), strict=True)
+        to_vectors = sum((to * half).sum(0) for to, half in of_halves).view_as(vectors)
+        to_rows.view(-1, *vectors.shape).mul_(vectors)
+        _add_to_rows(block, weights, grad, to_z)
         return to_rows, to_vectors, None, None
 
 
-def _heads(h_out: int, vectors: Tensor) -> list[slice]:
-    """The columns of each head."""
-    width = h_out // len(vectors)
-    return [slice(i * width, (i + 1) * width) for i in range(len(vectors))]
+def _pairs(rows: Tensor, sources: Tensor, readers: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some edges at a time, and z_u + r_v of each [., H]; rows [S, 2 H] are [z | r]."""
+    halves = rows.view(2 * len(rows), rows.shape[1] // 2)  # z_u is row 2 u, r_v is row 2 v + 1
+    places = torch.stack([2 * sources, 2 * readers + 1], 1)
+    each = max(1, EDGE_NUMBERS[rows.device.type] // halves.shape[1])
+    for start in range(0, len(places), each):
+        some = slice(start, start + each)
+        yield some, F.embedding_bag(places[some], halves, mode="sum")
 
 
-def _readers(block: Block) -> Tensor:
-    """The destination of every edge, int32 [E]."""
-    return block.per_edge(torch.arange(block.n_dst, dtype=torch.int32, device=block.indptr.device))
+def _add_up(values: Tensor, indptr: Tensor, start: int, into: Tensor) -> None:
+    """Add values [n, H] of the edges from `start` on to their rows of a CSR."""
+    stop = start + len(values)
+    ends = torch.tensor([start, stop - 1], dtype=indptr.dtype, device=indptr.device)
+    first, last = torch.searchsorted(indptr, ends, right=True).tolist()
+    offsets = (indptr[first - 1 : last + 1] - start).clamp_(0, len(values))
+    each = torch.arange(len(values), dtype=indptr.dtype, device=indptr.device)
+    into[first - 1 : last] += F.embedding_bag(
+        each, values, offsets, mode="sum", include_last_offset=True
+    )
 
 
-def _some_edges(block: Block, width: int) -> Iterator[slice]:
-    """Edges in pieces of EDGE_NUMBERS."""
-    each = max(1, EDGE_NUMBERS[block.indptr.device.type] // width)
-    for start in range(0, block.edges, each):
-        yield slice(start, min(start + each, block.edges))
+def _attended(block: Block, z: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [heads, E], made their softmax in place, and the sums of z [S, H] by it [R, H]."""
+    sums = []
+    for logit, of_head in zip(logits, z.chunk(len(logits), 1), strict=True):
+        logit -= block.per_edge(_reduce_rows("max", logit, block.indptr))
+        # a sum is at least 1, its largest term; 0 without edges
+        total = _reduce_rows("sum", logit.exp_(), block.indptr).clamp_(min=1.0)
+        logit /= block.per_edge(total)
+        sums.append(spmm(block.indptr, block.indices, logit, of_head.contiguous()))
+    return logits, torch.cat(sums, 1)
 
 
-def _softmax_(block: Block, logit: Tensor) -> Tensor:
-    """Logits [E], made their softmax over each row's edges in place."""
-    logit -= block.per_edge(_reduce_rows("max", logit, block.indptr))
-    # a sum is at least 1, its largest term; 0 without edges
-    total = _reduce_rows("sum", logit.exp_(), block.indptr).clamp_(min=1.0)
-    logit /= block.per_edge(total)
-    return logit
+def _to_logits(block: Block, z: Tensor, weights: Tensor, out: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of logits [heads, E]."""
+    of_heads = (rows.chunk(len(weights), 1) for rows in (z, out, grad))
+    return torch.stack([_to_logit(block, *head) for head in zip(weights, *of_heads, strict=True)])
 
 
-def _to_logits(block: Block, grad: Tensor, z: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of logits [E] of one head: w_e (g_v . z_u - g_v . out_v)."""
-    products = _edge_products(block, grad, z)
+def _to_logit(block: Block, weight: Tensor, z: Tensor, out: Tensor, grad: Tensor) -> Tensor:
+    """Of one head [E]: w_e (g_v . z_u - g_v . out_v), g being the gradient of out."""
+    products = _edge_products(block, grad.contiguous(), z.contiguous())
     return products.sub_(block.per_edge((grad * out).sum(1))).mul_(weight)
+
+
+def _add_to_rows(block: Block, weights: Tensor, grad: Tensor, into: Tensor) -> None:
+    """Add to rows [S, H] the gradient of their sums by these weights."""
+    heads, order = len(weights), block.order.long()
+    for weight, g, part in zip(weights, grad.chunk(heads, 1), into.chunk(heads, 1), strict=True):
+        part += spmm(block.t_indptr, block.t_indices, weight[order], g.contiguous())
 
 
 def _reduce_rows(reduction: str, values: Tensor, indptr: Tensor) -> Tensor:

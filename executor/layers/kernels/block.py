@@ -11,7 +11,7 @@ from scipy import sparse
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
-from gnnplan.executor.layers.kernels.sparse_rows import Rows
+from gnnplan.executor.layers.kernels.sparse_rows import Rows, by_column
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -80,10 +80,7 @@ class Block:
         block.n_dst = block.own = len(indptr) - 1
         block.n_src, block.edges = n_src, len(indices)
         block.indptr, block.indices = indptr, indices
-        by_source, order = indices.sort(stable=True)
-        starts = torch.arange(n_src + 1, dtype=torch.int32, device=indices.device)
-        block.t_indptr = torch.searchsorted(by_source, starts, out_int32=True)
-        block.t_indices, block.order = reader[order], order.int()
+        block.t_indptr, block.t_indices, block.order = by_column(reader, indices, n_src)
         block.weight = block.t_weight = None
         return block
 
@@ -100,6 +97,12 @@ class Block:
         Where these are all, a slice would cost a backward pass that puts its gradient among zeros.
         """
         return rows if rows.shape[0] == self.n_dst else cast(Rows, rows[: self.n_dst])
+
+    @property
+    def readers(self) -> Tensor:
+        """The destination of every edge, int32 [E]."""
+        rows = torch.arange(self.n_dst, dtype=torch.int32, device=self.indptr.device)
+        return self.per_edge(rows)
 
     def per_edge(self, values: Tensor) -> Tensor:
         """A value per destination [R], repeated for each of its edges [E]."""

@@ -166,7 +166,7 @@ class Tensor3D(Strategy):
             features = 1.0 * first.rows * first.summed * b
         different = {(each.layer - 1) % 6: each for each in layers if each.is_summed}
         edges = [
-            2.0 * each.edges * (4 + b) + 8.0 * (each.rows + each.sources)
+            each.edges * (12 + 2.0 * b) + 8.0 * (each.rows + each.sources)
             for each in different.values()
         ]
         return on_ranks(
