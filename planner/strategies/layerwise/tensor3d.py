@@ -77,15 +77,8 @@ class Tensor3D(Strategy):
     )
 
     @property
-    def exact(self) -> bool:
-        return True
-
-    @property
     def hands_over(self) -> bool:
         return False  # a rank's numbers of a weight are a run of a tile, which no other plan has
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return isinstance(other, Tensor3D)
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
