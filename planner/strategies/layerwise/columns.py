@@ -30,9 +30,9 @@ from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
-from gnnplan.planner.strategies.layerwise.step import finish, moments
+from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
+from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
@@ -220,19 +220,10 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     ranks, layers, b = problem.ranks, len(courses), model.itemsize
     own = shares(problem.stats.vertices, ranks)
     several = ranks > 1
-    first_seen: dict[object, int] = {}
-    like = {
-        layer: first_seen.setdefault(
-            (
-                model.layers[layer - 1],
-                courses[layer - 1],
-                model.relu_after(layer),
-                layer <= model.first_varying,
-            ),
-            layer,
-        )
-        for layer in range(1, layers + 1)
-    }
+    like = first_alike(
+        (spec, course, model.relu_after(layer), layer <= model.first_varying)
+        for layer, (spec, course) in enumerate(zip(model.layers, courses, strict=True), 1)
+    )
     nothing = Outer.of([0] * ranks, True, 0)
     facts = {layer: LayerFacts(own, own, np.zeros(ranks), nothing) for layer in like.values()}
     encoded = own if model.encoder else np.zeros(ranks)
@@ -314,9 +305,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
-    if several:
-        yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
-    yield Op("update", work=model.update(model.weights), holds=Held.let_go)
+    yield from end_of_step(problem)
 
 
 # -- bytes held ------------------------------------------------------------------------------------
