@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -114,9 +113,10 @@ class Grid:
         first = np.flatnonzero(self.places(axis) == 0)
         return tuple(tuple((rank + along).tolist()) for rank in first)
 
-    def share(self, total: int, axis: Axis) -> np.ndarray:
-        """How many of so many rows or columns each rank has, shared along an axis [ranks]."""
-        return np.asarray(shares(total, self.size(axis))[self.places(axis)])
+    def share(self, numbers: int | np.ndarray, axis: Axis) -> np.ndarray:
+        """How many each rank has of these, which ranks along an axis share [ranks]."""
+        each, rest = np.divmod(numbers, self.size(axis))
+        return np.asarray(each + (self.places(axis) < rest))
 
 
 def orders(vertices: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,77 +162,67 @@ def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
     return np.asarray(counted[grid.places(axes.rows) * sources + grid.places(axes.sources)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tiles:
-    """Sizes of a layer's tiles on every rank [ranks]."""
+    """A layer's tiles, and their sizes on every rank [ranks]."""
 
     problem: Problem
     model: Model
     grid: Grid
     layer: int
+    spec: Layer
+    axes: Roles
+    is_summed: bool  # it sums in every step; otherwise its sums were made once
+    varies: bool  # its inputs have a gradient
+    rows: np.ndarray
+    sources: np.ndarray
+    h_in: np.ndarray  # columns of the inputs
+    h_out: np.ndarray  # columns of the outputs
+    summed: np.ndarray  # columns of the sums: of neighbours, and of own rows where it reads them
+    weights: np.ndarray  # numbers, with the bias on the first ranks along `columns`
+    kept_weights: np.ndarray  # of these, numbers that a rank keeps
+    whole_rows: np.ndarray  # of the outputs, where ranks turn their columns into whole rows
+
+    @staticmethod
+    def of(problem: Problem, model: Model, grid: Grid, layer: int) -> Tiles:
+        """Those of a layer."""
+        spec, axes, vertices = model.layers[layer - 1], roles(layer), problem.stats.vertices
+        rows, sources = (grid.share(vertices, axis) for axis in (axes.rows, axes.sources))
+        h_in, h_out = grid.share(spec.h_in, axes.columns), grid.share(spec.h_out, axes.sources)
+        has_bias = spec.bias & (grid.places(axes.columns) == 0)
+        weights = np.asarray((h_in * spec.matrices + has_bias) * h_out)
+        return Tiles(
+            problem,
+            model,
+            grid,
+            layer,
+            spec,
+            axes,
+            is_summed=not model.aggregate_cached(layer),
+            varies=layer > model.first_varying,
+            rows=rows,
+            sources=sources,
+            h_in=h_in,
+            h_out=h_out,
+            summed=h_in * spec.matrices,
+            weights=weights,
+            kept_weights=grid.share(weights, axes.rows),
+            whole_rows=grid.share(rows, axes.sources),
+        )
 
     @property
-    def spec(self) -> Layer:
-        return self.model.layers[self.layer - 1]
-
-    @property
-    def axes(self) -> Roles:
-        return roles(self.layer)
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether the layer sums in every step; otherwise its sums were made once."""
-        return not self.model.aggregate_cached(self.layer)
-
-    @property
-    def varies(self) -> bool:
-        """Whether its inputs have a gradient."""
-        return self.layer > self.model.first_varying
-
-    @property
-    def rows(self) -> np.ndarray:
-        return self.grid.share(self.problem.stats.vertices, self.axes.rows)
-
-    @property
-    def sources(self) -> np.ndarray:
-        return self.grid.share(self.problem.stats.vertices, self.axes.sources)
-
-    @property
-    def h_in(self) -> np.ndarray:
-        """Columns of the inputs."""
-        return self.grid.share(self.spec.h_in, self.axes.columns)
-
-    @property
-    def h_out(self) -> np.ndarray:
-        """Columns of the outputs."""
-        return self.grid.share(self.spec.h_out, self.axes.sources)
-
-    @property
-    def summed(self) -> np.ndarray:
-        """Columns of the sums: of neighbours, and of own rows where the layer reads them."""
-        return self.h_in * self.spec.matrices
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Numbers of the weights, with the bias on the first ranks along `columns`."""
-        first = self.grid.places(self.axes.columns) == 0
-        return np.asarray((self.summed + (first & self.spec.bias)) * self.h_out)
-
-    @property
-    def kept_weights(self) -> np.ndarray:
-        """Numbers of the weights that a rank keeps, of those of its tile."""
-        size = self.grid.size(self.axes.rows)
-        return self.weights // size + (self.grid.places(self.axes.rows) < self.weights % size)
-
-    @property
-    def whole_rows(self) -> np.ndarray:
-        """Rows of the outputs where ranks turn their columns into whole rows."""
-        size, place = self.grid.size(self.axes.sources), self.grid.places(self.axes.sources)
-        return self.rows // size + (place < self.rows % size)
-
-    @cached_property
     def edges(self) -> np.ndarray:
         return edges_of_tiles(self.problem, self.grid, self.layer)
+
+    @property
+    def drops(self) -> bool:
+        """Whether its inputs are dropped."""
+        return self.model.dropout > 0 and self.spec.drops
+
+    @property
+    def relu(self) -> bool:
+        """Whether ReLU of its inputs is still to be done."""
+        return self.model.relu_after(self.layer - 1)
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -240,14 +230,13 @@ class Tiles:
 
 def program(problem: Problem, grid: Grid) -> Program:
     """One step, which all steps are like."""
-    step = list(_step(problem, grid))
-    return Program.of(step)
+    return Program.of(list(_step(problem, grid)))
 
 
 def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
     """The tiles of layers 1 .. L. All sum before they multiply."""
     model = problem.model.aggregating_first
-    return [Tiles(problem, model, grid, layer) for layer in range(1, len(model.layers) + 1)]
+    return [Tiles.of(problem, model, grid, layer) for layer in range(1, len(model.layers) + 1)]
 
 
 def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
@@ -277,10 +266,10 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     for tiles in layers:
         layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
         if tiles.is_summed:
-            yield Op("aggregate", "f", layer, work=work.aggregate, holds=holds.aggregate)
+            yield Op("aggregate", "f", layer, work=work.aggregate(), holds=holds.aggregate)
             yield from along(axes.sources, "sum_aggregates", "f", layer, tiles.rows * tiles.summed)
         yield from gather_weights(tiles, "f")
-        yield Op("forward", layer=layer, work=work.forward, holds=holds.forward)
+        yield Op("forward", layer=layer, work=work.forward(), holds=holds.forward)
         yield from along(axes.columns, "sum_outputs", "f", layer, tiles.rows * tiles.h_out)
     several = grid.size(last.axes.sources) > 1
     if several:
@@ -294,13 +283,13 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     for tiles in reversed(layers):
         layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
         yield from gather_weights(tiles, "b")
-        yield Op("backward", layer=layer, work=work.backward, holds=holds.backward)
+        yield Op("backward", layer=layer, work=work.backward(), holds=holds.backward)
         if grid.size(axes.rows) > 1:
             yield exchange(axes.rows, "scatter_weights", "b", layer, ones, tiles.kept_weights)
         if tiles.varies:
             yield from along(axes.sources, "sum_aggregates", "b", layer, tiles.rows * tiles.summed)
-            work_back = work.aggregate_back
-            yield Op("aggregate", "b", layer, work=work_back, holds=holds.aggregate_back)
+            back = work.aggregate_back()
+            yield Op("aggregate", "b", layer, work=back, holds=holds.aggregate_back)
             yield from along(axes.rows, "sum_inputs", "b", layer, tiles.sources * tiles.h_in)
     kept = sum((tiles.kept_weights for tiles in layers), np.zeros(grid.ranks))
     yield Op("update", work=problem.model.update(kept), holds=Held.let_go)
@@ -312,83 +301,60 @@ class _Work:
 
     tiles: Tiles
 
-    @property
-    def _b(self) -> int:
-        return self.tiles.model.itemsize
-
-    @property
-    def _dropped(self) -> bool:
-        return bool(self.tiles.model.dropout and self.tiles.spec.drops)
-
-    @property
-    def _relu(self) -> bool:
-        return self.tiles.model.relu_after(self.tiles.layer - 1)
-
-    def _gather(self, among: np.ndarray, into: np.ndarray) -> Gather:
+    def _gather(self, among: np.ndarray, into: np.ndarray) -> tuple[Gather]:
         """A sum over the tile's edges; ranks with fewer columns read as much less."""
         most = max(int(self.tiles.h_in.max()), 1)
-        return Gather(self.tiles.edges * (self.tiles.h_in / most), most, among, into)
+        return (Gather(self.tiles.edges * (self.tiles.h_in / most), most, among, into),)
 
-    @property
     def aggregate(self) -> Compute:
         """ReLU and dropout of the inputs, and their sums."""
-        t, b = self.tiles, self._b
+        t, b = self.tiles, self.tiles.model.itemsize
         inputs, sums = 1.0 * t.sources * t.h_in, 1.0 * t.rows * t.h_in
-        passed = (RELU[0] + 1) * self._relu * inputs  # ReLU, and which numbers it leaves
-        if t.spec.reads_own:  # both sums beside each other
-            passed = passed + 2 * COPY * sums
-        launches = 4 + (MASK + 3) * self._dropped
-        return Compute(
-            0.0,
-            (self._gather(t.sources, t.rows),),
-            passed * b,
-            launches,
-            b,
-            hash_ops=inputs * self._dropped,
-        )
+        passed = (RELU[0] + 1) * t.relu * inputs  # ReLU, and which numbers it leaves
+        passed = passed + 2 * COPY * sums * t.spec.reads_own  # both sums beside each other
+        launches, dropped = 4 + (MASK + 3) * t.drops, inputs * t.drops
+        gathers = self._gather(t.sources, t.rows)
+        return Compute(0.0, gathers, passed * b, launches, b, hash_ops=dropped)
 
-    @property
     def forward(self) -> Compute:
         t = self.tiles
-        put_together = COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * self._b
-        return self._product(1) + Compute(elementwise_bytes=1.0 * put_together, launches=4)
+        put_together = COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * t.model.itemsize
+        flops, read = self._product()
+        return Compute(
+            flops,
+            elementwise_bytes=1.0 * put_together,
+            launches=4,
+            itemsize=t.model.itemsize,
+            gemm_bytes=read,
+            tensor_bytes=read,
+        )
 
-    @property
     def backward(self) -> Compute:
         """The gradients of weights and bias, and of the sums where they have one."""
-        t, b = self.tiles, self._b
-        product = self._product(1 + t.varies)
-        flops = 2.0 * t.rows * self._wide(t.summed) * self._wide(t.h_out)
-        passed = (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
+        t, b, (flops, read) = self.tiles, self.tiles.model.itemsize, self._product()
         return Compute(
             flops * t.varies,
-            elementwise_bytes=1.0 * passed,
+            elementwise_bytes=1.0 * (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b,
             launches=10,
             itemsize=b,
-            gemm_bytes=product.gemm_bytes,
+            gemm_bytes=(1 + t.varies) * read,
             weight_gradient_flops=flops,
         )
 
-    @property
     def aggregate_back(self) -> Compute:
         """The gradient of the inputs, before it is summed; dropout's and ReLU's come after that."""
-        t, b = self.tiles, self._b
-        inputs = 1.0 * t.sources * t.h_in
-        passed = MASKED * (self._relu or self._dropped) * inputs
-        if t.spec.reads_own:
-            passed = passed + (SUM + COPY) * 1.0 * t.rows * t.h_in
-        return Compute(0.0, (self._gather(t.rows, t.sources),), passed * b, 8, b)
+        t, b = self.tiles, self.tiles.model.itemsize
+        passed = MASKED * (t.relu or t.drops) * 1.0 * t.sources * t.h_in
+        passed = passed + (SUM + COPY) * 1.0 * t.rows * t.h_in * t.spec.reads_own
+        return Compute(0.0, self._gather(t.rows, t.sources), passed * b, 8, b)
 
-    def _product(self, times: int) -> Compute:
-        t, b = self.tiles, self._b
-        read = 1.0 * t.rows * (t.summed + t.h_out) * b
-        flops = 2.0 * t.rows * self._wide(t.summed) * self._wide(t.h_out)
-        return Compute(times * flops, itemsize=b, gemm_bytes=times * read, tensor_bytes=read)
-
-    @staticmethod
-    def _wide(columns: np.ndarray) -> np.ndarray:
-        """Columns that a product takes as long for."""
-        return np.asarray(np.maximum(columns, VECTOR))
+    def _product(self) -> tuple[np.ndarray, np.ndarray]:
+        """Flops of a product, and bytes that it reads and writes; few columns take as long as
+        VECTOR."""
+        t = self.tiles
+        wide, high = (np.maximum(columns, VECTOR) for columns in (t.summed, t.h_out))
+        read = 1.0 * t.rows * (t.summed + t.h_out) * t.model.itemsize
+        return np.asarray(2.0 * t.rows * wide * high), np.asarray(read)
 
 
 # -- bytes held ------------------------------------------------------------------------------------
@@ -421,31 +387,23 @@ class _Holds:
         return self._sums / 2 * self.tiles.spec.reads_own
 
     @property
-    def _dropped(self) -> np.ndarray:
-        return self._inputs * bool(self.tiles.model.dropout and self.tiles.spec.drops)
-
-    @property
     def _mask(self) -> np.ndarray:
         """A byte for each input that ReLU or dropout may have set to zero."""
         t = self.tiles
-        relu = t.model.relu_after(t.layer - 1)
-        masked = self._inputs * relu if relu else self._dropped
-        return masked / t.model.itemsize * t.varies
+        return self._inputs / t.model.itemsize * (t.relu or t.drops) * t.varies
 
     def aggregate(self, held: Held) -> None:
         held.keep(self._mask, self._sums)
-        held.at(self._dropped, self._neighbours)
+        held.at(self._inputs * self.tiles.drops, self._neighbours)
         held.free(self._inputs * self.tiles.varies)  # features are no operation's
 
     def forward(self, held: Held) -> None:
         held.keep(self._outputs)
 
     def backward(self, held: Held) -> None:
-        weights = (
-            2.0 * self.tiles.weights * self.tiles.model.itemsize
-        )  # of the tile, and a gradient
+        of_tile = 2.0 * self.tiles.weights * self.tiles.model.itemsize  # and a gradient
         held.free(self._sums * self.tiles.is_summed)
-        held.at(self._outputs, weights, self._sums * self.tiles.varies)
+        held.at(self._outputs, of_tile, self._sums * self.tiles.varies)
 
     def aggregate_back(self, held: Held) -> None:
         held.at(self._sums, self._neighbours, self._inputs)
