@@ -45,6 +45,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
 from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.strategies.layerwise.chunked import evaluation, order
+from gnnplan.planner.strategies.layerwise.step import first_alike
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
@@ -142,14 +143,13 @@ class Worker(base.Worker):
             )
             for turn in self.turns
         ]
-        alike: list[dict[object, _Part]] = [{} for _ in self.turns]
-        for layer in range(1, self.last + 1):
-            kind = layout.kind(layer), self.net.layer(layer).edges
-            own = np.concatenate(each[layer - 1])
-            for chunk, parts in zip(self.chunks, alike, strict=True):
-                if kind not in parts:
-                    parts[kind] = self._part(layout, chunk.number, layer, own)
-                chunk.parts[layer] = parts[kind]
+        layers = range(1, self.last + 1)
+        like = first_alike((layout.kind(n), self.net.layer(n).edges) for n in layers)
+        for n in layers:
+            own = np.concatenate(each[n - 1])
+            for chunk in self.chunks:
+                same = chunk.parts.get(like[n])
+                chunk.parts[n] = same or self._part(layout, chunk.number, n, own)
 
         on_gpu = self.rank.device.type == "cuda"
         if on_gpu:
