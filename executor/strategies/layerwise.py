@@ -244,12 +244,11 @@ class Worker(base.Worker):
         if layer > self.shapes.first_varying:
             lay_out = self._current_halo.rows(step, layer, entered.outgoing)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
-            source = entered.leaf
-            if lay_out is None:
-                segment = self._first_segment(step)
-            else:
-                source, segment = self._segment(step, layer, entered, lay_out())
+            source = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
+            if lay_out is not None:
+                source = self._laid_out(layer, entered, lay_out())
             lay_out = None  # it has the rows as they were before they were laid out
+            segment = self._segment(step, layer, entered, source)
             out = self._kept(segment)
             following, to_leaf = self._enter(out, step, layer + 1)
         # of which backward lets go, one by one
@@ -274,44 +273,39 @@ class Worker(base.Worker):
 
         return following, back
 
-    def _first_segment(self, step: int) -> _Segment:
-        """Layer 1 on constant features."""
-        net, relu, cached = self.net.layer(1), self.net.relu_after(1), self.cached
-        x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
-        if cached is not None:
-            return lambda: net.update(cached, x, x, None, relu)
-        block, drop = self.blocks[1], self.drop(step, 1, self.vertices[1])
-        if self._adds_up(2):
+    def _laid_out(self, layer: int, entered: Entered, rows: Tensor) -> Tensor:
+        """The leaf of all source rows [S, width], of own rows and halo."""
+        local, entered.outgoing = len(entered.outgoing), NOTHING  # they are among `rows` now
+        if layer in self.picks:
+            rows = self.picks[layer].of_rows(rows)
+        source = rows.detach().requires_grad_(entered.leaf.requires_grad)
+        if entered.own is None:  # no second copy stays
+            entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
+        return source
+
+    def _segment(self, step: int, layer: int, entered: Entered, source: Tensor) -> _Segment:
+        """What computes h_l from source rows [S, width], or from constant features."""
+        net, relu, cached = self.net.layer(layer), self.net.relu_after(layer), self.cached
+        if cached is not None and layer == 1:
+            return lambda: net.update(cached, source, source, None, relu)
+        block, drop = self.blocks[layer], self.drop(step, layer, self.vertices[layer])
+        x0 = self.x0[: block.n_dst] if self.x0 is not None else None
+        if (own := entered.own) is not None:
+            net = net.during(drop)
+            return lambda: net.update(net.gather(block, source), own, own, x0, relu)
+        if self._adds_up(layer + 1):
             by_columns = cast(ColumnLayer, net)
-            return lambda: partial_sums(by_columns, block, net.prepare(x, drop), keep)
-        return lambda: net(block, x, drop, None, relu)
+            return lambda: partial_sums(by_columns, block, net.prepare(source, drop), keep)
+        moments = entered.moments.values if entered.moments else None
+        if self._adds_up(layer):
+            below = cast(ColumnLayer, self.net.layer(layer - 1))
+            ends = self.net.relu_after(layer - 1)
+            return lambda: net(block, below.apply(source, ends), drop, x0, relu, moments)
+        return lambda: net(block, source, drop, x0, relu, moments)
 
     def _adds_up(self, layer: int) -> bool:
         """Whether the layer's source rows come as partial sums, without bias and ReLU."""
         return layer in self.picks and self.picks[layer].adds
-
-    def _segment(
-        self, step: int, layer: int, entered: Entered, rows: Tensor
-    ) -> tuple[Tensor, _Segment]:
-        """From own rows and halo: the leaf of all source rows [S, width], and what computes h_l."""
-        net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
-        local, entered.outgoing = len(entered.outgoing), NOTHING  # they are among `rows` now
-        x0 = self.x0[: block.n_dst] if self.x0 is not None else None
-        if layer in self.picks:
-            rows = self.picks[layer].of_rows(rows)
-        source = rows.detach().requires_grad_(entered.leaf.requires_grad)
-        drop = self.drop(step, layer, self.vertices[layer])
-        if (own := entered.own) is not None:
-            net = net.during(drop)
-            return source, lambda: net.update(net.gather(block, source), own, own, x0, relu)
-        moments = entered.moments.values if entered.moments else None
-        # no second copy stays
-        entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
-        if self._adds_up(layer):
-            below = cast(ColumnLayer, self.net.layer(layer - 1))
-            ends = self.net.relu_after(layer - 1)
-            return source, lambda: net(block, below.apply(source, ends), drop, x0, relu, moments)
-        return source, lambda: net(block, source, drop, x0, relu, moments)
 
     def forward(self, step: int) -> tuple[Entered, list[Back]]:
         """Forward of all layers.

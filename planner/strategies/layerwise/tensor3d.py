@@ -153,10 +153,7 @@ class Tensor3D(Strategy):
         model, stats, grid = problem.model, problem.stats, self.grid
         layers = tiles.layers_of(problem, grid)
         zero, b, first = np.zeros(problem.ranks), model.itemsize, layers[0]
-        if first.is_summed:
-            features = 1.0 * first.sources * first.h_in * b
-        else:
-            features = 1.0 * first.rows * first.summed * b
+        features = first.inputs if first.is_summed else first.sums
         different = {(each.layer - 1) % 6: each for each in layers if each.is_summed}
         edges = [
             2.0 * each.edges * (4 + b) + 8.0 * (each.rows + each.sources)
