@@ -23,7 +23,6 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import COPY
 from gnnplan.planner.ownership.layout import LayerFacts
@@ -35,7 +34,7 @@ from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Outer
-from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
+from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 
 def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
@@ -61,7 +60,8 @@ def shares(total: int, ranks: int) -> np.ndarray:
     >>> shares(10, 4)
     array([3, 3, 2, 2])
     """
-    return np.array([share(total, ranks, rank) for rank in range(ranks)], dtype=np.int64)
+    each, rest = divmod(total, ranks)
+    return each + (np.arange(ranks) < rest)
 
 
 def spans(total: int, ranks: int) -> list[slice]:
@@ -180,15 +180,12 @@ def _ways(
 
 
 def _stays(model: Model, layer: int) -> bool:
-    """Whether a layer's rows may stay by columns for the next layer."""
-    return layer < len(model.layers) and all(
-        _by_column(spec) for spec in model.layers[layer - 1 : layer + 1]
+    """Whether a layer's rows may stay by columns for the next layer: whether all that both do
+    besides their products and sums is done number by number."""
+    both = model.layers[layer - 1 : layer + 1]
+    return len(both) == 2 and all(
+        spec.kind in ("gcn", "sgc") and not (spec.activates or spec.heads) for spec in both
     )
-
-
-def _by_column(spec: Layer) -> bool:
-    """Whether all that a layer does besides its product and its sum is done number by number."""
-    return spec.kind in ("gcn", "sgc") and not (spec.activates or spec.heads)
 
 
 # -- operations ------------------------------------------------------------------------------------

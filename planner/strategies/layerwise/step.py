@@ -173,7 +173,7 @@ def step(
         size = sum(bucket.weights for bucket in complete.get(after, ())) * model.weight_itemsize
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
-    encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
+    encoded = layout.row_counts(0) if model.encoder else np.zeros(problem.ranks)
     holds = Holds(problem, model, facts, like, encoded, options, scored)
 
     if loads:
@@ -312,10 +312,5 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
         # GraphSAGE reads a vertex's own row too
         rows = layout.facts(1).rows * (2 if model.layers[0].reads_own else 1)
     else:
-        rows = layout.facts(1).sources if model.first_varying else local_rows(layout, 0)
+        rows = layout.facts(1).sources if model.first_varying else layout.row_counts(0)
     return np.asarray(np.round(model.features_moved(np.round(rows))).astype(np.int64))
-
-
-def local_rows(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
-    """Rows of h_h that each rank computes itself [ranks]."""
-    return layout.row_counts(h)

@@ -105,16 +105,18 @@ class Tensor3D(Strategy):
         fit; of all with the given axes where none fits."""
         if None not in (self.x, self.y, self.z) or unsuited(problem):
             return self
-        found = [grid for grid in grids(problem.ranks) if self._has_axes(grid)]
+        given = [axis for axis in AXES if getattr(self, axis) is not None]
+        found = [
+            grid
+            for grid in grids(problem.ranks)
+            if all(getattr(self, axis) == grid.size(axis) for axis in given)
+        ]
         if not found:
             return self
         found.sort(key=lambda grid: summing_s(problem, grid))
         by_time = [Tensor3D(grid.x, grid.y, grid.z) for grid in found]
         estimate = replace(problem, graph=None)  # tiles are balanced, and their edges many to count
         return next((tried for tried in by_time if tried.fits(estimate)), by_time[0])
-
-    def _has_axes(self, grid: Grid) -> bool:
-        return all(getattr(self, axis) in (None, grid.size(axis)) for axis in AXES)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
