@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Protocol
@@ -17,8 +17,9 @@ from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+
+# What forward leaves for backward: from the gradient of what was made to that of what it is made of
+Back = Callable[[Tensor], Tensor]
 
 
 class Scored(Protocol):
@@ -43,7 +44,9 @@ class Worker(ABC):
     rank: Rank
     problem: Problem
     net: Net
-    options: ExchangeOptions = ExchangeOptions()
+    # layers whose gradients are summed together beside the backward pass, their weights, and the
+    # layer whose backward completes them; none: all are summed after it
+    buckets: Sequence[tuple[range, int, int]] = ()
     learner: Learner | None = None
     clock: Tensor | None = None  # the number of the step, int64 [], where a replayed step reads it
     scored_by: Sequence[Scored] = ()  # what the last logits are of, which follow each other
@@ -84,11 +87,6 @@ class Worker(ABC):
         shares = torch.split(logits, [each.size for each in self.scored_by])
         found = [each.counts(its) for each, its in zip(self.scored_by, shares, strict=True)]
         return reduce(add, found) if found else 0
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """In which gradients are summed beside the backward pass; none: all are after it."""
-        return buckets_of(self.problem, self.options.buckets, self.options.narrow)
 
     def open_learner(self) -> Learner:
         """What sums the gradients over ranks and updates the weights; asked for once."""

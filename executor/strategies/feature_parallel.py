@@ -30,8 +30,9 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Turn
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import layerwise
+from gnnplan.executor.strategies.base import Back
 from gnnplan.executor.strategies.halo import Halo
-from gnnplan.executor.strategies.layerwise import Entered
+from gnnplan.executor.strategies.layerwise import Entered, back_to_leaves
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel
@@ -91,19 +92,17 @@ class Worker(layerwise.Worker):
         """Between rows of `width` numbers and columns of them."""
         return Turn(self.rank, self.runs, spans(width, self.rank.world))
 
-    def _layer(self, step: int, layer: int, entered: Entered) -> Entered:
-        """Forward of one layer, by rows or by columns -> the next layer's."""
+    def _layer(self, step: int, layer: int, entered: Entered) -> tuple[Entered, Back]:
+        """Forward of one layer, by rows or by columns -> the next layer's, and the way back."""
         net, relu = self.net.layer(layer), self.net.relu_after(layer)
         reads_features = layer == 1 and self.net.encoder is None
         x: FeatureRows = self.features if reads_features else entered.leaf
         course = self.courses[layer - 1]
         if course is None:
-            assert self.cached is not None
-            with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
-                entered.out = net.update(self.cached, x, x, None, relu)
-                return self._enter(entered.out, step, layer + 1)
+            return self._of_constant_sums(step, x)
         self._moments(step, layer, entered)
         turn, learns = self._turn(course.width), course.backward and self.training
+        made, leaf = list[Tensor](), None  # what is sent and, with a leaf beside it, own rows
         with self.rank.recorder.span(Label("prepare", step, "f", layer), "compute"):
             drop = self.drop(step, layer, self.own_vertices)
             if not course.cuts:
@@ -112,28 +111,69 @@ class Worker(layerwise.Worker):
                 drop = self.drop(step, layer, self.everyone, first)
             moments = entered.moments.values if entered.moments else None
             prepared: FeatureRows = net.prepare(x, drop, moments)
-            made, own = net.gathers(prepared), prepared
+            sent, own = net.gathers(prepared), prepared
             if isinstance(prepared, Tensor) and self.shapes.layers[layer - 1].reads_own:
                 own = prepared.detach().requires_grad_(prepared.requires_grad)
-                entered.own = own if learns else None
-            outgoing = made.detach()
+                leaf = own if learns else None
+            outgoing = sent.detach()
             pieces = turn.pieces(outgoing) if course.cuts else [outgoing]
-            del outgoing
             if learns:
-                entered.projected = (made, prepared) if isinstance(prepared, Tensor) else (made,)
-            del made, prepared
-        where, gather = Label("aggregate", step, "f", layer), partial(net.gather, self.block)
+                made += [sent, prepared] if isinstance(prepared, Tensor) else [sent]
+            del outgoing, sent, prepared
+        where = Label("aggregate", step, "f", layer)
         with torch.no_grad():
+            gather = partial(net.gather, self.block)
             joined = self._sum_columns(where, turn, pieces, gather, course.cuts, course.joins)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
-            sums = turn.together(joined) if course.joins else joined[0]
+            sums = [turn.together(joined) if course.joins else joined[0]]
             del joined
-            entered.source = sums = sums.requires_grad_(learns)
+            sums[0].requires_grad_(learns)
             if course.joins:
-                entered.out = net.update(sums, own, x, self.x0, relu)
+                out = net.update(sums[0], own, x, self.x0, relu)
             else:
-                entered.out = self._end_by_columns(cast(KnownLayer, net), sums, turn, relu)
-            return self._enter(entered.out, step, layer + 1)
+                out = self._end_by_columns(cast(KnownLayer, net), sums[0], turn, relu)
+            following, kept = self._enter(out, step, layer + 1)[0], [out]
+            del out
+
+        def back(gradient: Tensor) -> Tensor:
+            with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
+                backward([kept.pop()], [gradient])
+                if not course.backward:
+                    return gradient
+                gradient = gradient_of(sums.pop())
+                pieces = turn.pieces(gradient) if course.joins else [gradient]
+                del gradient
+            gather = partial(aggregate_transposed, self.block)
+            joined = self._sum_columns(
+                where._replace(way="b"), turn, pieces, gather, course.joins, course.cuts
+            )
+            with self.rank.recorder.span(Label("prepare", step, "b", layer), "compute"):
+                gradient = turn.together(joined) if course.cuts else joined[0]
+                del joined
+                back_to_leaves(made, gradient, leaf)
+                made.clear()
+            if not entered.leaf.requires_grad:
+                return gradient
+            gradient = gradient_of(entered.leaf)
+            self._moments_home(step, layer, entered, gradient)
+            return gradient
+
+        return following, back
+
+    def _of_constant_sums(self, step: int, x: FeatureRows) -> tuple[Entered, Back]:
+        """Layer 1, where its sums were made at set-up."""
+        net, label = self.net.layer(1), Label("forward", step, layer=1)
+        assert self.cached is not None
+        with self.rank.recorder.span(label, "compute"):
+            out = net.update(self.cached, x, x, None, self.net.relu_after(1))
+            following, _ = self._enter(out, step, 2)
+
+        def back(gradient: Tensor) -> Tensor:
+            with self.rank.recorder.span(label._replace(op="backward"), "compute"):
+                backward([out], [gradient])
+            return gradient
+
+        return following, back
 
     def _sum_columns(
         self,
@@ -162,41 +202,6 @@ class Worker(layerwise.Worker):
         if net.spec.bias:
             sums = sums + net.get_parameter("bias")[turn.columns[self.rank.rank]]
         return sums.relu() if relu else sums
-
-    def _backward(
-        self, step: int, layer: int, entered: Entered, above: Entered | None, home: Tensor | None
-    ) -> Tensor | None:
-        """Backward of one layer: the gradient of h_l -> that of h_{l-1}.
-
-        None if h_{l-1} is constant.
-        """
-        course = self.courses[layer - 1]
-        with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
-            assert entered.out is not None and home is not None
-            backward([entered.out], [home])
-            entered.out = None
-            del home
-            if course is None or not course.backward:
-                return None
-            assert entered.source is not None
-            gradient, entered.source = gradient_of(entered.source), None
-            turn = self._turn(course.width)
-            pieces = turn.pieces(gradient) if course.joins else [gradient]
-            del gradient
-        where, gather = (
-            Label("aggregate", step, "b", layer),
-            partial(aggregate_transposed, self.block),
-        )
-        joined = self._sum_columns(where, turn, pieces, gather, course.joins, course.cuts)
-        with self.rank.recorder.span(Label("prepare", step, "b", layer), "compute"):
-            gradient = turn.together(joined) if course.cuts else joined[0]
-            del joined
-            self._project_back(entered, gradient)
-            del gradient
-        if not entered.leaf.requires_grad:
-            return None
-        self._moments_home(step, layer, entered, gradient_of(entered.leaf))
-        return gradient_of(entered.leaf)
 
 
 open_worker = Worker

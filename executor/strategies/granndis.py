@@ -22,6 +22,7 @@ from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
+from gnnplan.planner.strategies.layerwise.buckets import buckets_of
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -48,6 +49,7 @@ class CoBatches(base.Worker):
     def __init__(self, rank: Rank, problem: Problem, strategy: GraNNDis, layout: Layout) -> None:
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.options = strategy.exchange_options
+        self.buckets = buckets_of(problem, self.options.buckets, self.options.narrow)
         self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.kept = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
         self.batches = []

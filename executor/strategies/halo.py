@@ -72,15 +72,22 @@ class Halo:
         """Exchange rows [local, H] before a layer -> a function that lays out what it reads."""
         if layer not in self.exchanges:
             return lambda: rows
-        source, way = self._room(layer, rows), "f"
+        own, count, way = len(rows), self.exchanges[layer].rows("f")[1], "f"
+        source = rows.new_empty(own + count, rows.shape[1]) if count else rows
         # to write nothing behind own rows would still count as a change of them
-        halo = None if source is rows else source[len(rows) :]
+        halo = source[own:] if count else None
         with self._swapped(step, layer, way, rows, None if self.policy.stays else halo) as came:
             used = self._last(step, layer, way, came)
             if halo is not None and used is not halo:
                 halo[:] = 0.0 if used is None else used
             self._measure(layer, way, rows, used)
-        return lambda: _with_own(source, rows)
+
+        def lay_out() -> Tensor:
+            if count:
+                source[:own] = rows
+            return source
+
+        return lay_out
 
     def home(self, step: int, layer: int, gradient: Tensor) -> Tensor:
         """The gradient of what a layer read -> that of own rows, with what other readers send."""
@@ -152,11 +159,6 @@ class Halo:
             places = (each.to(self.rank.device) for each in both)
             self._parts[turn] = Fresh(Exchange(self.rank, give, take), *places)
         return self._parts[turn]
-
-    def _room(self, layer: int, rows: Tensor) -> Tensor:
-        """A buffer for own rows and halo [S, H]; the own rows if there are no others."""
-        halo = self.exchanges[layer].rows("f")[1]
-        return rows.new_empty(len(rows) + halo, rows.shape[1]) if halo else rows
 
     def _recorded(
         self, step: int, layer: int, way: str, rows: Tensor
@@ -340,13 +342,6 @@ class AdaptiveHalo(QuantizedHalo):
                 _, end, way, layer, left = name.split(".")
                 bits = tensor.to(self.rank.device, copy=True)
                 self.mixes[end, way, int(layer)] = Mix(bits, int(left))
-
-
-def _with_own(source: Tensor, rows: Tensor) -> Tensor:
-    """A buffer whose first rows are a rank's own rows, copied unless they are the buffer."""
-    if source is not rows:
-        source[: len(rows)] = rows
-    return source
 
 
 def halo_of(

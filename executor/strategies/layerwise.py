@@ -1,14 +1,14 @@
 """A step over a rank's share of the graph or of a batch: layer after layer, forward and backward.
 
-Every layer is a segment of its own: its inputs are leaves, and its backward is called by hand.
-Halo rows come before a segment, and their gradients go home after it (halo.py), under the
-schedule's names (planner/strategies/layerwise/).
+Every layer is a segment of its own: its inputs are leaves, and its backward is called by hand, by a
+function that its forward leaves. Halo rows come before a segment, and their gradients go home after
+it (halo.py), under the schedule's names (planner/strategies/layerwise/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -33,12 +33,15 @@ from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.strategies import base
+from gnnplan.executor.strategies.base import Back
 from gnnplan.executor.strategies.halo import Halo, RowWeights, halo_of
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.layerwise.buckets import buckets_of
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
+NOTHING = torch.empty(0)
 _Segment = Callable[[], Tensor]  # computes h_l
 # what layer 1 or the encoder reads, and on the device what a worker has on the host
 _Bring = Callable[[Any], tuple[FeatureRows, Any]]
@@ -46,19 +49,29 @@ _Bring = Callable[[Any], tuple[FeatureRows, Any]]
 
 @dataclass
 class Entered:
-    """What a layer's forward keeps for its backward."""
+    """Rows of h_{l-1} before a layer."""
 
-    leaf: Tensor  # the layer's own input rows [local, H_{l-1}]; empty if these are constant
-    # What is made before rows are exchanged (narrow layers), or summed on columns
-    # (feature_parallel): projected rows and, where the layer reads them, prepared rows
-    projected: tuple[Tensor, ...] | None = None
-    projection: Callable[[], tuple[Tensor, ...]] | None = None  # computes `projected` (checkpoint)
-    own: Tensor | None = None  # leaf beside `projected`: the destinations' prepared rows
-    source: Tensor | None = None  # leaf: all source rows [S, width]; None if aggregated once
-    segment: _Segment | None = None  # computes `out`
-    out: Tensor | None = None  # None if backward computes it again (checkpoint)
+    leaf: Tensor  # the rank's own [local, H_{l-1}]; empty if these are constant
+    outgoing: Tensor  # what the layer exchanges of them: these, or projected ones (narrow layers)
+    own: Tensor | None = None  # beside projected rows, a leaf: the destinations' prepared rows
     sums: Tensor | None = None  # batch norm: of the rows that count [2, H_{l-1}]
     moments: Moments | None = None
+
+
+def unchanged(gradient: Tensor) -> Tensor:
+    """The way back from rows to themselves."""
+    return gradient
+
+
+def back_to_leaves(made: Sequence[Tensor], gradient: Tensor, own: Tensor | None) -> None:
+    """Backward of what is done to rows before they are exchanged or summed.
+
+    made: what is exchanged and, where `own` is a leaf beside it that layers read too, own rows.
+    """
+    if own is None or own.grad is None:  # own rows only through the aggregate
+        backward(made[:1], [gradient])
+    else:
+        backward(made, (gradient, own.grad))
 
 
 @dataclass
@@ -68,7 +81,7 @@ class Worker(base.Worker):
     rank: Rank
     problem: Problem
     share: InitVar[Share]
-    options: ExchangeOptions = field()  # has no default here
+    options: ExchangeOptions
     net: Net
     weights: InitVar[RowWeights | None] = None  # of adaptive bits (halo.py)
     batch: float | None = None  # if the share is of a batch: what its loss is the mean over
@@ -78,7 +91,8 @@ class Worker(base.Worker):
 
     def __post_init__(self, share: Share, weights: RowWeights | None, bring: _Bring | None) -> None:
         problem, device, host = self.problem, self.rank.device, torch.device("cpu")
-        self.shapes = problem.model
+        self.shapes, options = problem.model, self.options
+        self.buckets = buckets_of(problem, options.buckets, options.narrow)
         self.layers = range(1, len(share.parts) + 1)
 
         def by_layer(make: Callable[[Part], T]) -> dict[int, T]:
@@ -112,7 +126,7 @@ class Worker(base.Worker):
         self.own_vertices, self.scored_vertices = both
         self.scored_by = [self.targets]
         self.plain_halo = Halo(self.rank, exchanges)
-        self.halo = halo_of(self.plain_halo, problem, self.options, self.vertices, weights or {})
+        self.halo = halo_of(self.plain_halo, problem, options, self.vertices, weights or {})
         self.errors = self.halo.errors
         self.cached: Tensor | None = None
 
@@ -148,31 +162,40 @@ class Worker(base.Worker):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _enter(self, h: Tensor, step: int, layer: int) -> Entered:
-        """Make h_{l-1} [local, H_{l-1}] the leaf of a layer (L + 1: of the decoder)."""
+    def _enter(self, h: Tensor, step: int, layer: int) -> tuple[Entered, Back]:
+        """Make h_{l-1} [local, H_{l-1}] the leaf of a layer (L + 1: of the decoder).
+
+        Returns also the way back from what the layer exchanges to the leaf.
+        """
         leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
         if not (self.options.narrow and self.shapes.narrow_at(layer)):
             norm = self.net.batch_norm(layer) if self.training else None
-            return Entered(leaf, sums=norm.sums(self._counted(leaf)) if norm else None)
-        net = self.net.layer(layer)
+            sums = norm.sums(self._counted(leaf)) if norm else None
+            return Entered(leaf, leaf.detach(), sums=sums), unchanged
         drop = self.drop(step, layer, self.vertices[layer][: leaf.shape[0]])
-        net = net.during(drop)
+        net = self.net.layer(layer).during(drop)
 
-        def projection() -> tuple[Tensor, ...]:
+        def project() -> tuple[Tensor, Tensor]:
             rows = net.prepare(leaf, drop)
             return net.project(rows), self.blocks[layer].own_rows(rows)
 
-        again = projection if self.options.checkpoint else None
-        return Entered(leaf, self._kept(projection), again)
+        made, kept = self._kept(project), list[tuple[Tensor, Tensor]]()
+        own = made[1].detach().requires_grad_(self.training)
+        entered = Entered(leaf, made[0].detach(), own)
+        if not self.options.checkpoint:
+            kept.append(made)
+        del made
+
+        def back(gradient: Tensor) -> Tensor:
+            back_to_leaves(kept.pop() if kept else project(), gradient, own)
+            return gradient_of(leaf)
+
+        return entered, back
 
     def _kept(self, compute: Callable[[], T]) -> T:
         """What `compute` returns, with its graph unless backward computes it again (checkpoint)."""
         with torch.set_grad_enabled(self.training and not self.options.checkpoint):
             return compute()
-
-    def _outgoing(self, entered: Entered) -> Tensor:
-        """The rows that the layer exchanges."""
-        return (entered.leaf if entered.projected is None else entered.projected[0]).detach()
 
     def _sum(self, label: Label, flat: Tensor) -> None:
         """Sum over ranks, behind the gradients that are being summed."""
@@ -210,133 +233,118 @@ class Worker(base.Worker):
             rows = self._counted(entered.leaf)
             entered.moments.add_home(rows, gradient[: len(rows)])
 
-    def _layer(self, step: int, layer: int, entered: Entered) -> Entered:
-        """Forward of one layer. Leaves h_l in `entered.out`, and returns the next layer's step."""
+    def _layer(self, step: int, layer: int, entered: Entered) -> tuple[Entered, Back]:
+        """Forward of one layer -> the next layer's rows.
+
+        The way back leads from the gradient of this rank's rows of h_l as exchanged to that of its
+        rows of h_{l-1}, complete with what peers send; if these are constant, nowhere.
+        """
         self._moments(step, layer, entered)
         lay_out = None
         if layer > self.shapes.first_varying:
-            lay_out = self._current_halo.rows(step, layer, self._outgoing(entered))
+            lay_out = self._current_halo.rows(step, layer, entered.outgoing)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
-            if lay_out is None:
-                entered.segment = self._first_segment(step)
-            else:
-                entered.segment = self._segment(step, layer, entered, lay_out())
+            source = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
+            if lay_out is not None:
+                source = self._laid_out(layer, entered, lay_out())
             lay_out = None  # it has the rows as they were before they were laid out
-            out = self._kept(entered.segment)
-            entered.out = None if self.options.checkpoint else out
-            return self._enter(out, step, layer + 1)
+            segment = self._segment(step, layer, entered, source)
+            out = self._kept(segment)
+            following, to_leaf = self._enter(out, step, layer + 1)
+        # of which backward lets go, one by one
+        before, kept = [to_leaf], [] if self.options.checkpoint else [out]
+        del out, to_leaf
 
-    def _first_segment(self, step: int) -> _Segment:
-        """Layer 1 on constant features."""
-        net, relu, cached = self.net.layer(1), self.net.relu_after(1), self.cached
-        x = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
-        if cached is not None:
-            return lambda: net.update(cached, x, x, None, relu)
-        block, drop = self.blocks[1], self.drop(step, 1, self.vertices[1])
-        if self._adds_up(2):
-            by_columns = cast(ColumnLayer, net)
-            return lambda: partial_sums(by_columns, block, net.prepare(x, drop), keep)
-        return lambda: net(block, x, drop, None, relu)
+        def back(gradient: Tensor) -> Tensor:
+            with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
+                gradient = before.pop()(gradient)
+                backward([kept.pop() if kept else segment()], [gradient])
+            if self.learner is not None:
+                self.learner.complete(step, layer)
+            if not entered.leaf.requires_grad:
+                return gradient
+            gradient = gradient_of(source)
+            if layer in self.picks:
+                gradient = self.picks[layer].home(gradient)
+                source.grad = None
+            gradient = self._current_halo.home(step, layer, gradient)
+            self._moments_home(step, layer, entered, gradient)
+            return gradient
 
-    def _adds_up(self, layer: int) -> bool:
-        """Whether the layer's source rows come as partial sums, without bias and ReLU."""
-        return layer in self.picks and self.picks[layer].adds
+        return following, back
+
+    def _laid_out(self, layer: int, entered: Entered, rows: Tensor) -> Tensor:
+        """The leaf of all source rows [S, width], of own rows and halo."""
+        local, entered.outgoing = len(entered.outgoing), NOTHING  # they are among `rows` now
+        if layer in self.picks:
+            rows = self.picks[layer].of_rows(rows)
+        source = rows.detach().requires_grad_(entered.leaf.requires_grad)
+        if entered.own is None:  # no second copy stays
+            entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
+        return source
 
     def _segment(self, step: int, layer: int, entered: Entered, source: Tensor) -> _Segment:
-        """A function that computes h_l from own rows and halo, `source`."""
-        net, block, relu = self.net.layer(layer), self.blocks[layer], self.net.relu_after(layer)
-        local = len(self._outgoing(entered))
+        """What computes h_l from source rows [S, width], or from constant features."""
+        net, relu, cached = self.net.layer(layer), self.net.relu_after(layer), self.cached
+        if cached is not None and layer == 1:
+            return lambda: net.update(cached, source, source, None, relu)
+        block, drop = self.blocks[layer], self.drop(step, layer, self.vertices[layer])
         x0 = self.x0[: block.n_dst] if self.x0 is not None else None
-        if layer in self.picks:
-            source = self.picks[layer].of_rows(source)
-        source = entered.source = source.detach().requires_grad_(entered.leaf.requires_grad)
-        drop = self.drop(step, layer, self.vertices[layer])
-        if entered.projected is not None:
+        if (own := entered.own) is not None:
             net = net.during(drop)
-            own = entered.own = entered.projected[1].detach().requires_grad_(self.training)
-            if self.options.checkpoint:
-                # computed again in the backward pass
-                entered.projected = entered.projected[0][:0], own
             return lambda: net.update(net.gather(block, source), own, own, x0, relu)
+        if self._adds_up(layer + 1):
+            by_columns = cast(ColumnLayer, net)
+            return lambda: partial_sums(by_columns, block, net.prepare(source, drop), keep)
         moments = entered.moments.values if entered.moments else None
-        # the rows are in `source`: no second copy stays
-        entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
         if self._adds_up(layer):
             below = cast(ColumnLayer, self.net.layer(layer - 1))
             ends = self.net.relu_after(layer - 1)
             return lambda: net(block, below.apply(source, ends), drop, x0, relu, moments)
         return lambda: net(block, source, drop, x0, relu, moments)
 
-    def _backward(
-        self, step: int, layer: int, entered: Entered, above: Entered | None, home: Tensor | None
-    ) -> Tensor | None:
-        """Backward of one layer.
+    def _adds_up(self, layer: int) -> bool:
+        """Whether the layer's source rows come as partial sums, without bias and ReLU."""
+        return layer in self.picks and self.picks[layer].adds
 
-        home: what this returned for the layer above, or the gradient of h_L. Returns the gradient
-        of this rank's rows of h_{l-1} as exchanged, complete with what peers send; None if these
-        rows are constant.
-        """
-        assert entered.segment is not None and home is not None
-        with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
-            gradient = self._through_projection(above, home)
-            out = entered.segment() if entered.out is None else entered.out
-            backward([out], [gradient])
-            del out
-            entered.out = entered.segment = None
-        if self.learner is not None:
-            self.learner.complete(step, layer)
-        if not entered.leaf.requires_grad:
-            return None
-        assert entered.source is not None
-        of_all = gradient_of(entered.source)
-        if layer in self.picks:
-            of_all = self.picks[layer].home(of_all)
-            entered.source.grad = None
-        gradient = self._current_halo.home(step, layer, of_all)
-        self._moments_home(step, layer, entered, gradient)
-        return gradient
-
-    def _through_projection(self, above: Entered | None, gradient: Tensor) -> Tensor:
-        """The gradient of what the layer above exchanged -> that of its input rows [local, H]."""
-        if above is None:
-            return gradient
-        self._project_back(above, gradient)
-        return gradient_of(above.leaf)
-
-    @staticmethod
-    def _project_back(entered: Entered, gradient: Tensor) -> None:
-        """Backward of what is done to rows before they are exchanged."""
-        projected = entered.projected if entered.projection is None else entered.projection()
-        assert projected
-        if entered.own is None or entered.own.grad is None:  # own rows only through the aggregate
-            backward(projected[:1], [gradient])
-        else:
-            backward(projected, (gradient, entered.own.grad))
-        entered.projected = entered.own = entered.source = None
-
-    def forward(self, step: int) -> tuple[list[Entered], Tensor | None]:
+    def forward(self, step: int) -> tuple[Entered, list[Back]]:
         """Forward of all layers.
 
-        Returns what each keeps, last the decoder, whose leaf is h_L [own, H_L]; and the encoder's
-        output with its graph, if there is an encoder.
+        Returns what the decoder reads, whose leaf is h_L [own, H_L], and the ways back.
         """
-        encoded, self.x0 = None, None
-        if self.net.encoder is None:
-            entered = [Entered(torch.empty(0))]
-        else:
-            with self.rank.recorder.span(Label("encode", step, "f"), "compute"):
-                drop = self.drop(step, 0, self.vertices[1][: self.features.shape[0]])
-                encoded = self.net.encode(self.features, drop)
-                if self.net.initial:
-                    self.x0 = encoded.detach().requires_grad_(self.training)
-                entered = [self._enter(encoded, step, 1)]
+        self.x0: Tensor | None = None
+        entered, backs = Entered(NOTHING, NOTHING), list[Back]()
+        if self.net.encoder is not None:
+            entered, back = self._encode(step)
+            backs.append(back)
         for layer in self.layers:
-            following = self._layer(step, layer, entered[-1])
-            if not self.training:
-                entered.clear()
-            entered.append(following)
-        self._moments(step, len(self.layers) + 1, entered[-1])
-        return entered, encoded
+            entered, back = self._layer(step, layer, entered)
+            if self.training:
+                backs.append(back)
+            del back
+        self._moments(step, len(self.layers) + 1, entered)
+        return entered, backs
+
+    def _encode(self, step: int) -> tuple[Entered, Back]:
+        """The encoder -> layer 1's rows, and the way back from their gradient."""
+        with self.rank.recorder.span(Label("encode", step, "f"), "compute"):
+            drop = self.drop(step, 0, self.vertices[1][: self.features.shape[0]])
+            encoded = self.net.encode(self.features, drop)
+            if self.net.initial:
+                self.x0 = encoded.detach().requires_grad_(self.training)
+            entered, to_leaf = self._enter(encoded, step, 1)
+
+        def back(gradient: Tensor) -> Tensor:
+            with self.rank.recorder.span(Label("encode", step, "b"), "compute"):
+                gradient = to_leaf(gradient)
+                if self.x0 is not None:
+                    gradient = gradient + gradient_of(self.x0)
+                backward([encoded], [gradient])
+            if self.learner is not None:
+                self.learner.complete(step, 0)
+            return gradient
+
+        return entered, back
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of a training step; adds gradients to the parameters' .grad.
@@ -344,8 +352,8 @@ class Worker(base.Worker):
         Returns this rank's part of the loss, and its logits [own, C]; with those of fetched ends.
         """
         self.training, self.scored_by = True, [self.targets]
-        entered, encoded = self.forward(step)
-        end, last, above = len(self.layers) + 1, entered.pop(), None
+        last, backs = self.forward(step)
+        end = len(self.layers) + 1
         # of link prediction also rows of other ranks, at which this rank's pairs end
         last.leaf = self.plain_halo.rows(step, end, last.leaf.detach())().requires_grad_()
         with self.rank.recorder.span(Label("loss", step), "compute"):
@@ -355,24 +363,11 @@ class Worker(base.Worker):
             loss = self.targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
-        gradient: Tensor | None
         gradient = self.plain_halo.home(step, end, gradient_of(last.leaf))
         self._moments_home(step, end, last, gradient)
         del last
-        for layer in reversed(self.layers):
-            gradient = self._backward(step, layer, entered[-1], above, gradient)
-            done = entered.pop()
-            above = done if done.projected is not None else None
-            del done  # and its rows
-        if encoded is not None:
-            with self.rank.recorder.span(Label("encode", step, "b"), "compute"):
-                assert gradient is not None
-                gradient = self._through_projection(above, gradient)
-                backward(
-                    [encoded], [gradient if self.x0 is None else gradient + gradient_of(self.x0)]
-                )
-            if self.learner is not None:
-                self.learner.complete(step, 0)
+        while backs:
+            gradient = backs.pop()(gradient)
         return loss, logits
 
     @torch.no_grad()
@@ -384,7 +379,7 @@ class Worker(base.Worker):
             return whole.evaluate(step)
         self.training = False
         drop = self.drop(step, len(self.layers) + 1, self.own_vertices)
-        return self.net.decode(self.forward(step)[0][-1].leaf, drop)
+        return self.net.decode(self.forward(step)[0].leaf, drop)
 
     def drain(self) -> None:
         self.halo.drain()

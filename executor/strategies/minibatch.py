@@ -33,6 +33,7 @@ from gnnplan.executor.strategies.whole import Whole
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
+from gnnplan.planner.strategies.layerwise.buckets import buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.strategies.minibatch.step import lays_there
@@ -59,6 +60,7 @@ class Worker(base.Worker):
         self, rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int = 0
     ) -> None:
         self.rank, self.problem, self.options = rank, problem, strategy.exchange_options
+        self.buckets = buckets_of(problem, self.options.buckets, self.options.narrow)
         self.net = net_of(problem.model, problem.workload).to(rank.device)
         batches = strategy.batches(problem)
         store, lists = strategy.store(problem), strategy.lists(problem)

@@ -4,13 +4,14 @@ A rank's rows in the server's memory are in the order of its chunks, so that a c
 neighbours. A layer of a chunk is a segment of its own, as graph parallelism's of a rank. What it
 reads of its rank's other chunks it finds in the server's memory, where these have stored it; what
 it reads of other ranks crosses as a halo. What is loaded for it is let go before the next chunk is
-loaded (planner/strategies/layerwise/chunked.py). On a GPU a thread copies beside computation: while
-a chunk is computed, what the one before has made goes back, and then the next one's rows come.
+loaded. On a GPU a thread copies beside computation: while a chunk is computed, what the one before
+has made goes back, and then the next one's rows come. What is done in which order is written in
+planner/strategies/layerwise/chunked.py (`order`); here each operation is a method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -32,7 +33,7 @@ from gnnplan.executor.layers.kernels import (
     pin_no_more_than_asked,
 )
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.norms import BatchNorm, Moments
+from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
@@ -43,10 +44,13 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
 from gnnplan.planner.strategies.base import settled
+from gnnplan.planner.strategies.layerwise.chunked import evaluation, order
+from gnnplan.planner.strategies.layerwise.step import first_alike
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
+NOTHING = torch.empty(0)
 
 
 @dataclass
@@ -76,17 +80,19 @@ class _Chunk:
 
 
 @dataclass
-class _Loaded:
-    """What a layer of a chunk has on the device."""
+class _There:
+    """What is on the device of a layer of a chunk: what was loaded, and what is made of it."""
 
     # rows of h_{l-1} [S, H_{l-1}]; with a constant aggregate the own ones, if the layer reads them
     source: Tensor
-    block: Block | None = None
-    vertices: Tensor | None = None  # whose rows these are, int64 [S]
-    aggregate: Tensor | None = None  # of layer 1, where it is constant [R, F]
-    outgoing: Tensor | None = None  # rows of other ranks' halos
-    gradient: Tensor | None = None  # of h_l [R, H_l], for a backward pass
+    block: Block | None = None  # None: the aggregate is there
+    vertices: Tensor = NOTHING  # whose rows these are, int64 [S]
+    aggregate: Tensor = NOTHING  # of layer 1, where it is constant [R, F]
+    # rows of other ranks' halos, which leave; then their gradients, which came home [., H_{l-1}]
+    crossing: Tensor = NOTHING
     targets: Targets | None = None  # for a loss
+    out: Tensor = NOTHING  # rows of h_l [R, H_l]
+    gradient: Tensor = NOTHING  # of h_l [R, H_l]
 
 
 class Worker(base.Worker):
@@ -108,8 +114,10 @@ class Worker(base.Worker):
         chunks = settled(strategy.chunks)
         self.turns = range(chunks)  # in each of them every rank has a chunk
         self.copies_beside = rank.device.type == "cuda"  # computation
-        self.coming: Future[_Loaded] | None = None  # the next chunk's
+        self.coming: Future[_There] | None = None  # the next chunk's
         self.storing: Future[None] = completed_future(None)  # the last store
+        self.losses: list[Tensor] = []  # of a step's chunks
+        self.sums: list[Tensor] = []  # of a layer's chunks, for the next one's batch norm
         with rank.in_server_memory():
             layout = problem.chunked(chunks)
             rows = problem.trimmed(layout) if strategy.trim else layout
@@ -135,14 +143,13 @@ class Worker(base.Worker):
             )
             for turn in self.turns
         ]
-        alike: list[dict[object, _Part]] = [{} for _ in self.turns]
-        for layer in range(1, self.last + 1):
-            kind = layout.kind(layer), self.net.layer(layer).edges
-            own = np.concatenate(each[layer - 1])
-            for chunk, parts in zip(self.chunks, alike, strict=True):
-                if kind not in parts:
-                    parts[kind] = self._part(layout, chunk.number, layer, own)
-                chunk.parts[layer] = parts[kind]
+        layers = range(1, self.last + 1)
+        like = first_alike((layout.kind(n), self.net.layer(n).edges) for n in layers)
+        for n in layers:
+            own = np.concatenate(each[n - 1])
+            for chunk in self.chunks:
+                same = chunk.parts.get(like[n])
+                chunk.parts[n] = same or self._part(layout, chunk.number, n, own)
 
         on_gpu = self.rank.device.type == "cuda"
         if on_gpu:
@@ -165,7 +172,7 @@ class Worker(base.Worker):
             for layer, width in widths.items()
             if trains
         }
-        self.logits = rows(self.last, self.shapes.classes)
+        self.logits = self.hidden[self.last] = rows(self.last, self.shapes.classes)
         self.aggregate: Tensor | None = None
         if self.shapes.aggregate_cached(1):
             self.aggregate = rows(1, self.shapes.features)
@@ -230,36 +237,31 @@ class Worker(base.Worker):
     def _features(self, vertices: np.ndarray, device: torch.device) -> Tensor:
         return features(self.problem.data, vertices, self.problem.workload, device)
 
-    def _load(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
+    def _load(self, label: Label, layer: int, chunk: _Chunk) -> _There:
         """What a layer of the chunk reads, and for a backward pass the gradient of its rows."""
-        label, part = Label("load", step, way, layer, chunk.number), chunk.parts.get(layer)
-        with self.rank.recorder.span(label, "copy", self._bytes_to_load(way, layer, chunk)):
+        part, device = chunk.parts.get(layer), self.rank.device
+        with self.rank.recorder.span(label, "copy", self._bytes_to_load(label.way, layer, chunk)):
             if part is None:
                 assert self.aggregate is not None
                 own = chunk.rows(1) if self.shapes.layers[0].reads_own else 0
-                source = self._features(chunk.vertices[:own], self.rank.device)
-                loaded = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own[1]]))
+                source = self._features(chunk.vertices[:own], device)
+                there = _There(source, aggregate=self._copy(self.aggregate[chunk.own[1]]))
             else:
-                outgoing = None
                 if layer <= self.shapes.first_varying:
-                    source = self._features(part.vertices.numpy(), self.rank.device)
+                    source = self._features(part.vertices.numpy(), device)
                 else:
-                    rows = self.hidden[layer - 1]
-                    source = rows.new_empty(
-                        len(part.vertices), rows.shape[1], device=self.rank.device
-                    )
+                    rows, width = self.hidden[layer - 1], self.shapes.input_width(layer)
+                    source = rows.new_empty(len(part.vertices), width, device=device)
                     self._pick(rows, part.places, source[: len(part.places)])
-                    if part.meets:
-                        given = part.exchange.positions
-                        outgoing = source.new_empty(len(given), rows.shape[1])
-                        self._pick(rows, given, outgoing)
-                block = mapped(part.block, self._copy)
-                loaded = _Loaded(source, block, self._copy(part.vertices), outgoing=outgoing)
-            if way == "b":
-                loaded.gradient = self._copy(self.gradients[layer][chunk.own[layer]])
+                there = _There(source, mapped(part.block, self._copy), self._copy(part.vertices))
+                if layer > self.shapes.first_varying and part.meets:
+                    given = part.exchange.positions
+                    there.crossing = self._pick(rows, given, source.new_empty(len(given), width))
+            if label.way == "b":
+                there.gradient = self._copy(self.gradients[layer][chunk.own[layer]])
             elif layer == self.last and self.training:
-                loaded.targets = chunk.targets.to_train_on(self.rank.device)
-            return loaded
+                there.targets = chunk.targets.to_train_on(device)
+            return there
 
     def _bytes_to_load(self, way: str, layer: int, chunk: _Chunk) -> int:
         part, targets, b = chunk.parts.get(layer), chunk.targets, self.logits.element_size()
@@ -276,6 +278,20 @@ class Worker(base.Worker):
         labels = targets.y.nbytes + targets.train.nbytes
         return nbytes + (labels if layer == self.last else 0)
 
+    def _loaded(self, label: Label, layer: int, chunk: _Chunk) -> _There:
+        """`_load`. On a GPU the next chunk's of the layer is then under way."""
+        if not self.copies_beside:
+            return self._load(label, layer, chunk)
+        there = (self.coming or self._submit(partial(self._load, label, layer, chunk))).result()
+        self.coming, following = None, chunk.number + 1
+        if following < len(self.chunks):
+            label = label._replace(chunk=following)
+            self.coming = self._submit(partial(self._load, label, layer, self.chunks[following]))
+        if self.rank.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.rank.device)
+            keep_until_used(stream, there, there.block, there.targets)
+        return there
+
     def _store(self, label: Label, nbytes: int, write: Callable[[], object]) -> None:
         def store() -> None:
             with self.rank.recorder.span(label, "copy", nbytes):
@@ -283,63 +299,36 @@ class Worker(base.Worker):
 
         self.storing = self._submit(store)
 
-    def _arrived(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
-        """`_load`. On a GPU the next chunk's of the layer is then under way."""
-        if not self.copies_beside:
-            return self._load(step, way, layer, chunk)
-        load, following = partial(self._load, step, way, layer), chunk.number + 1
-        coming, self.coming = self.coming or self._submit(partial(load, chunk)), None
-        loaded = coming.result()
-        if following < len(self.chunks):
-            self.coming = self._submit(partial(load, self.chunks[following]))
-        if self.rank.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.rank.device)
-            keep_until_used(stream, loaded, loaded.block, loaded.targets)
-        return loaded
+    def _store_rows(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
+        stored, out = self.hidden[layer][chunk.own[layer]], there.out
+        self._store(label, out.nbytes, lambda: stored.copy_(out, non_blocking=True))
 
-    def _read(self, step: int, way: str, layer: int, chunk: _Chunk) -> _Loaded:
-        """`_arrived`, and the rows read that other ranks have."""
-        loaded = self._arrived(step, way, layer, chunk)
-        if loaded.outgoing is not None:
-            part, outgoing, loaded.outgoing = chunk.parts[layer], loaded.outgoing, None
-            op = "halo" if way == "f" else "halo_again"
-            label = Label(op, step, way, layer, chunk.number)
-            with self.rank.recorder.sending(label, "comm", outgoing.nbytes):
-                part.exchange.forward(outgoing, loaded.source[len(part.places) :])
-        if layer > self.shapes.first_varying:
-            loaded.source.requires_grad_(self.training)
-        return loaded
-
-    def _halo_home(self, step: int, layer: int, chunk: _Chunk, gradient: Tensor) -> Tensor | None:
-        """The halo's gradient goes home -> that of the rows given [given, H_{l-1}], if any rank's
-        is."""
-        if not chunk.parts[layer].meets:
-            return None
-        part, label = chunk.parts[layer], Label("halo", step, "b", layer, chunk.number)
-        far = gradient[len(part.places) :]
-        with self.rank.recorder.sending(label, "comm", far.nbytes):
-            return part.exchange.swap("b", far)
-
-    def _store_gradient(
-        self, step: int, layer: int, chunk: _Chunk, loaded: _Loaded, logits: Tensor | None = None
-    ) -> None:
+    def _store_gradient(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
         """Add the gradient of the rows read to what other chunks have added; keep logits."""
-        source, near, home = loaded.source, None, None
-        if source.requires_grad:
-            gradient = gradient_of(source)
-            near = gradient[: len(chunk.parts[layer].places)]
-            home = self._halo_home(step, layer, chunk, gradient)
-        nbytes = sum(each.nbytes for each in (near, home, logits) if each is not None)
+        near, home, out = NOTHING, there.crossing, there.out
+        if varies := layer > self.shapes.first_varying:
+            near = gradient_of(there.source)[: len(chunk.parts[layer].places)]
 
         def write() -> None:
-            if logits is not None:
-                self.logits[chunk.own[self.last]].copy_(logits, non_blocking=True)
-            if near is not None:
+            if layer == self.last:
+                self.logits[chunk.own[layer]].copy_(out, non_blocking=True)
+            if varies:
                 self._add(layer, chunk, near, home)
 
-        self._store(Label("store", step, "b", layer, chunk.number), nbytes, write)
+        self._store(label, near.nbytes + home.nbytes + out.nbytes, write)
 
-    def _add(self, layer: int, chunk: _Chunk, near: Tensor, home: Tensor | None) -> None:
+    def _swap_halo(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
+        """Rows read that other ranks have come; or their gradients go home."""
+        part, home = chunk.parts[layer], (label.op, label.way) == ("halo", "b")
+        if not part.meets:
+            return
+        far = (gradient_of(there.source) if home else there.source)[len(part.places) :]
+        leaving, into = (far, None) if home else (there.crossing, far)
+        with self.rank.recorder.sending(label, "comm", leaving.nbytes):
+            came = part.exchange.swap("b" if home else "f", leaving, into)
+        there.crossing = came if home else NOTHING
+
+    def _add(self, layer: int, chunk: _Chunk, near: Tensor, home: Tensor) -> None:
         """Add gradients of rows that a layer of the chunk read, and of those that it gave."""
         into, part = self.gradients[layer - 1], chunk.parts[layer]
         if chunk is self.chunks[0]:
@@ -356,77 +345,83 @@ class Worker(base.Worker):
                     into.index_add_(0, its, rows)
 
             staging(near.device).store(near, add)
-        if home is not None:
-            part.exchange.add_home(into, home.to(HOST))
+        part.exchange.add_home(into, home.to(HOST))
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _compute(self, step: int, layer: int, loaded: _Loaded) -> Tensor:
+    def _compute(self, label: Label, layer: int, there: _There) -> Tensor:
         """A layer's rows of a chunk [R, H_l]."""
-        net, relu, source = self.net.layer(layer), self.net.relu_after(layer), loaded.source
-        if loaded.aggregate is not None:
-            return net.update(loaded.aggregate, source, source, None, relu)
-        assert loaded.block is not None and loaded.vertices is not None
-        drop = self.drop(step, layer, loaded.vertices)
+        net, relu, source = self.net.layer(layer), self.net.relu_after(layer), there.source
+        source.requires_grad_(self.training and layer > self.shapes.first_varying)
+        if there.block is None:
+            return net.update(there.aggregate, source, source, None, relu)
+        drop = self.drop(label.step, layer, there.vertices)
         moments = self.moments.get(layer) if self.training else None
         values = moments.values if moments else None
-        out: Tensor = net(loaded.block, source, drop, None, relu, values)
+        out: Tensor = net(there.block, source, drop, None, relu, values)
         return out
 
-    def _forward(
-        self, step: int, layer: int, chunk: _Chunk, norm: BatchNorm | None
-    ) -> Tensor | None:
-        """A layer before the last: nothing but its rows stays, and their sums for the next norm."""
-        loaded = self._read(step, "f", layer, chunk)
-        label = Label("forward", step, layer=layer, chunk=chunk.number)
-        with self.rank.recorder.span(label, "compute"), torch.no_grad():
-            out = self._compute(step, layer, loaded)
-            sums = None if norm is None else norm.sums(out)
-        stored = self.hidden[layer][chunk.own[layer]]
-        label = label._replace(op="store", way="f")
-        self._store(label, out.nbytes, lambda: stored.copy_(out, non_blocking=True))
-        return sums
-
-    def _forward_and_backward(self, step: int, chunk: _Chunk) -> Tensor:
-        """The last layer, forward and backward; returns the chunk's part of the loss."""
-        loaded = self._read(step, "f", self.last, chunk)
-        label = Label("forward", step, layer=self.last, chunk=chunk.number)
-        with self.rank.recorder.span(label, "compute"):
-            out = self._compute(step, self.last, loaded)
-        assert loaded.targets is not None
-        with self.rank.recorder.span(label._replace(op="loss", layer=None), "compute"):
-            leaf = out.detach().requires_grad_()
-            loss = loaded.targets.loss(leaf)
-            loss.backward()  # type: ignore[no-untyped-call]
-        with self.rank.recorder.span(label._replace(op="backward"), "compute"):
-            backward([out], [gradient_of(leaf)])
-        self._store_gradient(step, self.last, chunk, loaded, leaf.detach())
-        return loss.detach()
-
-    def _backward(self, step: int, layer: int, chunk: _Chunk) -> None:
-        """A layer before the last: forward again, and backward."""
-        loaded = self._read(step, "b", layer, chunk)
-        label = Label("backward", step, layer=layer, chunk=chunk.number)
-        with self.rank.recorder.span(label, "compute"):
-            assert loaded.gradient is not None
-            out = self._compute(step, layer, loaded)
-            if layer + 1 in self.moments:
-                self.moments[layer + 1].add_home(out, loaded.gradient)
-            backward([out], [loaded.gradient])
-        if layer > self.shapes.first_varying:
-            self._store_gradient(step, layer, chunk, loaded)
-
-    def _forward_to_the_last(self, step: int) -> None:
-        """All layers before the last, of all chunks."""
-        for layer in range(1, self.last):
-            norm = self.net.batch_norm(layer + 1) if self.training else None
-            found = [self._forward(step, layer, chunk, norm) for chunk in self.chunks]
+    def _forward(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
+        """Of a layer before the last nothing but its rows stays, and their sums for a norm."""
+        norm = self.net.batch_norm(layer + 1) if self.training and layer < self.last else None
+        learns = self.training and layer == self.last
+        with self.rank.recorder.span(label, "compute"), torch.set_grad_enabled(learns):
+            there.out = self._compute(label, layer, there)
             if norm is not None:
-                total = reduce(add, [sums for sums in found if sums is not None])
-                label = Label("moments", step, "f", layer + 1)
-                all_reduce(self.rank, label, total, self.reduce_group)
-                moments = Moments.of(norm, total, self.problem.stats.vertices)
-                self.moments[layer + 1] = moments
+                self.sums.append(norm.sums(there.out))
+
+    def _loss(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
+        assert there.targets is not None
+        with self.rank.recorder.span(label, "compute"):
+            leaf = there.out.detach().requires_grad_()
+            loss = there.targets.loss(leaf)
+            loss.backward()  # type: ignore[no-untyped-call]
+        there.gradient = gradient_of(leaf)
+        self.losses.append(loss.detach())
+
+    def _backward(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
+        """The forward pass is repeated, but of the last layer."""
+        with self.rank.recorder.span(label, "compute"):
+            out = there.out if layer == self.last else self._compute(label, layer, there)
+            if layer + 1 in self.moments:
+                self.moments[layer + 1].add_home(out, there.gradient)
+            backward([out], [there.gradient])
+        there.out, there.gradient = there.out.detach(), NOTHING
+
+    def _moments(self, label: Label, layer: int) -> None:
+        """Sum what all chunks know of the moments of the layer's inputs, or of their gradient."""
+        norm = self.net.batch_norm(layer) if self.training else None
+        if norm is not None and label.way == "b":
+            all_reduce(self.rank, label, self.moments[layer].gradient, self.reduce_group)
+        elif norm is not None:
+            total, self.sums = reduce(add, self.sums), []
+            all_reduce(self.rank, label, total, self.reduce_group)
+            self.moments[layer] = Moments.of(norm, total, self.problem.stats.vertices)
+
+    def _do(self, step: int, operations: Iterable[Label]) -> None:
+        """One after the other."""
+        methods = {
+            "halo f": self._swap_halo,
+            "halo b": self._swap_halo,
+            "halo_again b": self._swap_halo,
+            "forward": self._forward,
+            "loss": self._loss,
+            "backward": self._backward,
+            "store f": self._store_rows,
+            "store b": self._store_gradient,
+        }
+        there = _There(NOTHING)
+        for label in (each._replace(step=step) for each in operations):
+            layer = label.layer or self.last
+            if label.chunk is None:
+                self._moments(label, layer)
+            elif label.op == "load":
+                there = _There(NOTHING)  # nothing of the chunk before is left when a load begins
+                there = self._loaded(label, layer, self.chunks[label.chunk])
+            else:
+                method = methods[f"{label.op} {label.way}".rstrip()]
+                method(label, layer, self.chunks[label.chunk], there)
+        self.storing.result()
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward; adds gradients to the parameters' .grad.
@@ -434,18 +429,10 @@ class Worker(base.Worker):
         Returns this rank's part of the loss, and its logits in the server's memory, chunk after
         chunk [own, C].
         """
-        self.training = True
+        self.training, self.losses = True, []
         self.scored_by = [chunk.targets for chunk in self.chunks]
-        self._forward_to_the_last(step)
-        loss = torch.stack([self._forward_and_backward(step, chunk) for chunk in self.chunks]).sum()
-        for layer in range(self.last - 1, 0, -1):
-            if (moments := self.moments.get(layer + 1)) is not None:
-                label = Label("moments", step, "b", layer + 1)
-                all_reduce(self.rank, label, moments.gradient, self.reduce_group)
-            for chunk in self.chunks:
-                self._backward(step, layer, chunk)
-        self.storing.result()
-        return loss, self.logits
+        self._do(step, order(self.shapes, self.turns))
+        return torch.stack(self.losses).sum(), self.logits
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
@@ -457,10 +444,7 @@ class Worker(base.Worker):
             self.scored_by = whole.scored_by
             return whole.evaluate(step)
         self.training = False
-        self._forward_to_the_last(step)
-        for chunk in self.chunks:
-            loaded = self._read(step, "f", self.last, chunk)
-            self.logits[chunk.own[self.last]] = self._compute(step, self.last, loaded)
+        self._do(step, evaluation(self.shapes, self.turns))
         return self.logits
 
 

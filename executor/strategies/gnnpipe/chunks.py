@@ -74,6 +74,7 @@ def make_chunks(
     kept = np.concatenate([own, halo])
     place = np.full(graph.stats.vertices, -1, dtype=np.int64)
     place[kept] = np.arange(kept.size)
+    position = np.empty(kept.size, dtype=np.int32)  # of a place among a chunk's sources
     far = own.size + np.searchsorted(cut.sub[halo] // cut.members, np.arange(cut.chunks + 1))
     chunks, start = [], 0
     for c in range(cut.chunks):
@@ -81,13 +82,10 @@ def make_chunks(
         rows = slice(start, start + ids.size)
         start = rows.stop
         indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
-        columns = place[graph.neighbours(ids)]
-        inside = (columns >= rows.start) & (columns < rows.stop)
-        others = np.unique(columns[~inside])
-        sources = np.concatenate([np.arange(rows.start, rows.stop), others])
-        local = np.where(
-            inside, columns - rows.start, ids.size + np.searchsorted(others, columns)
-        ).astype(np.int32)
+        columns, its = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
+        sources = np.concatenate([its, np.setdiff1d(columns, its)])
+        position[sources] = np.arange(sources.size)
+        local = position[columns]
         blocks = {
             kind: weighted_block(graph, kind, ids, kept[sources], indptr, local, workload).to(
                 rank.device

@@ -18,10 +18,10 @@ from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, joined
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies.constant_rows import INPUT_HALO
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.schedule import Label
 
 
 class Inputs:
@@ -35,16 +35,18 @@ class Inputs:
         exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
         # of far rows that layer 1 reads; they cross once
         self.fetched = exchanges if problem.model.first_varying > 0 else []
-        self.features: FeatureRows | None = self._load(rank, problem, kept, own)
+        self.features: FeatureRows = self._load(rank, problem, kept, own)
         self.by_chunk: list[SparseRows] = []  # of sparse features, what each chunk's edges read
         if isinstance(self.features, SparseRows) and net.encoder is None:
             self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
-            self.features = None  # every chunk has its own
+            self.features = torch.empty(0)  # every chunk has its own
         self.aggregated: list[Tensor] = []  # by chunk
-        if self.features is not None and problem.model.aggregate_cached(1):
-            layer, rows = net.layer(1), self.dense
-            self.aggregated = [chunk.gather(layer, rows) for chunk in chunks]
-        self.prepared: Tensor | None = None
+        if problem.model.aggregate_cached(1):
+            self.aggregated = [chunk.gather(net.layer(1), self.dense) for chunk in chunks]
+        # other dense features are prepared in every step, but by layers that do so with parameters
+        plain = net.encoder is None and not net.layer(1).reads_whole
+        self.is_prepared = plain and not (self.by_chunk or self.aggregated)
+        self.prepared = torch.empty(0)
 
     def _load(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> FeatureRows:
         """Features of own rows, and of far rows if layer 1 reads them."""
@@ -53,7 +55,9 @@ class Inputs:
         leaving = [exchange.pack(rows[chunk.rows]) for chunk, exchange in self.fetched]
         if not leaving:
             return rows
-        with rank.recorder.sending(INPUT_HALO, "comm", sum(each.nbytes for each in leaving)):
+        with rank.recorder.sending(
+            Label("input_halo", -1), "comm", sum(each.nbytes for each in leaving)
+        ):
             far = [
                 exchange.forward(packed, lengths=lengths_of(graph, kept[chunk.far], packed))
                 for (chunk, exchange), packed in zip(self.fetched, leaving, strict=True)
@@ -68,45 +72,33 @@ class Inputs:
 
     def prepare(self, drop: Drop) -> None:
         """Drop features for a step, where layer 1 reads them so."""
-        if (
-            self.features is not None
-            and not self.aggregated
-            and not self.by_chunk
-            and self.net.encoder is None
-            and not self.net.layer(1).reads_whole
-        ):
+        if self.is_prepared:
             self.prepared = self.net.layer(1).prepare(self.dense, drop)
 
     def encode(self, chunk: Chunk, drop: Drop) -> Tensor:
         """The encoder's output for a chunk's own rows, with its graph."""
-        assert self.features is not None
         return self.net.encode(self.features[chunk.rows], drop)
 
-    def first_layer(
-        self, c: int, drop_sources: Callable[[Tensor], Drop], x0: Tensor | None
-    ) -> Tensor:
-        """Layer 1's output for chunk c. drop_sources: dropout of the rows at these places."""
+    def first_layer(self, c: int, drop: Callable[[Tensor], Drop]) -> Tensor:
+        """Layer 1's output for chunk c. drop: dropout of the rows at these places."""
         chunk, layer, relu = self.chunks[c], self.net.layer(1), self.net.relu_after(1)
-        if self.by_chunk:
+        if self.by_chunk or layer.reads_whole:
             # sparse rows offer what layer 1 asks of a tensor
-            rows = cast(Tensor, self.by_chunk[c])
-            block = chunk.blocks[layer.edges]
-            out: Tensor = layer(block, rows, drop_sources(chunk.sources), x0, relu)
+            rows = (
+                cast(Tensor, self.by_chunk[c])
+                if self.by_chunk
+                else self.dense.index_select(0, chunk.sources)
+            )
+            block, dropped = chunk.blocks[layer.edges], drop(chunk.sources)
+            out: Tensor = layer(block, rows, dropped, None, relu)
             return out
-        if layer.reads_whole:  # it prepares with parameters
-            sources = self.dense.index_select(0, chunk.sources)
-            drop = drop_sources(chunk.sources)
-            made: Tensor = layer(chunk.blocks[layer.edges], sources, drop, x0, relu)
-            return made
         own = self.dense[chunk.rows]
         if self.aggregated:
-            return layer.update(self.aggregated[c], own, own, x0, relu)
-        assert self.prepared is not None
+            return layer.update(self.aggregated[c], own, own, None, relu)
         gathered = chunk.gather(layer, self.prepared)
-        return layer.update(gathered, self.prepared[chunk.rows], own, x0, relu)
+        return layer.update(gathered, self.prepared[chunk.rows], own, None, relu)
 
     def first_layer_exactly(self) -> Tensor:
         """Layer 1's output for all own rows, without dropout."""
         self.prepare(keep)
-        numbers = range(len(self.chunks))
-        return torch.cat([self.first_layer(c, lambda places: keep, None) for c in numbers])
+        return torch.cat([self.first_layer(c, lambda _: keep) for c in range(len(self.chunks))])

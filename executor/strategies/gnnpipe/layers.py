@@ -1,7 +1,8 @@
 """One layer on one chunk, forward and backward; and rows that stay from step to step.
 
 A layer runs in parts here (layers/layer.py): its neighbourhood is gathered from mixed rows, fresh
-and historical, and its gradient towards neighbours is added to the slope by hand.
+and historical, and its gradient towards neighbours is added to the slope by hand. Forward leaves a
+function behind, the way back, which has what the backward pass needs.
 
 Of all rows that the rank keeps (chunks.py) there are, in each such layer:
 
@@ -17,76 +18,14 @@ historical_gradients `carried` into the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import aggregate_transposed, backward, gradient_of
-from gnnplan.executor.layers.layer import Drop, Layer
+from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.strategies.base import Back
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
-
-
-@dataclass
-class Passage:
-    """A chunk's way through the stage."""
-
-    h: Tensor | None  # the next layer's input rows; None: constant features
-    x0: Tensor | None = None  # GCNII's initial rows, a leaf
-    encoded: Tensor | None = None  # with its graph
-    loss: Tensor | None = None  # on the last stage, with its graph
-    gradient: Tensor | None = None  # of h, on the way back
-
-    @property
-    def carried(self) -> Tensor | None:
-        """What goes past all layers, to the next stage."""
-        return None if self.x0 is None else self.x0.detach()
-
-    @property
-    def carried_gradient(self) -> Tensor | None:
-        """Its gradient, for the stage before."""
-        if self.x0 is None:
-            return None
-        return self.x0.grad if self.x0.grad is not None else torch.zeros_like(self.x0)
-
-
-class Constant(NamedTuple):
-    """What layer 1 keeps of a chunk whose inputs are constant."""
-
-    out: Tensor  # with its graph
-
-    def finish(self) -> Constant:
-        """This."""
-        return self
-
-
-class Finished(NamedTuple):
-    """A layer's output for a chunk, and what its graph begins with."""
-
-    prepared: Tensor  # own and far rows, with their graph from x
-    rows: Tensor  # leaf: own prepared rows
-    out: Tensor  # with its graph
-
-
-class Kept(NamedTuple):
-    """What a layer keeps of a chunk from forward to backward.
-
-    x and read are leaves. The gradient towards neighbours is found from `read`: the rows read, or
-    where gathering is linear the gathered rows. They are kept with checkpoint too, since the rows
-    of neighbours change before backward comes to the chunk.
-    """
-
-    x: Tensor  # the chunk's inputs, own and then far rows
-    read: Tensor
-    finish: Callable[[], Finished]  # gives what is kept, or (checkpoint) computes it again
-
-
-def _gathers_linearly(layer: Layer) -> bool:
-    """Whether the gradient of the rows read follows from that of the gathered rows."""
-    return layer.linear and not layer.projects_first
 
 
 class History:
@@ -127,9 +66,9 @@ class History:
         with torch.no_grad():
             self.mixed[layer].copy_(net.prepare(self.past[layer], drop))
 
-    def remember(self, layers: Iterable[int]) -> None:
+    def remember(self) -> None:
         """Make the mixed rows the historical ones."""
-        for layer in layers:
+        for layer in self.layers:
             self.past[layer].copy_(self.mixed[layer])
 
     def state(self) -> dict[str, Tensor]:
@@ -148,78 +87,62 @@ class History:
         self,
         layer: int,
         chunk: Chunk,
-        passage: Passage,
-        far: Tensor | None,
+        inputs: Tensor,
+        x0: Tensor | None,
         drop: Drop,
         refresh: bool,
         checkpoint: bool,
-    ) -> Kept:
-        """A layer on a chunk's input rows; the passage goes on with its output.
+    ) -> tuple[Tensor, Back]:
+        """A layer on a chunk's input rows, own and far ones -> its output, and the way back.
 
-        far: the chunk's rows of other members, if there are some. drop: dropout of own and far
-        rows. refresh: the input rows become history. checkpoint: forget what can be computed again.
+        drop: dropout of these rows. refresh: they become history. checkpoint: forget what can be
+        computed again. The rows that neighbours have cannot, for they change before backward comes
+        to the chunk: what is read of them stays (where gathering is linear, only the gathered
+        rows).
         """
-        h, x0 = passage.h, passage.x0
-        assert h is not None
         part, relu = self.net.layer(layer).during(drop), self.net.relu_after(layer)
-        linear = _gathers_linearly(part)
-        x = (h if far is None else torch.cat([h, far])).detach().requires_grad_()
+        linear = part.linear and not part.projects_first  # then sums tell the gradient of rows
+        mixed, x = self.mixed[layer], inputs.detach().requires_grad_()
 
-        def finish(prepared: Tensor) -> Finished:
+        def end(prepared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Own and far prepared rows, with their graph; a leaf of the own ones; the output."""
             rows = prepared.detach()[: chunk.size].requires_grad_()
             gathered = read if linear else chunk.gather_sources(part, read)
-            return Finished(prepared, rows, part.update(gathered, rows, x[: chunk.size], x0, relu))
+            return prepared, rows, part.update(gathered, rows, x[: chunk.size], x0, relu)
 
         with torch.set_grad_enabled(not checkpoint):
             prepared = part.prepare(x, drop)
             own_and_far = (chunk.rows, slice(0, chunk.size)), (chunk.far, slice(chunk.size, None))
             for places, rows in own_and_far:
-                self.mixed[layer][places] = prepared.detach()[rows]
+                mixed[places] = prepared.detach()[rows]
                 if refresh:
                     self.past[layer][places] = x.detach()[rows]
-            mixed = self.mixed[layer]
-            read = (
-                chunk.gather(part, mixed) if linear else mixed.index_select(0, chunk.sources)
-            ).requires_grad_()
-            finished = finish(prepared)
-        passage.h = finished.out.detach()
-        if checkpoint:
-            return Kept(x, read, lambda: finish(part.prepare(x, drop)))
-        return Kept(x, read, lambda: finished)
+            read = mixed.index_select(0, chunk.sources)
+            read = (chunk.gather_sources(part, read) if linear else read).requires_grad_()
+            made = end(prepared)
+        del prepared
+        out, kept = made[-1].detach(), None if checkpoint else made
+        del made
 
-    def backward(
-        self, layer: int, chunk: Chunk, kept: Kept | Constant, passage: Passage
-    ) -> Tensor | None:
-        """The passage's gradient of the layer's output -> that of its input rows.
-
-        Returns the gradient of own and then far rows; None if the inputs are constant.
-        """
-        finished = kept.finish()
-        if layer == self.net.total:
-            assert passage.loss is not None
-            passage.loss.backward()  # type: ignore[no-untyped-call]
-            # their graph would hold the layer's rows while the layers before go backward
-            passage.loss = passage.h = None
-        if passage.gradient is not None:
-            backward([finished.out], [passage.gradient])
-        if isinstance(kept, Constant) or isinstance(finished, Constant):
-            return None
-        part, slope = self.net.layer(layer), self.slope[layer]
-        to_read = (
-            aggregate_transposed(chunk.blocks[part.edges], gradient_of(kept.read))
-            if _gathers_linearly(part)
-            else gradient_of(kept.read)
-        )
-        slope[chunk.rows] += to_read[: chunk.size]
-        # not for own rows too: it is several times as slow as the sum of a slice
-        slope.index_add_(0, chunk.sources[chunk.size :], to_read[chunk.size :])
-        del to_read  # the largest of all
-        if finished.rows.grad is not None:
-            slope[chunk.rows] += finished.rows.grad
-        backward([finished.prepared], [chunk.of(slope)])
-        gradient = kept.x.grad
-        if self.carried:
+        def back(gradient: Tensor) -> Tensor:
+            """-> the gradient of own and then far input rows."""
+            prepared, rows, out = kept or end(part.prepare(x, drop))
+            backward([out], [gradient])
+            to_read = gradient_of(read)
+            if linear:
+                to_read = aggregate_transposed(chunk.blocks[part.edges], to_read)
+            slope = self.slope[layer]
+            slope[chunk.rows] += to_read[: chunk.size]
+            # not for own rows too: it is several times as slow as the sum of a slice
+            slope.index_add_(0, chunk.sources[chunk.size :], to_read[chunk.size :])
+            del to_read  # the largest of all
+            if rows.grad is not None:
+                slope[chunk.rows] += rows.grad
+            backward([prepared], [chunk.of(slope)])
+            if not self.carried:
+                return gradient_of(x)
             for places in (chunk.rows, chunk.far):
                 slope[places].zero_()  # passed on; what is added from here on is historical
-            gradient = gradient_of(kept.x) + chunk.of(self.carried[layer])
-        return gradient
+            return gradient_of(x) + chunk.of(self.carried[layer])
+
+        return out, back

@@ -9,33 +9,43 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of, weight_dtype_of
 from gnnplan.executor.layers.kernels import backward, gradient_of, pack, unpack
-from gnnplan.executor.layers.layer import Drop, keep
+from gnnplan.executor.layers.layer import keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Arrival, send
+from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.gnnpipe.chunks import Chunk, make_chunks, with_far
+from gnnplan.executor.strategies.base import Back
+from gnnplan.executor.strategies.gnnpipe.chunks import make_chunks, with_far
 from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
-from gnnplan.executor.strategies.gnnpipe.layers import (
-    Constant,
-    History,
-    Kept,
-    Passage,
-)
+from gnnplan.executor.strategies.gnnpipe.layers import History
 from gnnplan.planner.graph.sampling import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
 from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
+
+NOTHING = torch.empty(0)
+
+
+@dataclass
+class Passage:
+    """A chunk's way through the stage."""
+
+    h: Tensor = NOTHING  # the next layer's input rows, and last the logits
+    x0: Tensor | None = None  # GCNII's initial rows, a leaf; they go past all layers
+    loss: Tensor = field(default=NOTHING, init=False)  # on the last stage
+    way_back: list[Back] = field(default_factory=list, init=False)  # of each layer
 
 
 class Worker(base.Worker):
@@ -50,6 +60,7 @@ class Worker(base.Worker):
         self.shapes, layers_by_stage = strategy.shape(problem)
         self.members, self.stages = strategy.members(problem), settled(strategy.stages)
         self.stage, self.member = divmod(rank.rank, self.members)
+        self.before, self.behind = rank.rank - self.members, rank.rank + self.members
         self.layers = layers_by_stage[self.stage]
         # runs of layers without an exchange in between
         self.pieces = strategy.pieces(problem, self.stage)
@@ -80,11 +91,9 @@ class Worker(base.Worker):
         self.history = History(
             self.net, widths, kept.size, self.dtype, device, strategy.historical_gradients
         )
-        # columns of x0, which travel with every row past all layers
-        self.carried_columns = self.shapes.carried
         # epoch 0 does not exist in training: its embeddings are those of the initial weights
         self._whole_graph()
-        self.history.remember(self.varying)
+        self.history.remember()
 
     @property
     def reduce_group(self) -> tuple[int, ...]:
@@ -115,38 +124,33 @@ class Worker(base.Worker):
                 self.history.begin_step(layer, *drops)
             if self.is_first:
                 self.inputs.prepare(self.drop(step, 1, self.vertices))
-        before, behind = self.rank.rank - self.members, self.rank.rank + self.members
-        arrivals = self._expect(order, before)
-        kept: dict[int, tuple[Passage, dict[int, Kept | Constant]]] = {}
         device, dtype = self.rank.device, weight_dtype_of(self.problem.workload)
         loss = torch.zeros((), dtype=dtype, device=device)
         shape = self.own if self.is_last else 0, self.shapes.classes
         logits = torch.zeros(shape, dtype=self.dtype, device=device)
-        departures: list[Future[None]] = []
+        arrivals, departures = self._expect(order, self.before), list[Future[None]]()
+        passages: dict[int, Passage] = {}
         for c in order:
-            message = self._receive(arrivals, step, c, "f", before)
-            passage, layers = kept[c] = self._forward(step, c, message, refresh)
-            if passage.h is not None and passage.loss is not None:
-                loss = loss + passage.loss.detach()
-                logits[self.chunks[c].rows] = passage.h.detach()
-            elif passage.h is not None:
-                onward = passage.h
-                if passage.carried is not None:
-                    onward = torch.cat([onward, passage.carried], 1)
-                departures += self._send(step, c, "f", behind, onward)
-                del onward
-        del passage, layers  # of the last chunk, which would stay until the end
+            entering = self._received(arrivals, step, c, "f", self.before)
+            passage = passages[c] = self._forward(step, c, entering, refresh)
+            if self.is_last:
+                loss = loss + passage.loss
+                logits[self.chunks[c].rows] = passage.h
+            else:
+                leaving = [passage.h] if passage.x0 is None else [passage.h, passage.x0.detach()]
+                departures.append(self._send(step, c, "f", self.behind, leaving))
+        del passage  # of the last chunk, which would stay until the end
         # NCCL keeps one order of messages for each pair of ranks, so receives are posted after all
         # sends are done.
         for departure in departures:
             departure.result()
         departures.clear()
-        arrivals = self._expect(order[::-1], behind)
+        arrivals = self._expect(order[::-1], self.behind)
         for c in order[::-1]:
-            message = self._receive(arrivals, step, c, "b", behind)
-            departures += self._send(
-                step, c, "b", before, self._backward(step, c, *kept.pop(c), message)
-            )
+            entering = self._received(arrivals, step, c, "b", self.behind)
+            leaving = self._backward(step, c, passages.pop(c), entering)
+            if leaving:
+                departures.append(self._send(step, c, "b", self.before, leaving))
         for departure in departures:
             departure.result()
         return loss, logits
@@ -155,40 +159,41 @@ class Worker(base.Worker):
         """Buffers for what the peer will send, by chunk, in its order."""
         if not 0 <= peer < self.rank.world:
             return {}
-        width, dtype = self._message_like(peer)
-        return {c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order}
-
-    def _message_like(self, peer: int) -> tuple[int, torch.dtype]:
-        """Columns and type of what this stage and the peer's hand each other."""
         below = min(peer // self.members, self.stage)
         if self.bits is None:
-            return self.strategy.boundary(self.problem, below), self.dtype
-        return self.strategy.handed_bytes(self.problem, below), torch.uint8
+            width, dtype = self.strategy.boundary(self.problem, below), self.dtype
+        else:
+            width, dtype = self.strategy.handed_bytes(self.problem, below), torch.uint8
+        return {c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order}
 
-    def _receive(
+    def _received(
         self, arrivals: dict[int, Arrival], step: int, c: int, way: str, peer: int
-    ) -> Tensor | None:
-        """The message for chunk c; None if there is no peer."""
+    ) -> list[Tensor]:
+        """Chunk c's rows, or their gradient, and what goes past all layers; nothing of no peer.
+
+        Both are copies where there are two: products of rows that stand apart in memory are slow.
+        """
         if c not in arrivals:
-            return None
+            return []
         label = Label("receive", step, way, chunk=c, peer=peer)
         # an empty sub-chunk has no message
         is_sent = self.chunks[c].size > 0
         with self.rank.recorder.span(label, "receive") if is_sent else nullcontext():
             message = arrivals.pop(c).wait()
-        if self.bits is None:
-            return message
-        width = self.strategy.boundary(self.problem, self.stage - (way == "f"))
-        with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
-            rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
-            return unpack(message, self.bits, rows)
+        if self.bits is not None:
+            width = self.strategy.boundary(self.problem, self.stage - (way == "f"))
+            with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
+                rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
+                message = unpack(message, self.bits, rows)
+        if not self.shapes.carried:
+            return [message]
+        # `contiguous` would leave rows apart where there are none, of which autograd warns
+        parts = message.tensor_split([message.shape[1] - self.shapes.carried], 1)
+        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
-    def _send(
-        self, step: int, c: int, way: str, peer: int, rows: Tensor | None
-    ) -> list[Future[None]]:
-        """Send chunk c's rows on the send lane; nothing if there are no rows or no peer."""
-        if rows is None or not 0 <= peer < self.rank.world:
-            return []
+    def _send(self, step: int, c: int, way: str, peer: int, parts: list[Tensor]) -> Future[None]:
+        """Send chunk c's rows on the send lane, with what goes past all layers beside them."""
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         label = Label("pipeline", step, way, chunk=c, peer=peer)
         if self.bits is not None:
             # the layer that reads the rows, on the stage after
@@ -197,14 +202,14 @@ class Worker(base.Worker):
             with self.rank.recorder.span(label._replace(op="pack", peer=None), "compute"):
                 rows = pack(rows, None, self.bits, self.vertices[self.chunks[c].rows], *numbers)
         if not rows.shape[0]:
-            return []
+            return completed_future(None)
         recorded = self.rank.recorder.sending(label, "send", rows.nbytes)
 
         def leave() -> None:
             with recorded:
                 send(self.rank, rows, peer)
 
-        return [self.rank.lanes.submit("send", leave)]
+        return self.rank.lanes.submit("send", leave)
 
     def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
         return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
@@ -220,133 +225,86 @@ class Worker(base.Worker):
         with exchange.recorded(Label("halo", step, way, layer, c), rows, way):
             return exchange.swap(way, exchange.pack(rows) if way == "f" else rows)
 
-    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """A message's rows, and what travels with them past all layers.
-
-        Both are copies where there are two: products of rows that stand apart in memory are slow.
-        And `contiguous` would leave them apart where there are none, of which autograd warns.
-        """
-        width = message.shape[1] - self.carried_columns
-        if not self.carried_columns:
-            return message, message[:, width:]
-        rows, carried = message.tensor_split([width], 1)
-        whole = torch.contiguous_format
-        return rows.clone(memory_format=whole), carried.clone(memory_format=whole)
-
-    # -- forward ----------------------------------------------------------------------------------
-
-    def _forward(
-        self, step: int, c: int, message: Tensor | None, refresh: bool
-    ) -> tuple[Passage, dict[int, Kept | Constant]]:
-        """The stage's layers on a chunk.
-
-        Returns its passage, whose h are the logits on the last stage, and what each layer keeps.
-        """
-        chunk, last_layer = self.chunks[c], self.net.total
-        passage = self._enter(message)
-        kept: dict[int, Kept | Constant] = {}
+    def _forward(self, step: int, c: int, entering: list[Tensor], refresh: bool) -> Passage:
+        """The stage's layers on a chunk."""
+        chunk, passage = self.chunks[c], Passage(*entering)
+        if passage.x0 is not None:
+            passage.x0.requires_grad_()
         for piece in self.pieces:
-            far = None
+            far = list[Tensor]()
             if chunk.exchange and piece[0] in self.varying:
-                assert passage.h is not None
-                far = self._halo(step, "f", piece[0], c, passage.h)
+                far.append(self._halo(step, "f", piece[0], c, passage.h))
             with self.rank.recorder.span(self._label("forward", step, piece, c), "compute"):
+                inputs = torch.cat([passage.h, *far]) if far else passage.h
                 for layer in piece:
-                    if not layer:
-                        self._encode(step, chunk, passage)
-                        continue
-                    kept[layer] = self._layer(step, c, layer, passage, far, refresh)
-                if last_layer in piece:
-                    out = kept[last_layer].finish().out
-                    passage.h = self.net.decode(out, self._drop_next(step, last_layer, chunk))
-                    passage.loss = self.targets[c].loss(passage.h)
-        return passage, kept
-
-    def _enter(self, message: Tensor | None) -> Passage:
-        if message is None:
-            return Passage(None)
-        h, carried = self._split(message)
-        return Passage(h, carried.requires_grad_() if self.net.initial else None)
-
-    def _encode(self, step: int, chunk: Chunk, passage: Passage) -> None:
-        drop = self.drop(step, 0, self.vertices[chunk.rows])
-        passage.encoded = self.inputs.encode(chunk, drop)
-        passage.h = passage.encoded.detach()
-        if self.net.initial:
-            passage.x0 = passage.encoded.detach().requires_grad_()
-
-    def _drop_next(self, step: int, layer: int, chunk: Chunk) -> Drop:
-        """Dropout of a chunk's own rows before the layer that follows."""
-        return self.drop(step, layer + 1, self.vertices[chunk.rows])
+                    inputs, back = self._layer(step, c, layer, passage, inputs, refresh)
+                    passage.h = inputs
+                    passage.way_back.append(back)
+                if self.net.total in piece:
+                    self._end(step, c, passage)
+        return passage
 
     def _layer(
-        self, step: int, c: int, layer: int, passage: Passage, far: Tensor | None, refresh: bool
-    ) -> Kept | Constant:
-        """One layer on a chunk; the passage goes on with its output."""
+        self, step: int, c: int, layer: int, passage: Passage, inputs: Tensor, refresh: bool
+    ) -> tuple[Tensor, Back]:
+        """One layer (0: the encoder) on a chunk's rows -> its output, and the way back."""
         chunk = self.chunks[c]
-        kept: Kept | Constant
-        if passage.h is None:  # constant features
-
-            def drop_sources(places: Tensor) -> Drop:
-                return self.drop(step, layer, self.vertices[places])
-
-            kept = Constant(self.inputs.first_layer(c, drop_sources, passage.x0))
-            passage.h = kept.out.detach()
-        else:
+        if layer in self.varying:
             drop = self.drop(step, layer, chunk.of(self.vertices))
             forgets = self.strategy.checkpoint and layer < self.net.total
-            kept = self.history.forward(layer, chunk, passage, far, drop, refresh, forgets)
-        return kept
+            return self.history.forward(layer, chunk, inputs, passage.x0, drop, refresh, forgets)
+        if layer:  # constant features
+            out = self.inputs.first_layer(
+                c, lambda places: self.drop(step, layer, self.vertices[places])
+            )
+        else:
+            out = self.inputs.encode(chunk, self.drop(step, 0, self.vertices[chunk.rows]))
+        rows = out.detach()
+        x0 = passage.x0 = rows.requires_grad_() if self.net.initial else None
 
-    # -- backward ---------------------------------------------------------------------------------
+        def back(gradient: Tensor) -> Tensor:
+            backward([out], [gradient if x0 is None else gradient + gradient_of(x0)])
+            return gradient
+
+        return rows.detach(), back
+
+    def _end(self, step: int, c: int, passage: Passage) -> None:
+        """Logits and loss of a chunk."""
+        leaf, last = passage.h.detach().requires_grad_(), self.net.total + 1
+        drop = self.drop(step, last, self.vertices[self.chunks[c].rows])
+        logits = self.net.decode(leaf, drop)
+        loss = self.targets[c].loss(logits)
+
+        def back(gradient: Tensor) -> Tensor:
+            backward([loss], [gradient])
+            return gradient_of(leaf)
+
+        passage.h, passage.loss = logits.detach(), loss.detach()
+        passage.way_back.append(back)
 
     def _backward(
-        self,
-        step: int,
-        c: int,
-        passage: Passage,
-        kept: dict[int, Kept | Constant],
-        message: Tensor | None,
-    ) -> Tensor | None:
+        self, step: int, c: int, passage: Passage, entering: list[Tensor]
+    ) -> list[Tensor]:
         """The gradient of the chunk's output rows through the stage.
 
-        Returns the gradient of its input rows, and of what goes past all layers, for the stage
-        before.
+        Returns that of its input rows, and of what goes past all layers, for a stage before.
         """
-        chunk = self.chunks[c]
-        if message is not None:
-            passage.gradient, to_carried = self._split(message)
-            if passage.x0 is not None:
-                passage.x0.grad = to_carried
+        chunk, x0, way_back = self.chunks[c], passage.x0, passage.way_back
+        gradient, *of_initial = entering or [torch.ones_like(passage.loss)]
+        if x0 is not None and of_initial:
+            x0.grad = of_initial[0]
         for piece in reversed(self.pieces):
             with self.rank.recorder.span(self._label("backward", step, piece, c), "compute"):
-                for layer in reversed(piece):
-                    if layer:
-                        passage.gradient = self.history.backward(
-                            layer, chunk, kept.pop(layer), passage
-                        )
-                    else:
-                        self._encode_backward(passage)
+                for _ in range(len(piece) + (self.net.total in piece)):
+                    gradient = way_back.pop()(gradient)
             if chunk.exchange and piece[0] in self.varying:
-                assert passage.gradient is not None
-                own, far = passage.gradient[: chunk.size], passage.gradient[chunk.size :]
-                chunk.exchange.add_home(own, self._halo(step, "b", piece[0], c, far))
-                passage.gradient = own
+                gradient, far = gradient[: chunk.size], gradient[chunk.size :]
+                chunk.exchange.add_home(gradient, self._halo(step, "b", piece[0], c, far))
         if self.is_first:
-            return None
-        assert passage.gradient is not None
-        carried = passage.carried_gradient
-        if carried is None:
-            return passage.gradient.clone()
-        return torch.cat([passage.gradient, carried], 1)
-
-    @staticmethod
-    def _encode_backward(passage: Passage) -> None:
-        gradient, x0 = passage.gradient, passage.x0
-        assert passage.encoded is not None and gradient is not None
-        if x0 is not None:
-            gradient = gradient + gradient_of(x0)
-        backward([passage.encoded], [gradient])
+            return []
+        if x0 is None:
+            return [gradient.clone()]  # it may be a part of the slope
+        return [gradient, torch.zeros_like(x0) if x0.grad is None else x0.grad]
 
     # -- evaluation -------------------------------------------------------------------------------
 
@@ -357,49 +315,43 @@ class Worker(base.Worker):
         Returns the logits [own, C] on the last stage, else nothing. Fills the history's mixed rows
         with those of this pass.
         """
-        h, carried = self._first_rows()
+        first = Passage(*self._first_rows())
+        h, x0 = first.h, first.x0
         for layer in self.layers:
-            if h is None:
+            if layer not in self.varying:
                 h = self.inputs.first_layer_exactly()
-            else:
-                if layer in self.history.mixed:
-                    h = with_far(self.chunks, h)
-                    self.history.mixed[layer].copy_(h)
-                part, relu = self.net.layer(layer), self.net.relu_after(layer)
-                prepared, outs = part.prepare(h, keep), list[Tensor]()
-                for chunk in self.chunks:
-                    of_chunk = chunk.gather(part, prepared), prepared[chunk.rows], h[chunk.rows]
-                    initial = None if carried is None else carried[chunk.rows]
-                    outs.append(part.update(*of_chunk, initial, relu))
-                del prepared, of_chunk
-                h = torch.cat(outs)
-                del outs
-        assert h is not None
+                continue
+            h = with_far(self.chunks, h)
+            self.history.mixed[layer].copy_(h)
+            part, relu = self.net.layer(layer), self.net.relu_after(layer)
+            prepared, outs = part.prepare(h, keep), list[Tensor]()
+            for chunk in self.chunks:
+                of_chunk = chunk.gather(part, prepared), prepared[chunk.rows], h[chunk.rows]
+                outs.append(part.update(*of_chunk, None if x0 is None else x0[chunk.rows], relu))
+            del prepared, of_chunk
+            h = torch.cat(outs)
+            del outs
         if self.is_last:
             return self.net.decode(h)
         # one by one: side by side they would be held twice
-        for rows in (h, carried):
+        for rows in (h, x0):
             if rows is not None:
-                send(self.rank, rows, self.rank.rank + self.members)
+                send(self.rank, rows, self.behind)
         return self.vertices[:0]
 
-    def _first_rows(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the stage's first layer reads of own rows, and what goes past all layers.
-
-        The first is None if these are constant features.
-        """
+    def _first_rows(self) -> list[Tensor]:
+        """Own rows that the stage's first layer reads, and what goes past all layers; nothing of
+        constant features."""
         if not self.is_first:
-            width = self.strategy.boundary(self.problem, self.stage - 1) - self.carried_columns
-            widths = (width, self.carried_columns) if self.carried_columns else (width,)
-            before = self.rank.rank - self.members
-            arrivals = [Arrival(self.rank, (self.own, w), self.dtype, before) for w in widths]
-            h, carried = [*(arrival.wait() for arrival in arrivals), None][:2]
-            return h, carried
-        if self.net.encoder is not None:
-            assert self.inputs.features is not None
-            h = self.net.encode(self.inputs.features)
-            return h, h if self.net.initial else None
-        return None, None
+            past = self.shapes.carried
+            width = self.strategy.boundary(self.problem, self.stage - 1) - past
+            shapes = [(self.own, columns) for columns in (width, past) if columns]
+            arrivals = [Arrival(self.rank, shape, self.dtype, self.before) for shape in shapes]
+            return [arrival.wait() for arrival in arrivals]
+        if self.net.encoder is None:
+            return []
+        h = self.net.encode(self.inputs.features)
+        return [h, h] if self.net.initial else [h]
 
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the last stage, else nothing; without dropout or history."""
@@ -412,4 +364,4 @@ class Worker(base.Worker):
     def refill(self, step: int) -> None:
         """Historical rows are those of the weights, as they are before the first step."""
         self._whole_graph()
-        self.history.remember(self.varying)
+        self.history.remember()

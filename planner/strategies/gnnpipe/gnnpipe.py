@@ -61,14 +61,14 @@ seconds; planner/ownership/chunks.py for chunks; executor/strategies/gnnpipe/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, settled
 from gnnplan.planner.strategies.gnnpipe.memory import memory
@@ -84,6 +84,9 @@ from gnnplan.planner.strategies.program.program import (
 )
 from gnnplan.planner.vocabulary.schedule import Compute
 
+Way = Literal["f", "b"]
+SIGNS: dict[Way, Literal[1, -1]] = {"f": 1, "b": -1}  # chunks in order, or in reverse
+
 
 @dataclass(frozen=True)
 class GNNPipe(Pipeline):
@@ -98,29 +101,31 @@ class GNNPipe(Pipeline):
         chosen = replace(
             self, stages=stages, chunks=4 * stages if self.chunks is None else self.chunks
         )
-        if chosen.layers_per_stage is None and chosen._mistake(problem) is None:
-            chosen = replace(
-                chosen, layers_per_stage=balance(layer_seconds(chosen, problem), stages)
-            )
+        if chosen.layers_per_stage is None and chosen.suits(problem):
+            seconds = layer_seconds(chosen, problem)
+            return replace(chosen, layers_per_stage=balance(seconds, stages))
         return chosen
 
     def program(self, problem: Problem) -> Program:
         """The same for all placements and clusters, so it is made once for all of them."""
-        of = problem.ranks, problem.model, problem.workload
+        asked = self, problem.ranks, problem.model, problem.workload
         cut = problem.graph, problem.stats, problem.method
-        return problem.known.recent("pipeline", (self, *of, *cut), lambda: self._program(problem))
 
-    def _program(self, problem: Problem) -> Program:
-        chunks, seed, shuffle = settled(self.chunks), problem.workload.seed, self.shuffle
-        shared, stages = _Shared(self, problem), range(settled(self.stages))
-        step = [op for stage in stages for op in _stage(self, problem, stage, shared)]
-        inputs = self.inputs_sent(problem)
-        setup = [Op("input_halo", work=Exchange(inputs), ranks=tuple(self.group(problem, 0)))]
-        return Program.of(
-            step,
-            setup=lambda: setup if inputs.any() else [],
-            chunks=lambda t: chunk_order(seed, t, chunks, shuffle),
-        )
+        def make() -> Program:
+            chunks, seed, inputs = (
+                settled(self.chunks),
+                problem.workload.seed,
+                self.inputs_sent(problem),
+            )
+            first = tuple(self.group(problem, 0))
+            setup = [Op("input_halo", work=Exchange(inputs), ranks=first)] * bool(inputs.any())
+            return Program.of(
+                list(_step(self, problem)),
+                setup=lambda: setup,
+                chunks=lambda t: chunk_order(seed, t, chunks, self.shuffle),
+            )
+
+        return problem.known.recent("pipeline", (*asked, *cut), make)
 
     def memory(self, problem: Problem) -> Memory:
         return memory(self, problem)
@@ -141,25 +146,8 @@ class GNNPipe(Pipeline):
         }
 
 
-class _Shared:
-    """What stages that are alike share: facts of all chunks, and the work that follows."""
-
-    def __init__(self, pipe: Pipeline, problem: Problem) -> None:
-        self.pipe, self.problem, self.facts = pipe, problem, pipe.facts(problem)
-        self.returned = self.facts.sends.swapaxes(1, 2)  # rows whose gradients go home
-        self.kept = np.array(pipe.kept(problem), dtype=float)
-        self._works: dict[object, tuple[Compute, Compute]] = {}
-
-    def works(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
-        """Forward and backward work of a piece [chunks * members]."""
-        kind = self.pipe.kind_of(self.problem, piece)
-        if kind not in self._works:
-            self._works[kind] = self.pipe.work(self.problem, piece, self.facts)
-        return self._works[kind]
-
-
-def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> list[Op]:
-    """A stage's operations in a step.
+def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
+    """The operations of a step, stage by stage. Stages that are alike share their work.
 
     refresh history; every chunk forward; every chunk backward, the last one first; update
 
@@ -168,71 +156,49 @@ def _stage(pipe: Pipeline, problem: Problem, stage: int, shared: _Shared) -> lis
 
     With few bits a chunk is packed before it is sent, and unpacked once it is received.
     """
-    ranks, g, b = tuple(pipe.group(problem, stage)), pipe.members(problem), problem.model.itemsize
-    forward: list[Op] = []
-    backward: list[Op] = []  # in the forward pass' order, until reversed below
-    for piece in pipe.pieces(problem, stage):
-        works, row_bytes = shared.works(piece), pipe.exchanged(problem, piece) * b
-        layer = piece[0] if g > 1 else None
-        if row_bytes:
-            there = Exchange(shared.facts.sends, row_bytes)
-            back = Exchange(shared.returned, row_bytes)
-            forward.append(Op("halo", "f", piece[0], work=there, ranks=ranks, chunks=1))
-            backward.append(Op("halo", "b", piece[0], work=back, ranks=ranks, chunks=-1))
-        forward.append(Op("forward", layer=layer, work=works[0], ranks=ranks, chunks=1))
-        backward.append(Op("backward", layer=layer, work=works[1], ranks=ranks, chunks=-1))
-    backward.reverse()
+    g, b, facts = pipe.members(problem), problem.model.itemsize, pipe.facts(problem)
+    last, kept = settled(pipe.stages) - 1, np.array(pipe.kept(problem), dtype=float)
+    works: dict[object, tuple[Compute, Compute]] = {}  # forward and backward, by kind of piece
 
-    def taken(way: Literal["f", "b"]) -> list[Op]:
-        """From the neighbour that comes before on this way."""
-        sender = stage - 1 if way == "f" else stage + 1
-        sent = _message(pipe, problem, sender, way, shared)
-        message = Op("receive", way, work=Receipt(sent), ranks=ranks, chunks=sent.chunks)
-        if pipe.bits is None:
-            return [message]
-        _, work = pipe.packing(problem, min(sender, stage), shared.facts)
-        unpack = Op("unpack", way, work=work, ranks=ranks, chunks=message.chunks)
-        return [message, unpack]
+    def message(stage: int, way: Way) -> Op:
+        """A chunk's rows, or their gradients, to the same member of the next stage on this way."""
+        ranks, below = tuple(pipe.group(problem, stage)), stage - (way == "b")
+        handed = Message(facts.rows * pipe.handed_bytes(problem, below), SIGNS[way] * g)
+        return Op("pipeline", way, work=handed, ranks=ranks, chunks=SIGNS[way])
 
-    def given(way: Literal["f", "b"]) -> list[Op]:
-        """To the neighbour that comes next on this way."""
-        message = _message(pipe, problem, stage, way, shared)
-        if pipe.bits is None:
-            return [message]
-        below = stage if way == "f" else stage - 1
-        work, _ = pipe.packing(problem, below, shared.facts)
-        pack = Op("pack", way, work=work, ranks=ranks, chunks=message.chunks)
-        return [pack, message]
+    def passed(stage: int, way: Way) -> Iterator[Op]:
+        """A stage's operations on every chunk, one way."""
+        sign, is_back = SIGNS[way], way == "b"
+        op = partial(Op, ranks=tuple(pipe.group(problem, stage)), chunks=sign)
+        if 0 <= stage - sign <= last:
+            yield op("receive", way, work=Receipt(message(stage - sign, way)))
+            if pipe.bits is not None:
+                _, unpack = pipe.packing(problem, stage - (not is_back), facts)
+                yield op("unpack", way, work=unpack)
+        for piece in pipe.pieces(problem, stage)[::sign]:
+            if (kind := pipe.kind_of(problem, piece)) not in works:
+                works[kind] = pipe.work(problem, piece, facts)
+            name, layer = ("forward", "backward")[is_back], piece[0] if g > 1 else None
+            ops = [op(name, layer=layer, work=works[kind][is_back])]
+            if row_bytes := pipe.exchanged(problem, piece) * b:
+                sends = facts.sends.swapaxes(1, 2) if is_back else facts.sends
+                ops.insert(0, op("halo", way, piece[0], work=Exchange(sends, row_bytes)))
+            yield from ops[::sign]
+        if 0 <= stage + sign <= last:
+            if pipe.bits is not None:
+                pack, _ = pipe.packing(problem, stage - is_back, facts)
+                yield op("pack", way, work=pack)
+            yield message(stage, way)
 
-    if stage > 0:
-        forward = [*taken("f"), *forward]
-        backward = [*backward, *given("b")]
-    if stage + 1 < settled(pipe.stages):
-        forward = [*forward, *given("f")]
-        backward = [*taken("b"), *backward]
-    weights = pipe.weights(problem, stage)
-    size = weights * problem.model.weight_itemsize
-    ends = [Op("all_reduce", work=AllReduce((size,)), ranks=ranks)] if g > 1 else []
-    return [
-        Op("history", work=pipe.refresh_work(problem, stage, shared.kept), ranks=ranks),
-        *forward,
-        *backward,
-        *ends,
-        Op("update", work=problem.model.update(weights), ranks=ranks),
-    ]
-
-
-def _message(
-    pipe: Pipeline, problem: Problem, stage: int, way: Literal["f", "b"], shared: _Shared
-) -> Op:
-    """The chunk's rows, or their gradients, to the same member of the next stage, or of the one
-    before."""
-    g, ranks = pipe.members(problem), tuple(pipe.group(problem, stage))
-    below = stage if way == "f" else stage - 1
-    handed = shared.facts.rows * pipe.handed_bytes(problem, below)
-    if way == "f":
-        return Op("pipeline", way, work=Message(handed, g), ranks=ranks, chunks=1)
-    return Op("pipeline", way, work=Message(handed, -g), ranks=ranks, chunks=-1)
+    for stage in range(last + 1):
+        ranks, weights = tuple(pipe.group(problem, stage)), pipe.weights(problem, stage)
+        yield Op("history", work=pipe.refresh_work(problem, stage, kept), ranks=ranks)
+        yield from passed(stage, "f")
+        yield from passed(stage, "b")
+        if g > 1:
+            size = weights * problem.model.weight_itemsize
+            yield Op("all_reduce", work=AllReduce((size,)), ranks=ranks)
+        yield Op("update", work=problem.model.update(weights), ranks=ranks)
 
 
 # -- layers by cost --------------------------------------------------------------------------------
@@ -243,36 +209,21 @@ def layer_seconds(pipe: Pipeline, problem: Problem) -> list[float]:
 
     They do not depend on the stage that a layer is in.
     """
-    model, facts = problem.model.aggregating_first, pipe.facts(problem)
-    means = [
-        float(counts.sum()) / facts.rows.size
-        for counts in (facts.rows, facts.edges, facts.sources, facts.numbers, facts.sends)
-    ]
-    mean = ChunkFacts(
-        *(np.full((1,) * axes, one) for axes, one in zip((2, 2, 2, 2, 3), means, strict=True))
-    )
-    cost, group, sent = problem.cost, pipe.group(problem, 0), facts.sends.mean(0)
+    model, facts, cost = problem.model.aggregating_first, pipe.facts(problem), problem.cost
+    group, sent = pipe.group(problem, 0), facts.sends.mean(0)
 
     def seconds_of(layer: int) -> float:
         pieces = [(0,), (layer,)] if layer == 1 and model.encoder else [(layer,)]
-        works = [work for piece in pieces for work in pipe.work(problem, piece, mean)]
-        computing = sum(float(np.sum(cost.compute_s(work))) for work in works)
+        works = [work for piece in pieces for work in pipe.work(problem, piece, facts)]
+        computing = sum(float(np.mean(cost.compute_s(work))) for work in works)
         width = pipe.exchanged(problem, (layer,)) * model.itemsize
-        exchanging = (
-            sum(float(cost.exchange(way * width, group).alone) for way in (sent, sent.T))
-            if width and sent.any()
-            else 0.0
-        )
+        ways = (sent, sent.T) if width and sent.any() else ()
+        exchanging = sum(float(cost.exchange(way * width, group).alone) for way in ways)
         return computing * cost.cores.full_load_slowdown + exchanging
 
-    alike: dict[object, float] = {}
-    out = []
-    for layer in range(1, len(model.layers) + 1):
-        kind = pipe.kind_of(problem, (layer,))
-        if kind not in alike:
-            alike[kind] = seconds_of(layer)
-        out.append(alike[kind])
-    return out
+    kinds = [pipe.kind_of(problem, (layer,)) for layer in range(1, len(model.layers) + 1)]
+    known = {kind: seconds_of(kinds.index(kind) + 1) for kind in {*kinds}}
+    return [known[kind] for kind in kinds]
 
 
 def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:

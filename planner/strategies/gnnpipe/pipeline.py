@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import add
 from typing import ClassVar, Self
 
 import numpy as np
@@ -116,21 +118,16 @@ class Pipeline(Strategy):
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
         bits.check_bits(self.name, self.bits, problem)
-        if mistake := self._mistake(problem):
-            raise SpecError(mistake)
-
-    def _mistake(self, problem: Problem) -> str | None:
-        """Rule, numbers and remedy if the knobs do not suit the problem; else None."""
         stages, chunks = settled(self.stages), settled(self.chunks)
         per_stage = self.layers_per_stage
         layers, vertices = problem.workload.layers, problem.stats.vertices
         if stages < 1 or chunks < 1:
-            return (
+            raise SpecError(
                 f"gnnpipe: stages and chunks are at least 1 (stages: {stages}, chunks:"
                 f" {chunks}); leave them out"
             )
         if stages > layers:
-            return (
+            raise SpecError(
                 f"gnnpipe needs a layer per stage (layers: {layers}, stages: {stages}); use"
                 f" stages <= {layers}"
             )
@@ -138,23 +135,23 @@ class Pipeline(Strategy):
             fit = ", ".join(
                 str(s) for s in range(1, min(problem.ranks, layers) + 1) if problem.ranks % s == 0
             )
-            return (
+            raise SpecError(
                 f"gnnpipe gives every stage equally many ranks (stages: {stages}, ranks:"
                 f" {problem.ranks}); use stages in {{{fit}}} or --ranks"
                 f" {stages * max(1, problem.ranks // stages)}"
             )
         if chunks > MOST_CHUNKS:
-            return (
+            raise SpecError(
                 f"gnnpipe: at most {MOST_CHUNKS:,} chunks are planned (chunks: {chunks:,});"
                 " use fewer, as 4 per rank"
             )
         if chunks > vertices:
-            return (
+            raise SpecError(
                 f"gnnpipe needs a vertex per chunk (vertices: {vertices}, chunks: {chunks});"
                 " use fewer chunks"
             )
         if problem.ranks > vertices * stages:
-            return (
+            raise SpecError(
                 f"gnnpipe needs a vertex per rank of a stage (vertices: {vertices}, ranks of a"
                 f" stage: {problem.ranks // stages}); use --ranks"
                 f" {vertices * stages} or less"
@@ -162,32 +159,31 @@ class Pipeline(Strategy):
         if per_stage is not None and (
             len(per_stage) != stages or min(per_stage) < 1 or sum(per_stage) != layers
         ):
-            return (
+            raise SpecError(
                 f"gnnpipe: layers_per_stage gives each of {stages} stages a layer or more,"
                 f" {layers} in all, not {per_stage}; leave it out to have them balanced by cost"
             )
         if per_stage is not None and (tied := _tied_across(problem, per_stage)):
-            return (
+            raise SpecError(
                 f"gnnpipe: a stage trains the parameters of its own layers, and layers {tied[0]}"
                 f" and {tied[1]} have some in common (layers_per_stage: {per_stage}); use"
                 " stages=1, a layers_per_stage that keeps them in one stage, or graph_parallel"
             )
         if problem.model.norm == "batch":
-            return (
+            raise SpecError(
                 "gnnpipe: a chunk does not know the others' rows, so batch norm has no moments of"
                 " all vertices; use norm=layer, or graph_parallel"
             )
         if self.historical_gradients and not problem.model.prepares_linearly:
-            return (
+            raise SpecError(
                 "gnnpipe: historical_gradients would pass through a norm or ReLU at rows that are"
                 " gone; use historical_gradients=False, or a model without norm"
             )
         if self.period < 1:
-            return (
+            raise SpecError(
                 "gnnpipe: period (alpha) is at least 1 (1: the history is the last epoch's), not"
                 f" {self.period}; use 1 or the paper's 23"
             )
-        return None
 
     # -- who does what -------------------------------------------------------------------------
 
@@ -247,20 +243,15 @@ class Pipeline(Strategy):
         self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
     ) -> tuple[Compute, Compute]:
         """Forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
-        rows = _floats(facts.rows)
-        model = problem.model.aggregating_first
-        forward, backward = self._packing(problem, piece, facts)
-        if 0 in piece:
-            forward, backward = model.encode(rows)
-        for layer in piece:
-            if layer:
-                layer_forward, layer_backward = self._layer_work(problem, layer, facts)
-                forward, backward = forward + layer_forward, backward + layer_backward
-        if len(model.layers) in piece:
-            loss_forward, loss_backward = model.finish(rows)
-            forward, backward = forward + loss_forward, backward + loss_backward
-        nothing = Compute(flops=0.0 * rows)  # of each sub-chunk, where a piece computes nothing
-        return forward + nothing, backward + nothing
+        rows, model = _floats(facts.rows), problem.model.aggregating_first
+        parts = [self._packing(problem, piece, facts)]
+        parts += [model.encode(rows)] if 0 in piece else []
+        parts += [self._layer_work(problem, layer, facts) for layer in piece if layer]
+        parts += [model.finish(rows)] if len(model.layers) in piece else []
+        # of each sub-chunk, where a piece computes nothing
+        parts += [(Compute(flops=0.0 * rows),) * 2]
+        forward, backward = (reduce(add, of_way) for of_way in zip(*parts, strict=True))
+        return forward, backward
 
     def _packing(
         self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts

@@ -34,8 +34,8 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from itertools import pairwise, product
 
 import numpy as np
@@ -46,20 +46,56 @@ from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import alike_as, moments
+from gnnplan.planner.strategies.layerwise.step import alike_as, end_of_step, first_alike, moments
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import (
-    AllReduce,
     Copy,
     Exchange,
     Op,
     Program,
     Queued,
     Step,
+    Work,
 )
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.values import Value
+
+# what is done with a chunk: an operation, and the pass that it is of
+FORWARD = ("load f", "halo f", "forward", "store f")
+LAST = ("load f", "halo f", "forward", "loss", "backward", "halo b", "store b")
+BACKWARD = ("load b", "halo_again b", "backward", "halo b", "store b")
+CROSSING = ("halo f", "halo_again b", "halo b")
+
+
+def order(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
+    """The operations of a step over these chunks; moments are of all chunks."""
+    last = len(model.layers)
+    for layer in range(1, last):
+        yield from _chunk_by_chunk(FORWARD, layer, model, chunks)
+        yield Label("moments", 0, "f", layer + 1)
+    yield from _chunk_by_chunk(LAST, last, model, chunks)
+    for layer in range(last - 1, 0, -1):
+        yield Label("moments", 0, "b", layer + 1)
+        yield from _chunk_by_chunk(BACKWARD, layer, model, chunks)
+
+
+def evaluation(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
+    """The operations of an evaluation: every layer goes forward."""
+    for layer in range(1, len(model.layers) + 1):
+        yield from _chunk_by_chunk(FORWARD, layer, model, chunks)
+
+
+def _chunk_by_chunk(
+    named: Sequence[str], layer: int, model: Model, chunks: Sequence[int]
+) -> Iterator[Label]:
+    """Of a layer. Constant rows do not cross and have no gradient, but the last are logits."""
+    if layer <= model.first_varying:
+        of_varying = CROSSING if named is LAST else (*CROSSING, "store b")
+        named = [name for name in named if name not in of_varying]
+    for chunk, name in product(chunks, named):
+        op, _, way = name.partition(" ")
+        yield Label(op, 0, way, None if op == "loss" else layer, chunk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +117,6 @@ class ChunkedStep:
 
     problem: Problem
     layout: Layout | EstimatedLayout
-    _works: dict[tuple[str, int, Counts], Compute] = field(default_factory=dict)
-    _losses: dict[Counts, Compute] = field(default_factory=dict)
 
     @property
     def model(self) -> Model:
@@ -99,92 +133,58 @@ class ChunkedStep:
         return self.problem.cluster.device.kind == "cuda" and len(self.chunks) > 1
 
     def program(self) -> Program:
-        step = list(self.ops(self.chunks))
-        order = beside if self.copies_beside else None
-        return Program.of(step, order=order)
+        step = [*self.ops(order(self.model, self.chunks)), *end_of_step(self.problem)]
+        return Program.of(step, order=beside if self.copies_beside else None)
 
     def fullest_program(self, evaluates: bool = False) -> Program:
         """The step over one chunk of each kind, which holds as much as the whole step; or what an
         evaluation does of it."""
         layers = range(1, len(self.model.layers) + 1)
         kinds = {tuple(self.counts(layer, c) for layer in layers): c for c in self.chunks}
-        step = list(self.ops(sorted(kinds.values())))
-        if evaluates:
-            step = [op for op in step if op.op == "forward"]
-        return Program.of(step)
+        does = evaluation if evaluates else order
+        return Program.of(
+            [*self.ops(does(self.model, sorted(kinds.values()))), *end_of_step(self.problem)]
+        )
 
     # -- operations ------------------------------------------------------------------------------
 
-    def ops(self, chunks: Sequence[int]) -> Iterator[Op]:
-        """The operations of a step over these chunks, in order."""
-        last = len(self.model.layers)
-        like = self._like()
-        for layer in range(1, last):
-            for c in chunks:
-                yield self._load("f", layer, c)
-                yield from self._halo("halo", "f", layer, c)
-                yield self._compute("forward", layer, c, like[layer])
-                yield self._store("f", layer, c)
-            yield from moments(self.problem, layer + 1, "f")
-        for c in chunks:
-            yield self._load("f", last, c)
-            yield from self._halo("halo", "f", last, c)
-            yield self._compute("forward", last, c, last)
-            yield self._loss(c)
-            yield self._compute("backward", last, c, last)
-            yield from self._halo("halo", "b", last, c)
-            yield self._store("b", last, c)
-        for layer in range(last - 1, 0, -1):
-            yield from moments(self.problem, layer + 1, "b")
-            for c in chunks:
-                yield self._load("b", layer, c)
-                yield from self._halo("halo_again", "b", layer, c)
-                yield self._compute("backward", layer, c, like[layer])
-                yield from self._halo("halo", "b", layer, c)
-                if layer > self.model.first_varying:
-                    yield self._store("b", layer, c)
-        if self.problem.ranks > 1:
-            size = self.model.weights * self.model.weight_itemsize
-            yield Op("all_reduce", work=AllReduce((size,)))
-        yield Op("update", work=self.model.update(self.model.weights), holds=Held.let_go)
+    def ops(self, labels: Iterable[Label]) -> Iterator[Op]:
+        """Operations with what they move, compute and hold."""
+        model, last = self.model, len(self.model.layers)
+        like = first_alike(alike_as(model, self.layout, narrow=False)) | {last: last}
 
-    def _like(self) -> dict[int, int]:
-        """For each layer but the last, the first one with the same work and bytes."""
-        first: dict[object, int] = {}
-        return {
-            layer: first.setdefault(alike_as(self.model, self.layout, layer, False), layer)
-            for layer in range(1, len(self.model.layers))
-        }
+        @cache
+        def computed(op: str, layer: int, n: Counts) -> Compute:
+            """A backward pass begins with the forward pass, but that of the last layer."""
+            sizes = n.rows, n.sources, n.edges
+            if op == "loss":
+                forward, backward = model.finish(n.rows)
+                return forward + backward
+            if op == "forward":
+                return model.forward(layer, *sizes)
+            back = model.backward(layer, *sizes)
+            return back if layer == last else model.forward(layer, *sizes) + back
 
-    def _load(self, way: str, layer: int, c: int) -> Op:
-        loaded = _copied(self.loaded_bytes(way, layer, c))
-        return Op("load", way, layer, chunk=c, work=loaded)
-
-    def _store(self, way: str, layer: int, c: int) -> Op:
-        stored = _copied(self.stored_bytes(way, layer, c))
-        return Op("store", way, layer, chunk=c, work=stored)
-
-    def _halo(self, op: str, way: str, layer: int, c: int) -> Iterator[Op]:
-        """Rows that other ranks have, or their gradients on the way home ('halo' b)."""
-        n = self.counts(layer, c)
-        if layer > self.model.first_varying and n.sends.any():
-            home = (op, way) == ("halo", "b")
-            yield Op(
-                op,
-                way,
-                layer,
-                chunk=c,
-                work=Exchange(n.sends.T if home else n.sends, self._row_bytes(layer)),
-            )
-
-    def _compute(self, op: str, layer: int, c: int, like: int) -> Op:
-        """A layer's forward or backward pass on a chunk."""
-        work = self._work(op, like, self.counts(layer, c))
-        return Op(op, layer=layer, chunk=c, work=work, holds=partial(self._hold, op, layer, c))
-
-    def _loss(self, c: int) -> Op:
-        n = self.counts(len(self.model.layers), c)
-        return Op("loss", chunk=c, work=self._loss_work(n))
+        for label in labels:
+            op, way, layer, c = label.op, label.way, label.layer or last, label.chunk
+            if c is None:
+                yield from moments(self.problem, layer, way)
+                continue
+            n, holds = self.counts(layer, c), None
+            work: Work
+            if op == "load":
+                work = _copied(self.loaded_bytes(way, layer, c))
+            elif op == "store":
+                work = _copied(self.stored_bytes(way, layer, c))
+            elif not op.startswith("halo"):
+                work = computed(op, like[layer], n)
+                holds = partial(self._hold, op, layer, c) if op != "loss" else None
+            elif n.sends.any():
+                home = (op, way) == ("halo", "b")
+                work = Exchange(n.sends.T if home else n.sends, self._row_bytes(layer))
+            else:
+                continue
+            yield Op(op, way, label.layer, chunk=c, work=work, holds=holds)
 
     # -- counts, work and bytes ------------------------------------------------------------------
 
@@ -233,24 +233,6 @@ class ChunkedStep:
         if isinstance(layout, EstimatedLayout):
             return [self.problem.stats.train_vertices / layout.ranks] * layout.ranks
         return [float(layout.graph.train[layout.own(c)].sum()) for c in range(layout.ranks)]
-
-    def _work(self, op: str, layer: int, n: Counts) -> Compute:
-        """Of a layer's pass. But for the last layer's, a backward pass begins with the forward
-        pass."""
-        if (op, layer, n) not in self._works:
-            model, sizes = self.model, (n.rows, n.sources, n.edges)
-            work = (model.forward if op == "forward" else model.backward)(layer, *sizes)
-            if op == "backward" and layer < len(model.layers):
-                work = model.forward(layer, *sizes) + work
-            self._works[op, layer, n] = work
-        return self._works[op, layer, n]
-
-    def _loss_work(self, n: Counts) -> Compute:
-        """Forward and backward."""
-        if n not in self._losses:
-            forward, backward = self.model.finish(n.rows)
-            self._losses[n] = forward + backward
-        return self._losses[n]
 
     def _row_bytes(self, layer: int) -> int:
         """Of h_{l-1}."""

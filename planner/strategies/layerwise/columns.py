@@ -23,19 +23,18 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import COPY
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.holds import Holds
-from gnnplan.planner.strategies.layerwise.step import finish, moments
+from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
 from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
+from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Outer
-from gnnplan.planner.vocabulary.schedule import Compute, Gather, share
+from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 
 def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
@@ -61,7 +60,8 @@ def shares(total: int, ranks: int) -> np.ndarray:
     >>> shares(10, 4)
     array([3, 3, 2, 2])
     """
-    return np.array([share(total, ranks, rank) for rank in range(ranks)], dtype=np.int64)
+    each, rest = divmod(total, ranks)
+    return each + (np.arange(ranks) < rest)
 
 
 def spans(total: int, ranks: int) -> list[slice]:
@@ -180,15 +180,12 @@ def _ways(
 
 
 def _stays(model: Model, layer: int) -> bool:
-    """Whether a layer's rows may stay by columns for the next layer."""
-    return layer < len(model.layers) and all(
-        _by_column(spec) for spec in model.layers[layer - 1 : layer + 1]
+    """Whether a layer's rows may stay by columns for the next layer: whether all that both do
+    besides their products and sums is done number by number."""
+    both = model.layers[layer - 1 : layer + 1]
+    return len(both) == 2 and all(
+        spec.kind in ("gcn", "sgc") and not (spec.activates or spec.heads) for spec in both
     )
-
-
-def _by_column(spec: Layer) -> bool:
-    """Whether all that a layer does besides its product and its sum is done number by number."""
-    return spec.kind in ("gcn", "sgc") and not (spec.activates or spec.heads)
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -220,19 +217,10 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     ranks, layers, b = problem.ranks, len(courses), model.itemsize
     own = shares(problem.stats.vertices, ranks)
     several = ranks > 1
-    first_seen: dict[object, int] = {}
-    like = {
-        layer: first_seen.setdefault(
-            (
-                model.layers[layer - 1],
-                courses[layer - 1],
-                model.relu_after(layer),
-                layer <= model.first_varying,
-            ),
-            layer,
-        )
-        for layer in range(1, layers + 1)
-    }
+    like = first_alike(
+        (spec, course, model.relu_after(layer), layer <= model.first_varying)
+        for layer, (spec, course) in enumerate(zip(model.layers, courses, strict=True), 1)
+    )
     nothing = Outer.of([0] * ranks, True, 0)
     facts = {layer: LayerFacts(own, own, np.zeros(ranks), nothing) for layer in like.values()}
     encoded = own if model.encoder else np.zeros(ranks)
@@ -314,9 +302,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
-    if several:
-        yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
-    yield Op("update", work=model.update(model.weights), holds=Held.let_go)
+    yield from end_of_step(problem)
 
 
 # -- bytes held ------------------------------------------------------------------------------------

@@ -91,13 +91,6 @@ class FeatureParallel(Strategy):
         Example("feature_parallel(order='alternating')", ranks=3),
     )
 
-    @property
-    def exact(self) -> bool:
-        return True
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return isinstance(other, FeatureParallel)
-
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if cls.absent(problem):

@@ -58,8 +58,10 @@ planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar, Self
 
 import numpy as np
@@ -133,12 +135,10 @@ class GraNNDis(OnParts):
         return not self.sampled and self.batches == 1 and self.bits is None
 
     def approximates_as(self, other: Strategy) -> bool:
-        return (
-            isinstance(other, GraNNDis)
-            and self.sampled == other.sampled
-            and (self.batches == 1) == (other.batches == 1)
-            and self.bits == other.bits
-        )
+        def lossy(strategy: GraNNDis) -> tuple[object, ...]:
+            return strategy.sampled, strategy.batches == 1, strategy.bits
+
+        return isinstance(other, GraNNDis) and lossy(self) == lossy(other)
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -229,30 +229,24 @@ class GraNNDis(OnParts):
         """
         room = problem.cluster.device.memory
 
+        @cache
         def need(batches: int) -> float:
             return replace(self, batches=batches).most_memory(problem)
 
-        if not self.suits(problem):  # the caller checks too, and reports it
+        # the caller checks too, and reports it
+        if not self.suits(problem) or problem.workload.norm == "batch" or need(1) <= room:
             return 1
         whole = replace(self, batches=1).memory(problem)
-        tried = {1: float(sum(whole.values(), np.zeros(1)).max())}
-        if (
-            tried[1] <= room
-            or problem.workload.norm == "batch"
-            or sum(whole[use].max() for use in SHARED if use in whole) > room
-        ):
+        if sum(whole[use].max() for use in SHARED if use in whole) > room:
             return 1
-        few, many, most = 1, 1, self._targets(problem)
-        while tried[many] > room and tried[many] <= tried[few] and many < most:
-            few, many = many, min(2 * many, most)
-            tried[many] = need(many)
-        if tried[many] > room:
-            return min(tried, key=lambda batches: (tried[batches], batches))
-        while many - few > 1:
-            between = (few + many) // 2
-            tried[between] = need(between)
-            few, many = (few, between) if tried[between] <= room else (between, many)
-        return many
+        tried, most = [1], self._targets(problem)
+        while (
+            need(tried[-1]) > room and need(tried[-1]) <= need(tried[-2:][0]) and tried[-1] < most
+        ):
+            tried.append(min(2 * tried[-1], most))
+        if need(tried[-1]) > room:
+            return min(tried, key=need)
+        return bisect_left(range(tried[-1]), True, tried[-2] + 1, key=lambda n: need(n) <= room)
 
     def _targets(self, problem: Problem) -> int:
         """The fewest training vertices that a group has."""

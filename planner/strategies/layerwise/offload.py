@@ -42,7 +42,8 @@ also chunked.py (operations, bytes and memory) and executor/strategies/offload.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -81,13 +82,6 @@ class Offload(Strategy):
         Example("offload(chunks=2)"),
         Example("offload(chunks=2,trim=True)"),
     )
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return other.exact
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -149,12 +143,9 @@ class Offload(Strategy):
         """With as few chunks as fit."""
         if self.chunks is not None or self.refused(problem):
             return self
-        asked = (problem.graph, problem.stats, problem.workload, problem.method, problem.servers)
-        device = problem.cluster.device
-        code = device.code_of(problem.model.itemsize)
-        room = device.memory, device.kind, code, problem.cluster.host_memory
         return problem.known.answer(
-            (self, *asked, *room), lambda: replace(self, chunks=self._fewest_chunks(problem))
+            (self, *_asked(problem), problem.cluster.host_memory),
+            lambda: replace(self, chunks=self._fewest_chunks(problem)),
         )
 
     def _fewest_chunks(self, problem: Problem) -> int:
@@ -196,36 +187,28 @@ class Offload(Strategy):
     def program(self, problem: Problem) -> Program:
         return self._step(problem).program()
 
-    def _step(self, problem: Problem) -> ChunkedStep:
+    def _step(self, problem: Problem, evaluates: bool = False) -> ChunkedStep:
+        """What ranks train on; or all rows, which they evaluate on."""
         layout = problem.chunked(settled(self.chunks))
-        return ChunkedStep(problem, problem.trimmed(layout) if self.trim else layout)
-
-    def _evaluation(self, problem: Problem) -> ChunkedStep | None:
-        """Of all rows, where a step trains on fewer."""
-        return replace(self, trim=False)._step(problem) if self.trim else None
+        trims = self.trim and not evaluates
+        return ChunkedStep(problem, problem.trimmed(layout) if trims else layout)
 
     def moved(self, problem: Problem) -> tuple[int, int]:
         """Bytes of an epoch to the devices, and back."""
-        copies = [(op.op, op.work) for op in self.built(problem).step(0)]
-        loaded, stored = (
-            sum(
-                int(copy.nbytes.sum())
-                for op, copy in copies
-                if op == way and isinstance(copy, Copy)
-            )
-            for way in ("load", "store")
-        )
-        return loaded, stored
+        moved = Counter[str]()
+        for op in self.built(problem).step(0):
+            if isinstance(op.work, Copy):
+                moved[op.op] += int(op.work.nbytes.sum())
+        return moved["load"], moved["store"]
 
     def memory(self, problem: Problem) -> Memory:
         """Bytes on the device: weights, and the chunk that fills it most, of an evaluation too.
 
         A CPU rank's memory is the server's. It has graph data too, but for `host_memory` of it.
         """
-        step, evaluation = self._step(problem), self._evaluation(problem)
-        use = _on_device(problem, step)
-        if evaluation:
-            evaluating = _on_device(problem, evaluation, evaluates=True)
+        use = _on_device(problem, self._step(problem))
+        if self.trim:
+            evaluating = _on_device(problem, self._step(problem, evaluates=True), evaluates=True)
             use = max(use, evaluating, key=lambda held: sum(each.max() for each in held.values()))
         if problem.cluster.device.kind == "cpu":
             of_server = _server_of(problem)
@@ -244,14 +227,11 @@ class Offload(Strategy):
 
     def _on_host(self, problem: Problem) -> Memory:
         """Of each rank in its server's memory [ranks] [B]."""
-        held, evaluation = (
-            _of_ranks_on_host(problem, self._step(problem)),
-            self._evaluation(problem),
-        )
-        if evaluation:
-            besides = _of_ranks_on_host(problem, evaluation, trains=False)
-            held = {use: nbytes + besides[use] for use, nbytes in held.items()}
-        return held
+        held = _of_ranks_on_host(problem, self._step(problem))
+        if not self.trim:
+            return held
+        besides = _of_ranks_on_host(problem, self._step(problem, evaluates=True), trains=False)
+        return {use: nbytes + besides[use] for use, nbytes in held.items()}
 
 
 def _on_device(problem: Problem, step: ChunkedStep, evaluates: bool = False) -> Memory:
@@ -298,13 +278,18 @@ def _fits_without(problem: Problem) -> bool:
     """Whether graph parallelism that keeps layers' inputs only fits on all GPUs, or is refused."""
     everyone = problem.placed(tuple(range(problem.cluster.ranks)))
     least = _least(everyone)
-    device = problem.cluster.device
-    asked = (problem.graph, problem.stats, problem.workload, problem.method, everyone.servers)
-    room = device.memory, device.kind, device.code_of(problem.model.itemsize)
     return problem.known.answer(
-        ("fits without offload", *asked, *room),
+        ("fits without offload", *_asked(everyone)),
         lambda: not least.suits(everyone) or least.fits(everyone),
     )
+
+
+def _asked(problem: Problem) -> tuple[Hashable, ...]:
+    """What it depends on whether a strategy fits."""
+    device = problem.cluster.device
+    room = device.memory, device.kind, device.code_of(problem.model.itemsize)
+    ranks = problem.graph, problem.stats, problem.workload, problem.method, problem.servers
+    return *ranks, *room
 
 
 def _most_chunks(problem: Problem) -> int:

@@ -8,7 +8,6 @@ epoch.
 
 from __future__ import annotations
 
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
@@ -41,12 +40,8 @@ def sentences(problem: Problem, whole: Strategy, sampled: Strategy) -> list[str]
 def _growth(problem: Problem, strategy: Strategy) -> float:
     """How many times the rows of its part a server holds, as a mean over servers."""
     layout, servers = strategy.layout(problem), problem.cluster.servers
-    own = problem.stats.vertices / servers
     assert layout is not None
-    if isinstance(layout, Layout):
-        held = sum(layout.rows(rank, 0).size for rank in range(layout.ranks)) / servers
-    else:
-        held = float(layout.facts(1).local.sum()) / servers
+    own, held = problem.stats.vertices / servers, float(layout.row_counts(0).sum()) / servers
     return 1 + max(held - own, 0.0) / own
 
 

@@ -15,7 +15,7 @@ planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -85,13 +85,8 @@ def step(
     """
     model, layers = problem.model, problem.workload.layers
     policy, lags = options.policy, options.policy.lags
-    # layer -> the first layer with the same work and bytes
-    first_seen: dict[object, int] = {}
-    like = {
-        layer: first_seen.setdefault(alike_as(model, layout, layer, options.narrow), layer)
-        for layer in range(1, layers + 1)
-    }
-    facts = {layer: options.facts(problem, layout, layer, at) for layer in first_seen.values()}
+    like = first_alike(alike_as(model, layout, options.narrow))
+    facts = {layer: options.facts(problem, layout, layer, at) for layer in {*like.values()}}
     meets = {
         layer: layout.meets(layer) and (policy.whole or bool(f.halo.any()))
         for layer, f in facts.items()
@@ -178,7 +173,7 @@ def step(
         size = sum(bucket.weights for bucket in complete.get(after, ())) * model.weight_itemsize
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
-    encoded = local_rows(layout, 0) if model.encoder else np.zeros(problem.ranks)
+    encoded = layout.row_counts(0) if model.encoder else np.zeros(problem.ranks)
     holds = Holds(problem, model, facts, like, encoded, options, scored)
 
     if loads:
@@ -212,7 +207,13 @@ def step(
     if encode:
         yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
         yield from sums(0)
-    if problem.ranks > 1 and not complete:
+    yield from end_of_step(problem, are_summed=bool(complete))
+
+
+def end_of_step(problem: Problem, are_summed: bool = False) -> Iterator[Op]:
+    """How a step ends, whose gradients are summed already or not."""
+    model = problem.model
+    if problem.ranks > 1 and not are_summed:
         yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
     yield Op("update", work=model.update(model.weights), holds=Held.let_go)
 
@@ -238,15 +239,23 @@ def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Co
     return problem.model.finish(rows, scored.edges, problem.workload.negatives)
 
 
-def alike_as(model: Model, layout: Layout | EstimatedLayout, layer: int, narrow: bool) -> object:
-    """A key that is equal for layers with equal work and bytes."""
-    following = model.layers[layer] if narrow and layer < len(model.layers) else None
-    return (
-        model.layers[layer - 1],
-        following,
-        layout.kind(layer),
-        layer <= max(model.first_varying, 1),
-    )
+def alike_as(model: Model, layout: Layout | EstimatedLayout, narrow: bool) -> list[object]:
+    """Of every layer a key that is equal for layers with equal work and bytes."""
+    following = [*model.layers[1:], None] if narrow else [None] * len(model.layers)
+    return [
+        (spec, after, layout.kind(layer), layer <= max(model.first_varying, 1))
+        for layer, (spec, after) in enumerate(zip(model.layers, following, strict=True), 1)
+    ]
+
+
+def first_alike(kinds: Iterable[object]) -> dict[int, int]:
+    """For layers 1, 2, .. of these kinds the first one of the same kind.
+
+    >>> first_alike("aba")
+    {1: 1, 2: 2, 3: 1}
+    """
+    first: dict[object, int] = {}
+    return {layer: first.setdefault(kind, layer) for layer, kind in enumerate(kinds, 1)}
 
 
 def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
@@ -261,19 +270,10 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
 
 def _send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str) -> Op:
     """The exchange of the features of so many `rows` [ranks, ranks]."""
-    if problem.model.nonzeros:
-        return Op(op, work=Exchange(_sparse_features_sent(problem, layout, rows, op)))
-    return Op(op, work=Exchange(rows, int(problem.model.features_moved(1))))
-
-
-def _sparse_features_sent(
-    problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str
-) -> Pairs:
-    """Bytes [ranks, ranks] of the sparse features of so many `rows` [ranks, ranks]."""
-    if problem.graph is None or not isinstance(layout, Layout):
-        return (rows * problem.model.features_moved(1)).round().astype(np.int64)
+    nbytes = (rows * problem.model.features_moved(1)).round().astype(np.int64)
+    if not (problem.model.nonzeros and isinstance(layout, Layout)):
+        return Op(op, work=Exchange(nbytes))
     # sparse rows differ in length
-    sent = np.zeros_like(rows)
     for receiver in range(problem.ranks):
         if op == "preload":
             ids = layout.rows(receiver, 0)[layout.own(receiver).size :]
@@ -281,10 +281,10 @@ def _sparse_features_sent(
         else:
             piece = layout.piece(receiver, 1)
             ids, sender = piece.halo, np.repeat(np.arange(problem.ranks), piece.received)
-        sent[:, receiver] = np.bincount(
+        nbytes[:, receiver] = np.bincount(
             sender, weights=problem.features_bytes(ids), minlength=problem.ranks
         )
-    return sent
+    return Op(op, work=Exchange(nbytes))
 
 
 def preparation(problem: Problem, layout: Layout | EstimatedLayout) -> dict[str, float]:
@@ -312,10 +312,5 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
         # GraphSAGE reads a vertex's own row too
         rows = layout.facts(1).rows * (2 if model.layers[0].reads_own else 1)
     else:
-        rows = layout.facts(1).sources if model.first_varying else local_rows(layout, 0)
+        rows = layout.facts(1).sources if model.first_varying else layout.row_counts(0)
     return np.asarray(np.round(model.features_moved(np.round(rows))).astype(np.int64))
-
-
-def local_rows(layout: Layout | EstimatedLayout, h: int) -> np.ndarray:
-    """Rows of h_h that each rank computes itself [ranks]."""
-    return layout.row_counts(h)

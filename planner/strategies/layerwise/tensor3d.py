@@ -77,15 +77,8 @@ class Tensor3D(Strategy):
     )
 
     @property
-    def exact(self) -> bool:
-        return True
-
-    @property
     def hands_over(self) -> bool:
         return False  # a rank's numbers of a weight are a run of a tile, which no other plan has
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return isinstance(other, Tensor3D)
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -112,16 +105,18 @@ class Tensor3D(Strategy):
         fit; of all with the given axes where none fits."""
         if None not in (self.x, self.y, self.z) or unsuited(problem):
             return self
-        found = [grid for grid in grids(problem.ranks) if self._has_axes(grid)]
+        given = [axis for axis in AXES if getattr(self, axis) is not None]
+        found = [
+            grid
+            for grid in grids(problem.ranks)
+            if all(getattr(self, axis) == grid.size(axis) for axis in given)
+        ]
         if not found:
             return self
         found.sort(key=lambda grid: summing_s(problem, grid))
         by_time = [Tensor3D(grid.x, grid.y, grid.z) for grid in found]
         estimate = replace(problem, graph=None)  # tiles are balanced, and their edges many to count
         return next((tried for tried in by_time if tried.fits(estimate)), by_time[0])
-
-    def _has_axes(self, grid: Grid) -> bool:
-        return all(getattr(self, axis) in (None, grid.size(axis)) for axis in AXES)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -160,10 +155,7 @@ class Tensor3D(Strategy):
         model, stats, grid = problem.model, problem.stats, self.grid
         layers = tiles.layers_of(problem, grid)
         zero, b, first = np.zeros(problem.ranks), model.itemsize, layers[0]
-        if first.is_summed:
-            features = 1.0 * first.sources * first.h_in * b
-        else:
-            features = 1.0 * first.rows * first.summed * b
+        features = first.inputs if first.is_summed else first.sums
         different = {(each.layer - 1) % 6: each for each in layers if each.is_summed}
         edges = [
             each.edges * (12 + 2.0 * b) + 8.0 * (each.rows + each.sources)

@@ -38,13 +38,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import loss
-from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.model import MASK, Model
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
 from gnnplan.planner.gnn.trace import SUM
@@ -114,9 +112,10 @@ class Grid:
         first = np.flatnonzero(self.places(axis) == 0)
         return tuple(tuple((rank + along).tolist()) for rank in first)
 
-    def share(self, total: int, axis: Axis) -> np.ndarray:
-        """How many of so many rows or columns each rank has, shared along an axis [ranks]."""
-        return np.asarray(shares(total, self.size(axis))[self.places(axis)])
+    def share(self, numbers: int | np.ndarray, axis: Axis) -> np.ndarray:
+        """How many each rank has of these, which ranks along an axis share [ranks]."""
+        each, rest = np.divmod(numbers, self.size(axis))
+        return np.asarray(each + (self.places(axis) < rest))
 
 
 def orders(vertices: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,75 +161,36 @@ def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
     return np.asarray(counted[grid.places(axes.rows) * sources + grid.places(axes.sources)])
 
 
-@dataclass(frozen=True)
 class Tiles:
-    """Sizes of a layer's tiles on every rank [ranks]."""
+    """A layer's tiles, and their sizes on every rank [ranks]."""
 
-    problem: Problem
-    model: Model
-    grid: Grid
-    layer: int
-
-    @property
-    def spec(self) -> Layer:
-        return self.model.layers[self.layer - 1]
-
-    @property
-    def axes(self) -> Roles:
-        return roles(self.layer)
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether the layer sums in every step; otherwise its sums were made once."""
-        return not self.model.aggregate_cached(self.layer)
-
-    @property
-    def varies(self) -> bool:
-        """Whether its inputs have a gradient."""
-        return self.layer > self.model.first_varying
-
-    @property
-    def rows(self) -> np.ndarray:
-        return self.grid.share(self.problem.stats.vertices, self.axes.rows)
-
-    @property
-    def sources(self) -> np.ndarray:
-        return self.grid.share(self.problem.stats.vertices, self.axes.sources)
+    def __init__(self, problem: Problem, model: Model, grid: Grid, layer: int) -> None:
+        self.problem, self.model, self.grid, self.layer = problem, model, grid, layer
+        vertices, b = problem.stats.vertices, model.itemsize
+        self.spec, self.axes = model.layers[layer - 1], roles(layer)
+        self.is_summed = not model.aggregate_cached(layer)  # in every step; else sums are made once
+        self.varies = layer > model.first_varying  # its inputs have a gradient
+        self.drops = model.dropout > 0 and self.spec.drops  # its inputs
+        self.relu = model.relu_after(layer - 1)  # is still to be done to its inputs
+        self.rows, self.sources = (
+            grid.share(vertices, at) for at in (self.axes.rows, self.axes.sources)
+        )
+        self.h_in = grid.share(self.spec.h_in, self.axes.columns)  # columns of the inputs
+        self.h_out = grid.share(self.spec.h_out, self.axes.sources)  # columns of the outputs
+        # columns of the sums: of neighbours, and of own rows where the layer reads them
+        self.summed = self.h_in * self.spec.matrices
+        # numbers of the weights, with the bias on the first ranks along `columns`; those kept
+        has_bias = self.spec.bias & (grid.places(self.axes.columns) == 0)
+        self.weights = np.asarray((self.summed + has_bias) * self.h_out)
+        self.kept_weights = grid.share(self.weights, self.axes.rows)
+        # rows of the outputs, where ranks turn their columns into whole rows
+        self.whole_rows = grid.share(self.rows, self.axes.sources)
+        # tensors [B]
+        self.inputs = 1.0 * self.sources * self.h_in * b
+        self.sums = 1.0 * self.rows * self.summed * b
+        self.outputs = 1.0 * self.rows * self.h_out * b
 
     @property
-    def h_in(self) -> np.ndarray:
-        """Columns of the inputs."""
-        return self.grid.share(self.spec.h_in, self.axes.columns)
-
-    @property
-    def h_out(self) -> np.ndarray:
-        """Columns of the outputs."""
-        return self.grid.share(self.spec.h_out, self.axes.sources)
-
-    @property
-    def summed(self) -> np.ndarray:
-        """Columns of the sums: of neighbours, and of own rows where the layer reads them."""
-        return self.h_in * self.spec.matrices
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Numbers of the weights, with the bias on the first ranks along `columns`."""
-        first = self.grid.places(self.axes.columns) == 0
-        return np.asarray((self.summed + (first & self.spec.bias)) * self.h_out)
-
-    @property
-    def kept_weights(self) -> np.ndarray:
-        """Numbers of the weights that a rank keeps, of those of its tile."""
-        size = self.grid.size(self.axes.rows)
-        return self.weights // size + (self.grid.places(self.axes.rows) < self.weights % size)
-
-    @property
-    def whole_rows(self) -> np.ndarray:
-        """Rows of the outputs where ranks turn their columns into whole rows."""
-        size, place = self.grid.size(self.axes.sources), self.grid.places(self.axes.sources)
-        return self.rows // size + (place < self.rows % size)
-
-    @cached_property
     def edges(self) -> np.ndarray:
         return edges_of_tiles(self.problem, self.grid, self.layer)
 
@@ -240,8 +200,7 @@ class Tiles:
 
 def program(problem: Problem, grid: Grid) -> Program:
     """One step, which all steps are like."""
-    step = list(_step(problem, grid))
-    return Program.of(step)
+    return Program.of(list(_step(problem, grid)))
 
 
 def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
@@ -275,12 +234,12 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
             yield exchange(tiles.axes.rows, "gather_weights", way, tiles.layer, kept, ones)
 
     for tiles in layers:
-        layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
+        layer, axes, holds = tiles.layer, tiles.axes, _Holds(tiles)
         if tiles.is_summed:
-            yield Op("aggregate", "f", layer, work=work.aggregate, holds=holds.aggregate)
+            yield Op("aggregate", "f", layer, work=_aggregate(tiles), holds=holds.aggregate)
             yield from along(axes.sources, "sum_aggregates", "f", layer, tiles.rows * tiles.summed)
         yield from gather_weights(tiles, "f")
-        yield Op("forward", layer=layer, work=work.forward, holds=holds.forward)
+        yield Op("forward", layer=layer, work=_forward(tiles), holds=holds.forward)
         yield from along(axes.columns, "sum_outputs", "f", layer, tiles.rows * tiles.h_out)
     several = grid.size(last.axes.sources) > 1
     if several:
@@ -292,172 +251,101 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     if several:
         yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):
-        layer, axes, work, holds = tiles.layer, tiles.axes, _Work(tiles), _Holds(tiles)
+        layer, axes, holds = tiles.layer, tiles.axes, _Holds(tiles)
         yield from gather_weights(tiles, "b")
-        yield Op("backward", layer=layer, work=work.backward, holds=holds.backward)
+        yield Op("backward", layer=layer, work=_backward(tiles), holds=holds.backward)
         if grid.size(axes.rows) > 1:
             yield exchange(axes.rows, "scatter_weights", "b", layer, ones, tiles.kept_weights)
         if tiles.varies:
             yield from along(axes.sources, "sum_aggregates", "b", layer, tiles.rows * tiles.summed)
-            work_back = work.aggregate_back
-            yield Op("aggregate", "b", layer, work=work_back, holds=holds.aggregate_back)
+            back = _aggregate_back(tiles)
+            yield Op("aggregate", "b", layer, work=back, holds=holds.aggregate_back)
             yield from along(axes.rows, "sum_inputs", "b", layer, tiles.sources * tiles.h_in)
     kept = sum((tiles.kept_weights for tiles in layers), np.zeros(grid.ranks))
     yield Op("update", work=problem.model.update(kept), holds=Held.let_go)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a rank computes of a layer [ranks]."""
+def _gather(t: Tiles, among: np.ndarray, into: np.ndarray) -> tuple[Gather]:
+    """A sum over the tile's edges; ranks with fewer columns read as much less."""
+    most = max(int(t.h_in.max()), 1)
+    return (Gather(t.edges * (t.h_in / most), most, among, into),)
 
-    tiles: Tiles
 
-    @property
-    def _b(self) -> int:
-        return self.tiles.model.itemsize
+def _aggregate(t: Tiles) -> Compute:
+    """ReLU and dropout of the inputs, and their sums."""
+    numbers, b = 1.0 * t.sources * t.h_in, t.model.itemsize
+    passed = (RELU[0] + 1) * t.relu * t.inputs  # ReLU, and which numbers it leaves
+    passed = passed + COPY * t.sums * t.spec.reads_own  # both sums beside each other
+    launches, gathers = 4 + (MASK + 3) * t.drops, _gather(t, t.sources, t.rows)
+    return Compute(0.0, gathers, passed, launches, b, hash_ops=numbers * t.drops)
 
-    @property
-    def _dropped(self) -> bool:
-        return bool(self.tiles.model.dropout and self.tiles.spec.drops)
 
-    @property
-    def _relu(self) -> bool:
-        return self.tiles.model.relu_after(self.tiles.layer - 1)
+def _forward(t: Tiles) -> Compute:
+    (flops, read), b = _product(t), t.model.itemsize
+    put_together = 1.0 * COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * b
+    return Compute(flops, (), put_together, 4, b, gemm_bytes=read, tensor_bytes=read)
 
-    def _gather(self, among: np.ndarray, into: np.ndarray) -> Gather:
-        """A sum over the tile's edges; ranks with fewer columns read as much less."""
-        most = max(int(self.tiles.h_in.max()), 1)
-        return Gather(self.tiles.edges * (self.tiles.h_in / most), most, among, into)
 
-    @property
-    def aggregate(self) -> Compute:
-        """ReLU and dropout of the inputs, and their sums."""
-        t, b = self.tiles, self._b
-        inputs, sums = 1.0 * t.sources * t.h_in, 1.0 * t.rows * t.h_in
-        passed = (RELU[0] + 1) * self._relu * inputs  # ReLU, and which numbers it leaves
-        if t.spec.reads_own:  # both sums beside each other
-            passed = passed + 2 * COPY * sums
-        launches = 4 + (MASK + 3) * self._dropped
-        return Compute(
-            0.0,
-            (self._gather(t.sources, t.rows),),
-            passed * b,
-            launches,
-            b,
-            hash_ops=inputs * self._dropped,
-        )
+def _backward(t: Tiles) -> Compute:
+    """The gradients of weights and bias, and of the sums where they have one."""
+    (flops, read), b = _product(t), t.model.itemsize
+    passed = 1.0 * (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
+    both = (1 + t.varies) * read
+    return Compute(
+        flops * t.varies, (), passed, 10, b, gemm_bytes=both, weight_gradient_flops=flops
+    )
 
-    @property
-    def forward(self) -> Compute:
-        t = self.tiles
-        put_together = COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * self._b
-        return self._product(1) + Compute(elementwise_bytes=1.0 * put_together, launches=4)
 
-    @property
-    def backward(self) -> Compute:
-        """The gradients of weights and bias, and of the sums where they have one."""
-        t, b = self.tiles, self._b
-        product = self._product(1 + t.varies)
-        flops = 2.0 * t.rows * self._wide(t.summed) * self._wide(t.h_out)
-        passed = (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
-        return Compute(
-            flops * t.varies,
-            elementwise_bytes=1.0 * passed,
-            launches=10,
-            itemsize=b,
-            gemm_bytes=product.gemm_bytes,
-            weight_gradient_flops=flops,
-        )
+def _aggregate_back(t: Tiles) -> Compute:
+    """The gradient of the inputs, before it is summed; dropout's and ReLU's come after that."""
+    passed = MASKED * (t.relu or t.drops) * t.inputs
+    passed = passed + (SUM + COPY) * t.sums / 2 * t.spec.reads_own
+    return Compute(0.0, _gather(t, t.rows, t.sources), passed, 8, t.model.itemsize)
 
-    @property
-    def aggregate_back(self) -> Compute:
-        """The gradient of the inputs, before it is summed; dropout's and ReLU's come after that."""
-        t, b = self.tiles, self._b
-        inputs = 1.0 * t.sources * t.h_in
-        passed = MASKED * (self._relu or self._dropped) * inputs
-        if t.spec.reads_own:
-            passed = passed + (SUM + COPY) * 1.0 * t.rows * t.h_in
-        return Compute(0.0, (self._gather(t.rows, t.sources),), passed * b, 8, b)
 
-    def _product(self, times: int) -> Compute:
-        t, b = self.tiles, self._b
-        read = 1.0 * t.rows * (t.summed + t.h_out) * b
-        flops = 2.0 * t.rows * self._wide(t.summed) * self._wide(t.h_out)
-        return Compute(times * flops, itemsize=b, gemm_bytes=times * read, tensor_bytes=read)
-
-    @staticmethod
-    def _wide(columns: np.ndarray) -> np.ndarray:
-        """Columns that a product takes as long for."""
-        return np.asarray(np.maximum(columns, VECTOR))
+def _product(t: Tiles) -> tuple[np.ndarray, np.ndarray]:
+    """Flops of a product, in which few columns count as VECTOR, and bytes read and written."""
+    wide, high = (np.maximum(columns, VECTOR) for columns in (t.summed, t.h_out))
+    return np.asarray(2.0 * t.rows * wide * high), t.sums + t.outputs
 
 
 # -- bytes held ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Holds:
     """Bytes that a rank holds of a layer [ranks], as executor/strategies/tensor3d.py does."""
 
-    tiles: Tiles
-
-    def _bytes(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        return np.asarray(1.0 * rows * columns * self.tiles.model.itemsize)
-
-    @property
-    def _inputs(self) -> np.ndarray:
-        return self._bytes(self.tiles.sources, self.tiles.h_in)
-
-    @property
-    def _sums(self) -> np.ndarray:
-        return self._bytes(self.tiles.rows, self.tiles.summed)
-
-    @property
-    def _outputs(self) -> np.ndarray:
-        return self._bytes(self.tiles.rows, self.tiles.h_out)
-
-    @property
-    def _neighbours(self) -> np.ndarray:
-        """Sums of neighbours alone, where they are put beside own rows."""
-        return self._sums / 2 * self.tiles.spec.reads_own
-
-    @property
-    def _dropped(self) -> np.ndarray:
-        return self._inputs * bool(self.tiles.model.dropout and self.tiles.spec.drops)
-
-    @property
-    def _mask(self) -> np.ndarray:
-        """A byte for each input that ReLU or dropout may have set to zero."""
-        t = self.tiles
-        relu = t.model.relu_after(t.layer - 1)
-        masked = self._inputs * relu if relu else self._dropped
-        return masked / t.model.itemsize * t.varies
+    def __init__(self, t: Tiles) -> None:
+        self.tiles = t
+        # sums of neighbours alone, where they are put beside own rows
+        self.neighbours = t.sums / 2 * t.spec.reads_own
+        # a byte for each input that ReLU or dropout may have set to zero
+        self.mask = t.inputs / t.model.itemsize * (t.relu or t.drops) * t.varies
 
     def aggregate(self, held: Held) -> None:
-        held.keep(self._mask, self._sums)
-        held.at(self._dropped, self._neighbours)
-        held.free(self._inputs * self.tiles.varies)  # features are no operation's
+        held.keep(self.mask, self.tiles.sums)
+        held.at(self.tiles.inputs * self.tiles.drops, self.neighbours)
+        held.free(self.tiles.inputs * self.tiles.varies)  # features are no operation's
 
     def forward(self, held: Held) -> None:
-        held.keep(self._outputs)
+        held.keep(self.tiles.outputs)
 
     def backward(self, held: Held) -> None:
-        weights = (
-            2.0 * self.tiles.weights * self.tiles.model.itemsize
-        )  # of the tile, and a gradient
-        held.free(self._sums * self.tiles.is_summed)
-        held.at(self._outputs, weights, self._sums * self.tiles.varies)
+        of_tile = 2.0 * self.tiles.weights * self.tiles.model.itemsize  # and a gradient
+        held.free(self.tiles.sums * self.tiles.is_summed)
+        held.at(self.tiles.outputs, of_tile, self.tiles.sums * self.tiles.varies)
 
     def aggregate_back(self, held: Held) -> None:
-        held.at(self._sums, self._neighbours, self._inputs)
-        held.free(self._mask)
+        held.at(self.tiles.sums, self.neighbours, self.tiles.inputs)
+        held.free(self.mask)
 
     def loss(self, held: Held) -> None:
         """Logits of all classes, of some of the rows, and their gradient."""
         t, rows = self.tiles, 1.0 * self.tiles.whole_rows
         trained = rows * min(1.0, t.problem.stats.train_vertices / max(t.problem.stats.vertices, 1))
         _, most, gradient = loss(t.model, rows, trained)
-        held.at(self._outputs)
-        held.free(self._outputs)
+        held.at(t.outputs)
+        held.free(t.outputs)
         held.keep(gradient)  # the logits, until the step has ended
         held.at(most)
-        held.at(2 * gradient, 2 * self._outputs)
+        held.at(2 * gradient, 2 * t.outputs)

@@ -72,13 +72,6 @@ class OnRows(OnBatches):
     def exchange_options(self) -> ExchangeOptions:
         """How layers exchange rows."""
 
-    @property
-    def exact(self) -> bool:
-        return True
-
-    def approximates_as(self, other: Strategy) -> bool:
-        return False
-
     def check(self, problem: Problem) -> None:
         super().check(problem)
         check_buckets(self.name, problem, self.exchange_options.buckets)
