@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
-from gnnplan.planner.decision.plan import COUNTED, OUTLOOK, answer, strategy_of
-from gnnplan.planner.decision.search import SearchResult, parts
+from gnnplan.planner.decision.plan import strategy_of
+from gnnplan.planner.decision.search import Search, SearchResult, parts
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 
 NEXT = "NEXT"  # the fastest alternative
@@ -31,31 +30,27 @@ def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any
 
     strategy, whole = strategy_of(found), problem.placed(())
     # A plan keeps the placement of its best candidate only; others are placed as the search did.
-    candidate = min(
-        _placed_candidates(whole, strategy, found["gpus"]),
-        key=lambda c: abs(float(c.predicted.epoch_s) - found["predicted"]["epoch_s"]),
-        default=None,
-    )
-    if candidate is None:
+    placed_on = list[Candidate]()
+    for choice in [tuple(range(whole.ranks)), *parts(whole.cluster)]:
+        if len(choice) == found["gpus"]:
+            with suppress(SpecError, Infeasible):
+                placed_on.append(evaluate(placed(whole.placed(choice), strategy), strategy))
+    if not placed_on:
         raise SpecError(
             f"--strategy {text}: {strategy} does not fit on {found['gpus']} GPUs, though the plan"
             " says so; plan again"
         )
-    alone = SearchResult([candidate], [], forced=True)
-    kept = (*OUTLOOK, *(name for names in COUNTED.values() for name in names))
-    outlook = {name: found[name] for name in kept if name in found}  # among all candidates
+    epoch_s = found["predicted"]["epoch_s"]
+    candidate = min(placed_on, key=lambda c: abs(float(c.predicted.epoch_s) - epoch_s))
+    alone = SearchResult(whole, [candidate], how=Search(forced=strategy))
     best = {name: value for name, value in document["best"].items() if name != "placement"}
     others = [best, *(one for one in document["alternatives"] if one is not found)]
     compared = {name: value for name, value in document.items() if name != "sizes"}
     return {
         **compared,
-        "best": {
-            **answer(alone, candidate),
-            **outlook,
-            "placement": strategy.placement(candidate.problem),
-        },
+        "best": {**found, "placement": strategy.placement(candidate.problem)},
         "alternatives": others,
-        "summary": summarise(whole, alone, ()),
+        "summary": summarise(alone, ()),
         "explanation": [f"--strategy chose it from a plan that recommends {strategy_of(best)}"],
     }
 
@@ -85,11 +80,3 @@ def _find(document: dict[str, Any], text: str) -> dict[str, Any]:
         f"--strategy {text}: {why}; the plan holds {', '.join(distinct[:MOST_NAMED])}{more}; for"
         f" another strategy plan again: gnnplan plan --strategy '{asked}'"
     )
-
-
-def _placed_candidates(whole: Problem, strategy: Strategy, gpus: int) -> Iterator[Candidate]:
-    """The strategy on each choice of so many GPUs that the search considers."""
-    for choice in [tuple(range(whole.ranks)), *parts(whole.cluster)]:
-        if len(choice) == gpus:
-            with suppress(SpecError, Infeasible):
-                yield evaluate(placed(whole.placed(choice), strategy), strategy)

@@ -1,4 +1,4 @@
-"""A strategy that fits, and what a plan says of it."""
+"""A strategy that fits and what a plan says of it, and the question in a line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gnnplan.planner.decision.plan import COUNTED, OUTLOOK
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.plan import OUTLOOK, KnownAnswer
+from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import named
+from gnnplan.planner.vocabulary.units import show_count
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,7 @@ class Answer:
         call = str(named(strategy.pop("name"), strategy))
         seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
         outlook = {name: found.get(name) for name in OUTLOOK}
-        names = (name for names in COUNTED.values() for name in names)
-        counted = {name: found[name] for name in names if name in found}
+        counted = {k: found[k] for k in found if k not in KnownAnswer.__annotations__}
         gpus, exact = found["gpus"], found["exact"]
         return cls(call, exact, gpus, seconds, memory, predicted, **outlook, counted=counted)
 
@@ -62,3 +65,24 @@ class Answer:
             "memory_bytes": self.memory_bytes,
             "bottleneck": self.predicted["bottleneck"],
         }
+
+
+def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Cluster) -> str:
+    """Describe the question in a line; `graph` is as plan.json has it."""
+    return (
+        f"{describe_training(graph, workload)}; {cluster.name}:"
+        f" {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
+        f" {cluster.device.name}"
+    )
+
+
+def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
+    """The graph and the GNN, in a line."""
+    layers = describe(workload, graph["features"], graph["classes"]).layers
+    deep, name = show_count(workload.layers, "layer"), workload.module and workload.module.name
+    model = f"{f'{name}, ' if name else ''}{workload.model} {deep} x {layers[0].h_out}"
+    return (
+        f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges; "
+        # a module that is cut has widths and dropout of its own
+        f"{f'{name}, {deep}' if workload.is_cut else f'{model}, dropout {workload.dropout:g}'}"
+    )

@@ -40,8 +40,8 @@ class Candidate:
         strategy = strategy.settle(problem)
         strategy.check(problem)
         problem = problem.launching(strategy.replays)
-        if why := objective.uncovered(problem, strategy):
-            raise SpecError(why)
+        if (target := objective.target) and not target.epochs(problem, strategy):
+            raise SpecError(target.why_not(problem, strategy))
         return cls(strategy, strategy.predict(problem), problem, objective)
 
     def launched_one_by_one(self) -> Candidate:
@@ -161,18 +161,6 @@ def evaluate_or_save_memory(
             with suppress(Infeasible):
                 return evaluate(problem, with_less_memory, objective)
         raise error
-
-
-def unproposed(
-    problem: Problem, strategy: Strategy, objective: Objective = TIME
-) -> Candidate | None:
-    """The strategy as it is on all GPUs, where plans propose no variant of its family; else None.
-
-    Raises SpecError, Infeasible.
-    """
-    if next(iter(type(strategy).candidates(problem)), None) is not None:
-        return None
-    return evaluate(placed(problem, strategy), strategy, objective)
 
 
 def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:

@@ -54,16 +54,14 @@ GENERIC = "generic default"  # the provenance of a machine that nobody has measu
 FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
 
 
-def summarise(
-    problem: Problem, found: SearchResult, turning_points: Sequence[str]
-) -> dict[str, str]:
+def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, str]:
     """A line of text under each of these words.
 
     `turning_points` is what `sensitivity.sentences` says.
     """
-    best = found.best
+    problem, best = found.problem, found.best
     return {
-        "use": recommendation(problem, found),
+        "use": recommendation(found),
         "range": ranges(found),
         "sure": certainty(found),
         "inputs": inputs(problem),
@@ -74,9 +72,9 @@ def summarise(
     }
 
 
-def recommendation(problem: Problem, found: SearchResult) -> str:
+def recommendation(found: SearchResult) -> str:
     """The strategy, how many GPUs it uses and where its ranks sit."""
-    best = found.best
+    problem, best = found.problem, found.best
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
     of_all = f"{used} of " if used < problem.ranks else ""

@@ -171,7 +171,7 @@ def merge_traces(directory: str | Path, path: str | Path) -> None:
     documents = [_load(file) for _, file in sorted(_files(Path(directory)).items())]
     first = documents[0]
     merged = {
-        **{name: value for name, value in first.items() if name != "traceEvents"},
+        **first,
         "distributedInfo": {
             name: value for name, value in first["distributedInfo"].items() if name != "rank"
         },
@@ -213,12 +213,10 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
         _metadata(rank, 0, "process_name", name=f"rank {rank} ({source})"),
         _metadata(rank, 0, "process_sort_index", sort_index=rank),
     ]
-    for lane in lanes:
-        if lane in used:
-            events.append(_metadata(rank, thread[lane], "thread_name", name=lane))
-            events.append(
-                _metadata(rank, thread[lane], "thread_sort_index", sort_index=thread[lane])
-            )
+    for lane in filter(used.__contains__, lanes):
+        number = thread[lane]
+        events.append(_metadata(rank, number, "thread_name", name=lane))
+        events.append(_metadata(rank, number, "thread_sort_index", sort_index=number))
     for span in spans:
         args = {
             "op": span.op,

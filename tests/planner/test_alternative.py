@@ -41,7 +41,7 @@ def planned() -> tuple[dict[str, Any], Problem]:
     problem = Problem(
         graph.stats, graph, Workload(layers=2, hidden=16), Cluster.model_validate(CLUSTER)
     )
-    return make(problem, search(problem)), problem
+    return make(search(problem)), problem
 
 
 def test_every_alternative_keeps_its_prediction_and_gets_a_placement(
@@ -86,6 +86,6 @@ def test_errors_name_what_the_plan_holds(planned: tuple[dict[str, Any], Problem]
     refused = {**document, "rejected": [{"strategy": "gnnpipe(chunks=77)", "reason": "too many"}]}
     with pytest.raises(SpecError, match="the plan rejected it: too many; the plan holds"):
         alternative.take(refused, problem, "gnnpipe(chunks=77)")
-    forced = make(problem, search(problem, forced=parse("graph_parallel")))
+    forced = make(search(problem, forced=parse("graph_parallel")))
     with pytest.raises(SpecError, match="holds graph_parallel and no alternative"):
         alternative.take(forced, problem, "NEXT")
