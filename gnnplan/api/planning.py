@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.answer import Answer, describe_question
+from gnnplan.planner.decision.answer import Answer, describe_question, take
 from gnnplan.planner.decision.epochs import MODES, stated
 from gnnplan.planner.decision.objective import WORDS, Objective, Target
 from gnnplan.planner.decision.search import Search, SearchResult
@@ -278,16 +279,30 @@ class Plan(View):
 
     def explain(self) -> Blocks:
         """All reasons: the placement, what binds, why others lost, what was rejected."""
-        return Blocks(list(_reasons(self.document, self.cluster)))
+        cluster, on_server = self.cluster, defaultdict[int, list[str]](list)
+        places, each = self.document["best"]["placement"], cluster.gpus_per_server
+        gpus = [place["server"] * each + place["gpu"] for place in places]
+        in_order = gpus == list(range(cluster.ranks))
+        for place in sorted(places, key=lambda place: int(place["gpu"])):
+            where = "" if in_order else f" on GPU {place['gpu']}"
+            on_server[place["server"]].append(f"{place['rank']}{where}")
+        servers = (
+            f"server {server}: ranks {', '.join(r)}" for server, r in sorted(on_server.items())
+        )
+        return Blocks(
+            [
+                f"placement: {'; '.join(servers)}",
+                *(f"- {line}" for line in self.document["explanation"]),
+                *(f"- not {o['strategy']}: {o['reason']}" for o in self.document["rejected"]),
+            ]
+        )
 
     def choose(self, strategy: str) -> Plan:
         """The plan with another of its answers as the best, without planning anew.
 
         strategy: 'NEXT', the fastest alternative, or one as `answers` name it. Raises SpecError.
         """
-        from gnnplan.planner.decision import alternative
-
-        document = alternative.take(self.document, self.problem, strategy)
+        document = take(self.document, self.problem, strategy)
         return Plan(document, self.problem.placed(documents.placement(document)))
 
     @tells
@@ -529,21 +544,3 @@ def counted_columns(rows: Sequence[Mapping[str, Any]], accuracy: float | None) -
         "energy_j": column(f"energy{per}", "energy_j", show_energy),
     }  # where there are prices, a table has dollars per epoch anyway
     return [shown[name] for name in shown if any(name in row for row in rows)]
-
-
-def _reasons(document: Mapping[str, Any], cluster: Cluster) -> Iterable[str]:
-    """Placement, explanation, and why strategies were rejected."""
-    places, each = document["best"]["placement"], cluster.gpus_per_server
-    gpus = [place["server"] * each + place["gpu"] for place in places]
-    in_order = gpus == list(range(cluster.ranks))
-    on_server: dict[int, list[str]] = {}
-    for place in sorted(places, key=lambda place: int(place["gpu"])):
-        on_server.setdefault(place["server"], []).append(
-            str(place["rank"]) + ("" if in_order else f" on GPU {place['gpu']}")
-        )
-    servers = [f"server {server}: ranks {', '.join(r)}" for server, r in sorted(on_server.items())]
-    yield f"placement: {'; '.join(servers)}"
-    for line in document["explanation"]:
-        yield f"- {line}"
-    for item in document["rejected"]:
-        yield f"- not {item['strategy']}: {item['reason']}"

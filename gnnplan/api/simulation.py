@@ -93,16 +93,22 @@ class Playing:
                 f" {MOST_TASKS:,} tasks; use {less} or less"
             )
 
-    def __call__(self, candidate: Candidate) -> dict[str, float]:
-        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """All tasks that are played. Raises SpecError where that would take minutes."""
         problem, strategy = candidate.problem, candidate.strategy
         batches = strategy.steps(problem)
-        if batches * problem.ranks > MOST_TASKS:
+        must_be_playable(problem, batches)
+        schedule: Schedule = strategy.schedule(problem, batches)
+        self.must_be_short(len(schedule.tasks))
+        return strategy.schedule(problem, self.steps * batches) if self.steps > 1 else schedule
+
+    def __call__(self, candidate: Candidate) -> dict[str, float]:
+        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
+        try:
+            schedule = self.schedule(candidate)
+        except SpecError:
             return {}
-        once: Schedule = strategy.schedule(problem, batches)
-        if len(once.tasks) * self.steps * self.times > MOST_TASKS:
-            return {}
-        schedule, cost = strategy.schedule(problem, self.steps * batches), problem.cost
+        batches, cost = candidate.strategy.steps(candidate.problem), candidate.problem.cost
         task_graph = TaskGraph(schedule, cost)
         played = play(schedule, cost, task_graph=task_graph)
         out = {"simulated_s": played.epoch_s(batches, candidate.predicted.period)}
@@ -129,21 +135,16 @@ class Simulation(View):
         candidate = moved(base, strategy, settings_of(overrides), exact)
         problem, strategy, prediction = candidate.problem, candidate.strategy, candidate.predicted
         playing.must_be_of(problem.ranks)
-        batches = strategy.steps(problem)
-        must_be_playable(problem, batches)
-        schedule = strategy.schedule(problem, batches)
-        playing.must_be_short(len(schedule.tasks))
+        notify(f"writing the schedule of {strategy}")
+        batches, schedule = strategy.steps(problem), playing.schedule(candidate)
         if trace:
             make_folder(trace)
-        notify(f"writing the schedule of {strategy}")
         steady, too_little = range(min(1, steps - 1), steps), ""
         try:
             candidate.that_fits()
         except Infeasible as why:
             too_little = str(why)
         period, over = prediction.period, prediction.over(steady)
-        if steps > 1:
-            schedule = strategy.schedule(problem, steps * batches)
         notify(f"playing {len(schedule.tasks):,} tasks")
         cost = ByFlows.like(problem.cost) if flows else problem.cost
         task_graph = TaskGraph(schedule, cost)

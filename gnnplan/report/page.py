@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import base64
 import gzip
-import html
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from html import escape as _text
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -163,10 +163,6 @@ def _table(picture: Picture) -> str:
         + (f"<p>{left_out:,} more rows are left out.</p>" if left_out else "")
         + "</details>"
     )
-
-
-def _text(words: str) -> str:
-    return html.escape(words)
 
 
 def _prose(words: str) -> str:

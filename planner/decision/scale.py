@@ -24,7 +24,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.epochs import in_mode
 from gnnplan.planner.decision.objective import NEAR
 from gnnplan.planner.decision.room import least_needed
-from gnnplan.planner.decision.search import Search, SearchResult
+from gnnplan.planner.decision.search import EVERYTHING, Search, SearchResult
 from gnnplan.planner.decision.sweep import planned, point
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
@@ -68,7 +68,7 @@ class Scaling:
 
     sizes: Sequence[Size]
     skipped: Sequence[tuple[int, str]]
-    how: Search = Search()  # noqa: RUF009
+    how: Search = EVERYTHING
 
     @property
     def fitting(self) -> list[Size]:
@@ -203,7 +203,7 @@ def problem_of(base: Problem, gpus: int) -> Problem:
 def scale(
     base: Problem,
     gpus: Sequence[int],
-    how: Search = Search(),  # noqa: B008
+    how: Search = EVERYTHING,
     modes: Sequence[str] = (),
 ) -> Scaling:
     """Plan on each number of GPUs, all of which are used, and say which is best.

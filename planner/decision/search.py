@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
@@ -43,123 +43,6 @@ from gnnplan.planner.vocabulary.units import show_count
 T = TypeVar("T")
 Refusals = tuple[type[GnnplanError], ...]
 MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Candidates from best to worst by the objective, and (strategy, reason) of rejected ones.
-
-    `measured`: the candidate that runs have shown to be best (`gnnplan tune`).
-    """
-
-    problem: Problem
-    ranked: list[Candidate]
-    rejected: Sequence[tuple[str, str]] = ()
-    how: Search = field(default_factory=lambda: Search())
-    measured: Candidate | None = None
-
-    @property
-    def forced(self) -> bool:
-        """Whether one strategy was asked for, and nothing was compared."""
-        return self.how.forced is not None
-
-    @cached_property
-    def best(self) -> Candidate:
-        """The candidate that is recommended (recommendation.py)."""
-        return self.measured or recommend(self.ranked)
-
-    @property
-    def is_smaller(self) -> bool:
-        """Whether the best is chosen for its size, among those that are nearly as good."""
-        if self.forced or self.measured or self.objective.slack == 1.0:
-            return False
-        return any(c.value < self.best.value and _size(c) > _size(self.best) for c in self.ranked)
-
-    @property
-    def objective(self) -> Objective:
-        """The objective that all candidates are compared by."""
-        return self.best.objective
-
-    @cached_property
-    def outlooks(self) -> list[Outlook]:
-        """How sure the ranking is: of each candidate, in the order of `ranked`."""
-        return _outlooks(self.ranked)
-
-    def outlook(self, candidate: Candidate) -> Outlook:
-        """How sure it is that a candidate is the right choice."""
-        return self.outlooks[self.ranked.index(candidate)]
-
-    @property
-    def rivals(self) -> list[Candidate]:
-        """The candidates that the best was chosen from, the best first: if it is exact, exact ones.
-
-        With a target accuracy all of them, for then it is known how many epochs each needs.
-        """
-        best = self.best
-        return [best, *(c for c in self.others if c.is_comparable or not best.strategy.exact)]
-
-    @property
-    def settled(self) -> Settled | None:
-        """The constant of the cluster that would make the choice among rivals surest.
-
-        None if nothing was chosen by prediction.
-        """
-        doubted = factors(self.best.problem.cluster)
-        if len(self.rivals) < 2 or self.measured or not doubted:
-            return None
-        drawn = _side_by_side(self.rivals)
-        left = {name: settled_regret(drawn, factor) for name, factor in doubted.items()}
-        constant = min(left, key=left.__getitem__)
-        return Settled(constant, left[constant])
-
-    @property
-    def certainty(self) -> Outlook:
-        """How sure it is that the best is the right choice among its rivals."""
-        return _outlooks(self.rivals)[0]
-
-    @property
-    def others(self) -> list[Candidate]:
-        """The candidates that are not recommended, from best to worst."""
-        best = self.best
-        return [candidate for candidate in self.ranked if candidate is not best]
-
-
-def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
-    """The candidates' numbers to minimise in each draw [candidates, DRAWS]."""
-    return np.stack([candidate.drawn for candidate in candidates])
-
-
-def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
-    return outlooks(np.stack([c.drawn_s for c in candidates]), _side_by_side(candidates))
-
-
-def recommend(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate that is recommended of these.
-
-    It has the least of the objective among comparable ones, or less than that for sure. So what
-    only makes candidates better never makes the best comparable one worse. With an objective's
-    slack the smallest of those that are nearly as good is chosen.
-    """
-    first = min([c for c in candidates if c.is_comparable] or candidates, key=_value)
-
-    def is_surely_less(c: Candidate) -> bool:
-        return c.value < first.value and c.chance_faster(first) >= SURE_SHARE
-
-    best = min(filter(is_surely_less, candidates), key=_value, default=first)
-    if best.objective.slack == 1.0:
-        return best
-    most = best.value * best.objective.slack
-    near = [c for c in candidates if c.value <= most]
-    as_good = [c for c in near if c.is_comparable or is_surely_less(c) or c is best]
-    smallest = min(map(_size, as_good))
-    if smallest == _size(best):
-        return best
-    return min((c for c in as_good if _size(c) == smallest), key=_value)
-
-
-def _size(candidate: Candidate) -> tuple[int, int]:
-    """GPUs and servers."""
-    return candidate.problem.ranks, len(set(candidate.problem.servers))
 
 
 def families(problem: Problem) -> list[type[Strategy]]:
@@ -290,6 +173,123 @@ class Search:
         first = min((c for c in every if c.strategy.exact), key=_value, default=None)
         kept = recommend(every), first
         return found + [c for c in exact_ones if c in kept and c not in found]
+
+
+EVERYTHING = Search()
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Candidates from best to worst by the objective, and (strategy, reason) of rejected ones.
+
+    `measured`: the candidate that runs have shown to be best (`gnnplan tune`).
+    """
+
+    problem: Problem
+    ranked: list[Candidate]
+    rejected: Sequence[tuple[str, str]] = ()
+    how: Search = EVERYTHING
+    measured: Candidate | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Whether one strategy was asked for, and nothing was compared."""
+        return self.how.forced is not None
+
+    @cached_property
+    def best(self) -> Candidate:
+        """The candidate that is recommended (recommendation.py)."""
+        return self.measured or recommend(self.ranked)
+
+    @property
+    def is_smaller(self) -> bool:
+        """Whether the best is chosen for its size, among those that are nearly as good."""
+        if self.forced or self.measured or self.objective.slack == 1.0:
+            return False
+        return any(c.value < self.best.value and _size(c) > _size(self.best) for c in self.ranked)
+
+    @property
+    def objective(self) -> Objective:
+        """The objective that all candidates are compared by."""
+        return self.best.objective
+
+    @cached_property
+    def outlooks(self) -> list[Outlook]:
+        """How sure the ranking is: of each candidate, in the order of `ranked`."""
+        return _outlooks(self.ranked)
+
+    def outlook(self, candidate: Candidate) -> Outlook:
+        """How sure it is that a candidate is the right choice."""
+        return self.outlooks[self.ranked.index(candidate)]
+
+    @property
+    def rivals(self) -> list[Candidate]:
+        """The candidates that the best was chosen from, the best first: if it is exact, exact ones.
+
+        With a target accuracy all of them, for then it is known how many epochs each needs.
+        """
+        best = self.best
+        return [best, *(c for c in self.others if c.is_comparable or not best.strategy.exact)]
+
+    @property
+    def settled(self) -> Settled | None:
+        """The constant of the cluster that would make the choice among rivals surest.
+
+        None if nothing was chosen by prediction.
+        """
+        doubted = factors(self.best.problem.cluster)
+        if len(self.rivals) < 2 or self.measured or not doubted:
+            return None
+        drawn = _side_by_side(self.rivals)
+        left = {name: settled_regret(drawn, factor) for name, factor in doubted.items()}
+        constant = min(left, key=left.__getitem__)
+        return Settled(constant, left[constant])
+
+    @property
+    def certainty(self) -> Outlook:
+        """How sure it is that the best is the right choice among its rivals."""
+        return _outlooks(self.rivals)[0]
+
+    @property
+    def others(self) -> list[Candidate]:
+        """The candidates that are not recommended, from best to worst."""
+        best = self.best
+        return [candidate for candidate in self.ranked if candidate is not best]
+
+
+def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
+    """The candidates' numbers to minimise in each draw [candidates, DRAWS]."""
+    return np.stack([candidate.drawn for candidate in candidates])
+
+
+def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
+    return outlooks(np.stack([c.drawn_s for c in candidates]), _side_by_side(candidates))
+
+
+def recommend(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate that is recommended of these.
+
+    It has the least of the objective among comparable ones, or less than that for sure. So what
+    only makes candidates better never makes the best comparable one worse. With an objective's
+    slack the smallest of those that are nearly as good is chosen.
+    """
+    first = min([c for c in candidates if c.is_comparable] or candidates, key=_value)
+
+    def is_surely_less(c: Candidate) -> bool:
+        return c.value < first.value and c.chance_faster(first) >= SURE_SHARE
+
+    best = min(filter(is_surely_less, candidates), key=_value, default=first)
+    if best.objective.slack == 1.0:
+        return best
+    most = best.value * best.objective.slack
+    near = [c for c in candidates if c.value <= most]
+    as_good = [c for c in near if c.is_comparable or is_surely_less(c) or c is best]
+    return min(as_good, key=lambda c: (_size(c), c is not best, c.value))
+
+
+def _size(candidate: Candidate) -> tuple[int, int]:
+    """GPUs and servers."""
+    return candidate.problem.ranks, len(set(candidate.problem.servers))
 
 
 def each_of(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
-from gnnplan.planner.decision.search import Refusals, Search, SearchResult
+from gnnplan.planner.decision.search import EVERYTHING, Refusals, Search, SearchResult
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import Strategy
@@ -160,7 +160,7 @@ def rows(
     strategy: Strategy,
     ranks: int,
     playing: Playing,
-    how: Search = Search(),  # noqa: B008
+    how: Search = EVERYTHING,
 ) -> list[dict[str, Any]]:
     """A row per point: what is recommended there, and the plan's strategy of so many ranks.
 

@@ -13,7 +13,7 @@ import pytest
 
 from gnnplan.planner.cluster.doubt import DRAWS, RANGES
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.alternative import take
+from gnnplan.planner.decision.answer import take
 from gnnplan.planner.decision.candidate import evaluate_or_save_memory, placed
 from gnnplan.planner.decision.objective import (
     PRIOR,
