@@ -95,7 +95,7 @@ def prospect(found: SearchResult, share: float = SHARE, epochs: int | None = Non
         raise SpecError(
             f"--epochs {epochs:,}: a training has 1 to {MOST_EPOCHS:,} epochs; ask for fewer"
         )
-    epoch_s = float(best.predicted.epoch_s)
+    epoch_s = best.epoch_s
     budget_s = share * epochs * epoch_s
     others = [c for c in found.others if c.chance_faster(best) >= LEAST_CHANCE]
     # the first of the other kind, exact or lossy, must not be missing
@@ -129,7 +129,7 @@ def _contender(candidate: Candidate) -> Contender:
     name, used = str(candidate.strategy), candidate.problem.ranks
     if used < candidate.problem.cluster.ranks:
         name += f" on {used}"
-    epoch_s = float(candidate.predicted.epoch_s)
+    epoch_s = candidate.epoch_s
     return Contender(name, candidate.is_comparable, epoch_s, candidate.value / epoch_s)
 
 
@@ -249,7 +249,7 @@ class _Runner:
         )
         epochs_s = tuple(float(row["epoch_s"]) for row in rows[WARM_UP:])
         if is_whole:
-            predicted_s = float(candidate.predicted.epoch_s)
+            predicted_s = candidate.epoch_s
             step = {"predicted_s": predicted_s, "measured_s": median(epochs_s)}
             self.runs.append(Run.of(str(folder), candidate, {"step": step}, rows))
         else:

@@ -22,16 +22,7 @@ from gnnplan.cli.common import app, print_json
 from gnnplan.planner.vocabulary.progress import say
 
 # in the order of --help
-for _verbs in (
-    "graphs",
-    "check",
-    "plan",
-    "simulate",
-    "training",
-    "validate",
-    "exports",
-    "measure",
-):
+for _verbs in ["graphs", "check", "plan", "simulate", "training", "validate", "exports", "measure"]:
     import_module(f"gnnplan.cli.{_verbs}")
 
 

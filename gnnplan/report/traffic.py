@@ -54,7 +54,7 @@ def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
 def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
     """The ports that an epoch's bytes pass, the busiest first."""
     source, target = np.nonzero(sent)
-    problem, epoch_s = candidate.problem, float(candidate.predicted.epoch_s)
+    problem, epoch_s = candidate.problem, candidate.epoch_s
     placement = problem.cost.placement
     rank_of = {f"GPU {gpu}": f"rank {rank}" for rank, gpu in enumerate(placement)}
     found = [

@@ -122,7 +122,7 @@ def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any
             " says so; plan again"
         )
     epoch_s = found["predicted"]["epoch_s"]
-    candidate = min(placed_on, key=lambda c: abs(float(c.predicted.epoch_s) - epoch_s))
+    candidate = min(placed_on, key=lambda c: abs(c.epoch_s - epoch_s))
     alone = SearchResult(whole, [candidate], how=Search(forced=strategy))
     best = {name: value for name, value in document["best"].items() if name != "placement"}
     others = [best, *(one for one in document["alternatives"] if one is not found)]

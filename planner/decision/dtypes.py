@@ -128,6 +128,6 @@ def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
 def taken(dtype: str, best: Candidate) -> str:
     """Say what the best strategy takes with rows of a type."""
     return (
-        f"{dtype}: {best.strategy}, {show_time(float(best.predicted.epoch_s))} per epoch,"
+        f"{dtype}: {best.strategy}, {show_time(best.epoch_s)} per epoch,"
         f" {show_bytes(best.memory_bytes)} on the fullest rank"
     )

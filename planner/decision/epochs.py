@@ -79,14 +79,6 @@ def _printed(graph: str, mode: str) -> Epochs:
     return Epochs(float(round(np.exp(logs.mean()))), float(spread), source)
 
 
-def in_mode(problem: Problem, mode: str, epochs: int | None = None) -> Problem:
-    """The problem on the full graph or on mini-batches, perhaps with so many epochs.
-
-    Raises SpecError where the workload does not allow it.
-    """
-    return with_fields(problem, mode=mode, **({} if epochs is None else {"epochs": epochs}))
-
-
 def with_fields(problem: Problem, **fields: Any) -> Problem:
     """The problem with these fields of its workload. Raises SpecError where they do not suit."""
     changed = problem.workload.model_dump() | fields

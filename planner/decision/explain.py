@@ -29,7 +29,7 @@ def explain(found: SearchResult, turning_points: Sequence[str]) -> list[str]:
     problem, best, by = found.problem, found.best, found.objective
     counted = "" if by.is_plain else f"; compared by {by.of} {by.span}: {by.show(best.value)}"
     out = [
-        f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
+        f"{best.strategy}: {show_time(best.epoch_s)} per epoch; bottleneck:"
         f" {best.predicted.bottleneck}{counted}",
         *why_these_gpus(found),
         *tightest(best),
@@ -69,7 +69,7 @@ def why_these_gpus(found: SearchResult) -> list[str]:
     in_order = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
     if in_order.placement != best.problem.placement:
         in_order_s = float(best.strategy.predict(in_order).epoch_s)
-        slower = in_order_s / float(best.predicted.epoch_s) - 1
+        slower = in_order_s / best.epoch_s - 1
         if slower >= 0.005:  # computation may hide a stale exchange wherever the ranks sit
             out.append(
                 "Ranks sit where their traffic takes the fast links: in the order of the GPUs an"
@@ -227,7 +227,7 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
     if not candidate.objective.is_plain:
         epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs != ONE else ""
         return (
-            f"{show_time(float(candidate.predicted.epoch_s))} per epoch on"
+            f"{show_time(candidate.epoch_s)} per epoch on"
             f" {show_count(candidate.problem.ranks, 'rank')}{epochs}"
         )
     ours, theirs = best.predicted, candidate.predicted

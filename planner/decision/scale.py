@@ -21,7 +21,7 @@ import numpy as np
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import in_mode
+from gnnplan.planner.decision.epochs import with_fields
 from gnnplan.planner.decision.objective import NEAR
 from gnnplan.planner.decision.room import least_needed
 from gnnplan.planner.decision.search import EVERYTHING, Search, SearchResult
@@ -251,9 +251,10 @@ def in_modes(base: Problem, how: Search, modes: Sequence[str] = ()) -> list[Prob
         out = []
         for mode in modes or (base.workload.mode,):
             with suppress(SpecError):
-                out.append(in_mode(base, mode, round(objective.stated[mode].usual)))
+                epochs = round(objective.stated[mode].usual)
+                out.append(with_fields(base, mode=mode, epochs=epochs))
         return out
-    other = in_mode(base, "mini" if base.workload.mode == "full" else "full")
+    other = with_fields(base, mode="mini" if base.workload.mode == "full" else "full")
     is_told = objective.target is not None and objective.target.tells_of(other)
     return [base, other] if is_told and how.forced is None else [base]
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.epochs import with_fields
 from gnnplan.planner.decision.search import SearchResult, recommend
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number
@@ -127,10 +128,9 @@ def of_depths(found: SearchResult) -> Iterator[str]:
         return
 
     def winner(count: int) -> str:
-        workload = problem.workload.model_copy(update={"layers": count})
         notify("asking what would change the choice", show_count(count, "layer"))
         try:
-            return found.how(replace(found.problem, workload=workload)).best.strategy.name
+            return found.how(with_fields(found.problem, layers=count)).best.strategy.name
         except GnnplanError:
             return ""
 

@@ -221,7 +221,7 @@ def costs(best: Candidate) -> str:
         for link, sent in predicted.bytes_by_link.items()
     )
     words = [
-        f"{show_time(float(predicted.epoch_s))} per epoch, {predicted.bottleneck}",
+        f"{show_time(best.epoch_s)} per epoch, {predicted.bottleneck}",
         f"{show_bytes(best.memory_bytes)} of {show_bytes(device.memory)} on the fullest rank",
         *nearly_full(best),
         f"sent per epoch: {links or 'nothing'}",
@@ -264,8 +264,8 @@ def alone(problem: Problem, best: Candidate) -> str:
         other = evaluate_or_save_memory(single, GraphParallel())
     except (Infeasible, SpecError):
         return "; one GPU has too little memory"
-    ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
-    return f"; one GPU alone would take {show_time(float(other.predicted.epoch_s))} ({ratio:.1f}x)"
+    ratio = other.epoch_s / best.epoch_s
+    return f"; one GPU alone would take {show_time(other.epoch_s)} ({ratio:.1f}x)"
 
 
 def rivals(found: SearchResult) -> str:

@@ -185,7 +185,7 @@ def rows(
             "family": best.strategy.name,
             "exact": best.strategy.exact,
             "gpus": best.problem.ranks,
-            "predicted_s": float(best.predicted.epoch_s),
+            "predicted_s": best.epoch_s,
             **playing(best),
             "bytes_total": best.predicted.bytes_total,
             "memory_bytes": best.memory_bytes,
@@ -195,7 +195,7 @@ def rows(
         if same is not None:
             row |= {
                 "plan": str(same.strategy),
-                "plan_predicted_s": float(same.predicted.epoch_s),
+                "plan_predicted_s": same.epoch_s,
                 **{f"plan_{what}": value for what, value in playing(same).items()},
             }
         out.append(row)

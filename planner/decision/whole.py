@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import MODES, Epochs, in_mode
+from gnnplan.planner.decision.epochs import MODES, Epochs, with_fields
 from gnnplan.planner.decision.objective import watts
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult, each_of, recommend
@@ -124,7 +124,7 @@ class Whole:
             "strategy": str(candidate.strategy),
             "exact": candidate.strategy.exact,
             "epochs": epochs.usual,
-            "epoch_s": float(candidate.predicted.epoch_s),
+            "epoch_s": candidate.epoch_s,
             "training_s": candidate.time_s,
             "training_low_s": low,
             "training_high_s": high,
@@ -166,7 +166,7 @@ def compare(
 
     Raises SpecError or Infeasible where no mode has one."""
     answers, refused = each_of(
-        modes, lambda mode: ask(in_mode(problem, mode, round(epochs[mode].usual)))
+        modes, lambda mode: ask(with_fields(problem, mode=mode, epochs=round(epochs[mode].usual)))
     )
     if not answers:
         first = next(iter(refused.values()))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,10 +41,7 @@ def tells(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def telling(*args: P.args, **options: P.kwargs) -> T:
-        listener = options.get("notify")
-        if not callable(listener):
-            return function(*args, **options)
-        with _told(listener):
+        with _told(cast(Notify, options.get("notify", _listeners[-1]))):
             return function(*args, **options)
 
     return telling
