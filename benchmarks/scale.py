@@ -33,7 +33,7 @@ from commands import header, line, words
 from gnnplan.api.asking import problem_of
 from gnnplan.planner.decision.plan import make
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.problem.inputs import read_cluster, read_workload
+from gnnplan.planner.problem.inputs import ask_workload, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
@@ -138,7 +138,7 @@ PLAYED: dict[str, dict[str, object]] = {
 
 
 def on(graph: str, ranks: int, asked: dict[str, object]) -> Problem:
-    cluster, workload = read_cluster(SERVER), read_workload(None, asked)
+    cluster, workload = read_cluster(SERVER), ask_workload(None, asked).workload
     settings = [f"servers={ranks // EACH}"]
     return problem_of(graph, cluster, workload, settings, None, "metis", False)
 
@@ -148,7 +148,7 @@ def planning(ranks: int, asked: dict[str, object]) -> float:
     started = time.process_time()
     problem = on("ogbn-papers100M", ranks, asked)
     with suppress(Infeasible):  # on few GPUs: then what would make room has been looked for
-        make(problem, search(problem))
+        make(search(problem))
     return time.process_time() - started
 
 

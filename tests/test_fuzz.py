@@ -40,7 +40,7 @@ from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.evidence import recorded
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import overridden, read_cluster, read_workload
+from gnnplan.planner.problem.inputs import ask_workload, overridden, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.base import parse_call
@@ -261,7 +261,7 @@ PIECES = (
 )
 READERS: list[tuple[str, Any, Callable[[str], Any]]] = [
     ("cluster.yaml", CLUSTER, read_cluster),
-    ("workload.yaml", WORKLOAD, read_workload),
+    ("workload.yaml", WORKLOAD, ask_workload),
     ("statistics.yaml", STATISTICS, load),
 ]
 
@@ -305,7 +305,7 @@ def test_any_allowed_question_has_an_answer(tmp_path, data):
     try:
         cluster, workload = (
             read_cluster(str(tmp_path / "cluster.yaml")),
-            read_workload(str(tmp_path / "workload.yaml")),
+            ask_workload(str(tmp_path / "workload.yaml")).workload,
         )
         stats = load(str(tmp_path / "statistics.yaml"))
     except SpecError:
@@ -313,9 +313,7 @@ def test_any_allowed_question_has_an_answer(tmp_path, data):
     problem = Problem(stats, None, workload, cluster)
     obeys(
         "",
-        lambda: json.dumps(
-            plans.make(problem, search(problem, may_use_fewer=False)), allow_nan=False
-        ),
+        lambda: json.dumps(plans.make(search(problem, may_use_fewer=False)), allow_nan=False),
     )
 
 
@@ -345,7 +343,7 @@ def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, w
 
     def use() -> None:
         problem = Problem(
-            load(str(tmp_path / "s.yaml")), None, read_workload(None, workload), cluster
+            load(str(tmp_path / "s.yaml")), None, ask_workload(None, workload).workload, cluster
         )
         candidate = evaluate(problem, parse(strategy))
         must_be_playable(problem, candidate.strategy.steps(problem))
@@ -625,7 +623,7 @@ def readings(path: Path) -> dict[str, Callable[[], Any]]:
     folder = path.parent
     return {
         "cluster.yaml": lambda: read_cluster(str(path)),
-        "workload.yaml": lambda: read_workload(str(path)),
+        "workload.yaml": lambda: ask_workload(str(path)).workload,
         "graph.yaml": lambda: load(str(path)),
         "graph.npz": lambda: load(str(path)),
         "plan.json": lambda: plans.read(path),
@@ -701,10 +699,10 @@ def run_folder(tmp_path_factory) -> Path:
     """What a run of a small graph leaves behind, its measured traces those of the simulation."""
     folder = tmp_path_factory.mktemp("run")
     zipped(folder / "graph.npz", files_of(ARRAYS))
-    workload = read_workload(None, {"layers": 2, "hidden": 8})
+    workload = ask_workload(None, {"layers": 2, "hidden": 8}).workload
     source = str(folder / "graph.npz")
     problem = problem_of(source, read_cluster("local"), workload, [], 2, "metis", False)
-    document = plans.make(problem, search(problem, may_use_fewer=False))
+    document = plans.make(search(problem, may_use_fewer=False))
     plans.write(folder / "plan.json", document)
     candidate = evaluate(problem, plans.chosen(document))
     played = play(candidate.strategy.schedule(problem, 3), problem.cost)
@@ -954,6 +952,6 @@ def test_strategies_by_name(text):
 def test_windows_files_are_read(tmp_path):
     """A byte order mark and line ends of two bytes."""
     (tmp_path / "w.yaml").write_bytes(b"\xef\xbb\xbflayers: 3\r\nhidden: 8\r\n")
-    assert read_workload(str(tmp_path / "w.yaml")).hidden == 8
+    assert ask_workload(str(tmp_path / "w.yaml")).workload.hidden == 8
     (tmp_path / "w.json").write_bytes(b'{"a":\r\n 1}\r\n')
     assert read_json(tmp_path / "w.json", 100, "") == {"a": 1}

@@ -197,10 +197,10 @@ class _Process:
         out, options = self.out, self.options
         document, loaded = documents.read(self.plan, of_any_version=True), None
         if self.choice is not None:
-            from gnnplan.planner.decision import alternative  # few ask for it
+            from gnnplan.planner.decision.answer import take  # few ask for it
 
             problem = documents.question(document)
-            document = alternative.take(document, problem, self.choice)
+            document = take(document, problem, self.choice)
             loaded = problem.placed(documents.placement(document))
         asked = Asked(document, out, options, launched=not self.prepared, loaded=loaded)
         self.predicted = asked.predicted

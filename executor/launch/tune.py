@@ -24,7 +24,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.recommendation import LEAST_CHANCE
-from gnnplan.planner.decision.search import SearchResult, search
+from gnnplan.planner.decision.search import Search, SearchResult
 from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.evidence.halving import (
     WARM_UP,
@@ -39,7 +39,7 @@ from gnnplan.planner.evidence.runs import Run, refit_cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
-from gnnplan.planner.vocabulary.progress import Notify, say, silent
+from gnnplan.planner.vocabulary.progress import notify, say
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 MOST = 4  # strategies that are run
@@ -68,8 +68,8 @@ class Prospect:
         )
 
 
-def asked(document: dict[str, Any], notify: Notify = silent) -> tuple[Problem, SearchResult]:
-    """The problem of a plan on all its GPUs, and its search done again, evidence read anew.
+def asked(document: dict[str, Any]) -> SearchResult:
+    """The search of a plan done again, on all its GPUs, evidence read anew.
 
     Raises SpecError.
     """
@@ -79,12 +79,10 @@ def asked(document: dict[str, Any], notify: Notify = silent) -> tuple[Problem, S
     alternatives = document.get("alternatives", [])
     forced = None if alternatives or document.get("rejected") else plans.chosen(document)
     fewer = any(a.get("gpus", 0) < cluster.ranks for a in [document["best"], *alternatives])
-    return problem, search(problem, plans.is_exact(document), forced, fewer, notify, objective)
+    return Search(plans.is_exact(document), forced, fewer, objective)(problem)
 
 
-def prospect(
-    problem: Problem, found: SearchResult, share: float = SHARE, epochs: int | None = None
-) -> Prospect:
+def prospect(found: SearchResult, share: float = SHARE, epochs: int | None = None) -> Prospect:
     """The strategies whose predictions are within doubt, and the seconds that they may take.
 
     The budget is `share` of the predicted seconds of so many `epochs` (default: the workload's).
@@ -92,12 +90,12 @@ def prospect(
     """
     if not 0 < share <= 1:
         raise SpecError(f"--share {share:g}: a share of the training, above 0 and at most 1")
-    best, epochs = found.best, epochs or problem.workload.epochs
+    best, epochs = found.best, epochs or found.problem.workload.epochs
     if not 1 <= epochs <= MOST_EPOCHS:
         raise SpecError(
             f"--epochs {epochs:,}: a training has 1 to {MOST_EPOCHS:,} epochs; ask for fewer"
         )
-    epoch_s = float(best.predicted.epoch_s)
+    epoch_s = best.epoch_s
     budget_s = share * epochs * epoch_s
     others = [c for c in found.others if c.chance_faster(best) >= LEAST_CHANCE]
     # the first of the other kind, exact or lossy, must not be missing
@@ -131,19 +129,16 @@ def _contender(candidate: Candidate) -> Contender:
     name, used = str(candidate.strategy), candidate.problem.ranks
     if used < candidate.problem.cluster.ranks:
         name += f" on {used}"
-    epoch_s = float(candidate.predicted.epoch_s)
+    epoch_s = candidate.epoch_s
     return Contender(name, candidate.is_comparable, epoch_s, candidate.value / epoch_s)
 
 
 def tune(
-    problem: Problem,
     found: SearchResult,
     out: Path,
     share: float = SHARE,
     epochs: int | None = None,
     emulate: Emulated | None = None,
-    exact: bool = False,
-    notify: Notify = silent,
 ) -> dict[str, Any]:
     """The plan after runs of the candidates of `prospect`; the runs' folders are in `out`.
 
@@ -151,33 +146,33 @@ def tune(
     to run it is the plan of the search, and `tuned` says why. Raises SpecError, and LostRank where
     every candidate failed.
     """
-    ahead = prospect(problem, found, share, epochs)
+    ahead = prospect(found, share, epochs)
     budget = {"share": share, "budget_s": ahead.budget_s, "budget_epochs": ahead.budget_epochs}
     if ahead.why_not:
         say(str(ahead))
-        document = plans.make(problem, found, exact, notify)
+        document = plans.make(found)
         document["summary"]["tuned"] = str(ahead)
         return {**document, "tuned": {**budget, "why": ahead.why_not, "strategies": []}}
     runs = Asked(
-        plans.for_run(problem, found, exact),
+        plans.for_run(found),
         out,
         Options(checkpoint_every=0),
         emulate=emulate,
         loaded=found.best.problem,
     )
     must_start(runs)
-    must_be_this_machine(problem, emulate)
+    must_be_this_machine(found.problem, emulate)
     say(str(ahead))
     contenders = [_contender(candidate) for candidate in ahead.candidates]
-    runner = _Runner(ahead.candidates, out, exact, emulate, notify)
+    runner = _Runner(ahead.candidates, out, found.how.exact, emulate)
     result = halve(contenders, runner, ahead.budget_s)
     if result is None:
         words = "\n".join(f"{contender.name}: {contender.failed}" for contender in contenders)
         raise LostRank(f"none of the strategies ran to its end:\n{words}")
-    cluster, refit = refitted(problem.cluster, runner.runs)
+    cluster, refit = refitted(found.problem.cluster, runner.runs)
     best = ahead.candidates[contenders.index(result.best)]
-    problem, found = on_cluster(problem, found, best, cluster)
-    document = plans.make(problem, found, exact, notify)
+    found = on_cluster(found, best, cluster)
+    document = plans.make(found)
     why = result.why(found.objective)
     words = f"{why}; {show_time(result.spent_s)} of {show_time(ahead.budget_s)} spent"
     document["summary"] |= {"close": _close(result), "tuned": words}
@@ -233,29 +228,28 @@ class _Runner:
         out: Path,
         exact: bool,
         emulate: Emulated | None,
-        notify: Notify,
     ) -> None:
         if out.exists() and any(out.iterdir()):
             raise SpecError(f"{out} is not empty; give another --out, or remove it")
         self.candidates, self.out, self.exact = candidates, out, exact
-        self.emulate, self.notify = emulate, notify
+        self.emulate = emulate
         self.started = 0
         self.runs: list[Run] = []
 
     def __call__(self, index: int, epochs: int, most_s: float) -> Reading:
         candidate, began = self.candidates[index], time.monotonic()
         detail = f"{show_count(epochs, 'epoch')}, at most {show_time(most_s)}"
-        self.notify(f"a turn of {candidate.strategy}", detail)
+        notify(f"a turn of {candidate.strategy}", detail)
         self.started += 1
         folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
-        found = SearchResult([candidate], [], forced=True)
-        document = plans.for_run(candidate.problem, found, self.exact)
+        how = Search(self.exact, candidate.strategy)
+        document = plans.for_run(SearchResult(candidate.problem, [candidate], how=how))
         rows, failed, is_whole = train_briefly(
             document, folder, WARM_UP + epochs, most_s, self.emulate
         )
         epochs_s = tuple(float(row["epoch_s"]) for row in rows[WARM_UP:])
         if is_whole:
-            predicted_s = float(candidate.predicted.epoch_s)
+            predicted_s = candidate.epoch_s
             step = {"predicted_s": predicted_s, "measured_s": median(epochs_s)}
             self.runs.append(Run.of(str(folder), candidate, {"step": step}, rows))
         else:
@@ -308,16 +302,15 @@ def refitted(cluster: Cluster, runs: list[Run]) -> tuple[Cluster, dict[str, Any]
     return (fitted.model_copy(update=shape) if better else cluster), {**report, "kept": better}
 
 
-def on_cluster(
-    problem: Problem, found: SearchResult, best: Candidate, cluster: Cluster
-) -> tuple[Problem, SearchResult]:
-    """The problem and its candidates predicted anew, with `best` as what runs have shown."""
+def on_cluster(found: SearchResult, best: Candidate, cluster: Cluster) -> SearchResult:
+    """The candidates predicted anew, with `best` as what runs have shown."""
     again = [
         evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective) for c in found.ranked
     ]
     measured = next(new for new, c in zip(again, found.ranked, strict=True) if c is best)
     ranked = sorted(again, key=lambda candidate: candidate.value)
-    return replace(problem, cluster=cluster), replace(found, ranked=ranked, measured=measured)
+    problem = replace(found.problem, cluster=cluster)
+    return replace(found, problem=problem, ranked=ranked, measured=measured)
 
 
 def _evidence(contender: Contender, candidate: Candidate, result: Result) -> dict[str, Any]:

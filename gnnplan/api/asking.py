@@ -20,11 +20,11 @@ from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import chosen
 from gnnplan.planner.graph.partitioners import METHODS
 from gnnplan.planner.problem.fitted import read_fitted
-from gnnplan.planner.problem.inputs import Asked, apply_overrides, ask_workload, checked, overridden
+from gnnplan.planner.problem.inputs import apply_overrides, ask_workload, checked, overridden
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, suggest
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import notify
 
 # {'servers': 16}, or 'servers=16' as --set, or several of these
 Overrides = Mapping[str, object] | Sequence[str]
@@ -57,7 +57,6 @@ def ask(
     partitioner: str = "auto",
     directed: bool = False,
     may_choose_dtype: bool = False,
-    notify: Notify = silent,
     **fields: object,
 ) -> Question:
     """The question that the arguments describe; see `gnnplan.plan` for each.
@@ -70,20 +69,26 @@ def ask(
         raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, *OF_LABELS))}")
     ranks = None if ranks is None else whole("ranks", ranks)
     settings = settings_of(overrides)
+    fields_set = [setting.partition("=")[0].strip() for setting in settings]
     chooses_dtype = may_choose_dtype and fields.get("dtype") == AUTO
     if chooses_dtype:
-        if named := next((one for one in settings if _field_of(one) == "dtype"), None):
+        if named := [
+            one for one, field in zip(settings, fields_set, strict=True) if field == "dtype"
+        ]:
             raise SpecError(
-                f"--set {named} names a type of rows, and --dtype {AUTO} leaves it to the plan;"
+                f"--set {named[0]} names a type of rows, and --dtype {AUTO} leaves it to the plan;"
                 " leave one out"
             )
         fields = {**fields, "dtype": "float32"}  # the plan asks with others too
     own = fields.get("model")
     live: Any = None if isinstance(own, str) else own  # a module, or its class
-    wanted = workload_of(workload, {**fields, "model": None} if live else fields)
+    if isinstance(workload, Workload):
+        workload = workload.model_dump(exclude_unset=True)
+    workload = str(workload) if isinstance(workload, Path) else workload
+    wanted = ask_workload(workload, {**fields, "model": None} if live else fields)
     asked, module = wanted.workload, live or wanted.module
     machine, fitted = _cluster_of(cluster, asked.model)
-    says_loss = asked.loss is not None or "loss" in map(_field_of, settings)
+    says_loss = asked.loss is not None or "loss" in fields_set
     name, said = source_name(graph, numbers=says_loss or task == "regression")
     notify(f"reading {name}")
     if says_loss and task is None and "task=" not in name and os.path.exists(name.split("?")[0]):
@@ -98,16 +103,14 @@ def ask(
         from gnnplan.executor.modules.own import with_user_model
 
         notify("reading the model")
-        given = map(_field_of, settings)
         more = {} if wanted.fanout is None else {"fanout": wanted.fanout}
-        problem, made = with_user_model(problem, module, [*wanted.given, *given], more=more)
+        problem, made = with_user_model(problem, module, [*wanted.given, *fields_set], more=more)
         if problem.workload.model != asked.model:  # constants of a testbed may be its own
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
             problem = replace(problem, cluster=with_ranks(machine, ranks))
     notes = (*problem.stats.notes, *made, *([fitted] if fitted else []))
-    set_by_user = frozenset([*wanted.given, *map(_field_of, settings)])
-    return Question(problem, notes, set_by_user, chooses_dtype)
+    return Question(problem, notes, frozenset([*wanted.given, *fields_set]), chooses_dtype)
 
 
 def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
@@ -141,18 +144,6 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
                     raise
         shutil.rmtree(made, ignore_errors=True)
     return str(target), notes
-
-
-def workload_of(
-    workload: str | Path | Mapping[str, Any] | Workload | None, fields: Mapping[str, object]
-) -> Asked:
-    """The workload of a file, a mapping or an object, with `fields` set.
-
-    Raises SpecError.
-    """
-    if isinstance(workload, Workload):
-        workload = workload.model_dump(exclude_unset=True)
-    return ask_workload(str(workload) if isinstance(workload, Path) else workload, fields)
 
 
 def _cluster_of(
@@ -193,10 +184,6 @@ def whole(what: str, number: object) -> int:
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError:
         raise SpecError(f"{what} must be a whole number, not {number!r:.100}") from None
-
-
-def _field_of(setting: str) -> str:
-    return setting.partition("=")[0].strip()
 
 
 def problem_of(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +13,20 @@ from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.answer import Answer
+from gnnplan.planner.decision.answer import Answer, describe_question, take
 from gnnplan.planner.decision.epochs import MODES, stated
 from gnnplan.planner.decision.objective import WORDS, Objective, Target
-from gnnplan.planner.decision.search import SearchResult, search
+from gnnplan.planner.decision.search import Search, SearchResult
 from gnnplan.planner.decision.whole import Whole, compare
 from gnnplan.planner.evidence.accuracy import objective_of, trainings
-from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import Notify, silent, tells
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
-    show_count,
     show_dollars,
     show_energy,
     show_long,
@@ -44,6 +43,7 @@ MOST_LEADERS = 8  # rows of the table
 PER = ("training", "epoch")
 
 
+@tells
 def plan(
     graph: Any = DEFAULT_GRAPH,
     cluster: str | Path | Mapping[str, Any] | Cluster = "local",
@@ -122,71 +122,48 @@ def plan(
     >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
     (True, True, True)
     """
-    forced = (
-        None if strategy is None else parse(strategy)
-    )  # a mistake is told before a graph is read
-    wished = wish(objective, target_accuracy, evidence, per)
-    question = ask(
-        graph,
-        cluster,
-        workload,
-        features=features,
-        labels=labels,
-        split=split,
-        task=task,
-        overrides=overrides,
-        ranks=ranks,
-        partitioner=partitioner,
-        directed=directed,
-        may_choose_dtype=True,
-        notify=notify,
-        **fields,
-    )
-    counted, modes = wished(question), modes_of(question, forced)
+    given = {k: v for k, v in locals().items() if k not in ("notify", "depths", "fields")}
+    question, how, modes = wish(**given, may_choose_dtype=True, **fields)
     wholes = dict[str, Whole]()  # by the type of rows
 
-    def searched(problem: Problem) -> SearchResult:
-        is_cut = problem.graph is not None and problem.graph.cut is not None
-        may_use_fewer = ranks is None and not is_cut  # there is a part per rank
-        return search(problem, exact, forced, may_use_fewer, notify, counted)
-
     def find(problem: Problem) -> SearchResult:
-        if counted.stated is None:
-            return searched(problem)
-        whole = compare(problem, modes, counted.stated, searched)
+        if how.objective.stated is None:
+            return how(problem)
+        whole = compare(problem, modes, how.objective.stated, how)
         wholes[problem.workload.dtype] = whole
         return whole.found
 
-    problem, choice = question.problem, None
+    choice = None
     if question.chooses_dtype:
         # imported here: it takes a tenth of a second, which a run need not wait
         from gnnplan.planner.decision.dtypes import choose
 
-        choice = choose(problem, find, exact)
-        problem, result = choice.problem, choice.found
-    else:
-        result = find(problem)
-    whole = wholes.get(problem.workload.dtype)
-    problem = whole.problem if whole else problem
-    document = documents.make(problem, result, exact, notify, depths)
-    for told in (whole, choice):
+        choice = choose(question.problem, find, exact)
+    result = choice.found if choice else find(question.problem)
+    document = documents.make(result, depths)
+    for told in (wholes.get(result.problem.workload.dtype), choice):
         document = told.told_in(document) if told else document
-    found = Plan(document, problem.placed(documents.placement(document)))
+    found = Plan(document, result.problem.placed(documents.placement(document)))
     found.notes = question.notes
     return found
 
 
 def wish(
-    objective: str | None,
-    target_accuracy: float | None,
-    evidence: Iterable[str | os.PathLike[str]],
-    per: str | None,
-) -> Callable[[Question], Objective]:
-    """The objective that options describe, of a question; the evidence is read.
+    *about: Any,
+    exact: bool = False,
+    strategy: str | None = None,
+    objective: str | None = None,
+    per: str | None = None,
+    target_accuracy: float | None = None,
+    evidence: Iterable[str | os.PathLike[str]] = (),
+    **asked: Any,
+) -> tuple[Question, Search, list[str]]:
+    """The question that the arguments of `plan` describe, how it is searched, and in which modes.
 
-    Raises SpecError, and Mismatch where another version made a run.
+    A mistake is told before a graph is read. Raises SpecError, and Mismatch where another version
+    made a run that is evidence.
     """
-    folders = several(evidence)
+    forced, folders = None if strategy is None else parse(strategy), several(evidence)
     if objective is not None:
         Objective(objective)
     if per not in (None, *PER):
@@ -215,27 +192,22 @@ def wish(
     if target_accuracy is not None:
         target = Target(target_accuracy, trainings(folders))
 
-    def of(question: Question) -> Objective:
-        problem, given = question.problem, question.given
-        is_gpu = problem.cluster.device.kind != "cpu"
-        if (per or ("training" if is_gpu and target is None else "epoch")) == "epoch":
-            return Objective(objective or "time", target)
-        asked = problem.workload.epochs if "epochs" in given else None
-        mode = problem.workload.mode if "mode" in given else None
-        return Objective(objective or "value", stated=stated(problem.stats.name, asked, mode))
-
-    return of
-
-
-def modes_of(question: Question, forced: Strategy | None) -> list[str]:
-    """The modes that a whole training is asked about in.
-
-    That which is named, or the forced strategy's; of links and of modules the workload's.
-    """
-    workload = question.problem.workload
-    if "mode" in question.given or workload.task == "link" or workload.module:
-        return [workload.mode]
-    return list(MODES) if forced is None else [forced.mode]
+    question = ask(*about, **asked)
+    problem, given = question.problem, question.given
+    workload, counted = problem.workload, Objective(objective or "time", target)
+    is_gpu = problem.cluster.device.kind != "cpu"
+    if (per or ("training" if is_gpu and target is None else "epoch")) == "training":
+        epochs = workload.epochs if "epochs" in given else None
+        mode = workload.mode if "mode" in given else None
+        of_modes = stated(problem.stats.name, epochs, mode)
+        counted = Objective(objective or "value", stated=of_modes)
+    # that which is named, or the forced strategy's; of links and of modules the workload's
+    modes = list(MODES) if forced is None else [forced.mode]
+    if "mode" in given or workload.task == "link" or workload.module:
+        modes = [workload.mode]
+    is_cut = problem.graph is not None and problem.graph.cut is not None  # there is a part per rank
+    may_use_fewer = asked.get("ranks") is None and not is_cut
+    return question, Search(exact, forced, may_use_fewer, counted), modes
 
 
 def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
@@ -307,18 +279,33 @@ class Plan(View):
 
     def explain(self) -> Blocks:
         """All reasons: the placement, what binds, why others lost, what was rejected."""
-        return Blocks(list(_reasons(self.document, self.cluster)))
+        cluster, on_server = self.cluster, defaultdict[int, list[str]](list)
+        places, each = self.document["best"]["placement"], cluster.gpus_per_server
+        gpus = [place["server"] * each + place["gpu"] for place in places]
+        in_order = gpus == list(range(cluster.ranks))
+        for place in sorted(places, key=lambda place: int(place["gpu"])):
+            where = "" if in_order else f" on GPU {place['gpu']}"
+            on_server[place["server"]].append(f"{place['rank']}{where}")
+        servers = (
+            f"server {server}: ranks {', '.join(r)}" for server, r in sorted(on_server.items())
+        )
+        return Blocks(
+            [
+                f"placement: {'; '.join(servers)}",
+                *(f"- {line}" for line in self.document["explanation"]),
+                *(f"- not {o['strategy']}: {o['reason']}" for o in self.document["rejected"]),
+            ]
+        )
 
     def choose(self, strategy: str) -> Plan:
         """The plan with another of its answers as the best, without planning anew.
 
         strategy: 'NEXT', the fastest alternative, or one as `answers` name it. Raises SpecError.
         """
-        from gnnplan.planner.decision import alternative
-
-        document = alternative.take(self.document, self.problem, strategy)
+        document = take(self.document, self.problem, strategy)
         return Plan(document, self.problem.placed(documents.placement(document)))
 
+    @tells
     def simulate(
         self,
         *,
@@ -356,8 +343,9 @@ class Plan(View):
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
         folder = None if trace is None else Path(trace)
         exact, strategy = documents.is_exact(self.document), self.strategy
-        return Simulation(self.problem, strategy, exact, playing, overrides, flows, folder, notify)
+        return Simulation(self.problem, strategy, exact, playing, overrides, flows, folder)
 
+    @tells
     def sweep(
         self,
         fields: Mapping[str, Iterable[object]] | Sequence[str],
@@ -378,11 +366,8 @@ class Plan(View):
                 "a sweep compares epochs, and this plan trainings to an accuracy (target_accuracy:"
                 f" {self.document['target_accuracy']:g}); plan without --target-accuracy to sweep"
             )
-        exact = documents.is_exact(self.document)
-        objective = objective_of(self.document)
-        return Sweep(
-            self.problem, self.strategy, exact, fields, played, overrides, notify, objective
-        )
+        how = Search(documents.is_exact(self.document), objective=objective_of(self.document))
+        return Sweep(self.problem, self.strategy, how, fields, played, overrides)
 
     def run(
         self,
@@ -424,6 +409,7 @@ class Plan(View):
         given = {name: value for name, value in locals().items() if name not in ("self", "out")}
         return self._train(out, given)
 
+    @tells
     def report(
         self,
         output: str | Path,
@@ -435,7 +421,7 @@ class Plan(View):
         Raises SpecError."""
         from gnnplan.report import report
 
-        return report(self.document, [Path(run) for run in runs], Path(output), notify)
+        return report(self.document, [Path(run) for run in runs], Path(output))
 
     def preflight(
         self,
@@ -475,27 +461,6 @@ class Plan(View):
             if "sizes" in self.document
             else _leaders(self.answers[:MOST_LEADERS], self.cluster, self.document),
         ]
-
-
-def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Cluster) -> str:
-    """Describe the question in a line; `graph` is as plan.json has it."""
-    return (
-        f"{describe_training(graph, workload)}; {cluster.name}:"
-        f" {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
-        f" {cluster.device.name}"
-    )
-
-
-def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
-    """The graph and the GNN, in a line."""
-    layers = describe(workload, graph["features"], graph["classes"]).layers
-    deep, name = show_count(workload.layers, "layer"), workload.module and workload.module.name
-    model = f"{f'{name}, ' if name else ''}{workload.model} {deep} x {layers[0].h_out}"
-    return (
-        f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges; "
-        # a module that is cut has widths and dropout of its own
-        f"{f'{name}, {deep}' if workload.is_cut else f'{model}, dropout {workload.dropout:g}'}"
-    )
 
 
 def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str, Any]) -> Table:
@@ -579,21 +544,3 @@ def counted_columns(rows: Sequence[Mapping[str, Any]], accuracy: float | None) -
         "energy_j": column(f"energy{per}", "energy_j", show_energy),
     }  # where there are prices, a table has dollars per epoch anyway
     return [shown[name] for name in shown if any(name in row for row in rows)]
-
-
-def _reasons(document: Mapping[str, Any], cluster: Cluster) -> Iterable[str]:
-    """Placement, explanation, and why strategies were rejected."""
-    places, each = document["best"]["placement"], cluster.gpus_per_server
-    gpus = [place["server"] * each + place["gpu"] for place in places]
-    in_order = gpus == list(range(cluster.ranks))
-    on_server: dict[int, list[str]] = {}
-    for place in sorted(places, key=lambda place: int(place["gpu"])):
-        on_server.setdefault(place["server"], []).append(
-            str(place["rank"]) + ("" if in_order else f" on GPU {place['gpu']}")
-        )
-    servers = [f"server {server}: ranks {', '.join(r)}" for server, r in sorted(on_server.items())]
-    yield f"placement: {'; '.join(servers)}"
-    for line in document["explanation"]:
-        yield f"- {line}"
-    for item in document["rejected"]:
-        yield f"- not {item['strategy']}: {item['reason']}"

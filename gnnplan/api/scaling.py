@@ -9,26 +9,20 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api.asking import Question, ask
+from gnnplan.api.asking import Question
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.planning import (
-    counted_columns,
-    describe_question,
-    describe_training,
-    modes_of,
-    wish,
-)
+from gnnplan.api.planning import counted_columns, wish
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.answer import Answer
+from gnnplan.planner.decision.answer import Answer, describe_question, describe_training
 from gnnplan.planner.decision.epochs import MODES
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
+from gnnplan.planner.decision.search import each_of
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies import parse
-from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.progress import Notify, silent, tells
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
@@ -41,24 +35,19 @@ from gnnplan.planner.vocabulary.units import (
 )
 
 
+@tells
 def scale(
     graph: Any = DEFAULT_GRAPH,
     cluster: str | Path | Mapping[str, Any] | Cluster = "local",
     workload: str | Path | Mapping[str, Any] | Workload | None = None,
     *,
     gpus: str | Iterable[int],
-    objective: str | None = None,
-    per: str | None = None,
-    target_accuracy: float | None = None,
-    evidence: Iterable[str | os.PathLike[str]] = (),
-    exact: bool = False,
-    strategy: str | None = None,
     notify: Notify = silent,
-    **asked: Any,
+    **options: Any,
 ) -> Scale:
     """Plan on each number of GPUs, and say which is best: whether to distribute at all.
 
-    The arguments are those of `plan`, and
+    All other arguments are those of `plan`.
 
     Args:
         gpus: Numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
@@ -75,14 +64,10 @@ def scale(
     ([1, 8, 16], True)
     """
     sizes = sizes_of(gpus)  # mistakes are told before the graph is read
-    if "ranks" in asked:
+    if "ranks" in options:
         raise SpecError("scale: ranks asks for one size and gpus for several; leave one out")
-    forced = None if strategy is None else parse(strategy)
-    wished = wish(objective, target_accuracy, evidence, per)
-    question = ask(graph, cluster, workload, notify=notify, **asked)
-    modes = modes_of(question, forced)
-    found = scaling(question.problem, sizes, wished(question), exact, forced, notify, modes)
-    return Scale(question, found, exact, strategy)
+    question, how, modes = wish(graph, cluster, workload, **options)
+    return Scale(question, scaling(question.problem, sizes, how, modes))
 
 
 def offers(
@@ -122,12 +107,12 @@ def offers(
     for name in ("evidence", "overrides"):  # every cluster reads them
         if name in options and not isinstance(options[name], Mapping):
             options[name] = list(options[name])
-    scales, refused = dict[str, Scale](), dict[str, Infeasible]()
-    for name, one in named:
-        try:
-            scales[name] = scale(graph, one, workload, gpus=sizes, **options)
-        except Infeasible as why:
-            refused[name] = why
+    clusters_of = dict(named)
+    scales, refused = each_of(
+        clusters_of,
+        lambda name: scale(graph, clusters_of[name], workload, gpus=sizes, **options),
+        (Infeasible,),
+    )
     if not scales:
         raise Infeasible("\n".join(f"{name}: {_in_short(why)}" for name, why in refused.items()))
     return Offers(scales, refused)
@@ -142,37 +127,35 @@ def _name(cluster: str | Path | Mapping[str, Any] | Cluster) -> str:
 class Scale(View):
     """The answer to `scale`: `rows`, a size each, the `best` of them, and where things change."""
 
-    def __init__(
-        self, question: Question, found: Scaling, exact: bool, strategy: str | None
-    ) -> None:
-        problem, self.notes = question.problem, question.notes
+    best: int
+    """The number of GPUs to use, by the objective."""
+    fastest: int
+    """The number of GPUs that take the least time."""
+    cheapest: int | None
+    """The number of GPUs that cost the least; None without a price."""
+    slower_from: int | None
+    """From this number on all that were asked are slower than the fastest; None: no such."""
+    worse_from: int | None
+    """From this number on all have more of the objective than the best; None: no such."""
+
+    def __init__(self, question: Question, found: Scaling) -> None:
+        problem, how, self.notes = question.problem, found.how, question.notes
         self._problem, self._found = problem, found
         self.rows = [_row(found, size) for size in found.sizes]
         """The numbers of every size; pandas.DataFrame takes them."""
-        self.best = found.best.gpus
-        """The number of GPUs to use, by the objective."""
-        self.fastest = found.fastest.gpus
-        """The number of GPUs that take the least time."""
-        self.cheapest = found.cheapest.gpus if found.cheapest else None
-        """The number of GPUs that cost the least; None without a price."""
-        self.slower_from = found.slower_from.gpus if found.slower_from else None
-        """From this number on all that were asked are slower than the fastest; None: no such."""
-        self.worse_from = found.worse_from.gpus if found.worse_from else None
-        """From this number on all have more of the objective than the best; None: no such."""
+        names = ("best", "fastest", "cheapest", "slower_from", "worse_from")
+        told = {name: size and size.gpus for name in names for size in [getattr(found, name)]}
+        vars(self).update(told)
         self.document: dict[str, Any] = {
             "graph": documents.graph_of(problem),
             "workload": problem.workload.model_dump(mode="json"),
             "cluster": problem.cluster.model_dump(mode="json"),
-            "exact": exact,
-            "strategy": strategy,
-            **documents.objective_fields(found.best.result),
+            "exact": how.exact,
+            "strategy": str(how.forced) if how.forced else None,
+            **documents.objective_fields(how.objective, found.best.best.problem),
             "rows": self.rows,
             "skipped": [{"gpus": gpus, "reason": reason} for gpus, reason in found.skipped],
-            "best": self.best,
-            "fastest": self.fastest,
-            "cheapest": self.cheapest,
-            "slower_from": self.slower_from,
-            "worse_from": self.worse_from,
+            **told,
             "enough": found.enough.gpus,
             "fits_from": found.first.gpus,
             "takes_over": [
@@ -195,7 +178,7 @@ class Scale(View):
 class Offers(View):
     """The answer to `offers`: a Scale of each cluster on which something fits, and the best."""
 
-    def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, Infeasible]) -> None:
+    def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, GnnplanError]) -> None:
         self.scales, self._refused = dict(scales), dict(refused)
         self.notes = tuple(dict.fromkeys(note for one in scales.values() for note in one.notes))
         marked = self._marked
@@ -233,7 +216,7 @@ class Offers(View):
         ]
         sizes = {(name, size.gpus): size for name, size in marked.values()}
         for place, marks in _by_place(marked).items():
-            size, span = sizes[place], first._found.objective.span
+            size, span = sizes[place], first._found.how.objective.span
             gpus = show_count(size.gpus, _unit(size.best.problem.cluster))
             price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
             lines.append(
@@ -243,7 +226,7 @@ class Offers(View):
         return lines + [f"{name}: {_in_short(why)}" for name, why in self._refused.items()]
 
 
-def _in_short(why: Infeasible) -> str:
+def _in_short(why: GnnplanError) -> str:
     """Say what does not fit, and the smallest change that would make it fit."""
     lines = str(why).splitlines()
     return "; ".join(dict.fromkeys([lines[0].rstrip(":"), lines[-1]]))
@@ -279,7 +262,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
         for size, numbers in zip(one._found.sizes, one.rows, strict=True)
     ]
     priced = any(one._problem.cluster.price is not None for one in scales.values())
-    stated = first._found.objective.stated is not None
+    stated = first._found.how.objective.stated is not None
     modes = stated or len({row["mode"] for row in rows}) > 1
     over = "the fewest of each cluster" if several else show_count(first._found.first.gpus, unit)
     return table(
@@ -313,15 +296,13 @@ def _row(found: Scaling, size: Size) -> dict[str, Any]:
     if size.found is None:
         why = {"reason": str(size.error), "needs_bytes": size.needs_bytes}
         return {**where, "strategy": None, **why}
-    answer = Answer.of(documents.answer(size.found, size.best))
-    per_epoch, dollars = size.best.dollars, size.dollars
-    priced = {} if dollars is None else {"epoch_dollars": per_epoch, "dollars": dollars}
+    priced = {"epoch_dollars": size.best.dollars, "dollars": size.dollars}
     return {
         **where,
-        **answer.row,
+        **Answer.of(documents.answer(size.found, size.best)).row,
         "speedup": found.speedup(size),
         "efficiency": found.efficiency(size),
-        **priced,
+        **({} if size.dollars is None else priced),
     }
 
 
@@ -355,7 +336,7 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
     if found.cheapest and found.cheapest is not fastest:
         lines.append(
             f"cheapest: {count(found.cheapest.gpus)} at"
-            f" {show_dollars(found.cheapest.dollars or 0.0)} {found.objective.span}; fastest:"
+            f" {show_dollars(found.cheapest.dollars or 0.0)} {found.how.objective.span}; fastest:"
             f" {count(fastest.gpus)} at {show_dollars(fastest.dollars or 0.0)}"
         )
     if found.enough is not fastest:
@@ -363,9 +344,11 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
         lines.append(f"nearly as fast: {count(found.enough.gpus)}, {slower} slower")
     if size := found.slower_from:
         use = f": use {fastest.gpus}" if found.best is fastest else ""
-        lines.append(f"{more(size)} slower than {fastest.gpus} ({_likely(size, fastest)}){use}")
-    if found.objective.of != "time" and (size := found.worse_from):
-        lines.append(f"{more(size)} {found.objective.more} than {found.best.gpus}")
+        chance = float((fastest.best.drawn_time_s < size.best.drawn_time_s).mean())
+        likely = f"{show_percent(chance)} likely"
+        lines.append(f"{more(size)} slower than {fastest.gpus} ({likely}){use}")
+    if found.how.objective.of != "time" and (size := found.worse_from):
+        lines.append(f"{more(size)} {found.how.objective.more} than {found.best.gpus}")
     if first is not found.sizes[0]:
         lines.append(f"{what} first fits on {count(first.gpus)}")
     lines += [
@@ -382,22 +365,17 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
     return lines
 
 
-def _likely(slower: Size, faster: Size) -> str:
-    chance = float((faster.best.drawn_time_s < slower.best.drawn_time_s).mean())
-    return f"{show_percent(chance)} likely"
-
-
 def _use(found: Scaling, unit: str) -> str:
     """How many GPUs to use, and what they are better than."""
     best, first = found.best, found.first
     words = f"use {show_count(best.gpus, unit)}"
     if best.gpus > best.best.problem.cluster.gpus_per_server:
         words += f" ({show_count(best.servers, 'server')})"
-    if len({size.mode for size in found.fitting}) > 1 or found.objective.stated is not None:
+    if len({size.mode for size in found.fitting}) > 1 or found.how.objective.stated is not None:
         words += f" on {MODES[best.mode]}"
-    words += f" with {best.best.strategy}: {show_long(best.time_s)} {found.objective.span}"
-    if found.objective.of in ("cost", "energy"):
-        words += f", {found.objective.show(best.best.value)}"
+    words += f" with {best.best.strategy}: {show_long(best.time_s)} {found.how.objective.span}"
+    if found.how.objective.of in ("cost", "energy"):
+        words += f", {found.how.objective.show(best.best.value)}"
     if best is not first:
         words += (
             f", {found.speedup(best):.2f} times as fast as {show_count(first.gpus, unit)}"

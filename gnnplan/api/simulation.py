@@ -10,10 +10,10 @@ from typing import Any
 
 from gnnplan.api.asking import Overrides, settings_of, whole
 from gnnplan.api.view import View, of
-from gnnplan.planner.decision.candidate import Candidate, evaluate, placed, unproposed
-from gnnplan.planner.decision.objective import Objective
-from gnnplan.planner.decision.search import search
-from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
+from gnnplan.planner.decision.candidate import Candidate, placed
+from gnnplan.planner.decision.search import Search
+from gnnplan.planner.decision.sweep import axes, changes, point, points, rows, to_csv
+from gnnplan.planner.decision.sweep import moved as best_moved
 from gnnplan.planner.evidence.validate import (
     by_epoch,
     describe_operation,
@@ -21,12 +21,11 @@ from gnnplan.planner.evidence.validate import (
     predicted_per_operation,
 )
 from gnnplan.planner.problem.fitted import read_fitted
-from gnnplan.planner.problem.inputs import apply_overrides
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Prediction, Strategy
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
-from gnnplan.planner.vocabulary.progress import Notify
+from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.trace import write_traces
@@ -94,16 +93,22 @@ class Playing:
                 f" {MOST_TASKS:,} tasks; use {less} or less"
             )
 
-    def __call__(self, candidate: Candidate) -> dict[str, float]:
-        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """All tasks that are played. Raises SpecError where that would take minutes."""
         problem, strategy = candidate.problem, candidate.strategy
         batches = strategy.steps(problem)
-        if batches * problem.ranks > MOST_TASKS:
+        must_be_playable(problem, batches)
+        schedule: Schedule = strategy.schedule(problem, batches)
+        self.must_be_short(len(schedule.tasks))
+        return strategy.schedule(problem, self.steps * batches) if self.steps > 1 else schedule
+
+    def __call__(self, candidate: Candidate) -> dict[str, float]:
+        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
+        try:
+            schedule = self.schedule(candidate)
+        except SpecError:
             return {}
-        once: Schedule = strategy.schedule(problem, batches)
-        if len(once.tasks) * self.steps * self.times > MOST_TASKS:
-            return {}
-        schedule, cost = strategy.schedule(problem, self.steps * batches), problem.cost
+        batches, cost = candidate.strategy.steps(candidate.problem), candidate.problem.cost
         task_graph = TaskGraph(schedule, cost)
         played = play(schedule, cost, task_graph=task_graph)
         out = {"simulated_s": played.epoch_s(batches, candidate.predicted.period)}
@@ -125,23 +130,21 @@ class Simulation(View):
         overrides: Overrides,
         flows: bool,
         trace: Path | None,
-        notify: Notify,
     ) -> None:
         steps, noise, repetitions = playing.steps, playing.noise, playing.repetitions
-        problem, strategy = moved(base, strategy, settings_of(overrides), exact)
-        problem = problem.launching(strategy.replays)
+        candidate = moved(base, strategy, settings_of(overrides), exact)
+        problem, strategy, prediction = candidate.problem, candidate.strategy, candidate.predicted
         playing.must_be_of(problem.ranks)
-        batches = strategy.steps(problem)
-        must_be_playable(problem, batches)
-        schedule = strategy.schedule(problem, batches)
-        playing.must_be_short(len(schedule.tasks))
+        notify(f"writing the schedule of {strategy}")
+        batches, schedule = strategy.steps(problem), playing.schedule(candidate)
         if trace:
             make_folder(trace)
-        notify(f"writing the schedule of {strategy}")
-        prediction, steady = strategy.predict(problem), range(min(1, steps - 1), steps)
+        steady, too_little = range(min(1, steps - 1), steps), ""
+        try:
+            candidate.that_fits()
+        except Infeasible as why:
+            too_little = str(why)
         period, over = prediction.period, prediction.over(steady)
-        if steps > 1:
-            schedule = strategy.schedule(problem, steps * batches)
         notify(f"playing {len(schedule.tasks):,} tasks")
         cost = ByFlows.like(problem.cost) if flows else problem.cost
         task_graph = TaskGraph(schedule, cost)
@@ -178,7 +181,7 @@ class Simulation(View):
                 "operations": predicted_per_operation(over),
             },
             "trace": str(trace) if trace else None,
-            "too_little": too_little(problem, strategy),
+            "too_little": too_little,
         }
         if period > 1:
             self.document["epochs"] = _epoch_by_epoch(schedule, played, prediction, batches, steady)
@@ -279,24 +282,22 @@ class Sweep(View):
         self,
         base: Problem,
         strategy: Strategy,
-        exact: bool,
+        how: Search,
         fields: Mapping[str, Iterable[object]] | Sequence[str],
         playing: Playing,
         overrides: Overrides,
-        notify: Notify,
-        objective: Objective,
     ) -> None:
         if isinstance(fields, Mapping):
             fields = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
-        self.axes, self.strategy, self.exact = axes(fields), strategy.name, exact
+        self.axes, self.strategy, self.exact = axes(fields), strategy.name, how.exact
         settings, model = settings_of(overrides), base.workload.model
         asked = points(self.axes, base, settings, lambda name: read_fitted(name, model)[0])
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
-        self.rows = rows(asked, strategy, base.ranks, playing, exact, notify, objective)
+        self.rows = rows(asked, strategy, base.ranks, playing, how)
         self.changes = changes(self.axes, self.rows)
         self.document = {
-            "sweep": {axis.field: axis.values for axis in self.axes},
+            "sweep": self.axes,
             "strategy": self.strategy,
             "exact": self.exact,
             "rows": self.rows,
@@ -308,16 +309,14 @@ class Sweep(View):
         write_atomically(Path(path), to_csv(self.axes, self.rows))
 
     def blocks(self) -> list[str | Table]:
-        fields = [axis.field for axis in self.axes]
-
         def where(name: str, title: str, show: Callable[[float], str]) -> Any:
             """A column, if a row has such a number."""
             return column(title, name, show) if any(name in row for row in self.rows) else None
 
         found = table(
-            f"{', '.join(fields)} swept" + (", exact strategies only" if self.exact else ""),
+            f"{', '.join(self.axes)} swept" + (", exact strategies only" if self.exact else ""),
             self.rows,
-            *((field, lambda row, field=field: row["at"][field]) for field in fields),
+            *((field, lambda row, field=field: row["at"][field]) for field in self.axes),
             ("ranks", lambda row: of(row.get("gpus", row["ranks"]), row["ranks"])),
             ("recommended", lambda row: row["best"] or "nothing fits"),
             column("predicted", "predicted_s", show_time),
@@ -339,55 +338,22 @@ class Sweep(View):
         return [found, *(lines or ["the recommendation does not change over these values"])]
 
 
-def too_little(problem: Problem, strategy: Strategy) -> str:
-    """Why the strategy does not fit on this cluster; empty where it does."""
-    try:
-        evaluate(problem, strategy)
-    except Infeasible as why:
-        return str(why)
-    return ""
-
-
-def moved(
-    base: Problem, strategy: Strategy, settings: list[str], exact: bool
-) -> tuple[Problem, Strategy]:
-    """The plan's problem with overrides applied, and its strategy there.
+def moved(base: Problem, strategy: Strategy, settings: list[str], exact: bool) -> Candidate:
+    """The plan's strategy on its problem with overrides applied.
 
     Ranks keep their GPUs while servers and GPUs per server stay, and are placed anew if another
     field of the cluster changes. On another number of ranks the best variant of the strategy's
-    family is taken.
+    family is taken. Raises SpecError, Infeasible.
     """
-    problem = base
-    if settings:
-        cluster, workload = apply_overrides(base.cluster, base.workload, settings)
-        shapes = {(c.servers, c.gpus_per_server) for c in (cluster, base.cluster)}
-        placement = base.placement if len(shapes) == 1 else ()
-        problem = Problem(base.stats, base.graph, workload, cluster, base.method, placement)
+    problem = point(base, {}, settings) if settings else base
+    shapes = {(c.servers, c.gpus_per_server) for c in (problem.cluster, base.cluster)}
+    if len(shapes) == 1:
+        problem = problem.placed(base.placement)
     if problem.ranks != base.ranks:
-        strategy = best_of_family(strategy, problem, exact)
-    else:
-        strategy = strategy.settle(problem)
-    strategy.check(problem)
+        return best_moved(strategy, problem, Search(exact or strategy.exact, may_use_fewer=False))
     if problem.cluster != base.cluster:
         problem = placed(problem, strategy)
-    return problem, strategy
-
-
-def best_of_family(strategy: Strategy, problem: Problem, exact: bool) -> Strategy:
-    """The fastest variant of the strategy's family for this problem, an exact one of an exact one.
-
-    Of a family of which plans propose none (bns) it is the strategy itself. Raises Infeasible where
-    none fits, SpecError where its knobs do not suit.
-    """
-    own = unproposed(problem, strategy)
-    if own is not None:
-        return own.strategy
-    found = search(problem, exact or strategy.exact, may_use_fewer=False)
-    for candidate in found.ranked:
-        if candidate.strategy.name == strategy.name:
-            return candidate.strategy
-    reasons = (reason for name, reason in found.rejected if name.startswith(strategy.name))
-    raise Infeasible(f"{strategy.name} cannot run there: {next(reasons, 'no variant fits')}")
+    return Candidate.of(problem, strategy)
 
 
 def describe_noise(noise: Mapping[str, Any]) -> str:

@@ -7,10 +7,9 @@ from typing import Any
 
 from gnnplan.api.planning import Plan
 from gnnplan.api.running import rate_of
-from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import Notify, silent, tells
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
@@ -40,6 +39,7 @@ class Tuned(Plan):
         ]
 
 
+@tells
 def tune(
     plan: Plan,
     out: str | Path | None = None,
@@ -80,9 +80,7 @@ def tune(
         )
     servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     folder = launch.new_folder("tune") if out is None else Path(out)
-    problem, found = asked(plan.document, notify)
-    exact = documents.is_exact(plan.document)
-    return Tuned(by_runs(problem, found, folder, share, epochs, servers, exact, notify), folder)
+    return Tuned(by_runs(asked(plan.document), folder, share, epochs, servers), folder)
 
 
 def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:

@@ -16,7 +16,7 @@ from gnnplan.planner.evidence.validate import describe_operation, show_error
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import Notify, notify, silent, tells
 from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 from gnnplan.simulator.replay import replay
@@ -41,6 +41,7 @@ def validate(
 ) -> Validations: ...
 
 
+@tells
 def validate(
     runs: str | os.PathLike[str] | list[Any] | tuple[Any, ...],
     *,
@@ -65,7 +66,7 @@ def validate(
         if refit:
             raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
         return Validation(Path(runs), cluster)
-    return Validations([Path(run) for run in runs], cluster, refit, notify)
+    return Validations([Path(run) for run in runs], cluster, refit)
 
 
 class Validation(View):
@@ -201,7 +202,6 @@ class Validations(View):
         folders: Sequence[Path],
         cluster: str | None = None,
         refit: str | Path | None = None,
-        notify: Notify = silent,
     ) -> None:
         self.refit = Path(refit) if refit else None
         if self.refit:

@@ -1,8 +1,7 @@
-"""The command line: a file per verb.
+"""The command line: a file per verb, or of verbs that read or write alike.
 
-A verb's signature and docstring are its arguments and their help; `options` adds those of what it
-calls. common.py has what else verbs share. Every verb imports what it needs when it is called, so
-that --help comes at once.
+A verb's signature and docstring are its arguments and their help; common.py adds those of what it
+calls. Every verb imports what it needs when it is called, so that --help comes at once.
 """
 
 from __future__ import annotations
@@ -23,22 +22,8 @@ from gnnplan.cli.common import app, print_json
 from gnnplan.planner.vocabulary.progress import say
 
 # in the order of --help
-for _verb in (
-    "convert",
-    "partition",
-    "profile",
-    "check",
-    "plan",
-    "simulate",
-    "tune",
-    "run",
-    "validate",
-    "trace",
-    "emit",
-    "report",
-    "measure",
-):
-    import_module(f"gnnplan.cli.{_verb}")
+for _verbs in ["graphs", "check", "plan", "simulate", "training", "validate", "exports", "measure"]:
+    import_module(f"gnnplan.cli.{_verbs}")
 
 
 def main() -> NoReturn:

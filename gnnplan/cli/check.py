@@ -6,8 +6,7 @@ from typing import Any
 
 import typer
 
-from gnnplan.cli.common import show, verb
-from gnnplan.cli.options import of_function, of_model
+from gnnplan.cli.common import of_function, of_model, show, verb
 
 
 @verb(

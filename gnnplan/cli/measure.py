@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.cli.common import print_json, verb
-from gnnplan.cli.options import of_function
+from gnnplan.cli.common import of_function, print_json, verb
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import say
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def _read(cluster: str | None, tests: list[Path], wiring: Path | None) -> Cluste
     """
     from gnnplan.planner.cluster.readings import read
     from gnnplan.planner.problem.inputs import read_cluster
-    from gnnplan.planner.vocabulary.errors import SpecError
 
     if not cluster or not (tests or wiring):
         raise SpecError(

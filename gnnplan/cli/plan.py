@@ -7,8 +7,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import show, verb
-from gnnplan.cli.options import of_fields, of_function
+from gnnplan.cli.common import of_fields, of_function, say_notes, show, verb
+from gnnplan.planner.vocabulary.errors import SpecError
 
 if TYPE_CHECKING:
     from gnnplan.planner.problem.problem import Problem
@@ -65,7 +65,6 @@ def plan(
     """
     from gnnplan.api import planning, scaling
     from gnnplan.planner.vocabulary.files import must_be_writable
-    from gnnplan.planner.vocabulary.progress import progress, say
 
     clusters = list(dict.fromkeys(cluster or ["local"]))
     sizes = _sizes(scale, clusters, output, report, depths, given["ranks"])
@@ -80,23 +79,18 @@ def plan(
     if sizes:
         del given["ranks"]
         where: Any = clusters if clusters[1:] else clusters[0]
-        with progress() as notify:
-            ask = scaling.offers if clusters[1:] else scaling.scale
-            scaled = ask(graph, where, workload, gpus=sizes, notify=notify, **given)
-        for note in scaled.notes:
-            say(f"note: {note}")
+        ask = scaling.offers if clusters[1:] else scaling.scale
+        scaled = ask(graph, where, workload, gpus=sizes, **given)
+        say_notes(scaled.notes)
         show(scaled, as_json)
         return
-    with progress() as notify:
-        found = planning.plan(graph, clusters[0], workload, depths=depths, notify=notify, **given)
-    for note in found.notes:
-        say(f"note: {note}")
+    found = planning.plan(graph, clusters[0], workload, depths=depths, **given)
+    say_notes(found.notes)
     found.notes = ()
     if output:
         found.write(output)
     if report:
-        with progress() as notify:
-            found.report(report, notify=notify)
+        found.report(report)
     if not show(found, as_json):
         return
     if depths:
@@ -124,7 +118,6 @@ def _sizes(
     Raises SpecError, also for options that do not go with it.
     """
     from gnnplan.planner.decision.scale import sizes_of
-    from gnnplan.planner.vocabulary.errors import SpecError
 
     if scale is None:
         if len(clusters) > 1:

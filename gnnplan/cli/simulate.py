@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gnnplan.cli.common import show, verb
-from gnnplan.cli.options import of_function
+from gnnplan.cli.common import of_function, show, verb
+from gnnplan.planner.vocabulary.errors import SpecError
 
 
 @verb(
@@ -39,9 +39,7 @@ def simulate(
     """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.simulation import Simulation, Sweep
-    from gnnplan.planner.vocabulary.errors import SpecError
     from gnnplan.planner.vocabulary.files import must_be_writable
-    from gnnplan.planner.vocabulary.progress import progress
     from gnnplan.simulator.noise import stragglers
 
     slow = stragglers(straggler or [])
@@ -57,12 +55,11 @@ def simulate(
         must_be_writable(csv)
     playing |= {"overrides": set_ or [], "stragglers": slow}
     found: Simulation | Sweep
-    with progress() as notify:
-        if sweep is None:
-            found = plan.simulate(**playing, notify=notify)
-        else:
-            del playing["flows"], playing["trace"]
-            found = plan.sweep(sweep, **playing, notify=notify)
+    if sweep is None:
+        found = plan.simulate(**playing)
+    else:
+        del playing["flows"], playing["trace"]
+        found = plan.sweep(sweep, **playing)
     if csv and isinstance(found, Sweep):
         found.to_csv(csv)
     if show(found, as_json) and csv:

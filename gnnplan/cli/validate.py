@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from gnnplan.cli.common import show, verb
-from gnnplan.cli.options import of_function
+from gnnplan.cli.common import of_function, show, verb
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.progress import notify
+from gnnplan.planner.vocabulary.table import Table, column, table
+from gnnplan.planner.vocabulary.units import show_percent
 
 
 @verb(
@@ -38,8 +43,6 @@ def validate(
         leave_one_out: With --published: predict each dataset with constants fitted to the others.
     """
     from gnnplan.api.validation import validate as compare
-    from gnnplan.planner.vocabulary.errors import SpecError
-    from gnnplan.planner.vocabulary.progress import progress
 
     if (not directories) == (published is None):
         raise SpecError("validate takes the folders of runs, or --published FILE.csv")
@@ -52,8 +55,7 @@ def validate(
     runs: Any = directories
     if runs[1:] == [] and not constants["refit"]:
         runs = runs[0]
-    with progress() as notify:
-        found = compare(runs, **constants, notify=notify)
+    found = compare(runs, **constants)
     show(found, as_json)
     if not found.ok:
         raise typer.Exit(1)
@@ -61,23 +63,14 @@ def validate(
 
 def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     """Predict a file of printed figures; print errors, winners, and why rows are skipped."""
-    from collections import Counter
-    from functools import partial
-
     from gnnplan.api.view import Blocks
     from gnnplan.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.papers.published import evaluate_rows
     from gnnplan.papers.rows import read
-    from gnnplan.planner.vocabulary.progress import progress
-    from gnnplan.planner.vocabulary.table import Table, column, table
-    from gnnplan.planner.vocabulary.units import show_percent
 
     rows = read(path)
-    with progress() as notify:
-        notify(f"predicting {len(rows):,} figures")
-        result = (
-            leave_one_out(rows) if left_out else evaluate_rows(rows, gave_a_constant, calibrated)
-        )
+    notify(f"predicting {len(rows):,} figures")
+    result = leave_one_out(rows) if left_out else evaluate_rows(rows, gave_a_constant, calibrated)
     summary = dict(result["summary"])
     winner = summary.pop("winner")
     percent = partial(show_percent, digits=1)

@@ -14,7 +14,7 @@ from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.evidence.runs import question_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.planner.vocabulary.units import show_count
@@ -35,7 +35,6 @@ class Facts:
     document: dict[str, Any]
     candidate: Candidate  # its choice, predicted again
     runs: list[Replay]
-    notify: Notify = silent
 
     @property
     def problem(self) -> Problem:
@@ -59,30 +58,30 @@ class Facts:
     @cached_property
     def epoch(self) -> Schedule:
         """All tasks of one epoch. Raises Absent where they are too many."""
-        strategy, problem = self.candidate.strategy, self.problem
-        try:
-            must_be_playable(problem, self.batches)
-        except SpecError as error:
-            raise Absent(str(error)) from error
-        schedule = strategy.schedule(problem, self.batches)
-        if len(schedule.tasks) > MOST_TASKS:
-            raise Absent(f"an epoch has {len(schedule.tasks):,} tasks, more than {MOST_TASKS:,}")
-        return schedule
+        return self._schedule(self.batches)
 
     @cached_property
     def simulated(self) -> list[Span]:
         """The spans of some steps, the last of which is in the steady state. Raises Absent."""
-        steps = 3 if self.batches == 1 else min(self.batches, 6)
-        if len(self.epoch.tasks) / self.batches * steps > MOST_TASKS:
-            raise Absent(f"{show_count(steps, 'step')} have more than {MOST_TASKS:,} tasks")
-        self.notify("playing the schedule")
-        schedule = self.candidate.strategy.schedule(self.problem, steps)
+        schedule = self._schedule(3 if self.batches == 1 else min(self.batches, 6))
+        notify("playing the schedule")
         return play(schedule, self.problem.cost).spans
 
+    def _schedule(self, steps: int) -> Schedule:
+        try:
+            must_be_playable(self.problem, steps)
+        except SpecError as error:
+            raise Absent(str(error)) from error
+        schedule = self.candidate.strategy.schedule(self.problem, steps)
+        if len(schedule.tasks) > MOST_TASKS:
+            raise Absent(
+                f"{show_count(steps, 'step')} have {len(schedule.tasks):,} tasks, more than"
+                f" {MOST_TASKS:,}"
+            )
+        return schedule
 
-def gather(
-    plan: dict[str, Any] | str | Path, folders: Sequence[str | Path], notify: Notify = silent
-) -> Facts:
+
+def gather(plan: dict[str, Any] | str | Path, folders: Sequence[str | Path]) -> Facts:
     """The facts of a plan and of finished runs.
 
     Raises SpecError where the plan or a folder is none, or where a run answers another question.
@@ -104,4 +103,4 @@ def gather(
                 f" give runs of this plan, as `gnnplan run plan.json --out {folder}` makes them"
             )
         runs.append(run)
-    return Facts(document, evaluate(problem, plans.chosen(document)), runs, notify)
+    return Facts(document, evaluate(problem, plans.chosen(document)), runs)

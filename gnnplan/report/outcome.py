@@ -83,9 +83,10 @@ def losses(facts: Facts) -> Picture:
     """Losses and validation scores by epoch. Raises Absent."""
     names = run_names(facts)
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
-    rows = []
+    # runs of one plan have one metric, which older runs may lack
+    scores = (name for one in facts.runs for name in scores_of(one.metrics[0]) if "val" in name)
+    rows, score = [], next(scores, "val_accuracy")
     for name, one, colour in zip(names, facts.runs, COLOURS * 9, strict=False):
-        score = next((name for name in scores_of(one.metrics[0]) if "val" in name), "")
         known = [r for r in one.metrics if isinstance(r.get(score), float)]
         for row, field, lines in ((1, "loss", one.metrics), (2, score, known)):
             drawn.add_trace(
@@ -105,10 +106,7 @@ def losses(facts: Facts) -> Picture:
         first, last = one.metrics[0]["loss"], one.metrics[-1]["loss"]
         accuracy = f"{known[-1][score]:.3f}" if known else "-"
         rows.append([name, str(len(one.metrics)), f"{first:.4g}", f"{last:.4g}", accuracy])
-    # runs of one plan have one metric, which older runs may lack
-    found = [name for one in facts.runs for name in scores_of(one.metrics[0]) if "val" in name]
-    what = found[0].removeprefix("val_") if found else "accuracy"
-    out = figure(drawn, 500)
+    what, out = score.removeprefix("val_"), figure(drawn, 500)
     out.update_yaxes(title_text="loss", row=1, col=1)
     out.update_yaxes(title_text=f"validation {what}", row=2, col=1)
     out.update_xaxes(title_text="epoch", row=2, col=1)

@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import base64
 import gzip
-import html
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from html import escape as _text
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 from gnnplan import __version__
+from gnnplan.planner.decision.answer import describe_question
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
-from gnnplan.planner.vocabulary.progress import Notify, silent
-from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
+from gnnplan.planner.vocabulary.progress import notify
+from gnnplan.planner.vocabulary.units import show_percent, show_time
 from gnnplan.report.facts import Absent, Facts, gather
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ def report(
     plan: dict[str, Any] | str | Path,
     runs: Sequence[str | Path] = (),
     output: str | Path = "report.html",
-    notify: Notify = silent,
 ) -> Path:
     """Write the page of a plan (its document or file) and of finished runs of it; returns its path.
 
@@ -49,8 +49,8 @@ def report(
     output = Path(output)
     must_be_writable(output)
     must_have_plotly()
-    facts = gather(plan, runs, notify)
-    pictures, absent = draw(facts, notify)
+    facts = gather(plan, runs)
+    pictures, absent = draw(facts)
     notify("writing the page")
     write_atomically(output, page(facts, pictures, absent))
     return output
@@ -62,7 +62,7 @@ def must_have_plotly() -> None:
         raise SpecError("a report needs plotly, which is absent: pip install 'gnnplan[report]'")
 
 
-def draw(facts: Facts, notify: Notify = silent) -> tuple[list[Picture], dict[str, str]]:
+def draw(facts: Facts) -> tuple[list[Picture], dict[str, str]]:
     """The pictures, and by title why others are absent."""
     from gnnplan.report import decision, outcome, traffic
     from gnnplan.report.timeline import timeline
@@ -96,10 +96,12 @@ def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> s
         f'<section class="absent"><h2>{_text(title)}</h2><p>{_prose(reason)}</p></section>'
         for title, reason in absent.items()
     ]
+    problem = facts.problem
+    question = describe_question(facts.document["graph"], problem.workload, problem.cluster)
     packed = gzip.compress(get_plotlyjs().encode(), mtime=0)
     return Template(PAGE.read_text(encoding="utf-8")).substitute(
-        title=_text(f"{question(facts)}: report"),
-        heading=_text(question(facts)),
+        title=_text(f"{question}: report"),
+        heading=_text(question),
         summary="\n".join(
             f"<dt>{_text(name)}</dt><dd>{_prose(line)}</dd>"
             for name, line in summary(facts).items()
@@ -110,19 +112,6 @@ def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> s
         pictures=_json(figures),
         templates=_json(templates),
         plotly=base64.b64encode(packed).decode(),
-    )
-
-
-def question(facts: Facts) -> str:
-    """Graph, model and cluster, as a heading."""
-    problem = facts.problem
-    workload, cluster = problem.workload, problem.cluster
-    model = f"{workload.module.name}, " if workload.module else ""
-    return (
-        f"{problem.stats.name.split('?')[0]}, {model}{workload.model}"
-        f" {show_count(workload.layers, 'layer')} x {workload.hidden}, on cluster {cluster.name}:"
-        f" {show_count(cluster.servers, 'server')} x {cluster.gpus_per_server}"
-        f" {cluster.device.name}"
     )
 
 
@@ -174,10 +163,6 @@ def _table(picture: Picture) -> str:
         + (f"<p>{left_out:,} more rows are left out.</p>" if left_out else "")
         + "</details>"
     )
-
-
-def _text(words: str) -> str:
-    return html.escape(words)
 
 
 def _prose(words: str) -> str:

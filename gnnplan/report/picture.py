@@ -62,13 +62,6 @@ def figure(traces: Any, height: int, **layout: Any) -> go.Figure:
     return out.update_layout(**layout)
 
 
-def categories(drawn: go.Figure, x: str, y: str, **y_axis: Any) -> go.Figure:
-    """The figure with axes of names instead of numbers, and without room for a legend."""
-    drawn.update_layout(margin_t=8)
-    drawn.update_xaxes(type="category", showgrid=False, title_text=x)
-    return drawn.update_yaxes(type="category", showgrid=False, title_text=y, **y_axis)
-
-
 def unit_of(most: float, units: Sequence[tuple[float, str]]) -> tuple[str, float]:
     """The unit for numbers up to `most`, and how many of it a second or a byte is.
 

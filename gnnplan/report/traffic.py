@@ -15,7 +15,7 @@ from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
 from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
 from gnnplan.report.facts import Absent, Facts
-from gnnplan.report.picture import COMMUNICATION, SIZES, Picture, categories, figure, unit_of
+from gnnplan.report.picture import COMMUNICATION, SIZES, Picture, figure, unit_of
 
 MOST_RANKS = 64  # of the matrix; beyond, servers stand for their ranks
 EVEN = 1.01  # pairs that differ by less send the same
@@ -54,7 +54,7 @@ def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
 def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
     """The ports that an epoch's bytes pass, the busiest first."""
     source, target = np.nonzero(sent)
-    problem, epoch_s = candidate.problem, float(candidate.predicted.epoch_s)
+    problem, epoch_s = candidate.problem, candidate.epoch_s
     placement = problem.cost.placement
     rank_of = {f"GPU {gpu}": f"rank {rank}" for rank, gpu in enumerate(placement)}
     found = [
@@ -97,8 +97,10 @@ def matrix(facts: Facts) -> Picture:
         texttemplate="%{text}" if len(names) <= MOST_WRITTEN else None,
         hovertemplate=f"{what} %{{y}} to {what} %{{x}}: %{{text}}<extra></extra>",
     )
-    drawn = figure([field], 420)
-    categories(drawn, f"to {what}", f"from {what}", autorange="reversed")
+    drawn = figure([field], 420, margin_t=8)
+    names_not_numbers = {"type": "category", "showgrid": False}
+    drawn.update_xaxes(title_text=f"to {what}", **names_not_numbers)
+    drawn.update_yaxes(title_text=f"from {what}", autorange="reversed", **names_not_numbers)
     pairs = sorted(np.argwhere(shown > 0).tolist(), key=lambda pair: -shown[tuple(pair)])
     a, b = pairs[0]
     all_pairs = shown.size - len(shown)

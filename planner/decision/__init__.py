@@ -14,8 +14,7 @@
     scale.py           the decision on more and more GPUs: whether to distribute at all
     objective.py       what the best candidate has least of: time, cost, energy
     plan.py            plan.json, written and read
-    answer.py          a strategy of a plan, and its numbers
-    alternative.py     another candidate of a plan as its best (--strategy NEXT)
+    answer.py          a strategy of a plan with its numbers, or as its best (--strategy NEXT)
 
 The room may import every room of the planner but evidence/.
 """

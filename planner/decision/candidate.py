@@ -40,8 +40,8 @@ class Candidate:
         strategy = strategy.settle(problem)
         strategy.check(problem)
         problem = problem.launching(strategy.replays)
-        if why := objective.uncovered(problem, strategy):
-            raise SpecError(why)
+        if (target := objective.target) and not target.epochs(problem, strategy):
+            raise SpecError(target.why_not(problem, strategy))
         return cls(strategy, strategy.predict(problem), problem, objective)
 
     def launched_one_by_one(self) -> Candidate:
@@ -69,10 +69,14 @@ class Candidate:
         return self.strategy.memory(self.problem)
 
     @property
+    def epoch_s(self) -> float:
+        """Its predicted epoch [s]."""
+        return float(self.predicted.epoch_s)
+
+    @property
     def value(self) -> float:
         """The number that the best candidate has least of: by default its epoch [s]."""
-        epoch_s = float(self.predicted.epoch_s)
-        return float(self.objective.value(self.problem, self.strategy, epoch_s))
+        return float(self.objective.value(self.problem, self.strategy, self.epoch_s))
 
     @property
     def drawn(self) -> NDArray[np.float64]:
@@ -87,7 +91,7 @@ class Candidate:
     @property
     def time_s(self) -> float:
         """Its epoch, or all epochs that the objective counts [s]."""
-        return float(self.predicted.epoch_s) * self.epochs.usual
+        return self.epoch_s * self.epochs.usual
 
     @property
     def drawn_time_s(self) -> NDArray[np.float64]:
@@ -115,7 +119,7 @@ class Candidate:
     def dollars(self) -> float | None:
         """Price of an epoch [$], where the cluster has a price; servers are rented whole."""
         per_second = dollars_per_second(self.problem)
-        return None if per_second is None else per_second * float(self.predicted.epoch_s)
+        return None if per_second is None else per_second * self.epoch_s
 
     @cached_property
     def drawn_s(self) -> NDArray[np.float64]:
@@ -161,18 +165,6 @@ def evaluate_or_save_memory(
             with suppress(Infeasible):
                 return evaluate(problem, with_less_memory, objective)
         raise error
-
-
-def unproposed(
-    problem: Problem, strategy: Strategy, objective: Objective = TIME
-) -> Candidate | None:
-    """The strategy as it is on all GPUs, where plans propose no variant of its family; else None.
-
-    Raises SpecError, Infeasible.
-    """
-    if next(iter(type(strategy).candidates(problem)), None) is not None:
-        return None
-    return evaluate(placed(problem, strategy), strategy, objective)
 
 
 def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:

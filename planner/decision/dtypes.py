@@ -8,16 +8,15 @@ not asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.epochs import with_fields
 from gnnplan.planner.decision.explain import rounded_products, rounding_cost, rounding_runs
 from gnnplan.planner.decision.plan import answer
 from gnnplan.planner.decision.recommendation import SURE_SHARE
-from gnnplan.planner.decision.search import SearchResult
-from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.problem.inputs import checked
+from gnnplan.planner.decision.search import SearchResult, each_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
@@ -30,15 +29,10 @@ DTYPES = (PLAIN, ROUNDED)
 class Choice:
     """The answers to a question by the type of its rows, and the type that is recommended."""
 
-    problem: Problem  # with rows of the chosen type
+    chosen: str  # the type of rows that is recommended
     answers: Mapping[str, SearchResult]
     refused: Mapping[str, str]  # why a type has no answer
     why: str  # this type
-
-    @property
-    def chosen(self) -> str:
-        """The type of rows that is recommended."""
-        return self.problem.workload.dtype
 
     @property
     def found(self) -> SearchResult:
@@ -87,25 +81,28 @@ def choose(problem: Problem, ask: Callable[[Problem], SearchResult], exact: bool
     ask: the search; exact: what --exact says. Raises SpecError or Infeasible where there is no
     answer with either type.
     """
-    answers, refused = dict[str, SearchResult](), dict[str, SpecError | Infeasible]()
-    for dtype in DTYPES:
-        try:
-            if exact and dtype == ROUNDED:
-                raise SpecError("--exact leaves out what is lossy, and so rows that are rounded")
-            answers[dtype] = ask(with_rows(problem, dtype))
-        except (SpecError, Infeasible) as error:
-            refused[dtype] = error
+
+    def with_dtype(dtype: str) -> SearchResult:
+        if exact and dtype == ROUNDED:
+            raise SpecError("--exact leaves out what is lossy, and so rows that are rounded")
+        same = problem.workload.dtype == dtype
+        return ask(problem if same else with_fields(problem, dtype=dtype))
+
+    answers, refused = each_of(DTYPES, with_dtype)
     if not answers:
         if all(isinstance(error, Infeasible) for error in refused.values()):
             raise Infeasible(f"{refused[ROUNDED]} (rows in {ROUNDED}; {PLAIN} needs more)")
         raise refused[PLAIN]
-    reasons = {dtype: in_a_line(error) for dtype, error in refused.items()}
+    reasons = {  # the rule, without the field in front, and the candidates and remedies behind
+        dtype: str(error).splitlines()[0].removeprefix("dtype: ").rstrip(":")
+        for dtype, error in refused.items()
+    }
     if refused:
         [chosen], [(other, reason)] = answers, reasons.items()
         why = f"{other} is refused: {reason}"
     else:
         chosen, why = of_two(answers[PLAIN].best, answers[ROUNDED].best)
-    return Choice(with_rows(problem, chosen), answers, reasons, why)
+    return Choice(chosen, answers, reasons, why)
 
 
 def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
@@ -131,22 +128,6 @@ def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
 def taken(dtype: str, best: Candidate) -> str:
     """Say what the best strategy takes with rows of a type."""
     return (
-        f"{dtype}: {best.strategy}, {show_time(float(best.predicted.epoch_s))} per epoch,"
+        f"{dtype}: {best.strategy}, {show_time(best.epoch_s)} per epoch,"
         f" {show_bytes(best.memory_bytes)} on the fullest rank"
     )
-
-
-def with_rows(problem: Problem, dtype: str) -> Problem:
-    """The problem with rows of a type.
-
-    Raises SpecError where the model, its norm or the task does not allow it.
-    """
-    if problem.workload.dtype == dtype:
-        return problem
-    fields = problem.workload.model_dump() | {"dtype": dtype}
-    return replace(problem, workload=checked(Workload, fields, "", ["dtype"]))
-
-
-def in_a_line(error: SpecError | Infeasible) -> str:
-    """The rule of an error, without the field in front, and the candidates and remedies behind."""
-    return str(error).splitlines()[0].removeprefix("dtype: ").rstrip(":")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,11 +79,7 @@ def _printed(graph: str, mode: str) -> Epochs:
     return Epochs(float(round(np.exp(logs.mean()))), float(spread), source)
 
 
-def in_mode(problem: Problem, mode: str, epochs: int | None = None) -> Problem:
-    """The problem on the full graph or on mini-batches, perhaps with so many epochs.
-
-    Raises SpecError where the workload does not allow it.
-    """
-    changed: dict[str, object] = {"mode": mode} | ({} if epochs is None else {"epochs": epochs})
-    fields = problem.workload.model_dump() | changed
-    return replace(problem, workload=checked(Workload, fields, "", list(changed)))
+def with_fields(problem: Problem, **fields: Any) -> Problem:
+    """The problem with these fields of its workload. Raises SpecError where they do not suit."""
+    changed = problem.workload.model_dump() | fields
+    return replace(problem, workload=checked(Workload, changed, "", list(fields)))

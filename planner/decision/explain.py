@@ -24,14 +24,14 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
 
 
-def explain(problem: Problem, found: SearchResult, turning_points: Sequence[str]) -> list[str]:
+def explain(found: SearchResult, turning_points: Sequence[str]) -> list[str]:
     """All reasons, the most important first; `turning_points` is what sensitivity.py says."""
-    best, by = found.best, found.objective
+    problem, best, by = found.problem, found.best, found.objective
     counted = "" if by.is_plain else f"; compared by {by.of} {by.span}: {by.show(best.value)}"
     out = [
-        f"{best.strategy}: {show_time(float(best.predicted.epoch_s))} per epoch; bottleneck:"
+        f"{best.strategy}: {show_time(best.epoch_s)} per epoch; bottleneck:"
         f" {best.predicted.bottleneck}{counted}",
-        *why_these_gpus(problem, found),
+        *why_these_gpus(found),
         *tightest(best),
         *rounded_rows(problem),
         *before_the_first_epoch(best),
@@ -42,15 +42,15 @@ def explain(problem: Problem, found: SearchResult, turning_points: Sequence[str]
     ]
     if problem.workload.mode == "mini":
         out.append(batches_of(problem, best.strategy))
-    return out + of_families(problem, found)
+    return out + of_families(found)
 
 
 # -- the recommendation ------------------------------------------------------------------------
 
 
-def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
+def why_these_gpus(found: SearchResult) -> list[str]:
     """Whether all GPUs are worth using, and why ranks do not sit in the order of the GPUs."""
-    best, out, more = found.best, [], found.objective.more
+    problem, best, out, more = found.problem, found.best, [], found.objective.more
     used = best.problem.ranks
     other = next(
         (c for c in found.others if (c.problem.ranks == problem.ranks) != (used == problem.ranks)),
@@ -69,7 +69,7 @@ def why_these_gpus(problem: Problem, found: SearchResult) -> list[str]:
     in_order = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
     if in_order.placement != best.problem.placement:
         in_order_s = float(best.strategy.predict(in_order).epoch_s)
-        slower = in_order_s / float(best.predicted.epoch_s) - 1
+        slower = in_order_s / best.epoch_s - 1
         if slower >= 0.005:  # computation may hide a stale exchange wherever the ranks sit
             out.append(
                 "Ranks sit where their traffic takes the fast links: in the order of the GPUs an"
@@ -227,7 +227,7 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
     if not candidate.objective.is_plain:
         epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs != ONE else ""
         return (
-            f"{show_time(float(candidate.predicted.epoch_s))} per epoch on"
+            f"{show_time(candidate.epoch_s)} per epoch on"
             f" {show_count(candidate.problem.ranks, 'rank')}{epochs}"
         )
     ours, theirs = best.predicted, candidate.predicted
@@ -257,8 +257,9 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
     )
 
 
-def of_families(problem: Problem, found: SearchResult) -> list[str]:
+def of_families(found: SearchResult) -> list[str]:
     """The sentences of each family about the problem itself (`Strategy.explain`)."""
+    problem = found.problem
     on_all = [c.strategy for c in found.ranked if c.problem.ranks == problem.ranks]
     told = [
         family.explain(problem, next((one for one in on_all if type(one) is family), None))

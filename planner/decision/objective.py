@@ -272,12 +272,6 @@ class Objective:
                 " it, as --set device.power=300W"
             )
 
-    def uncovered(self, problem: Problem, strategy: Strategy) -> str:
-        """Why nothing is known of the strategy's number; empty where it is known."""
-        if self.target is None or self.target.epochs(problem, strategy):
-            return ""
-        return self.target.why_not(problem, strategy)
-
     def epochs(self, problem: Problem, strategy: Strategy) -> Epochs:
         """How many epochs are counted."""
         if self.stated is not None:
@@ -314,15 +308,11 @@ class Objective:
         if self.of == "value":
             price = problem.cluster.price or USUAL_PRICE
             return (seconds + START_S) * (WAITING + gpus_taken(problem) * price) / 3600
-        return seconds * self.per_second(problem)
-
-    def per_second(self, problem: Problem) -> float:
-        """The worth of a second of training on the problem's GPUs: 1 [s], dollars or joules."""
-        if self.of in ("time", "value"):
-            return 1.0
-        counted = {"cost": dollars_per_second, "energy": watts}[self.of](problem)
-        assert counted is not None, "check(problem) comes first"
-        return counted
+        if self.of == "time":
+            return seconds
+        per_second = {"cost": dollars_per_second, "energy": watts}[self.of](problem)
+        assert per_second is not None, "check(problem) comes first"
+        return seconds * per_second
 
     def show(self, value: float) -> str:
         """The number as people read it."""

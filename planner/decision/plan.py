@@ -19,6 +19,7 @@ from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.epochs import ONE
+from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.recommendation import Array, range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
@@ -36,37 +37,16 @@ from gnnplan.planner.vocabulary.files import (
     suggest,
     write_atomically,
 )
-from gnnplan.planner.vocabulary.progress import Notify, silent
 
 AGAIN = "make it again with `gnnplan plan`"
 BEFORE = "0.1.0"  # the release whose plans are still read; its field names bring a notice
 OUTLOOK = ("epoch_low_s", "epoch_high_s", "chance_fastest", "expected_regret")
-# what the objective counts of a candidate, and the 10th and 90th percentile of it
-COUNTED = {
-    "cost": ("cost", "cost_low", "cost_high"),
-    "energy": ("energy_j", "energy_low_j", "energy_high_j"),
-    "epochs": (
-        "epochs_to_accuracy",
-        "epochs_to_accuracy_low",
-        "epochs_to_accuracy_high",
-    ),
-    "time": ("time_to_accuracy_s", "time_to_accuracy_low_s", "time_to_accuracy_high_s"),
-    "stated": ("epochs", "epochs_low", "epochs_high"),
-    "training": ("training_s", "training_low_s", "training_high_s"),
-    "value": ("value", "value_low", "value_high"),
-}
 SIZES = ("bytes_total", "bytes", "bytes_by_link", "setup_bytes")  # of a prediction
 MAX_PLAN = 64 * 2**20  # [B]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def make(
-    problem: Problem,
-    found: SearchResult,
-    exact: bool = False,
-    notify: Notify = silent,
-    depths: bool = False,
-) -> dict[str, Any]:
+def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
     """The document of a search result, JSON-ready.
 
     depths: among the reasons say at which other numbers of layers another family wins; that takes
@@ -77,21 +57,21 @@ def make(
     from gnnplan.planner.decision.sensitivity import of_depths, sentences
     from gnnplan.planner.decision.summary import summarise
 
-    turning_points = sentences(found, notify)
-    reasons = [*turning_points, *(of_depths(found, exact, notify) if depths else ())]
+    turning_points = sentences(found)
+    reasons = [*turning_points, *(of_depths(found) if depths else ())]
     return {
-        **for_run(problem, found, exact),
+        **for_run(found),
         "alternatives": [answer(found, candidate) for candidate in found.others],
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
-        "summary": summarise(problem, found, turning_points),
-        "explanation": explain(problem, found, reasons),
+        "summary": summarise(found, turning_points),
+        "explanation": explain(found, reasons),
     }
 
 
-def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[str, Any]:
+def for_run(found: SearchResult) -> dict[str, Any]:
     """The part of a plan that is needed to run it: the question and one answer."""
-    best = found.best
+    problem, best = found.problem, found.best
     return {
         "gnnplan": __version__,
         "torch": version("torch"),  # by its package: the planner does not import it
@@ -99,25 +79,21 @@ def for_run(problem: Problem, found: SearchResult, exact: bool = False) -> dict[
         "workload": problem.workload.model_dump(mode="json"),
         "cluster": problem.cluster.model_dump(mode="json"),
         "partitioner": problem.partitioner,
-        "exact": exact,
-        **objective_fields(found),
+        "exact": found.how.exact,
+        **objective_fields(found.objective, best.problem),
         "best": {**answer(found, best), "placement": best.strategy.placement(best.problem)},
     }
 
 
-def objective_fields(found: SearchResult) -> dict[str, Any]:
+def objective_fields(objective: Objective, problem: Problem) -> dict[str, Any]:
     """The objective as a plan has it, JSON-ready."""
-    objective, target = found.objective, found.objective.target
+    out: dict[str, Any] = {"objective": objective.of}
     if objective.stated is not None:
-        epochs = {mode: asdict(of_mode) for mode, of_mode in objective.stated.items()}
-        return {"objective": objective.of, "epochs": epochs}
-    if target is None:
-        return {"objective": objective.of}
-    return {
-        "objective": objective.of,
-        "target_accuracy": target.accuracy,
-        "evidence": [run.folder for run in target.of_question(found.best.problem)],
-    }
+        out["epochs"] = {mode: asdict(of_mode) for mode, of_mode in objective.stated.items()}
+    if target := objective.target:
+        out["target_accuracy"] = target.accuracy
+        out["evidence"] = [run.folder for run in target.of_question(problem)]
+    return out
 
 
 def graph_of(problem: Problem) -> dict[str, Any]:
@@ -155,21 +131,25 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
 
 
 def counted(candidate: Candidate) -> dict[str, float]:
-    """The numbers of a candidate's objective, by the names of COUNTED; none for an epoch's time.
+    """The numbers of a candidate's objective with 10th and 90th percentiles, 'cost', 'cost_low'
+    and 'cost_high'; none for an epoch's time.
 
     Cost and energy are of an epoch, or of all epochs that it counts.
     """
     objective, epochs, out = candidate.objective, candidate.epochs, dict[str, float]()
 
     def say(what: str, value: float, drawn: Array) -> None:
-        out.update(zip(COUNTED[what], (value, *range_of(drawn)), strict=True))
+        names = (what.format(end) for end in ("", "_low", "_high"))
+        out.update(zip(names, (value, *range_of(drawn)), strict=True))
 
     if epochs != ONE:
-        what = ("epochs", "time") if objective.stated is None else ("stated", "training")
-        say(what[0], epochs.usual, epochs.drawn)
-        say(what[1], candidate.time_s, candidate.drawn_time_s)
+        to = "epochs_to_accuracy{}", "time_to_accuracy{}_s"
+        to = to if objective.stated is None else ("epochs{}", "training{}_s")
+        say(to[0], epochs.usual, epochs.drawn)
+        say(to[1], candidate.time_s, candidate.drawn_time_s)
     if objective.of != "time":
-        say(objective.of, candidate.value, candidate.drawn)
+        name = "energy{}_j" if objective.of == "energy" else objective.of + "{}"
+        say(name, candidate.value, candidate.drawn)
     return out
 
 
@@ -199,10 +179,13 @@ class _Place(TypedDict):
     gpu: int
 
 
-class _Answer(TypedDict, total=False):
+class KnownAnswer(TypedDict, total=False):
+    """An answer without the numbers of its objective (`counted`)."""
+
     strategy: Required[dict[str, Any]]
     exact: Required[bool]
     gpus: Required[int]
+    epoch_s: Finite
     epoch_low_s: Finite | None
     epoch_high_s: Finite | None
     chance_fastest: Finite | None
@@ -242,13 +225,13 @@ class _Document(TypedDict, total=False):
     workload: Required[dict[str, Any]]
     cluster: Required[dict[str, Any]]
     partitioner: Required[str]
-    best: Required[_Answer]
+    best: Required[KnownAnswer]
     exact: bool
     objective: str
     target_accuracy: Finite
     evidence: list[str]
     epochs: dict[str, _Epochs]
-    alternatives: list[_Answer]
+    alternatives: list[KnownAnswer]
     settles: dict[str, Any] | None
     rejected: list[_Rejected]
     summary: dict[str, str]

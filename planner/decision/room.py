@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import MOST_PAIRED, MOST_RANKS, Cluster
+from gnnplan.planner.cluster.spec import MOST_PAIRED, MOST_RANKS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.minibatch.host_memory import fits, fullest
@@ -46,9 +47,6 @@ class Need(NamedTuple):
     device: float  # on the fullest rank
     server: float  # for graph data in the fullest server; 0 where that is not limited
     name: str
-
-    def is_met(self, cluster: Cluster) -> bool:
-        return self.device <= cluster.device.memory and self.server <= cluster.graph_room
 
 
 def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
@@ -88,10 +86,10 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
     ]:
         words.append(_enough("host_memory", larger_server))
     if found and not words:
-        least = min(found)
+        need = min(found)
         words.append(
-            f"--set device.memory={_gigabytes(least.device):g}GB"
-            f" --set host_memory={_gigabytes(least.server):g}GB would fit {least.name}"
+            f"--set device.memory={_gigabytes(need.device):g}GB"
+            f" --set host_memory={_gigabytes(need.server):g}GB would fit {need.name}"
         )
 
     @cache
@@ -103,19 +101,20 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
         if cluster.ranks > min(problem.stats.vertices, most):
             return None
         larger = replace(problem, graph=None, method=method, cluster=cluster, placement=())
-        fitting = (n.name for n in needs(larger, options(larger)) if n.is_met(cluster))
+        fitting = (
+            need.name
+            for need in needs(larger, options(larger))
+            if need.device <= room and need.server <= server_room
+        )
         return next(fitting, None)
 
     # no real cut of a graph is worse than a random one, so the proposed number suffices
     method = problem.method if problem.graph is None else "random"
-    few = problem.cluster.servers
-    many = next((few * factor for factor in (2, 4, 8, 16, 32, 64) if with_servers(few * factor)), 0)
-    if many:
-        few = many // 2
-        while many - few > 1:
-            between = (few + many) // 2
-            few, many = (few, between) if with_servers(between) else (between, many)
-        words.append(f"--set servers={many} ({with_servers(many)}, estimated)")
+    doubled = (problem.cluster.servers << times for times in range(1, 7))
+    if many := next(filter(with_servers, doubled), 0):
+        between = range(many // 2 + 1, many)
+        least = many // 2 + 1 + bisect_left(between, True, key=lambda n: bool(with_servers(n)))
+        words.append(f"--set servers={least} ({with_servers(least)}, estimated)")
     if not words and not found:
         return "more memory would not help"
     if not words:

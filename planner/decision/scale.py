@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,15 +21,13 @@ import numpy as np
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import in_mode
-from gnnplan.planner.decision.objective import NEAR, TIME, Objective, dollars_per_second
+from gnnplan.planner.decision.epochs import with_fields
+from gnnplan.planner.decision.objective import NEAR
 from gnnplan.planner.decision.room import least_needed
-from gnnplan.planner.decision.search import SearchResult, options
+from gnnplan.planner.decision.search import EVERYTHING, Search, SearchResult
 from gnnplan.planner.decision.sweep import planned, point
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,10 @@ class Size:
     needs_bytes: float | None = None  # least memory in which a strategy would fit [B]
 
     @property
-    def result(self) -> SearchResult:
-        """The candidates that were found; only of a size where something fits."""
-        assert self.found is not None
-        return self.found
-
-    @property
     def best(self) -> Candidate:
-        """The recommended candidate."""
-        return self.result.best
+        """The recommended candidate; only of a size where something fits."""
+        assert self.found is not None
+        return self.found.best
 
     @property
     def time_s(self) -> float:
@@ -62,8 +55,8 @@ class Size:
     @property
     def dollars(self) -> float | None:
         """The price of that [$]; None without a price of the cluster."""
-        per_second = dollars_per_second(self.best.problem)
-        return None if per_second is None else per_second * self.time_s
+        per_epoch = self.best.dollars
+        return None if per_epoch is None else per_epoch * self.best.epochs.usual
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ class Scaling:
 
     sizes: Sequence[Size]
     skipped: Sequence[tuple[int, str]]
-    objective: Objective = TIME
+    how: Search = EVERYTHING
 
     @property
     def fitting(self) -> list[Size]:
@@ -104,7 +97,7 @@ class Scaling:
 
         Of values (objective.slack) the smallest that is nearly as good."""
         least = min(self.fitting, key=lambda size: (size.best.value, size.time_s))
-        most = least.best.value * self.objective.slack
+        most = least.best.value * self.how.objective.slack
         return next((s for s in self.fitting if s.best.value < most), least)
 
     @property
@@ -173,18 +166,14 @@ def sizes_of(asked: str | Iterable[int]) -> list[int]:
             f"--scale {asked!r:.80}: write numbers of GPUs as a range that doubles, 1..64, or as a"
             " list, 1,2,4,8"
         )
-    if not found or wrong(found):
-        listed = ", ".join(f"{gpus}" for gpus in wrong(found)) or "none"
+    wrong = [gpus for gpus in found if type(gpus) is not int or not 1 <= gpus <= MOST_RANKS]
+    if not found or wrong:
+        listed = ", ".join(map(str, wrong)) or "none"
         raise SpecError(
             f"--scale: numbers of GPUs are whole numbers from 1 to {MOST_RANKS:,}, got {listed};"
             " write 1..64 or 1,2,4,8"
         )
     return sorted(set(found))
-
-
-def wrong(asked: Iterable[object]) -> list[object]:
-    """Those that are no numbers of GPUs."""
-    return [gpus for gpus in asked if type(gpus) is not int or not 1 <= gpus <= MOST_RANKS]
 
 
 def problem_of(base: Problem, gpus: int) -> Problem:
@@ -214,10 +203,7 @@ def problem_of(base: Problem, gpus: int) -> Problem:
 def scale(
     base: Problem,
     gpus: Sequence[int],
-    objective: Objective = TIME,
-    exact: bool = False,
-    forced: Strategy | None = None,
-    notify: Notify = silent,
+    how: Search = EVERYTHING,
     modes: Sequence[str] = (),
 ) -> Scaling:
     """Plan on each number of GPUs, all of which are used, and say which is best.
@@ -228,8 +214,8 @@ def scale(
     Raises SpecError where price, power, evidence or the forced strategy are wrong, or no number can
     be had; Infeasible where nothing fits at any.
     """
-    objective.check(base)
-    problems = in_modes(base, objective, forced, modes)
+    how.objective.check(base)
+    how, problems = replace(how, may_use_fewer=False), in_modes(base, how, modes)
     asked, skipped = [], []
     for count in gpus:
         try:
@@ -239,10 +225,8 @@ def scale(
     if not asked:
         raise SpecError("; ".join(f"--scale {count}: {reason}" for count, reason in skipped))
     sizes: list[Size] = []
-    for _, problem, found, refusal in planned(asked, exact, forced, False, notify, objective):
-        needs = None
-        if found is None:
-            needs = least_needed(problem, [forced] if forced else options(problem, exact))
+    for _, problem, found, refusal in planned(asked, how):
+        needs = None if found else least_needed(problem, how.options(problem))
         servers, mode = problem.cluster.servers, problem.workload.mode
         size = Size(problem.ranks, servers, mode, found, refusal, needs)
         if sizes and sizes[-1].gpus == size.gpus:  # in the other mode
@@ -254,25 +238,25 @@ def scale(
             raise most.error
         listed = ", ".join(str(size.gpus) for size in sizes)
         raise Infeasible(f"nothing fits on any of {listed} GPUs; on {most.gpus}: {most.error}")
-    return Scaling(sizes, skipped, objective)
+    return Scaling(sizes, skipped, how)
 
 
-def in_modes(
-    base: Problem, objective: Objective, forced: Strategy | None, modes: Sequence[str] = ()
-) -> list[Problem]:
+def in_modes(base: Problem, how: Search, modes: Sequence[str] = ()) -> list[Problem]:
     """The problem in each mode of a whole training; with a target also where runs tell of it.
 
     Epochs of the two are not comparable, but times of trainings or to an accuracy are.
     """
+    objective = how.objective
     if objective.stated is not None:
         out = []
         for mode in modes or (base.workload.mode,):
             with suppress(SpecError):
-                out.append(in_mode(base, mode, round(objective.stated[mode].usual)))
+                epochs = round(objective.stated[mode].usual)
+                out.append(with_fields(base, mode=mode, epochs=epochs))
         return out
-    other = in_mode(base, "mini" if base.workload.mode == "full" else "full")
+    other = with_fields(base, mode="mini" if base.workload.mode == "full" else "full")
     is_told = objective.target is not None and objective.target.tells_of(other)
-    return [base, other] if is_told and forced is None else [base]
+    return [base, other] if is_told and how.forced is None else [base]
 
 
 def better(one: Size, other: Size) -> Size:

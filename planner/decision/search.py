@@ -8,11 +8,12 @@ The others are rejected with a reason; where none fits, the error says what woul
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,25 +36,165 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
-from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
+T = TypeVar("T")
+Refusals = tuple[type[GnnplanError], ...]
 MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
+
+
+def families(problem: Problem) -> list[type[Strategy]]:
+    """The families that train on the full graph, or on mini-batches, as the workload asks."""
+    return [family for family in strategies.families() if family.mode == problem.workload.mode]
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a problem is searched: what may be chosen, and by what it is compared."""
+
+    exact: bool = False  # exact strategies only
+    forced: Strategy | None = None  # this strategy only, on all GPUs
+    may_use_fewer: bool = True
+    objective: Objective = TIME
+
+    def __call__(self, problem: Problem) -> SearchResult:
+        """All candidates of all families on all GPUs, and the best on each part that may win.
+
+        Raises SpecError where the forced strategy does not suit the problem or the objective lacks
+        numbers, Infeasible where nothing fits.
+        """
+        self.objective.check(problem)
+        if self.forced is not None:
+            return SearchResult(problem, [self._alone(problem, self.forced)], how=self)
+        ranked, rejected = self._on_all(problem)
+        if self.may_use_fewer:
+            ranked += self._on_fewer(problem, ranked)
+        if not ranked:
+            reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
+            change = smallest_change(problem, self.options)
+            raise Infeasible(f"nothing fits:\n  {reasons}\n{change}")
+        return SearchResult(problem, sorted(ranked, key=_value), rejected, self)
+
+    def candidates(self, problem: Problem) -> Iterator[Strategy]:
+        """One by one: who evaluates one before it asks for the next finds its program built."""
+        return (
+            s
+            for family in families(problem)
+            for s in family.candidates(problem)
+            if not self.exact or s.settle(problem).exact
+        )
+
+    def options(self, problem: Problem) -> list[Strategy]:
+        """What may be chosen: the candidates, and each with less memory and more computation."""
+        if self.forced is not None:
+            return [self.forced]
+        return [
+            s
+            for plain in self.candidates(problem)
+            for s in (plain, plain.settle(problem).with_less_memory())
+            if s is not None
+        ]
+
+    def _alone(self, problem: Problem, forced: Strategy) -> Candidate:
+        """The forced strategy. Raises SpecError, Infeasible."""
+        if self.objective.target:
+            self.objective.target.must_cover(problem, [forced])
+        if self.exact and not forced.settle(problem).exact:
+            always = {"full": "graph_parallel or granndis", "mini": "data_parallel or gsplit"}
+            raise SpecError(
+                f"--exact excludes {forced.settle(problem)}: it is lossy; drop --exact or use"
+                f" {always[forced.mode]}"
+            )
+        try:
+            return evaluate(placed(problem, forced), forced, self.objective)
+        except Infeasible as error:
+            raise Infeasible(f"{error}; {smallest_change(problem, self.options)}") from None
+
+    def _on_all(self, problem: Problem) -> tuple[list[Candidate], list[tuple[str, str]]]:
+        """The candidates that fit on all GPUs; and the others, each with the reason.
+
+        Raises SpecError where the objective lacks numbers.
+        """
+        if self.objective.target:
+            self.objective.target.must_cover(problem, self.candidates(problem))
+        ranked, rejected = list[Candidate](), list[tuple[str, str]]()
+        for family in families(problem):
+            tried = 0
+            for strategy in family.candidates(problem):
+                tried += 1
+                where = show_count(problem.ranks, "rank")
+                notify("evaluating candidates", f"{strategy} on {where}")
+                try:
+                    if self.exact and not strategy.settle(problem).exact:
+                        raise SpecError("it is lossy, and --exact asks for exact strategies")
+                    there = placed(problem, strategy)
+                    ranked.append(evaluate_or_save_memory(there, strategy, self.objective))
+                except (SpecError, Infeasible) as error:
+                    rejected.append((str(strategy.settle(problem)), str(error)))
+            if not tried and (why := family.absent(problem)):
+                rejected.append((family.family, why))
+        return ranked, rejected
+
+    def _on_fewer(self, problem: Problem, on_all: Sequence[Candidate]) -> list[Candidate]:
+        """The best candidate on each part of the GPUs that may beat those `on_all` GPUs.
+
+        The best exact one of a part is there too if it is recommended, or the best of all exact
+        ones, by which lossy ones are judged. Ranks on a CPU are no GPUs: --ranks chooses their
+        number, and they share its cores.
+        """
+        objective, found, exact_ones = self.objective, list[Candidate](), list[Candidate]()
+        if problem.cluster.device.kind == "cpu":
+            return found
+        for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
+            smaller, waiting = problem.placed(gpus), list[Candidate]()
+            is_told = objective.stated is not None and len(gpus) == 1  # whether to distribute
+            known = [*on_all, *found, *exact_ones]
+            limits = {kind: least_of(known, kind) for kind in (True, False)}
+            limit = objective.slack * (limits[True] if np.isfinite(limits[True]) else limits[False])
+            if not is_told and objective.at_least(smaller, least(problem, len(gpus))) >= limit:
+                continue
+            for strategy in self.candidates(smaller):
+                where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
+                notify("evaluating candidates", f"{strategy} {where}")
+                with suppress(SpecError, Infeasible):
+                    settled = strategy.settle(smaller)
+                    limit_s = objective.longest(smaller, settled, limits[settled.exact])
+                    there = placed(smaller, strategy, limit_s)
+                    waiting.append(Candidate.of(there, strategy, objective))
+            fitting = _fitting(waiting)
+            if least_one := next(fitting, None):
+                found.append(least_one)
+                exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
+        if not found:
+            return found
+        every = [*on_all, *found, *exact_ones]
+        first = min((c for c in every if c.strategy.exact), key=_value, default=None)
+        kept = recommend(every), first
+        return found + [c for c in exact_ones if c in kept and c not in found]
+
+
+EVERYTHING = Search()
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """Candidates from best to worst by the objective, and (strategy, reason) of rejected ones.
 
-    `forced`: one strategy was asked for, and nothing was compared. `measured`: the candidate that
-    runs have shown to be best (`gnnplan tune`).
+    `measured`: the candidate that runs have shown to be best (`gnnplan tune`).
     """
 
+    problem: Problem
     ranked: list[Candidate]
-    rejected: list[tuple[str, str]]
-    forced: bool = False
+    rejected: Sequence[tuple[str, str]] = ()
+    how: Search = EVERYTHING
     measured: Candidate | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Whether one strategy was asked for, and nothing was compared."""
+        return self.how.forced is not None
 
     @cached_property
     def best(self) -> Candidate:
@@ -143,10 +284,7 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
     most = best.value * best.objective.slack
     near = [c for c in candidates if c.value <= most]
     as_good = [c for c in near if c.is_comparable or is_surely_less(c) or c is best]
-    smallest = min(map(_size, as_good))
-    if smallest == _size(best):
-        return best
-    return min((c for c in as_good if _size(c) == smallest), key=_value)
+    return min(as_good, key=lambda c: (_size(c), c is not best, c.value))
 
 
 def _size(candidate: Candidate) -> tuple[int, int]:
@@ -154,120 +292,22 @@ def _size(candidate: Candidate) -> tuple[int, int]:
     return candidate.problem.ranks, len(set(candidate.problem.servers))
 
 
-def families(problem: Problem) -> list[type[Strategy]]:
-    """The families that train on the full graph, or on mini-batches, as the workload asks."""
-    return [family for family in strategies.families() if family.mode == problem.workload.mode]
-
-
-def search(
-    problem: Problem,
-    exact: bool = False,
-    forced: Strategy | None = None,
-    may_use_fewer: bool = True,
-    notify: Notify = silent,
-    objective: Objective = TIME,
-) -> SearchResult:
-    """All candidates of all families on all GPUs, and the best on each part that may win.
-
-    With `forced` only that strategy, on all GPUs. Raises SpecError where the forced strategy does
-    not suit the problem or the objective lacks numbers, Infeasible where nothing fits.
-    """
-    objective.check(problem)
-    if forced is not None:
-        if objective.target:
-            objective.target.must_cover(problem, [forced])
-        if exact and not forced.settle(problem).exact:
-            always = {"full": "graph_parallel or granndis", "mini": "data_parallel or gsplit"}
-            raise SpecError(
-                f"--exact excludes {forced.settle(problem)}: it is lossy; drop --exact or use"
-                f" {always[forced.mode]}"
-            )
+def each_of(
+    names: Iterable[str], ask: Callable[[str], T], refusals: Refusals = (SpecError, Infeasible)
+) -> tuple[dict[str, T], dict[str, GnnplanError]]:
+    """The answers of several questions by their names, and why the others have none."""
+    answers, refused = dict[str, T](), dict[str, GnnplanError]()
+    for name in names:
         try:
-            alone = evaluate(placed(problem, forced), forced, objective)
-            return SearchResult([alone], [], forced=True)
-        except Infeasible as error:
-            raise Infeasible(f"{error}; {smallest_change(problem, lambda _: [forced])}") from None
-    ranked, rejected = evaluate_all(problem, exact, notify, objective)
-    if may_use_fewer:
-        ranked += on_fewer(problem, exact, ranked, notify, objective)
-    if not ranked:
-        reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
-        change = smallest_change(problem, partial(options, exact=exact))
-        raise Infeasible(f"nothing fits:\n  {reasons}\n{change}")
-    ranked.sort(key=_value)
-    return SearchResult(ranked, rejected)
+            answers[name] = ask(name)
+        except refusals as error:
+            refused[name] = error
+    return answers, refused
 
 
-def evaluate_all(
-    problem: Problem, exact: bool, notify: Notify = silent, objective: Objective = TIME
-) -> tuple[list[Candidate], list[tuple[str, str]]]:
-    """The candidates of all families that fit on all GPUs; and the others, each with the reason.
-
-    Raises SpecError where the objective lacks numbers.
-    """
-    if objective.target:
-        objective.target.must_cover(problem, candidates(problem, exact))
-    ranked, rejected = list[Candidate](), list[tuple[str, str]]()
-    for family in families(problem):
-        tried = 0
-        for strategy in family.candidates(problem):
-            tried += 1
-            notify("evaluating candidates", f"{strategy} on {show_count(problem.ranks, 'rank')}")
-            if exact and not strategy.settle(problem).exact:
-                why = "it is lossy, and --exact asks for exact strategies"
-                rejected.append((str(strategy.settle(problem)), why))
-                continue
-            try:
-                there = placed(problem, strategy)
-                ranked.append(evaluate_or_save_memory(there, strategy, objective))
-            except (SpecError, Infeasible) as error:
-                rejected.append((str(strategy.settle(problem)), str(error)))
-        if not tried and (why := family.absent(problem)):
-            rejected.append((family.family, why))
-    return ranked, rejected
-
-
-def on_fewer(
-    problem: Problem,
-    exact: bool,
-    on_all: Sequence[Candidate],
-    notify: Notify = silent,
-    objective: Objective = TIME,
-) -> list[Candidate]:
-    """The best candidate on each part of the GPUs that may beat those `on_all` GPUs.
-
-    The best exact one of a part is there too if it is recommended, or the best of all exact ones,
-    by which lossy ones are judged. Ranks on a CPU are no GPUs: --ranks chooses their number, and
-    they share its cores.
-    """
-    found: list[Candidate] = []
-    if problem.cluster.device.kind == "cpu":
-        return found
-    exact_ones: list[Candidate] = []
-    for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
-        smaller, waiting = problem.placed(gpus), list[Candidate]()
-        is_told = objective.stated is not None and len(gpus) == 1  # whether to distribute at all
-        limits = {kind: least_of([*on_all, *found, *exact_ones], kind) for kind in (True, False)}
-        limit = objective.slack * (limits[True] if np.isfinite(limits[True]) else limits[False])
-        if not is_told and objective.at_least(smaller, least(problem, len(gpus))) >= limit:
-            continue
-        for strategy in candidates(smaller, exact):
-            where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
-            notify("evaluating candidates", f"{strategy} {where}")
-            with suppress(SpecError, Infeasible):
-                settled = strategy.settle(smaller)
-                limit_s = objective.longest(smaller, settled, limits[settled.exact])
-                there = placed(smaller, strategy, limit_s)
-                waiting.append(Candidate.of(there, strategy, objective))
-        fitting = _fitting(waiting)
-        if least_one := next(fitting, None):
-            found.append(least_one)
-            exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
-    if not found:
-        return found
-    every = [*on_all, *found, *exact_ones]
-    kept = recommend(every), min((c for c in every if c.strategy.exact), key=_value, default=None)
-    return found + [c for c in exact_ones if c in kept and c not in found]
+def search(problem: Problem, exact: bool = False, **how: Any) -> SearchResult:
+    """`Search` of a problem."""
+    return Search(exact, **how)(problem)
 
 
 def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
@@ -349,23 +389,3 @@ def least(problem: Problem, ranks: int) -> float:
         for way in (problem.model.forward, problem.model.backward):
             work.append(way(layer, rows, rows, edges))
     return float(sum(problem.cost.compute_s(one) for one in work))
-
-
-def candidates(problem: Problem, exact: bool) -> Iterator[Strategy]:
-    """One by one: who evaluates one before it asks for the next finds its program built."""
-    return (
-        s
-        for family in families(problem)
-        for s in family.candidates(problem)
-        if not exact or s.settle(problem).exact
-    )
-
-
-def options(problem: Problem, exact: bool) -> list[Strategy]:
-    """All candidates, and each with less memory and more computation."""
-    return [
-        s
-        for plain in candidates(problem, exact)
-        for s in (plain, plain.settle(problem).with_less_memory())
-        if s is not None
-    ]

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.search import SearchResult, recommend, search
+from gnnplan.planner.decision.epochs import with_fields
+from gnnplan.planner.decision.search import SearchResult, recommend
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent
 
 REACH = 8  # a bandwidth or the device's speed is asked about from an eighth to eight times
@@ -31,7 +32,7 @@ MOST_ESTIMATED = 64  # GPUs for which a plan of statistics asks at all; beyond, 
 Scaled = Callable[[Cluster, Number], Cluster]
 
 
-def sentences(found: SearchResult, notify: Notify = silent) -> list[str]:
+def sentences(found: SearchResult) -> list[str]:
     """Say what doubling a number of the cluster gives, and where another family wins.
 
     As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins'. Empty
@@ -106,7 +107,7 @@ def _runs_disagree(found: SearchResult) -> bool:
     return bool(found.measured) and found.measured is not recommend(found.ranked)
 
 
-def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iterator[str]:
+def of_depths(found: SearchResult) -> Iterator[str]:
     """The nearest of a half, a quarter and twice the layers at which another family wins.
 
     As 'at 8 layers granndis wins'. Every number that is asked about takes a search, so a plan asks
@@ -115,25 +116,21 @@ def of_depths(found: SearchResult, exact: bool, notify: Notify = silent) -> Iter
     """
     best = found.best
     problem, layers = best.problem, best.problem.workload.layers
-    nothing_compared = len(found.ranked) + len(found.rejected) == 1
     if (
         _runs_disagree(found)
         or problem.workload.mode == "mini"  # another depth needs other fanouts, which nobody gave
         or problem.workload.module  # its depth is its own
         or found.objective.target  # no run says how many epochs another depth needs
-        or (nothing_compared or not problem.stats.known or problem.stats.edges > MOST_EDGES)
+        or found.forced
+        or not problem.stats.known
+        or problem.stats.edges > MOST_EDGES
     ):
         return
 
-    on_fewer = any(candidate.problem.ranks < problem.cluster.ranks for candidate in found.ranked)
-
     def winner(count: int) -> str:
-        workload = problem.workload.model_copy(update={"layers": count})
         notify("asking what would change the choice", show_count(count, "layer"))
-        asked = replace(problem, workload=workload, placement=())
         try:
-            there = search(asked, exact, may_use_fewer=on_fewer, objective=found.objective)
-            return there.best.strategy.name
+            return found.how(with_fields(found.problem, layers=count)).best.strategy.name
         except GnnplanError:
             return ""
 

@@ -54,16 +54,14 @@ GENERIC = "generic default"  # the provenance of a machine that nobody has measu
 FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
 
 
-def summarise(
-    problem: Problem, found: SearchResult, turning_points: Sequence[str]
-) -> dict[str, str]:
+def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, str]:
     """A line of text under each of these words.
 
     `turning_points` is what `sensitivity.sentences` says.
     """
-    best = found.best
+    problem, best = found.problem, found.best
     return {
-        "use": recommendation(problem, found),
+        "use": recommendation(found),
         "range": ranges(found),
         "sure": certainty(found),
         "inputs": inputs(problem),
@@ -74,9 +72,9 @@ def summarise(
     }
 
 
-def recommendation(problem: Problem, found: SearchResult) -> str:
+def recommendation(found: SearchResult) -> str:
     """The strategy, how many GPUs it uses and where its ranks sit."""
-    best = found.best
+    problem, best = found.problem, found.best
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
     of_all = f"{used} of " if used < problem.ranks else ""
@@ -223,7 +221,7 @@ def costs(best: Candidate) -> str:
         for link, sent in predicted.bytes_by_link.items()
     )
     words = [
-        f"{show_time(float(predicted.epoch_s))} per epoch, {predicted.bottleneck}",
+        f"{show_time(best.epoch_s)} per epoch, {predicted.bottleneck}",
         f"{show_bytes(best.memory_bytes)} of {show_bytes(device.memory)} on the fullest rank",
         *nearly_full(best),
         f"sent per epoch: {links or 'nothing'}",
@@ -266,8 +264,8 @@ def alone(problem: Problem, best: Candidate) -> str:
         other = evaluate_or_save_memory(single, GraphParallel())
     except (Infeasible, SpecError):
         return "; one GPU has too little memory"
-    ratio = float(other.predicted.epoch_s) / float(best.predicted.epoch_s)
-    return f"; one GPU alone would take {show_time(float(other.predicted.epoch_s))} ({ratio:.1f}x)"
+    ratio = other.epoch_s / best.epoch_s
+    return f"; one GPU alone would take {show_time(other.epoch_s)} ({ratio:.1f}x)"
 
 
 def rivals(found: SearchResult) -> str:

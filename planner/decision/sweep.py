@@ -14,69 +14,59 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
-from gnnplan.planner.decision.candidate import Candidate, evaluate, placed, unproposed
-from gnnplan.planner.decision.objective import TIME, Objective
-from gnnplan.planner.decision.search import SearchResult, search
+from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
+from gnnplan.planner.decision.search import EVERYTHING, Refusals, Search, SearchResult
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import notify
 
+Axes = dict[str, tuple[str, ...]]
 MOST_POINTS = 1_000
 DEVICE = "device"  # swept as a whole, by the name of a cluster that has it
 # gives 'simulated_s' and other columns of a row; empty where the schedule is too large to play
 Playing = Callable[[Candidate], dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A field and its values, as people write them."""
-
-    field: str
-    values: tuple[str, ...]
-
-
-def axes(texts: Sequence[str]) -> list[Axis]:
-    """The axes of texts such as 'servers=1,2,4'.
+def axes(texts: Sequence[str]) -> Axes:
+    """The fields of texts such as 'servers=1,2,4', each with its values.
 
     Raises SpecError.
     """
-    out: list[Axis] = []
+    out: Axes = {}
     for text in texts:
-        field, equals, values = text.partition("=")
-        axis = Axis(field.strip(), tuple(value.strip() for value in values.split(",")))
-        if not (equals and axis.field and all(axis.values)):
+        field, equals, listed = text.partition("=")
+        field, values = field.strip(), tuple(value.strip() for value in listed.split(","))
+        if not (equals and field and all(values)):
             raise SpecError(
                 f"--sweep {text!r}: write a field and its values, as servers=1,2,4,8 or"
                 " inter_node.bandwidth=1GB/s,10GB/s"
             )
-        if axis.field in [other.field for other in out]:
+        if field in out:
             raise SpecError(
-                f"--sweep {axis.field} is there twice; give all its values at once, as"
-                f" {axis.field}={values},..."
+                f"--sweep {field} is there twice; give all its values at once, as"
+                f" {field}={listed},..."
             )
-        if len(set(axis.values)) < len(axis.values):
+        if len(set(values)) < len(values):
             raise SpecError(f"--sweep {text!r}: a value is there twice; leave it out")
-        out.append(axis)
-    points = prod(len(axis.values) for axis in out)
-    if points > MOST_POINTS:
+        out[field] = values
+    counts = [len(values) for values in out.values()]
+    if prod(counts) > MOST_POINTS:
         raise SpecError(
-            f"--sweep asks for {points:,} combinations"
-            f" ({' x '.join(str(len(axis.values)) for axis in out)}); at most {MOST_POINTS:,} are"
-            " planned: leave values out"
+            f"--sweep asks for {prod(counts):,} combinations ({' x '.join(map(str, counts))}); at"
+            f" most {MOST_POINTS:,} are planned: leave values out"
         )
     return out
 
 
 def points(
-    swept: Sequence[Axis],
+    swept: Axes,
     base: Problem,
     settings: Sequence[str] = (),
     read: Callable[[str], Cluster] = read_cluster,
@@ -85,9 +75,7 @@ def points(
 
     Raises SpecError if any of them is not valid, so that nothing is planned in vain.
     """
-    fields = [axis.field for axis in swept]
-    every = product(*(axis.values for axis in swept))
-    ats = [dict(zip(fields, values, strict=True)) for values in every]
+    ats = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
     return [(at, point(base, at, settings, read)) for at in ats]
 
 
@@ -133,29 +121,38 @@ class Planned(NamedTuple):
     error: GnnplanError | None = None
 
 
-def planned(
-    asked: Iterable[tuple[dict[str, str], Problem]],
-    exact: bool = False,
-    forced: Strategy | None = None,
-    may_use_fewer: bool = True,
-    notify: Notify = silent,
-    objective: Objective = TIME,
-) -> Iterator[Planned]:
-    """The decision at every point, one after the other; the arguments are those of `search`.
+def planned(asked: Iterable[tuple[dict[str, str], Problem]], how: Search) -> Iterator[Planned]:
+    """The decision at every point, one after the other.
 
     A strategy that is forced may suit some points only, and so may a lossy strategy's run."""
-    refusals: tuple[type[GnnplanError], ...] = (Infeasible,)
-    if forced or objective.target:
+    refusals: Refusals = (Infeasible,)
+    if how.forced or how.objective.target:
         refusals = (Infeasible, SpecError)
     for at, problem in asked:
-        where = ", ".join(f"{field}={value}" for field, value in at.items())
-        notify("planning", where)
+        notify("planning", ", ".join(f"{field}={value}" for field, value in at.items()))
         try:
-            found = search(problem, exact, forced, may_use_fewer, objective=objective)
+            yield Planned(at, problem, how(problem))
         except refusals as error:
             yield Planned(at, problem, None, error)
-        else:
-            yield Planned(at, problem, found)
+
+
+def moved(
+    strategy: Strategy, problem: Problem, ask: Callable[[Problem], SearchResult]
+) -> Candidate:
+    """The best variant of the strategy's family on all GPUs, an exact one of an exact one.
+
+    Of a family of which plans propose none (bns) it is the strategy itself. `ask` is the search.
+    Raises Infeasible where none fits, SpecError where its knobs do not suit.
+    """
+    if next(iter(type(strategy).candidates(problem)), None) is None:
+        return evaluate(placed(problem, strategy), strategy)
+    found = ask(problem)
+    for c in found.ranked:
+        is_alike = c.strategy.name == strategy.name and c.strategy.exact >= strategy.exact
+        if is_alike and c.problem.ranks == problem.ranks:
+            return c
+    reasons = (reason for name, reason in found.rejected if name.startswith(strategy.name))
+    raise Infeasible(f"{strategy.name} cannot run there: {next(reasons, 'no variant fits')}")
 
 
 def rows(
@@ -163,38 +160,32 @@ def rows(
     strategy: Strategy,
     ranks: int,
     playing: Playing,
-    exact: bool = False,
-    notify: Notify = silent,
-    objective: Objective = TIME,
+    how: Search = EVERYTHING,
 ) -> list[dict[str, Any]]:
     """A row per point: what is recommended there, and the plan's strategy of so many ranks.
 
-    On another number of ranks it is the best of its family on all GPUs, an exact one of an exact
-    one. With `exact` only exact strategies are recommended.
+    On another number of ranks that is `moved`.
     """
     out = []
-    for at, problem, found, error in planned(asked, exact, notify=notify, objective=objective):
+    for at, problem, found, error in planned(asked, how):
         row: dict[str, Any] = {"at": at, "ranks": problem.ranks}
         if found is None:
             out.append(row | {"best": None, "reason": str(error)})
             continue
         best = found.best
-        on_all = (c for c in found.ranked if c.problem.ranks == problem.ranks)
-        alike = (c for c in on_all if c.strategy.name == strategy.name)
-        of_family = (c for c in alike if c.strategy.exact >= strategy.exact)
         same = None
         with suppress(Infeasible, SpecError):
             if problem.ranks == ranks:
-                same = evaluate(placed(problem, strategy), strategy, objective)
+                same = evaluate(placed(problem, strategy), strategy)
             else:
-                same = next(of_family, None) or unproposed(problem, strategy, objective)
+                same = moved(strategy, problem, lambda _, found=found: found)  # type: ignore[misc]
         notify("playing", f"{best.strategy} on {best.problem.ranks}")
         row |= {
             "best": str(best.strategy),
             "family": best.strategy.name,
             "exact": best.strategy.exact,
             "gpus": best.problem.ranks,
-            "predicted_s": float(best.predicted.epoch_s),
+            "predicted_s": best.epoch_s,
             **playing(best),
             "bytes_total": best.predicted.bytes_total,
             "memory_bytes": best.memory_bytes,
@@ -204,33 +195,33 @@ def rows(
         if same is not None:
             row |= {
                 "plan": str(same.strategy),
-                "plan_predicted_s": float(same.predicted.epoch_s),
+                "plan_predicted_s": same.epoch_s,
                 **{f"plan_{what}": value for what, value in playing(same).items()},
             }
         out.append(row)
     return out
 
 
-def changes(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Where another strategy is recommended at the next value of a field, the others unchanged.
 
     'from' and 'to' are families where these differ, else variants of one. Points at which nothing
     fits are passed over.
     """
     out = []
-    for axis in swept:
+    for field in swept:
         last: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
         for row in table:
             if row["best"] is None:
                 continue
-            others = tuple(item for item in row["at"].items() if item[0] != axis.field)
+            others = tuple(item for item in row["at"].items() if item[0] != field)
             before = last.get(others, row)
             if before["best"] != row["best"]:
                 told = "best" if before["family"] == row["family"] else "family"
                 out.append(
                     {
-                        "field": axis.field,
-                        "value": row["at"][axis.field],
+                        "field": field,
+                        "value": row["at"][field],
                         "with": dict(others),
                         "from": before[told],
                         "to": row[told],
@@ -240,10 +231,10 @@ def changes(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> list[dict
     return out
 
 
-def to_csv(swept: Sequence[Axis], table: Sequence[dict[str, Any]]) -> str:
+def to_csv(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> str:
     """A line per point: the swept fields, then every column that some row has."""
     flat = [row["at"] | {key: value for key, value in row.items() if key != "at"} for row in table]
-    header = dict.fromkeys([*(axis.field for axis in swept), *(key for row in flat for key in row)])
+    header = dict.fromkeys([*swept, *(key for row in flat for key in row)])
     out = io.StringIO()
     writer = csv.DictWriter(out, list(header), restval="", lineterminator="\n")
     writer.writeheader()

@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import MODES, Epochs, in_mode
+from gnnplan.planner.decision.epochs import MODES, Epochs, with_fields
 from gnnplan.planner.decision.objective import watts
 from gnnplan.planner.decision.recommendation import range_of
-from gnnplan.planner.decision.search import SearchResult, recommend
+from gnnplan.planner.decision.search import SearchResult, each_of, recommend
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.units import show_count, show_long
 
 
@@ -30,7 +30,6 @@ from gnnplan.planner.vocabulary.units import show_count, show_long
 class Whole:
     """The answers to a question in each mode, and why a mode has none."""
 
-    problems: Mapping[str, Problem]
     answers: Mapping[str, SearchResult]
     refused: Mapping[str, str]
 
@@ -44,10 +43,6 @@ class Whole:
     def found(self) -> SearchResult:
         """The answer in that mode."""
         return self.answers[self.mode]
-
-    @property
-    def problem(self) -> Problem:
-        return self.problems[self.mode]
 
     @cached_property
     def sizes(self) -> list[Candidate]:
@@ -64,7 +59,7 @@ class Whole:
     @property
     def line(self) -> str:
         """Whether to distribute at all, and in which mode, with what the others would take."""
-        best, most = self.found.best, self.problem.ranks
+        best, most = self.found.best, self.found.problem.ranks
         used, device = best.problem.ranks, best.problem.cluster.device
         said = f"{self._told(best)} in {show_long(best.time_s)}"
         unit = "CPU rank" if device.kind == "cpu" else device.name
@@ -97,8 +92,9 @@ class Whole:
     def _against_one(self, best: Candidate) -> list[str]:
         ones = [c for c in self.sizes if c.problem.ranks == 1]
         if not ones:
-            fits = best.problem.ranks < self.problem.ranks or len(self.found.ranked) > 1
-            is_asked = any(c.problem.ranks < self.problem.ranks for c in self.sizes)
+            most = self.found.problem.ranks
+            fits = best.problem.ranks < most or len(self.found.ranked) > 1
+            is_asked = any(c.problem.ranks < most for c in self.sizes)
             return ["one alone has too little memory"] if fits and is_asked else []
         one = min(ones, key=lambda c: c.value)
         return [f"one alone would take {show_long(one.time_s)} ({one.time_s / best.time_s:.1f}x)"]
@@ -128,7 +124,7 @@ class Whole:
             "strategy": str(candidate.strategy),
             "exact": candidate.strategy.exact,
             "epochs": epochs.usual,
-            "epoch_s": float(candidate.predicted.epoch_s),
+            "epoch_s": candidate.epoch_s,
             "training_s": candidate.time_s,
             "training_low_s": low,
             "training_high_s": high,
@@ -169,18 +165,13 @@ def compare(
     """The answers in these modes; `ask` is the search.
 
     Raises SpecError or Infeasible where no mode has one."""
-    problems, answers = dict[str, Problem](), dict[str, SearchResult]()
-    refused = dict[str, SpecError | Infeasible]()
-    for mode in modes:
-        try:
-            problems[mode] = in_mode(problem, mode, round(epochs[mode].usual))
-            answers[mode] = ask(problems[mode])
-        except (SpecError, Infeasible) as error:
-            refused[mode] = error
+    answers, refused = each_of(
+        modes, lambda mode: ask(with_fields(problem, mode=mode, epochs=round(epochs[mode].usual)))
+    )
     if not answers:
         first = next(iter(refused.values()))
         if len(refused) == 1 or not all(isinstance(why, Infeasible) for why in refused.values()):
             raise first
         raise Infeasible("\n".join(f"{MODES[mode]}: {why}" for mode, why in refused.items()))
     reasons = {mode: str(why).splitlines()[0].rstrip(":") for mode, why in refused.items()}
-    return Whole(problems, answers, reasons)
+    return Whole(answers, reasons)

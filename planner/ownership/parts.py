@@ -38,7 +38,7 @@ from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import alone_in, read_bytes, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import notify
 
 HOPS = 16  # the folder says how many vertices are within 0 .. 16 hops of training vertices
 
@@ -113,7 +113,6 @@ def write_parts(
     method: str,
     seed: int,
     folder: Path,
-    notify: Notify = silent,
 ) -> Description:
     """Write a graph as a folder of parts that is complete or absent.
 

@@ -128,19 +128,6 @@ def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | No
     return {name: value for name, value in fields.items() if name != "model"}, fields["model"]
 
 
-def read_workload(path: str | None = None, flags: Mapping[str, object] | None = None) -> Workload:
-    """The workload of `ask_workload`, where its model is one of ours.
-
-    Raises SpecError."""
-    asked = ask_workload(path, flags)
-    if asked.module:
-        raise SpecError(
-            f"model {asked.module}: a module of your own is read with its graph; use one of our"
-            " models here"
-        )
-    return asked.workload
-
-
 def apply_overrides(
     cluster: Cluster, workload: Workload, settings: Sequence[str]
 ) -> tuple[Cluster, Workload]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from functools import wraps
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
 
 from gnnplan.planner.graph.kept import Stopwatch
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 RECENT = 16  # answers of a kind that `recent` keeps
@@ -50,3 +53,20 @@ class Known:
     def seconds_of(self, answer: object) -> float:
         """How long it took to make an answer [s]."""
         return next((s for made, s in self._answers.values() if made is answer), 0.0)
+
+
+def answered(*fields: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Keep the answers of a problem's method; besides its arguments they depend on these fields."""
+    of = attrgetter(*fields)
+
+    def keep(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def ask(*args: P.args, **options: P.kwargs) -> T:
+            problem: Any = args[0]
+            question = (method.__name__, args[1:], *options.items(), of(problem))
+            found: T = problem.known.answer(question, lambda: method(*args, **options))
+            return found
+
+        return ask
+
+    return keep

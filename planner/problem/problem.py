@@ -26,7 +26,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_o
 from gnnplan.planner.ownership.layout import Expansion, Layout, reached
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
-from gnnplan.planner.problem.known import Known
+from gnnplan.planner.problem.known import Known, answered
 from gnnplan.planner.vocabulary.errors import SpecError
 
 # Rows are left out where training vertices need at most this share of all rows of all layers
@@ -315,30 +315,23 @@ class Problem:
 
         return self.known.answer((*question, self.graph, self.stats, self.method), make)
 
+    @answered("stats", "workload.seed")
     def batches(
         self, layout: Layout | EstimatedLayout, count: int
     ) -> Sequence[Layout | EstimatedLayout]:
         """Layouts of `count` batches of every group's training vertices, drawn once by the seed."""
-        seed = self.workload.seed
+        if isinstance(layout, EstimatedLayout):
+            targets = self.stats.train_vertices / len(set(layout.servers)) / count
+            return [replace(layout, depth=layout.layers, targets=targets)] * count
+        batch_of = layout.drawn(layout.graph.train, count, self.workload.seed)
+        return [layout.batch(batch_of == b) for b in range(count)]
 
-        def make() -> Sequence[Layout | EstimatedLayout]:
-            if isinstance(layout, EstimatedLayout):
-                targets = self.stats.train_vertices / len(set(layout.servers)) / count
-                return [replace(layout, depth=layout.layers, targets=targets)] * count
-            batch_of = layout.drawn(layout.graph.train, count, seed)
-            return [layout.batch(batch_of == b) for b in range(count)]
-
-        return self.known.answer(("batches", layout, self.stats, count, seed), make)
-
+    @answered("stats")
     def trimmed(self, layout: Layout | EstimatedLayout) -> Layout | EstimatedLayout:
         """The layout of the rows that training vertices need."""
-
-        def make() -> Layout | EstimatedLayout:
-            if isinstance(layout, EstimatedLayout):
-                return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
-            return layout.needed(layout.graph.train)
-
-        return self.known.answer(("trimmed", layout, self.stats), make)
+        if isinstance(layout, EstimatedLayout):
+            return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
+        return layout.needed(layout.graph.train)
 
     @property
     def needed_share(self) -> float:
@@ -348,12 +341,9 @@ class Problem:
         trained = self.stats.train_vertices / self.stats.vertices
         if self.workload.norm == "batch":
             return 1.0
-        if trained > MOST_NEEDED:
-            return trained
-        return self.known.answer(
-            ("needed", self.graph, self.stats, self.workload.layers), self._count_needed
-        )
+        return trained if trained > MOST_NEEDED else self._count_needed()
 
+    @answered("graph", "stats", "workload.layers")
     def _count_needed(self) -> float:
         stats, layers = self.stats, self.workload.layers
         if self.graph is None:
@@ -370,6 +360,7 @@ class Problem:
         """Whether training vertices need so few rows that it pays to leave out the others."""
         return self.needed_share <= MOST_NEEDED
 
+    @answered("workload", "graph", "stats", "model.first_varying")
     def minibatches(
         self,
         groups: tuple[int, ...],
@@ -383,23 +374,16 @@ class Problem:
         splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling.
         imbalance: of its owners' loads; estimates know METIS's default only. split: that of
         Batches."""
+        if split != "all":
+            whole = self.minibatches(groups, splitter, epochs, imbalance, "all")
+            return whole.with_split(split)
         first_varying = self.model.first_varying
-
-        def make() -> Batches:
-            if self.graph is None:
-                return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)
-            size = groups.count(groups[0])
-            member = None
-            if size > 1:
-                member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
-            return Batches(self.graph, self.workload, groups, member, first_varying)
-
-        owned = (groups, splitter, epochs, imbalance)
-        asked = (*owned, self.workload, first_varying, self.graph, self.stats)
-        whole = self.known.answer(("minibatches", *asked), make)
-        if split == "all":
-            return whole
-        return self.known.answer((f"split {split}", *asked), lambda: whole.with_split(split))
+        if self.graph is None:
+            return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)
+        size, member = groups.count(groups[0]), None
+        if size > 1:
+            member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
+        return Batches(self.graph, self.workload, groups, member, first_varying)
 
     def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
         """How long it took to make a layout, chunks or batches, partitioning included [s]."""
@@ -426,17 +410,14 @@ class Problem:
                 )
         return self.chunk_of(self.ranks * chunks)
 
+    @answered("graph", "method")
     def cut(self, chunks: int, members: int = 1) -> Chunks:
         """The graph in `chunks` chunks, each cut over the members of a stage."""
-        graph = self.data
-        return self.known.answer(
-            ("chunks", graph, self.method, chunks, members),
-            lambda: Chunks(graph, self.chunk_of(chunks), chunks, members, self.method),
-        )
+        return Chunks(self.data, self.chunk_of(chunks), chunks, members, self.method)
 
+    @answered("graph", "stats", "method")
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
         """Counts of `cut`; estimates if only statistics are known."""
         if self.graph is not None:
             return self.cut(chunks, members).facts
-        asked = self.stats, chunks, members, self.method
-        return self.known.answer(("chunks", *asked), lambda: estimated_chunks(*asked))
+        return estimated_chunks(self.stats, chunks, members, self.method)

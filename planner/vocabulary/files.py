@@ -112,6 +112,16 @@ def forget_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
+@contextlib.contextmanager
+def _allowed(path: str | Path, refused: str, remedy: str) -> Iterator[None]:
+    """A block that touches a path. Raises SpecError where the system refuses it, or its name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+        why = getattr(error, "strerror", None) or error
+        raise SpecError(f"{path}: {refused} ({why}); {remedy}") from error
+
+
 def cannot_write(path: str | Path, error: OSError) -> SpecError:
     """What to raise where a file cannot be written."""
     return SpecError(f"{path}: cannot be written ({error.strerror or error}); {remedy_of(error)}")
@@ -147,14 +157,9 @@ def remedy_of(error: OSError) -> str:
 def must_be_writable(path: Path) -> None:
     """Raise SpecError if `path` cannot become a file; called before long work."""
     must_have_a_place(path)
-    try:
+    with _allowed(f"{str(path)[:MOST_SHOWN]}...", "cannot be written", "choose another name"):
         if path.is_dir():
             raise SpecError(f"{path}: is a folder; give the name of a file")
-    except OSError as error:  # a name that no file can have
-        raise SpecError(
-            f"{str(path)[:MOST_SHOWN]}...: cannot be written ({error.strerror}); choose another"
-            " name"
-        ) from error
 
 
 def must_have_a_place(path: Path) -> None:
@@ -177,24 +182,16 @@ def must_be_folder(path: Path) -> None:
 def nearest(path: Path) -> Path:
     """The path, or the nearest of its parents that is there. Raises SpecError."""
     path = path.absolute()
-    try:
+    with _allowed(path, "the folder cannot be made", "choose another place"):
         return next(place for place in (path, *path.parents) if place.exists())
-    except OSError as error:  # a name that no folder can have
-        raise SpecError(
-            f"{path}: the folder cannot be made ({error.strerror}); choose another place"
-        ) from error
 
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, unless it exists. Raises SpecError."""
-    try:
+    with _allowed(path, "the folder cannot be made", "choose another place"):
+        if path.exists() and not path.is_dir():
+            raise SpecError(f"{path}: is a file, but a folder is needed; give another place")
         path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise SpecError(f"{path}: is a file, but a folder is needed; give another place") from error
-    except OSError as error:
-        raise SpecError(
-            f"{path}: the folder cannot be made ({error.strerror or error}); choose another place"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -223,12 +220,8 @@ def alone_in(folder: Path, other: str, remedy: str) -> Iterator[None]:
 
 def must_be_file(path: str | Path, remedy: str = "give a file") -> None:
     """Raise SpecError for anything but a file. Reading a pipe or a device might never end."""
-    try:
+    with _allowed(path, "cannot be read", remedy):
         mode = os.stat(path).st_mode
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
-        raise SpecError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {remedy}"
-        ) from error
     if not stat.S_ISREG(mode):
         what = "Is a directory" if stat.S_ISDIR(mode) else "Is a pipe, a socket or a device"
         raise SpecError(f"{path}: cannot be read ({what}); {remedy}")
@@ -237,13 +230,10 @@ def must_be_file(path: str | Path, remedy: str = "give a file") -> None:
 def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> bytes:
     """The content of a file. Raises SpecError if it cannot be read or exceeds `most` [B]."""
     must_be_file(path, remedy)
-    try:
-        with open(path, "rb") as stream:
-            # The file's own size, for `most` would be allocated as a buffer.
-            size = os.fstat(stream.fileno()).st_size
-            raw = stream.read(size + 1) if size <= most else b""
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from error
+    with _allowed(path, "cannot be read", remedy), open(path, "rb") as stream:
+        # The file's own size, for `most` would be allocated as a buffer.
+        size = os.fstat(stream.fileno()).st_size
+        raw = stream.read(size + 1) if size <= most else b""
     if max(size, len(raw)) > most:
         raise SpecError(
             f"{path}: larger than {show_bytes(most)}, so not what is expected here; {remedy}"

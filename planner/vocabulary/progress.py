@@ -6,9 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar, cast
 
+P = ParamSpec("P")
+T = TypeVar("T")
 EVERY_S = 2.0
 _CLEAR = "\r\x1b[K"  # of a terminal's line
 
@@ -23,6 +26,36 @@ def silent(phase: str, detail: str = "", /) -> None:
     """Say nothing, for callers whom nobody waits for."""
 
 
+_listeners: list[Notify] = [silent]  # the last one is told
+
+
+def notify(phase: str, detail: str = "", /) -> None:
+    """Say what is being done now, to whoever listens: `progress`, or a caller's `notify`.
+
+    An empty phase ends the one before."""
+    _listeners[-1](phase, detail)
+
+
+def tells(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function of the API that tells its argument `notify` what is being done."""
+
+    @wraps(function)
+    def telling(*args: P.args, **options: P.kwargs) -> T:
+        with _told(cast(Notify, options.get("notify", _listeners[-1]))):
+            return function(*args, **options)
+
+    return telling
+
+
+@contextmanager
+def _told(listener: Notify) -> Iterator[None]:
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.pop()
+
+
 def say(line: str, end: str = "\n") -> None:
     """Print a line, in place of one that tells progress.
 
@@ -34,70 +67,75 @@ def say(line: str, end: str = "\n") -> None:
         sys.stderr.flush()
 
 
-def inner_phase(phase: str) -> AbstractContextManager[None]:
-    """A context for a part of the phase that takes long by itself; it is told and timed apart.
+@contextmanager
+def inner_phase(phase: str) -> Iterator[None]:
+    """A part of the phase that takes long by itself; it is told and timed apart.
 
     It is told at once: a library that keeps the interpreter to itself lets nobody tell it later."""
-    return _inner[-1](phase) if _inner else nullcontext()
+    listener = _listeners[-1]
+    if not isinstance(listener, _Phase):
+        yield
+        return
+    outer, start = (listener.name, listener.detail), time.monotonic()
+    began, listener.name = listener.began, ""  # the outer phase goes on behind
+    listener(phase)
+    listener.tell()
+    try:
+        yield
+    finally:
+        listener.end()
+        listener.name, listener.detail = outer
+        listener.began = began + time.monotonic() - start
 
 
-_inner: list[Callable[[str], AbstractContextManager[None]]] = []  # of `progress`, while it runs
+class _Phase:
+    """What is being done now, and since when; a terminal's line says it until `over`."""
+
+    def __init__(self, every_s: float) -> None:
+        self.every_s, self.on_terminal = every_s, sys.stderr.isatty()
+        self.name, self.detail, self.began = "", "", time.monotonic()
+        self.over, self.reporter = (
+            threading.Event(),
+            threading.Thread(target=self.report, daemon=True),
+        )
+
+    def __call__(self, phase: str, detail: str = "", /) -> None:
+        if phase != self.name:
+            self.end()
+            self.name, self.began = phase, time.monotonic()
+        self.detail = detail
+        if phase and self.on_terminal and self.reporter.ident is None:
+            self.reporter.start()
+
+    def report(self) -> None:
+        while not self.over.wait(self.every_s):
+            self.tell()
+
+    def end(self) -> None:
+        seconds = time.monotonic() - self.began
+        if self.name and seconds >= self.every_s:
+            say("" if self.on_terminal else f"{self.name}: {seconds:.0f} s\n", end="")
+
+    def tell(self) -> None:
+        """Replace the terminal's line."""
+        if self.on_terminal and self.name:
+            doing = f"{self.name}: {self.detail}" if self.detail else self.name
+            say(f"{doing} ... {time.monotonic() - self.began:.0f} s", end="")
 
 
 @contextmanager
 def progress(every_s: float = EVERY_S) -> Iterator[Notify]:
-    """Gives a function that is called with what is being done now.
+    """Tells people what is being done, and gives a function that is called with it.
 
     On a terminal one line says it, with the seconds of the phase, and is replaced every `every_s`
     seconds. Elsewhere every phase of `every_s` seconds or more is one line when it ends.
     """
-    on_terminal, over = sys.stderr.isatty(), threading.Event()
-    phase, detail, began = "", "", time.monotonic()
-
-    def notify(now: str, about: str = "", /) -> None:
-        nonlocal phase, detail, began
-        if now != phase:
-            end()
-            phase, began = now, time.monotonic()
-        detail = about
-
-    def end() -> None:
-        seconds = time.monotonic() - began
-        if phase and seconds >= every_s:
-            say("" if on_terminal else f"{phase}: {seconds:.0f} s\n", end="")
-
-    @contextmanager
-    def apart(inner: str) -> Iterator[None]:
-        nonlocal phase, detail, began
-        outer, start = (phase, detail, began), time.monotonic()
-        phase, detail, began = inner, "", start
-        if on_terminal:
-            tell()
-        try:
-            yield
-        finally:
-            end()
-            phase, detail, began = outer
-            began += time.monotonic() - start
-
-    def tell() -> None:
-        doing = f"{phase}: {detail}" if detail else phase
-        say(f"{doing} ... {time.monotonic() - began:.0f} s", end="")
-
-    def report() -> None:
-        while not over.wait(every_s):
-            if phase:
-                tell()
-
-    reporter = threading.Thread(target=report, daemon=True)
-    _inner.append(apart)
-    if on_terminal:
-        reporter.start()
+    phase = _Phase(every_s)
     try:
-        yield notify
+        with _told(phase):
+            yield phase
     finally:
-        _inner.remove(apart)
-        over.set()
-        if on_terminal:
-            reporter.join()
-        end()
+        phase.over.set()
+        if phase.reporter.ident is not None:
+            phase.reporter.join()
+        phase.end()

@@ -139,7 +139,11 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
 
     Raises SpecError if the file is not the trace of this rank.
     """
-    data = _load(path)
+    data = read_json(path, MAX_TRACE, "record it again")
+    if not isinstance(data, dict):
+        raise SpecError(
+            f"{path}: a trace is a JSON object with traceEvents, this is a {type(data).__name__}"
+        )
     try:
         info = data["distributedInfo"]
         found, world = int(info["rank"]), int(info["world_size"])
@@ -168,10 +172,11 @@ def merge_traces(directory: str | Path, path: str | Path) -> None:
     Raises SpecError if the folder does not hold the traces of exactly one run.
     """
     read_traces(directory)
-    documents = [_load(file) for _, file in sorted(_files(Path(directory)).items())]
+    files = sorted(_files(Path(directory)).items())
+    documents = [json.loads(file.read_bytes()) for _, file in files]
     first = documents[0]
     merged = {
-        **{name: value for name, value in first.items() if name != "traceEvents"},
+        **first,
         "distributedInfo": {
             name: value for name, value in first["distributedInfo"].items() if name != "rank"
         },
@@ -213,12 +218,10 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
         _metadata(rank, 0, "process_name", name=f"rank {rank} ({source})"),
         _metadata(rank, 0, "process_sort_index", sort_index=rank),
     ]
-    for lane in lanes:
-        if lane in used:
-            events.append(_metadata(rank, thread[lane], "thread_name", name=lane))
-            events.append(
-                _metadata(rank, thread[lane], "thread_sort_index", sort_index=thread[lane])
-            )
+    for lane in filter(used.__contains__, lanes):
+        number = thread[lane]
+        events.append(_metadata(rank, number, "thread_name", name=lane))
+        events.append(_metadata(rank, number, "thread_sort_index", sort_index=number))
     for span in spans:
         args = {
             "op": span.op,
@@ -236,15 +239,6 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
 
 def _metadata(rank: int, thread: int, of: str, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": of, "pid": rank, "tid": thread, "ts": 0, "args": args}
-
-
-def _load(path: Path) -> dict[str, Any]:
-    data = read_json(path, MAX_TRACE, "record it again")
-    if not isinstance(data, dict):
-        raise SpecError(
-            f"{path}: a trace is a JSON object with traceEvents, this is a {type(data).__name__}"
-        )
-    return data
 
 
 def _span(rank: int, event: dict[str, Any]) -> Span:

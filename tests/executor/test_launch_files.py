@@ -19,7 +19,7 @@ import yaml
 from calls import call, planned
 
 from gnnplan.api.running import Run
-from gnnplan.cli.emit import FILES
+from gnnplan.cli.exports import FILES
 from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.vocabulary.errors import SpecError

@@ -41,7 +41,7 @@ def planned(case: Case, world: int, placement: tuple[int, ...], folder: Path) ->
     """A plan of the case with its ranks on these GPUs."""
     problem = case.problem(world).placed(placement)
     candidate = evaluate(problem, case.settled(problem))
-    plan.write(folder / "plan.json", plan.make(problem, SearchResult([candidate], [])))
+    plan.write(folder / "plan.json", plan.make(SearchResult(problem, [candidate])))
     out = folder / "out"
     out.mkdir()
     return out, candidate

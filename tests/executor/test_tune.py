@@ -55,7 +55,7 @@ def found(**epochs_s: float) -> SearchResult:
         ranked.append(replace(real, predicted=replace(real.predicted, epoch_s=epoch_s)))
         doubt = real.drawn_s / float(real.predicted.epoch_s)
         vars(ranked[-1])["drawn_s"] = epoch_s * doubt
-    return SearchResult(sorted(ranked, key=lambda c: float(c.predicted.epoch_s)), [])
+    return SearchResult(PROBLEM, sorted(ranked, key=lambda c: float(c.predicted.epoch_s)))
 
 
 def names(candidates: list[Candidate]) -> list[str]:
@@ -63,26 +63,26 @@ def names(candidates: list[Candidate]) -> list[str]:
 
 
 def test_strategies_within_doubt_are_run_and_the_budget_is_said_beforehand():
-    ahead = prospect(PROBLEM, found(lossy=1.0, exact=1.05, slow=2.5), 0.2, 1000)
+    ahead = prospect(found(lossy=1.0, exact=1.05, slow=2.5), 0.2, 1000)
     assert names(ahead.candidates) == ["graph_parallel", "pipegcn"]  # the recommended one first
     assert (ahead.budget_s, ahead.budget_epochs) == (pytest.approx(210), 200)
     assert "at most 210" in str(ahead) and "200 epochs" in str(ahead) and "pipegcn" in str(ahead)
-    near = prospect(PROBLEM, found(lossy=1.0, exact=1.05, slow=1.1), 0.2, 1000)
+    near = prospect(found(lossy=1.0, exact=1.05, slow=1.1), 0.2, 1000)
     assert len(near.candidates) == 3
 
 
 def test_as_many_strategies_are_run_as_the_budget_is_for():
     three = found(lossy=1.0, exact=1.05, slow=1.2)
-    assert [len(prospect(PROBLEM, three, 0.1, n).candidates) for n in (100, 450, 5000)] == [1, 2, 3]
+    assert [len(prospect(three, 0.1, n).candidates) for n in (100, 450, 5000)] == [1, 2, 3]
     many = replace(three, ranked=three.ranked * 3)
-    assert len(prospect(PROBLEM, many, 1.0, 10**6).candidates) == MOST
+    assert len(prospect(many, 1.0, 10**6).candidates) == MOST
 
 
 def test_the_best_of_the_other_kind_is_always_among_those_that_run():
     """An exact one that is behind several lossy ones is what they have to beat."""
     three = found(lossy=1.0, exact=1.25)
     lossy, exact = three.ranked
-    ahead = prospect(PROBLEM, replace(three, ranked=[lossy] * 5 + [exact]), 1.0, 10**6)
+    ahead = prospect(replace(three, ranked=[lossy] * 5 + [exact]), 1.0, 10**6)
     assert names(ahead.candidates)[:2] == ["pipegcn", "graph_parallel"]
 
 
@@ -105,27 +105,27 @@ def test_where_there_is_nothing_to_tune_the_plan_says_why(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    document = tune(PROBLEM, result, tmp_path / "runs", epochs=epochs)
+    document = tune(result, tmp_path / "runs", epochs=epochs)
     told = capsys.readouterr().err
     assert told.startswith("not tuned: ") and why in told
     assert why in document["summary"]["tuned"] and why in document["tuned"]["why"]
     assert document["tuned"]["strategies"] == [] and not (tmp_path / "runs").exists()
-    untuned = plan.make(PROBLEM, result)
+    untuned = plan.make(result)
     assert {**document, "summary": 0, "tuned": 0} == {**untuned, "summary": 0, "tuned": 0}
 
 
 def test_training_that_is_said_to_be_long_enough_is():
     two = found(lossy=1.0, exact=1.05)
-    why_not = prospect(PROBLEM, two, 0.1, 50).why_not
+    why_not = prospect(two, 0.1, 50).why_not
     enough = int(why_not.partition("it pays from ")[2].partition(" epochs")[0].replace(",", ""))
-    assert prospect(PROBLEM, two, 0.1, enough).why_not == ""
-    assert prospect(PROBLEM, two, 0.1, enough - 1).why_not != ""
+    assert prospect(two, 0.1, enough).why_not == ""
+    assert prospect(two, 0.1, enough - 1).why_not != ""
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
 def test_a_share_is_a_share(share: float):
     with pytest.raises(SpecError, match="above 0 and at most 1"):
-        prospect(PROBLEM, found(exact=1.0), share)
+        prospect(found(exact=1.0), share)
 
 
 def test_seconds_of_this_machine_say_nothing_about_another():
@@ -145,20 +145,19 @@ def test_a_plan_is_asked_again_on_all_its_gpus():
     problem = Problem(GRAPH.stats, GRAPH, PROBLEM.workload, cluster)
     before = search(problem, exact=True)
     assert before.best.problem.ranks < problem.ranks
-    again_problem, again = asked(plan.make(problem, before, exact=True))
-    assert again_problem.ranks == problem.ranks
+    again = asked(plan.make(before))
+    assert again.problem.ranks == problem.ranks
     assert [str(c.strategy) for c in again.ranked] == [str(c.strategy) for c in before.ranked]
     only = search(PROBLEM, forced=parse("pipegcn"))
-    assert asked(plan.make(PROBLEM, only))[1].forced
+    assert asked(plan.make(only)).forced
 
 
 def test_a_plan_is_tuned_by_its_objective():
     priced = replace(PROBLEM, cluster=LOCAL.model_copy(update={"price": 3.6}))
     before = search(priced, objective=Objective("cost"))
-    document = plan.make(priced, before)
-    problem, again = asked(document)
+    again = asked(plan.make(before))
     assert again.objective.of == "cost" and again.best.value == pytest.approx(before.best.value)
-    _, anew = on_cluster(problem, again, again.best, scaling.device(priced.cluster, 0.5))
+    anew = on_cluster(again, again.best, scaling.device(priced.cluster, 0.5))
     assert anew.objective.of == "cost" and anew.best.value > again.best.value
     contender = _contender(again.best)
     assert contender.rate == pytest.approx(2 * 3.6 / 3600)  # [$/s] of two ranks
@@ -184,10 +183,10 @@ def test_constants_are_refitted_and_the_plan_is_of_them():
     assert report and report["kept"] and report["after"]["mean"] < 0.05 < report["before"]["mean"]
     before = search(PROBLEM)
     slowest = before.ranked[-1]
-    problem, after = on_cluster(PROBLEM, before, slowest, cluster)
-    assert after.best.strategy == slowest.strategy and problem.cluster == cluster
+    after = on_cluster(before, slowest, cluster)
+    assert after.best.strategy == slowest.strategy and after.problem.cluster == cluster
     assert float(after.best.predicted.epoch_s) > 1.5 * float(slowest.predicted.epoch_s)
-    document = plan.make(problem, after)
+    document = plan.make(after)
     assert plan.chosen(document) == slowest.strategy
     assert "as measured" in document["summary"]["use"]
     assert not any("within doubt" in words for words in document["explanation"])
@@ -214,7 +213,7 @@ def gnnplan(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
 def plan_file(tmp_path: Path) -> Path:
     """Graph parallel and PipeGCN on two ranks, with `epochs` for a budget of minutes."""
     result = found(exact=1.0, lossy=1.0)
-    plan.write(tmp_path / "plan.json", plan.make(PROBLEM, result))
+    plan.write(tmp_path / "plan.json", plan.make(result))
     return tmp_path / "plan.json"
 
 
@@ -272,10 +271,7 @@ def test_a_run_that_is_interrupted_leaves_its_epochs_and_no_process(
 ):
     monkeypatch.setenv("GNNPLAN_TEST_TUNE", "interrupted")
     candidates = found(exact=1.0).ranked
-    told: list[str] = []
-    runner = tuning._Runner(
-        candidates, tmp_path / "runs", False, None, lambda phase, detail="": told.append(phase)
-    )
+    runner = tuning._Runner(candidates, tmp_path / "runs", False, None)
     reading = runner(0, 10**7, 25.0)
     assert reading.failed == "" and reading.epochs_s and not runner.runs
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [".01-graph_parallel"]

@@ -10,7 +10,7 @@ import pytest
 from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision import alternative
+from gnnplan.planner.decision.answer import take
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import make, placement, question, strategy_of
 from gnnplan.planner.decision.search import search
@@ -41,7 +41,7 @@ def planned() -> tuple[dict[str, Any], Problem]:
     problem = Problem(
         graph.stats, graph, Workload(layers=2, hidden=16), Cluster.model_validate(CLUSTER)
     )
-    return make(problem, search(problem)), problem
+    return make(search(problem)), problem
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_every_alternative_keeps_its_prediction_and_gets_a_placement(
         first = next(a for a in document["alternatives"] if str(strategy_of(a)) == name)
         if first is not one or name == str(strategy_of(document["best"])):
             continue  # of several of a name the fastest is chosen
-        chosen = alternative.take(document, problem, name)
+        chosen = take(document, problem, name)
         assert {k: v for k, v in chosen["best"].items() if k != "placement"} == one
         assert len(placement(chosen)) == one["gpus"]
         again = evaluate(question(chosen), strategy_of(one))  # as validate does
@@ -70,10 +70,10 @@ def test_every_alternative_keeps_its_prediction_and_gets_a_placement(
 
 def test_next_is_the_second_and_the_way_back(planned: tuple[dict[str, Any], Problem]):
     document, problem = planned
-    second = alternative.take(document, problem, "NEXT")
+    second = take(document, problem, "NEXT")
     assert second["best"]["strategy"] == document["alternatives"][0]["strategy"]
-    assert alternative.take(document, problem, str(strategy_of(document["best"]))) is document
-    back = alternative.take(second, question(second), "NEXT")
+    assert take(document, problem, str(strategy_of(document["best"]))) is document
+    back = take(second, question(second), "NEXT")
     assert back["best"] == document["best"] and back["alternatives"] == document["alternatives"]
 
 
@@ -81,12 +81,12 @@ def test_errors_name_what_the_plan_holds(planned: tuple[dict[str, Any], Problem]
     document, problem = planned
     best = str(strategy_of(document["best"]))
     with pytest.raises(SpecError) as error:
-        alternative.take(document, problem, "gnnpipe(stages=2,chunks=77)")
+        take(document, problem, "gnnpipe(stages=2,chunks=77)")
     assert "did not consider it; the plan holds" in str(error.value) and best in str(error.value)
     assert "gnnplan plan --strategy 'gnnpipe(stages=2,chunks=77)'" in str(error.value)
     refused = {**document, "rejected": [{"strategy": "gnnpipe(chunks=77)", "reason": "too many"}]}
     with pytest.raises(SpecError, match="the plan rejected it: too many; the plan holds"):
-        alternative.take(refused, problem, "gnnpipe(chunks=77)")
-    forced = make(problem, search(problem, forced=parse("graph_parallel")))
+        take(refused, problem, "gnnpipe(chunks=77)")
+    forced = make(search(problem, forced=parse("graph_parallel")))
     with pytest.raises(SpecError, match="holds graph_parallel and no alternative"):
-        alternative.take(forced, problem, "NEXT")
+        take(forced, problem, "NEXT")

@@ -230,7 +230,7 @@ def test_a_constant_that_decides_leaves_no_regret_and_one_that_tells_nothing_all
 def test_every_answer_of_a_plan_says_how_sure_it_is():
     problem = reddit(preset("dgx_a100"))
     found = search(problem)
-    document = plan.make(problem, found)
+    document = plan.make(found)
     answers = [document["best"], *document["alternatives"]]
     assert len(answers) > 5
     for answer in answers:
@@ -238,7 +238,7 @@ def test_every_answer_of_a_plan_says_how_sure_it_is():
         assert answer["epoch_low_s"] < answer["epoch_s"] < answer["epoch_high_s"]
         assert answer["expected_regret"] >= 0
     assert sum(answer["chance_fastest"] for answer in answers) == pytest.approx(1)
-    assert document == plan.make(problem, search(problem))  # no luck in it
+    assert document == plan.make(search(problem))  # no luck in it
 
 
 def test_a_measurement_is_named_that_would_settle_the_choice():
@@ -248,7 +248,7 @@ def test_a_measurement_is_named_that_would_settle_the_choice():
     found = search(reddit(cluster.model_copy(update=doubted)))
     assert found.settled and found.settled.constant == "inter_node.bandwidth"
     assert found.settled.regret < found.certainty.expected_regret / 1.5
-    sure = plan.make(reddit(cluster), found)["summary"]["sure"]
+    sure = plan.make(found)["summary"]["sure"]
     assert "if inter_node.bandwidth were measured)" in sure
 
 

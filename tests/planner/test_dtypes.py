@@ -105,7 +105,7 @@ def test_what_rounds_wins_by_the_rule_for_what_is_lossy(
     choice = chosen(problem_of(device(**rates), hidden=1024))
     plain, rounded = (choice.answers[one].best for one in ("float32", "bfloat16"))
     gain, chance = plain.value / rounded.value - 1, rounded.chance_faster(plain)
-    assert choice.chosen == dtype and choice.problem.workload.dtype == dtype
+    assert choice.chosen == choice.found.problem.workload.dtype == dtype
     assert (dtype == "bfloat16") == (times is not None and chance >= SURE_SHARE)
     assert (gain > 0) == (times != 0.04)
     if why == "within doubt":

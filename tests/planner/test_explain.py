@@ -57,7 +57,7 @@ def test_what_takes_over_really_takes_over() -> None:
     problem = question("5GB/s", layers=8)
     every = search(problem, may_use_fewer=False)
     # exact strategies are recommended in doubt, wherever the others take over from each other
-    found = SearchResult([c for c in every.ranked if not c.strategy.exact], [])
+    found = replace(every, ranked=[c for c in every.ranked if not c.strategy.exact])
     told = [s for s in sentences(found) if "between servers (" in s]
     assert told
     for sentence in told:
@@ -138,7 +138,7 @@ def test_other_depths_change_the_choice_where_they_do(asked: int, way: str) -> N
         workload = Workload(model="gcn", layers=layers, hidden=256)
         return search(Problem(graph.stats, graph, workload, cluster), may_use_fewer=False)
 
-    (sentence,) = of_depths(found(asked), exact=False)
+    (sentence,) = of_depths(found(asked))
     layers, name = re.fullmatch(r"at (\d+) layers (\w+) wins", sentence).groups()
     assert (int(layers) < asked) == (way == "fewer")
     assert found(int(layers)).best.strategy.name == name != found(asked).best.strategy.name
@@ -163,7 +163,7 @@ def test_other_depths_may_use_fewer_gpus_too() -> None:
         and two.best.strategy.name == four.strategy.name
     )
     assert found(4, may_use_fewer=False).best.strategy.name != four.strategy.name
-    assert not any(s.startswith("at 4 layers") for s in of_depths(two, exact=False))
+    assert not any(s.startswith("at 4 layers") for s in of_depths(two))
 
 
 def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
@@ -172,7 +172,7 @@ def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
     assert search(problem, may_use_fewer=False).best.strategy.name == "granndis"
     found = search(problem, forced=parse("graph_parallel"))
     assert any(s.startswith("twice the bandwidth between servers") for s in sentences(found))
-    assert not list(of_depths(found, exact=False))
+    assert not list(of_depths(found))
 
 
 def test_close_seconds_are_within_doubt() -> None:
@@ -184,7 +184,7 @@ def test_close_seconds_are_within_doubt() -> None:
         other, draws = replace(second), np.arange(DRAWS)
         factors = np.where(draws < share * DRAWS, 0.9, 1.2)
         vars(other)["drawn_s"] = first.drawn_s * factors
-        return explain.within_doubt(SearchResult([first, other], []))
+        return explain.within_doubt(replace(found, ranked=[first, other]))
 
     [line] = faster_in(0.1)
     assert "faster with a chance of 10 %" in line and "gnnplan tune" in line
@@ -270,7 +270,7 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
         Workload(mode="mini", batch=20, fanout=(4, 3), layers=2, hidden=16),
         where,
     )
-    lines = explain.explain(problem, search(problem), [])
+    lines = explain.explain(search(problem), [])
     told = next(line for line in lines if line.startswith("P3 stops paying"))
     facts = [batch.facts(1) for batch in problem.minibatches((0, 1)).first()]
     rows, inputs = sum(f.rows.sum() for f in facts), sum(f.sources.sum() for f in facts)

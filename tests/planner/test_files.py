@@ -18,9 +18,9 @@ from gnnplan.planner.gnn.workload import WORKLOADS, Workload
 from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import (
     apply_overrides,
+    ask_workload,
     overridden,
     read_cluster,
-    read_workload,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
@@ -305,7 +305,7 @@ def test_the_page_has_what_every_preset_of_a_workload_says():
     names = sorted(path.stem for path in WORKLOADS.glob("*.yaml"))
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == names
     for name in names:
-        workload, said = read_workload(name), read_yaml(WORKLOADS / f"{name}.yaml").data
+        workload, said = ask_workload(name).workload, read_yaml(WORKLOADS / f"{name}.yaml").data
         row = [workload.model, f"{workload.layers} x {workload.hidden}"]
         row.append("Adam" if "optimizer" in said else "-")
         row += [
@@ -315,13 +315,13 @@ def test_the_page_has_what_every_preset_of_a_workload_says():
 
 
 def test_a_workload_is_a_preset_or_a_file(tmp_path):
-    assert read_workload("pipegcn_reddit").epochs == 3000
-    assert read_workload("pipegcn_reddit", {"epochs": 5}).epochs == 5
+    assert ask_workload("pipegcn_reddit").workload.epochs == 3000
+    assert ask_workload("pipegcn_reddit", {"epochs": 5}).workload.epochs == 5
     odd = tmp_path / "workload"
     odd.write_text("layers: 4\n")
-    assert read_workload(str(odd)).layers == 4
+    assert ask_workload(str(odd)).workload.layers == 4
     with pytest.raises(SpecError, match="a preset; did you mean pipegcn_reddit"):
-        read_workload("pipegcn_redit")
+        ask_workload("pipegcn_redit")
 
 
 # --- workloads and overrides ----------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
         """)
     )
     workload = overridden(
-        read_workload(str(path), {"hidden": 64, "dropout": None}), {"layers": "8"}
+        ask_workload(str(path), {"hidden": 64, "dropout": None}).workload, {"layers": "8"}
     )
     assert (workload.model, workload.layers, workload.hidden, workload.dropout) == (
         "gcnii",
@@ -347,10 +347,10 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
         0.0,
     )
     assert workload.fanout == (15, 10)
-    assert read_workload() == Workload()
-    assert read_workload(None, {"fanout": "full"}).fanout == "full" and read_workload(
+    assert ask_workload().workload == Workload()
+    assert ask_workload(None, {"fanout": "full"}).workload.fanout == "full" and ask_workload(
         None, {"fanout": "5"}
-    ).fanout == (5,)
+    ).workload.fanout == (5,)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
 )
 def test_bad_flags_are_named(flags, words):
     with pytest.raises(SpecError, match=words):
-        read_workload(None, flags)
+        ask_workload(None, flags)
 
 
 @pytest.mark.parametrize(
@@ -386,13 +386,13 @@ def test_a_rule_about_two_fields_names_the_option_that_was_given(tmp_path, flags
     path = tmp_path / "workload.yaml"
     path.write_text("mode: mini\nfanout: 5,5,5\n")
     with pytest.raises(SpecError, match=f"^{words}"):
-        read_workload(str(path), flags)
+        ask_workload(str(path), flags)
     settings = {name: str(value) for name, value in flags.items()}
     with pytest.raises(SpecError, match=f"^{words.replace('--', '--set ', 1)}"):
-        overridden(read_workload(str(path)), settings)
+        overridden(ask_workload(str(path)).workload, settings)
     path.write_text("mode: mini\nfanout: 5,5\n")
     with pytest.raises(SpecError, match=r"workload.yaml:2: fanout: fanout has a number per layer"):
-        read_workload(str(path))
+        ask_workload(str(path))
 
 
 def test_overrides_go_where_they_belong():

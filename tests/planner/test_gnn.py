@@ -5,7 +5,7 @@ import pytest
 from gnnplan.planner.gnn.model import MASK, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import apply_overrides, read_cluster, read_workload
+from gnnplan.planner.problem.inputs import apply_overrides, ask_workload, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
@@ -263,7 +263,7 @@ def test_batch_norm_stands_between_a_layer_and_a_narrow_exchange():
 )
 def test_what_is_no_model(flags: dict[str, object], words: str):
     with pytest.raises(SpecError, match=words):
-        read_workload(None, flags)
+        ask_workload(None, flags)
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_plans_remember_placement():
     islands = [[0, 2, 4, 6], [1, 3, 5, 7]]
     problem = problem_of(cluster(1, 8, islands=islands, island=FAST))
     found = search(problem, forced=parse("gnnpipe(stages=2,chunks=8)"))
-    document = plan.make(problem, found)
+    document = plan.make(found)
     asked = plan.question(document)
     assert asked.placement == found.best.problem.placement != () and asked.by_gpu == tuple(
         np.argsort(asked.placement)
@@ -326,7 +326,7 @@ def test_plans_remember_placement():
 )
 def test_a_placement_edited_by_hand(place: Any, rule: str):
     problem = problem_of(cluster(1, 8))
-    document = plan.make(problem, search(problem, forced=parse("graph_parallel")))
+    document = plan.make(search(problem, forced=parse("graph_parallel")))
     if place is None:
         document["best"]["placement"] = {}
     else:
@@ -360,7 +360,7 @@ def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
     found = search(small)
     best = found.best
     assert best.problem.ranks < 8
-    document = plan.make(small, found)
+    document = plan.make(found)
     assert document["best"]["gpus"] == best.problem.ranks == len(document["best"]["placement"])
     assert (
         plan.question(document).placement == best.problem.placement

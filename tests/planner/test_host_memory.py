@@ -293,11 +293,11 @@ def test_a_strategy_that_does_not_fit_says_what_would():
 def test_plans_tell_graph_data_in_servers():
     problem = printed("ogbn-papers100M", host_memory="32GB")
     found = search(problem, forced=P3(pipelined=True))
-    made = plan.make(problem, found)
+    made = plan.make(found)
     assert made["best"]["predicted"]["host_bytes"] == pytest.approx(23.3e9, rel=0.01)
     assert "of 32.00 GB of graph data in the fullest server's memory" in made["summary"]["cost"]
     free = problem.cluster.model_copy(update={"host_memory": None})
     unlimited = replace(problem, cluster=free)
-    made = plan.make(unlimited, search(unlimited, forced=P3(pipelined=True)))
+    made = plan.make(search(unlimited, forced=P3(pipelined=True)))
     assert "host_bytes" in made["best"]["predicted"]
     assert "; 23.34 GB of graph data in the fullest server's memory" in made["summary"]["cost"]

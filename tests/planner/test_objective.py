@@ -13,7 +13,7 @@ import pytest
 
 from gnnplan.planner.cluster.doubt import DRAWS, RANGES
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.alternative import take
+from gnnplan.planner.decision.answer import take
 from gnnplan.planner.decision.candidate import evaluate_or_save_memory, placed
 from gnnplan.planner.decision.objective import (
     PRIOR,
@@ -24,8 +24,8 @@ from gnnplan.planner.decision.objective import (
     Training,
 )
 from gnnplan.planner.decision.scale import scale
+from gnnplan.planner.decision.search import Search, least, parts, search
 from gnnplan.planner.decision.search import families as families_of
-from gnnplan.planner.decision.search import least, parts, search
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -107,7 +107,7 @@ def test_the_least_energy_is_on_fewer_gpus_and_the_plan_says_how_much():
     problem = problem_of()
     fast, frugal = search(problem), search(problem, objective=Objective("energy"))
     assert frugal.best.problem.ranks == 1
-    document = plan.make(problem, frugal)
+    document = plan.make(frugal)
     best = document["best"]
     assert document["objective"] == "energy" and "target_accuracy" not in document
     assert best["energy_j"] == pytest.approx(400 * best["epoch_s"])
@@ -117,7 +117,7 @@ def test_the_least_energy_is_on_fewer_gpus_and_the_plan_says_how_much():
     assert "energy per epoch: " in document["summary"]["range"]
     assert "cheapest in energy" in document["summary"]["sure"]
     assert any("dearer in energy" in line for line in document["explanation"])
-    assert "energy_j" not in plan.make(problem, fast)["best"]
+    assert "energy_j" not in plan.make(fast)["best"]
     # another of its answers keeps what the objective counts
     taken = take(document, problem, "NEXT")
     assert taken["best"]["energy_j"] == document["alternatives"][0]["energy_j"]
@@ -147,7 +147,10 @@ def test_a_missing_number_is_told_with_what_to_write(of: str, said: str):
     device = problem.cluster.device.model_copy(update={"power": None})
     cluster = problem.cluster.model_copy(update={"device": device})
     bare = Problem(STATS, GRAPH, problem.workload, cluster)
-    for ask in (search, lambda problem, objective: scale(problem, [1], objective)):
+    for ask in (
+        search,
+        lambda problem, objective: scale(problem, [1], Search(objective=objective)),
+    ):
         with pytest.raises(SpecError, match=said):
             ask(bare, objective=Objective(of))
     with pytest.raises(SpecError, match="power of a CPU rank"):
@@ -264,7 +267,7 @@ def test_a_lossy_strategy_wins_where_runs_show_that_it_takes_less_time():
         found = search(problem, may_use_fewer=False, objective=objective)
         assert (not found.best.strategy.exact) == wins
         assert any(name == "pipegcn" for name in (c.strategy.name for c in found.ranked))
-    document = plan.make(problem, found)
+    document = plan.make(found)
     best = document["best"]
     assert document["target_accuracy"] == 0.9
     assert document["evidence"] == ["runs/graph_parallel", "runs/pipegcn"]
@@ -325,9 +328,9 @@ def test_a_target_that_nothing_covers_is_told_with_the_runs_that_would():
 def test_sizes_are_compared_until_the_accuracy():
     problem = problem_of("price=2")
     target = Target(0.9, [training("graph_parallel", *REACHED)])
-    plain = scale(problem, [1, 2, 4], exact=True)
+    plain = scale(problem, [1, 2, 4], Search(exact=True))
     for of in ("time", "cost", "energy"):
-        found = scale(problem, [1, 2, 4], Objective(of, target), exact=True)
+        found = scale(problem, [1, 2, 4], Search(exact=True, objective=Objective(of, target)))
         assert [size.time_s for size in found.sizes] == pytest.approx(
             [25.5 * size.time_s for size in plain.sizes]
         )
@@ -345,7 +348,7 @@ def run_of(folder: Path, *rows: object, strategy: str = "graph_parallel") -> Pat
     problem = problem_of(seed=3)
     found = search(problem, forced=parse(strategy))
     folder.mkdir(parents=True)
-    plan.write(folder / "plan.json", plan.make(problem, found))
+    plan.write(folder / "plan.json", plan.make(found))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -394,11 +397,11 @@ def test_a_size_has_the_better_of_full_graph_and_mini_batches():
     slow = training("data_parallel", (1, 0.5), (9000, 0.95), mode="mini", batch=64)
     for runs, mode in (([full], "full"), ([full, quick], "mini"), ([full, slow], "full")):
         objective = Objective(target=Target(0.9, runs))
-        found = scale(problem, [1, 4], objective, exact=True)
+        found = scale(problem, [1, 4], Search(exact=True, objective=objective))
         assert [(size.gpus, size.mode) for size in found.sizes] == [(1, mode), (4, mode)]
-    assert scale(problem, [1, 4], exact=True).sizes[0].mode == "full"
+    assert scale(problem, [1, 4], Search(exact=True)).sizes[0].mode == "full"
     forced = Objective(target=Target(0.9, [full, quick]))
-    found = scale(problem, [1], forced, forced=parse("graph_parallel"))
+    found = scale(problem, [1], Search(forced=parse("graph_parallel"), objective=forced))
     assert found.sizes[0].mode == "full"
 
 

@@ -177,7 +177,7 @@ def test_a_plan_uses_it_where_nothing_else_fits():
     assert found.best.memory_bytes <= problem.cluster.device.memory
     fewer = needed(problem, str(Offload(chosen.chunks // 2)))
     assert fewer > problem.cluster.device.memory - RUNTIME["cuda"]
-    assert any("in a server's memory" in line for line in explain(problem, found, []))
+    assert any("in a server's memory" in line for line in explain(found, []))
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_a_plan_of_the_release_before_is_read(tmp_path: Path, capsys: pytest.Cap
     problem = Problem(
         graph.stats, graph, Workload(layers=2, hidden=8), read_cluster(str(PRESETS / "local.yaml"))
     )
-    document = plan.make(problem, search(problem))
+    document = plan.make(search(problem))
     document = {**document, "gnnplan": "0.1.0", "cluster": as_before(document["cluster"])}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))

@@ -159,9 +159,9 @@ def test_no_search_tries_it_by_itself():
 def test_a_plan_that_asks_for_it_says_what_it_saves(strategy: Strategy, op: str):
     asked = problem(layers=4)
     strategy = strategy.settle(asked)
-    lines = "\n".join(explain(asked, search(asked, forced=strategy), []))
+    lines = "\n".join(explain(search(asked, forced=strategy), []))
     few, whole = strategy.predict(asked), replace(strategy, bits=None).predict(asked)
     assert f"{strategy} sends {few.bytes[op] / 1e3:.2f} kB of rows" in lines
     assert f"{replace(strategy, bits=None)} {whole.bytes[op] / 1e3:.2f} kB" in lines
-    plain = "\n".join(explain(asked, search(asked, forced=GraphParallel()), []))
+    plain = "\n".join(explain(search(asked, forced=GraphParallel()), []))
     assert "to pack" not in plain

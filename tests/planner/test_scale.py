@@ -13,7 +13,7 @@ from pairwise import covered
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.plan import make
 from gnnplan.planner.decision.scale import Scaling, problem_of, scale, sizes_of
-from gnnplan.planner.decision.search import search
+from gnnplan.planner.decision.search import Search, search
 from gnnplan.planner.decision.summary import NEARLY_FULL, nearly_full
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
@@ -98,7 +98,7 @@ def test_fewer_ranks_on_a_cpu_have_more_of_its_cores():
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_row_is_what_a_search_finds_there(exact: bool):
     base = question("reddit", "dgx_a100")
-    found = scale(base, [1, 4, 16], exact=exact)
+    found = scale(base, [1, 4, 16], Search(exact))
     for size in found.sizes:
         expected = search(problem_of(base, size.gpus), exact, may_use_fewer=False).best
         assert (str(size.best.strategy), size.time_s, size.best.memory_bytes) == (
@@ -120,7 +120,7 @@ def test_a_row_is_what_a_search_finds_there(exact: bool):
 def test_the_best_size_is_never_worse_than_any(graph: str, objective: str):
     base = question(graph, "dgx_a100", "price=2.5", hidden=16)
     counts = [1, 2, 8, 32] if NIGHT else [1, 8, 32]
-    found = scale(base, counts, Objective(objective))
+    found = scale(base, counts, Search(objective=Objective(objective)))
     assert found.fastest.time_s == min(size.time_s for size in found.sizes)
     assert found.cheapest is not None
     assert found.cheapest.best.dollars == min(size.best.dollars for size in found.sizes)
@@ -146,7 +146,7 @@ def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
 
 def test_the_fastest_size_and_those_near_it_in_any_order():
     base = question("reddit", "granndis_2080ti_1gbe", layers=3)
-    sizes = scale(base, [2, 8, 16, 32], forced=parse("graph_parallel")).sizes
+    sizes = scale(base, [2, 8, 16, 32], Search(forced=parse("graph_parallel"))).sizes
     assert len({size.time_s for size in sizes}) == 4
     for order in permutations(sizes):
         found = Scaling([replace(s, gpus=n) for s, n in zip(order, (1, 2, 4, 8), strict=True)], ())
@@ -171,7 +171,7 @@ def test_speedup_is_over_the_fewest_gpus_that_fit():
 def test_where_nothing_fits_it_says_how_much_memory_would():
     # with too little memory in a server to train chunk by chunk
     base = question("ogbn-papers100M", "l4_box", "host_memory=1GB", layers=3)
-    found = scale(base, [4, 64], exact=True)
+    found = scale(base, [4, 64], Search(exact=True))
     small, large = found.sizes
     assert small.found is None and isinstance(small.error, Infeasible)
     assert small.needs_bytes is not None and small.needs_bytes > base.cluster.device.memory
@@ -196,10 +196,12 @@ def test_where_a_strategy_takes_over():
 
 
 def test_a_strategy_may_suit_some_sizes_only():
-    found = scale(question("flickr", "dgx_a100"), [1, 2, 8], forced=parse("gnnpipe(stages=2)"))
+    found = scale(
+        question("flickr", "dgx_a100"), [1, 2, 8], Search(forced=parse("gnnpipe(stages=2)"))
+    )
     assert isinstance(found.sizes[0].error, SpecError) and found.first.gpus == 2
     with pytest.raises(SpecError, match="--exact excludes pipegcn"):
-        scale(question(), [2, 4], exact=True, forced=parse("pipegcn"))
+        scale(question(), [2, 4], Search(exact=True, forced=parse("pipegcn")))
 
 
 def test_numbers_that_cannot_be_had_are_skipped():
@@ -213,7 +215,7 @@ def test_numbers_that_cannot_be_had_are_skipped():
 
 def test_costs_need_a_price_and_servers_are_rented_whole():
     with pytest.raises(SpecError, match=r"--objective cost needs the price .* --set price=2.50"):
-        scale(question(), [1], Objective("cost"))
+        scale(question(), [1], Search(objective=Objective("cost")))
     found = scale(question("flickr", "dgx_a100", "price=3.6"), [1, 8])
     for size in found.sizes:
         assert size.best.dollars == pytest.approx(8 * 0.001 * size.time_s)
@@ -228,6 +230,6 @@ def test_a_plan_warns_where_the_fullest_rank_is_nearly_full():
         device = base.cluster.device.model_copy(update={"memory": memory})
         tight = replace(base, cluster=base.cluster.model_copy(update={"device": device}))
         found = search(tight, forced=parse("graph_parallel"))
-        document = make(tight, found)
+        document = make(found)
         told = nearly_full(found.best)
         assert bool(told) == warns == ("% full: " in document["summary"]["cost"])

@@ -34,6 +34,7 @@ from gnnplan.planner.strategies import GraphParallel, base, parse
 from gnnplan.planner.strategies.program import account
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
+from gnnplan.planner.vocabulary.progress import tells
 from gnnplan.simulator.player import play
 
 SOURCE = "synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0"
@@ -70,7 +71,7 @@ def candidates(problem: Problem) -> list[str]:
 def test_a_search_tells_what_it_evaluates() -> None:
     """A plan of a large graph takes minutes; whoever waits sees each candidate's name."""
     told: list[str] = []
-    search(problem_of(), notify=lambda phase, detail="": told.append(detail))
+    tells(lambda notify: search(problem_of()))(notify=lambda phase, detail="": told.append(detail))
     for words in (
         "graph_parallel",
         "gnnpipe",
@@ -380,7 +381,7 @@ def found() -> SearchResult:
 
 @pytest.fixture(scope="module")
 def made(found: SearchResult) -> dict[str, Any]:
-    return plan.make(problem_of(), found)
+    return plan.make(found)
 
 
 @pytest.fixture
@@ -401,7 +402,7 @@ def document(made: dict[str, Any]) -> dict[str, Any]:
 def test_a_plan_survives_its_file(name: str, tmp_path: Path):
     problem = problem_of(model="sage", dropout=0.25, seed=3)
     found = search(problem, forced=parse(name))
-    made = plan.make(problem, found)
+    made = plan.make(found)
     plan.write(tmp_path / "plan.json", made)
     read = plan.read(tmp_path / "plan.json")
     assert read == made
@@ -454,12 +455,10 @@ def test_a_plan_says_what_was_asked_for_and_what_was_found(
 @pytest.mark.slow
 def test_explanations_of_one_server_and_of_statistics():
     one = problem_of(1, 2)
-    assert any(
-        "nothing crosses servers" in line for line in plan.make(one, search(one))["explanation"]
-    )
+    assert any("nothing crosses servers" in line for line in plan.make(search(one))["explanation"])
     problem = problem_of()
     guess = replace(problem, stats=replace(problem.stats, known=False), graph=None)
-    assert "statistics only" in plan.make(guess, search(guess))["summary"]["inputs"]
+    assert "statistics only" in plan.make(search(guess))["summary"]["inputs"]
 
 
 def test_a_plan_can_be_asked_about_another_cluster(document: dict[str, Any]):
@@ -473,7 +472,7 @@ def test_a_plan_remembers_that_edges_have_a_direction(tmp_path: Path):
     graph = load(str(tmp_path / "arrow.npz"), directed=True)
     assert isinstance(graph, Graph) and graph.stats.edges == 3
     problem = Problem(graph.stats, graph, Workload(), problem_of(1, 2).cluster)
-    assert plan.question(plan.make(problem, search(problem))).stats == graph.stats
+    assert plan.question(plan.make(search(problem))).stats == graph.stats
 
 
 def test_other_data_or_version_is_a_mismatch(document: dict[str, Any], tmp_path: Path):
@@ -580,7 +579,7 @@ def test_nothing_is_half_written(tmp_path: Path, document: dict[str, Any]):
 
 def test_a_plan_of_one_strategy_has_no_rival(tmp_path: Path):
     problem = problem_of(1, 1)
-    assert plan.chosen(plan.make(problem, search(problem))) == GraphParallel()
+    assert plan.chosen(plan.make(search(problem))) == GraphParallel()
 
 
 def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient() -> None:
@@ -605,7 +604,8 @@ def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient
 def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult:
     """The search's candidates of these names, as if they had these epochs [s]."""
     by_name = {str(c.strategy): c for c in found.ranked}
-    return SearchResult([taking(by_name[name], epoch_s) for name, epoch_s in epochs], [])
+    ranked = [taking(by_name[name], epoch_s) for name, epoch_s in epochs]
+    return SearchResult(found.problem, ranked)
 
 
 def taking(candidate: Candidate, epoch_s: float) -> Candidate:
@@ -642,7 +642,7 @@ def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
     found = with_epochs(on_all_gpus(), *both, ("granndis(depth=1)", 9.0))
     assert str(found.best.strategy) == best
     assert [str(c.strategy) for c in found.ranked[:2]] == [name for name, _ in both]
-    document = plan.make(problem_of(), found)
+    document = plan.make(found)
     shown = [document["best"], *document["alternatives"]]
     assert [answer["strategy"]["name"] for answer in shown] == [
         best,
@@ -733,7 +733,7 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode: str, monkeypatch):
     monkeypatch.setattr(account, "price_of", counted_price)
     monkeypatch.setattr(Candidate, "that_fits", counted_fits)
     search(problem)
-    tried = len(list(search_module.candidates(problem, False)))
+    tried = len(list(search_module.Search().candidates(problem)))
     parts = len(search_module.parts(cluster))
     # most stay in order, and some are drawn; each family asks of two whether buckets pay
     tested = 2 * len(search_module.families(problem))

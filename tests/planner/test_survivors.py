@@ -98,7 +98,7 @@ def test_the_bandwidth_below_which_another_strategy_wins():
         Candidate(strategy, strategy.predict(asked), asked)  # type: ignore[arg-type]
         for strategy in (Timed("chatty", 0.0, 1e9), Timed("silent", 1.999, 0.0))
     ]
-    found = sentences(SearchResult(candidates, []))
+    found = sentences(SearchResult(asked, candidates))
     assert found[:2] == [
         "twice the bandwidth between servers: -50 %",
         "below 0.5x of the bandwidth between servers (500.00 MB/s, now 1.00 GB/s) silent wins",

@@ -111,7 +111,7 @@ def test_it_is_a_candidate_and_trains(install: Path):
 def test_it_explains_itself(install: Path):
     """Only families that `decision` knew by name could say anything of their own."""
     asked = problem(2)
-    told = explain(asked, search(asked), turning_points=[])
+    told = explain(search(asked), turning_points=[])
     assert sum(line.startswith("An echo of 200 vertices: echo") for line in told) == 1
     names = vars(sys.modules[explain.__module__])
     assert not [family.__name__ for family in strategies.FAMILIES if family.__name__ in names]

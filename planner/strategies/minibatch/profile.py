@@ -35,16 +35,14 @@ from gnnplan.planner.ownership.minibatch import (
 )
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.step import ID, check_batches
-from gnnplan.planner.vocabulary.progress import Notify, silent
+from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
 CACHED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of all rows
 HIGH = 95  # percentile
 
 
-def probe(
-    graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int], notify: Notify = silent
-) -> dict[str, Any]:
+def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -> dict[str, Any]:
     """The profile of a graph's mini-batches for these numbers of ranks, JSON-ready.
 
     {"batch", "fanouts", "batches": of an epoch, "probed": how many were drawn, "estimated",
@@ -58,7 +56,7 @@ def probe(
     model = describe(workload, stats.features, stats.classes, stats.nonzeros / stats.vertices)
     by_ranks: dict[str, Any]
     if isinstance(graph, Graph):
-        whole, micro = _drawn(graph, workload, ranks, notify)
+        whole, micro = _drawn(graph, workload, ranks)
         counts = [_counts([found]) for found in whole]
         by_ranks = {}
         for count in ranks:
@@ -92,7 +90,7 @@ def probe(
 
 
 def _drawn(
-    graph: Graph, w: Workload, ranks: Sequence[int], notify: Notify
+    graph: Graph, w: Workload, ranks: Sequence[int]
 ) -> tuple[list[Frontier], dict[int, list[list[Frontier]]]]:
     """Batches of the first epoch, whole and as micro-batches for each number of ranks.
 

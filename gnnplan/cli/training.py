@@ -1,15 +1,52 @@
-"""`gnnplan run`: train with a plan, on this machine or as a rank of torchrun or Slurm."""
+"""Verbs that train: `run` with a plan, here or as a rank of torchrun or Slurm, and `tune` with the
+few strategies that predictions cannot tell apart."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import typer
 
-from gnnplan.cli.common import show, verb
-from gnnplan.cli.options import of_function
+from gnnplan.cli.common import of_function, show, verb
+from gnnplan.planner.vocabulary.errors import SpecError
+
+
+@verb(of_function("tuning.tune"), epochs={"min": 1})
+def tune(
+    plan_file: Path,
+    *,
+    output: Path | None = None,
+    as_json: bool = False,
+    **options: Any,
+) -> None:
+    """Run the strategies within doubt, and plan by what they took.
+
+    They take turns of two seconds each, and after some rounds the faster half goes on; it ends as
+    soon as the order is certain or --share of the training is spent. A lossy strategy is
+    recommended only if it is faster by more than the noise. The runs also correct the cluster's
+    constants. Where the training is too short to be worth it, the plan stays as it is.
+
+    For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json
+
+    Args:
+        output: Write the plan here.  [default: beside --out, .json]
+    """
+    from gnnplan.api.planning import load_plan
+    from gnnplan.api.tuning import tune as tune_by_runs
+    from gnnplan.executor.launch.launcher import new_folder
+    from gnnplan.planner.vocabulary.files import must_be_writable
+
+    out: Path = options.pop("out") or new_folder("tune")
+    output = output or out.with_name(f"{out.name}.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    must_be_writable(output)
+    tuned = tune_by_runs(load_plan(plan_file), out, **options)
+    tuned.write(output)
+    if show(tuned, as_json):
+        print(f"written to {output}; next: gnnplan run {quote(str(output))}")
 
 
 @verb(
@@ -54,7 +91,6 @@ def run(
     from gnnplan.api.planning import load_plan
     from gnnplan.api.running import Run, asked_of, preflight, rate_of, train
     from gnnplan.executor.launch import launcher as launch
-    from gnnplan.planner.vocabulary.errors import SpecError
 
     out: Path | None = given.pop("out")
     if resume is not None and out is not None:

@@ -1,0 +1,149 @@
+"""Verbs that write files for other programs: `trace` for viewers, `emit` launch files and other
+libraries' parts, `report` a page for a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+
+from gnnplan.cli.common import print_json, show, verb
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.progress import notify, say
+
+VIEWERS = ("perfetto", "hta")
+# launch files, and what starts them; and libraries, whose folders of parts are written
+FILES = {"torchrun": "bash", "slurm": "sbatch", "kubernetes": "kubectl create -f"}
+FOLDERS = ("distdgl", "pyg")
+
+
+@verb(
+    name="trace",
+    directory={"metavar": "DIR"},
+    output={"metavar": "DEST"},
+    viewer={"flags": ("--for",), "metavar": "VIEWER"},
+)
+def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> None:
+    """Merge the traces of all ranks, or write them for HTA.
+
+    HTA, Holistic Trace Analysis, reads them as GPU kernels.
+
+    A run on several servers leaves its traces there; copy them into one folder first.
+
+    Args:
+        directory: A run's folder, or one that `gnnplan simulate --trace` wrote.
+        output: The file; for hta a new folder.
+        viewer: perfetto: one file with all ranks, for https://ui.perfetto.dev; hta: a folder for
+            Holistic Trace Analysis.
+    """
+    from gnnplan.planner.graph.arrays import must_be_new
+    from gnnplan.planner.vocabulary.files import must_be_writable, suggest
+    from gnnplan.planner.vocabulary.hta import write_for_hta
+    from gnnplan.planner.vocabulary.trace import merge_traces
+
+    if viewer not in VIEWERS:
+        raise SpecError(f"--for {viewer!r} is unknown{suggest(viewer, VIEWERS)}")
+    if viewer == "hta":
+        must_be_new(output)
+        write_for_hta(directory, output)
+        print(f"written to {output}; next: TraceAnalysis(trace_dir={str(output)!r}) in Python")
+    else:
+        must_be_writable(output)
+        merge_traces(directory, output)
+        print(f"written to {output}; next: open it at https://ui.perfetto.dev")
+
+
+@verb(name="emit", target={"flags": ("--for",), "metavar": "TARGET"}, output={"metavar": "DEST"})
+def emit_plan(
+    plan_file: Path,
+    *,
+    target: str,
+    output: Path | None = None,
+    image: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Write launch files of a plan, or its parts for DistDGL or PyG.
+
+    Launch files are for torchrun, Slurm or Kubernetes; each says at its top what it assumes. Parts
+    are written by the libraries' own code, and hold features, labels and masks.
+
+    Args:
+        target: torchrun (a bash script), slurm (an sbatch script), kubernetes (an Indexed Job); or
+            the graph in a part per rank: distdgl, pyg.
+        output: The file, or for distdgl and pyg the folder, which must not be there yet.  [default:
+            a launch file goes to standard output]
+        image: With --for kubernetes: the container's image.  [default: gnnplan:VERSION]
+    """
+    from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
+    from gnnplan.planner.decision import plan as plans
+    from gnnplan.planner.vocabulary.files import must_be_writable, suggest, write_atomically
+
+    if target not in (*FILES, *FOLDERS):
+        raise SpecError(f"--for {target!r} is unknown{suggest(target, (*FILES, *FOLDERS))}")
+    if image is not None and target != "kubernetes":
+        raise SpecError("--image goes with --for kubernetes")
+    document = plans.read(plan_file)
+    if target in FOLDERS:
+        note = write_partition(document, target, output)
+    else:
+        if output:
+            must_be_writable(output)
+        launch, note = Launch.of(plan_file, document), None
+        if target == "kubernetes":
+            text = kubernetes(launch, document, image)
+        else:
+            text = slurm(launch) if target == "slurm" else torchrun(launch)
+        if output is None and not as_json:
+            return print(text, end="")
+        if output:
+            write_atomically(output, text)
+    if as_json:
+        found = {"for": target, "written": None if output is None else str(output), "note": note}
+        return print_json(found if target in FOLDERS else {**found, "text": text})
+    if note:
+        say(f"note: {note}")
+    onwards = f"; next: {FILES[target]} {quote(str(output))}" if target in FILES else ""
+    print(f"written to {output}{onwards}")
+
+
+def write_partition(document: dict[str, object], target: str, folder: Path | None) -> str | None:
+    """Write the graph's parts, and return what to note of them. Raises SpecError."""
+    from gnnplan.executor.emit import partitions
+    from gnnplan.planner.decision.plan import chosen, question
+    from gnnplan.planner.graph.arrays import must_be_new
+
+    if folder is None:
+        raise SpecError(f"--for {target} writes a folder; name it with -o")
+    must_be_new(folder)
+    notify("reading the plan's graph")
+    problem = question(document)
+    strategy = chosen(document).settle(problem)
+    notify(f"writing {problem.ranks} parts")
+    write = partitions.pyg if target == "pyg" else partitions.distdgl
+    note = write(problem, strategy, folder)
+    notify("")
+    return note
+
+
+@verb(runs={"metavar": "[RUN]..."})
+def report(
+    plan_file: Path,
+    runs: list[Path] | None = None,
+    *,
+    output: Path = Path("report.html"),
+    as_json: bool = False,
+) -> None:
+    """Draw a plan and its runs as one page that opens offline.
+
+    What epochs are made of, who does what when, memory and traffic; of runs also the errors of the
+    prediction, losses and accuracies. Needs plotly: pip install 'gnnplan[report]'.
+
+    Args:
+        runs: Folders of finished runs of this plan.
+        output: Write the page here.
+    """
+    from gnnplan.api.view import Blocks
+    from gnnplan.report import report as write
+
+    written = write(plan_file, runs or [], output)
+    document = {"report": str(written), "bytes": written.stat().st_size}
+    show(Blocks([f"written to {written}; open it with a browser"], document), as_json)

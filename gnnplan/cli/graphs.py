@@ -1,0 +1,289 @@
+"""Verbs of graphs: `convert` makes mapped arrays of any format, `partition` a part for each rank,
+and `profile` says what parts cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from gnnplan.api.defaults import DEFAULT_GRAPH
+from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.progress import notify
+from gnnplan.planner.vocabulary.table import Table, column, table
+from gnnplan.planner.vocabulary.units import show_bytes
+
+
+@verb(
+    of_function("planning.plan", *LACKING),
+    source={"metavar": "SRC"},
+    folder={"metavar": "DEST"},
+    task={"metavar": "regression"},
+)
+def convert(
+    source: str,
+    folder: Path,
+    *,
+    task: str | None = None,
+    trust: bool = False,
+    as_json: bool = False,
+    **lacking: Any,
+) -> None:
+    """Turn a graph of any format into a folder of .npy arrays.
+
+    Every rank opens it without parsing. Large files are read a piece at a time. Nothing is left
+    behind if it fails.
+
+    Args:
+        source: A file or folder of any format that --graph takes, told by content; or
+            synthetic:community?.. and synthetic:rmat?.., which are generated.
+        folder: A folder that is not there yet.
+        task: Labels are numbers to predict; else what look like classes must be classes.
+        trust: Load a pickle, which runs whatever code is in it: only for files of people whom you
+            trust.
+    """
+    from gnnplan.api.view import Blocks
+    from gnnplan.planner.graph.formats import Extras, recognise
+    from gnnplan.planner.graph.formats import convert as write
+
+    features = lacking["features"]
+    if features is not None and features.isdecimal():
+        raise SpecError(
+            f"--features {features} is a width of stand-in features, which are made when the graph"
+            " is loaded, not stored; give a file, or leave it out"
+        )
+    kind = recognise(source).name
+    if task not in (None, "regression"):
+        raise SpecError(
+            f"--task {task!r:.100}: a folder holds the labels as they are; leave it out, or say"
+            " regression, whose labels are numbers"
+        )
+    extras = Extras(**lacking, numbers=task is not None)
+    notify(f"reading {source} ({kind})")
+    vertices, edges, notes = write(source, folder, extras, trust)
+    facts = {"format": kind, "folder": str(folder), "vertices": vertices, "edges": edges}
+    lines = [
+        f"{source} ({kind}): {vertices:,} vertices, {edges:,} edges as they are in the file",
+        f"written to {folder}; next: gnnplan plan --graph {quote(str(folder))}",
+    ]
+    say_notes(() if as_json else notes)
+    show(Blocks(lines, {"source": source, **facts, "notes": notes}), as_json)
+
+
+@verb(
+    of_function("planning.plan", *LACKING, "partitioner", "directed"),
+    graph={"metavar": "GRAPH"},
+    parts={"flags": ("-k", "--parts"), "min": 1},
+    output={"metavar": "PARTS"},
+    seed={"min": 0},
+    task={"metavar": "none|regression"},
+)
+def partition(
+    graph: str,
+    *,
+    parts: int,
+    output: Path,
+    seed: int = 0,
+    task: str | None = None,
+    as_json: bool = False,
+    **reading: Any,
+) -> None:
+    """Cut a graph into a folder of parts, one per rank.
+
+    `plan` takes it as --graph. A rank then reads the rows, edges and halo of its own part. Nothing
+    of that name is there before all of it is written; the same command goes on where another was
+    broken off.
+
+    Args:
+        graph: A graph of any format that --graph takes, told by content.
+        parts: How many parts: one for each rank.
+        output: A folder that is not there yet.
+        seed: Of the partitioner.
+        task: none: the graph has no labels, and gets stand-ins; regression: its labels are numbers
+            to predict.
+    """
+    from gnnplan.api.view import Blocks
+    from gnnplan.planner.graph.arrays import must_be_new
+    from gnnplan.planner.graph.graph import Graph
+    from gnnplan.planner.graph.partition import partition as assign
+    from gnnplan.planner.ownership.parts import write_parts
+
+    must_be_new(output)
+    if task in ("node", "link"):
+        raise SpecError(
+            f"--task {task} is what a plan trains, of any folder of parts; leave it out here, and"
+            " give it to gnnplan plan"
+        )
+    notify(f"reading {graph}")
+    found, method = _loaded(graph, task, **reading)
+    notify(f"partitioning it into {parts}")
+    owner = assign(found, parts, method, seed)
+    if not isinstance(found, Graph):
+        raise SpecError(f"{graph}: known by statistics only; give the graph itself")
+    about = write_parts(found, owner, method, seed, output)
+    notes, name = list(found.stats.notes), quote(str(output))
+    facts = {
+        "folder": str(output),
+        "hash": found.stats.hash,
+        "parts": parts,
+        "partitioner": method,
+        "seed": seed,
+        "halo_rows": about.halo,
+        "vertices": about.vertices,
+        "edges": about.edges,
+    }
+    lines = [
+        f"{found.stats.name}: {found.stats.vertices:,} vertices, {found.stats.edges:,} directed"
+        f" edges, in {parts:,} parts by {method}",
+        f"a part has {_between(about.vertices)} vertices, {_between(about.edges)} edges and"
+        f" {_between(about.halo)} halo rows",
+        f"written to {output}; next: gnnplan plan --graph {name}",
+    ]
+    say_notes(() if as_json else notes)
+    show(Blocks(lines, {"source": graph, **facts, "notes": notes}), as_json)
+
+
+def _between(counts: list[int]) -> str:
+    """The least and the most of some counts."""
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+@verb(
+    of_function("planning.plan", *LACKING, "partitioner", "directed"),
+    task={"metavar": "none"},
+)
+def profile(
+    graph: str = DEFAULT_GRAPH,
+    *,
+    parts: str = "2,4,8",
+    servers: int | None = None,
+    hops: int = 3,
+    batch: int | None = None,
+    fanout: str | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    task: str | None = None,
+    as_json: bool = False,
+    **reading: Any,
+) -> None:
+    """Show what partitions of a graph cost: halo rows, cut, balance.
+
+    Per number of parts, with the growth of what layers reach. Facts are cached by content. With
+    --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what caches
+    hit, what a split sends.
+
+    Args:
+        parts: Part counts to look at, as 2,4,8.
+        servers: Servers that the parts are spread over; growth is then a server's.
+        hops: Hops of a part's growth to report.
+        batch: Look at mini-batches of so many seeds too, shared by as many ranks as parts.
+        fanout: Neighbours per layer from the seeds outwards, as 15,10 or full.  [default: 10 each]
+        layers: GNN layers of the mini-batches.  [default: as many as fanouts, or 3]
+        hidden: Hidden width of the rows that a split sends.  [default: 256]
+        task: none: the graph has no labels; it is planned, simulated and run on stand-ins.
+    """
+    from gnnplan.api.view import Blocks
+    from gnnplan.planner.ownership.profile import profile as make_profile
+    from gnnplan.planner.problem.inputs import ask_workload
+    from gnnplan.planner.strategies.minibatch.profile import probe
+
+    counts, of_batches = numbers(parts, "--parts"), {"fanout": fanout, "layers": layers}
+    of_batches["hidden"] = hidden
+    if batch is None and (given := [name for name, value in of_batches.items() if value]):
+        raise SpecError(f"--{given[0]} is of mini-batches; say how large they are, as --batch 1024")
+    if layers is None and fanout and fanout != "full":
+        of_batches["layers"] = len(numbers(fanout, "--fanout"))
+    workload = ask_workload(None, {"mode": "mini", "batch": batch, **of_batches}).workload
+    notify(f"profiling {graph}")
+    loaded, method = _loaded(graph, task, **reading)
+    document = make_profile(loaded, counts, method, servers=servers, hops=hops)
+    if batch is not None:
+        document["mini"] = probe(loaded, workload, list(dict.fromkeys(counts)))
+    about = document["graph"]
+    degree = ", ".join(f"{k} {v:g}" for k, v in (about.get("degree") or {}).items())
+    facts = table(
+        "per part count",
+        [{"parts": count, **facts} for count, facts in document["parts"].items()],
+        column("parts"),
+        column("halo rows", "halo_rows", "{:,.0f}".format),
+        column("edges cut", "edge_cut", "{:,.0f}".format),
+        column("max/mean rows", "balance", "{:.3f}".format),
+        (
+            f"growth at 1..{hops} hops",
+            lambda of: " ".join(f"{growth:.2f}" for growth in of.get("growth") or []),
+        ),
+    )
+    blocks: list[str | Table] = [
+        f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges,"
+        f" {about['features']} features, {about['classes']} classes",
+        *(f"  note: {note}" for note in about["notes"]),
+        *([f"  degree: {degree}"] if degree else []),
+        facts,
+        *(batches(document["mini"]) if batch is not None else []),
+    ]
+    show(Blocks(blocks, document), as_json)
+
+
+def batches(mini: dict[str, Any]) -> list[Table]:
+    """The facts of mini-batches that `probe` has found."""
+    from gnnplan.planner.strategies.minibatch.profile import HIGH
+
+    def percents(shares: Iterable[float]) -> str:
+        return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
+
+    rows, edges, high, whole = mini["rows"], mini["edges"], f"p{HIGH}", "{:,.0f}".format
+    known = "estimated" if mini["estimated"] else f"{mini['probed']} of {mini['batches']} looked at"
+    reached = [
+        {
+            "": f"h_{h}",
+            "rows": rows["mean"][h],
+            "most rows": rows[high][h],
+            **({"edges": edges["mean"][h - 1], "most edges": edges[high][h - 1]} if h else {}),
+        }
+        for h in range(len(rows["mean"]))
+    ]
+    sizes = table(
+        f"mini-batches of {mini['batch']:,} seeds,"
+        f" {','.join(map(str, mini['fanouts']))} neighbours ({known})",
+        reached,
+        column(""),
+        column("rows", show=whole),
+        column(f"{HIGH} % have at most", "most rows", whole),
+        column("edges into them", "edges", whole),
+        column(f"{HIGH} % have at most", "most edges", whole),
+    )
+    shared = [
+        {"ranks": count, **of["overlap"], **(of["hits"] or {}), **(of["split"] or {})}
+        for count, of in mini["ranks"].items()
+    ]
+    cached = "/".join(f"{100 * float(share):g}" for share in shared[0].get("frequency", {}))
+    overlap = table(
+        "shared by ranks",
+        shared,
+        column("ranks"),
+        column("features read", "features", "{:.2f}x".format),
+        column("edges", show="{:.2f}x".format),
+        column(
+            f"cache of {cached} % hits" if cached else "cache hits",
+            "frequency",
+            lambda hits: percents(hits.values()),
+        ),
+        column("split: edges cross", "cross_edges", percents),
+        column("most/mean", "balance", lambda balance: f"{max(balance):.2f}"),
+        column("a pair sends", "bytes", lambda sent: show_bytes(max(map(max, sent)))),
+    )
+    return [sizes, overlap]
+
+
+def _loaded(
+    graph: str, task: str | None, *, partitioner: str, directed: bool, **lacking: str | None
+) -> tuple[Any, str]:
+    """A graph, or its statistics, and the partitioner that is chosen for it. Raises SpecError."""
+    from gnnplan.planner.graph.load import load, source_of
+    from gnnplan.planner.graph.partition import chosen
+
+    found = load(source_of(graph, **lacking, task=task), directed)
+    return found, chosen(partitioner, found)
