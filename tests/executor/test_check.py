@@ -56,7 +56,8 @@ def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_pa
     (tmp_path / "model.py").write_text(f"{OWN}\nprint('hello')\n")
     done = run("model.py:M", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert set(done.stderr.split()) == {"hello"}  # what the file says is no part of the answer
+    # what the file says is no part of the answer; ranks may say it on one line
+    assert "hello" in done.stderr and not done.stderr.replace("hello", "").strip()
     document = json.loads(done.stdout)
     found = {each["strategy"]: each for each in document["strategies"]}
     assert list(found) == [example.strategy for _, example in checking.tried()]
