@@ -14,16 +14,13 @@ from gnnplan.planner.cluster.transfer import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
-    Copy,
-    Exchange,
     Message,
     Op,
     Receipt,
-    Sampling,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
 from gnnplan.planner.vocabulary.outer import Outer
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import Exchange, Local
 from gnnplan.planner.vocabulary.values import Content
 
 
@@ -50,15 +47,11 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     """What an operation takes; seconds of these `ranks`, or of all."""
     if op.chunks:
         return _price_of_chunks(problem, op)
-    cost, among = problem.cost, _among(ranks)
+    cost = problem.cost
     match op.work:
-        case Compute() as work:
-            seconds = cost.compute_s(work.among(among))
+        case Local() as work:
+            seconds = cost.seconds(work if ranks is None else _among(work, ranks))
             return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
-        case Sampling(what, edges, layers, samplers):
-            return Price(cost.host_s(what, edges[among], layers, samplers))
-        case Copy(nbytes, packed):
-            return Price(cost.load_s(nbytes[among], 0.0 if packed is None else packed[among]))
         case Exchange(items, itemsize):
             transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
         case AllReduce():
@@ -68,19 +61,17 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     return Price(transfer.alone, transfer, True)
 
 
-def _among(ranks: np.ndarray | None) -> slice | np.ndarray | int:
-    """How they are picked; numbers are faster than arrays of one."""
-    if ranks is None:
-        return slice(None)
-    return int(ranks[0]) if ranks.size == 1 else ranks
+def _among(work: Local, ranks: np.ndarray) -> Local:
+    """The work of these ranks."""
+    return work.at(int(ranks[0])) if ranks.size == 1 else work.among(ranks)
 
 
 def _price_of_chunks(problem: Problem, op: Op) -> Price:
     """Of an operation that `op.ranks` do for every chunk."""
     cost, group = problem.cost, op.ranks
     match op.work:
-        case Compute() as work:
-            seconds = cost.compute_s(work)
+        case Local() as work:
+            seconds = cost.seconds(work)
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
         case Exchange() as work:
@@ -112,12 +103,8 @@ def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
     """
     if problem.cost.cores.count:
         return None
-    works, numbers = [op.work for op in ops], list[Number]()
-    numbers += [number for work in works if isinstance(work, Compute) for number in work.numbers()]
-    numbers += [work.edges for work in works if isinstance(work, Sampling)]
-    copies = [work for work in works if isinstance(work, Copy)]
-    numbers += [each for work in copies for each in (work.nbytes, work.packed) if each is not None]
-    by_rank = [each for each in numbers if np.ndim(each) and np.ptp(each)]
+    arrays = [array for op in ops if isinstance(op.work, Local) for array in op.work.arrays]
+    by_rank = [array for array in arrays if np.ptp(array)]
     if not by_rank:
         return np.zeros(1, dtype=np.int64)
     return np.unique(np.stack(by_rank), axis=1, return_index=True)[1]

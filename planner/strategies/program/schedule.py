@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,29 +11,23 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.order import queue
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
-    Copy,
-    Exchange,
     Group,
     Message,
     Op,
     Program,
     Receipt,
-    Sampling,
 )
-from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
-    Compute,
-    Host,
+    Exchange,
     Label,
-    Load,
+    Local,
     Recv,
-    Row,
+    Ring,
     Schedule,
     Send,
     Task,
     Work,
-    ring,
 )
 from gnnplan.planner.vocabulary.trace import sampler_lane
 
@@ -107,31 +102,18 @@ def _shares(op: Op, group: Group, chunk: int | None) -> list[Work]:
     """The share of each rank of a group."""
     count = len(group)
     match op.work:
-        case Compute() as work:
+        case Local() as work:
             here = work if chunk is None else work.among(chunk * count + np.arange(count))
             return list(here.each(count))
-        case Copy(nbytes, packed):
-            also = [0] * count if packed is None else packed.tolist()
-            return [Load(int(n), int(p)) for n, p in zip(nbytes, also, strict=True)]
-        case Sampling(what, edges, layers, samplers):
-            return [Host(what, int(each), layers, samplers) for each in edges]
-        case Exchange(items, itemsize):
-            items = items if chunk is None else items[chunk]
-            if isinstance(items, Outer):
-                rows = Row.of_all(items, itemsize, group)
-                return [Collective("exchange", group, row) for row in rows]
-            sent = ([*zip(group, row, strict=True)] for row in (items * itemsize).tolist())
-            return [
-                Collective("exchange", group, tuple(pair for pair in pairs if pair[1]))
-                for pairs in sent
-            ]
+        case Exchange() as work:
+            sent = work if chunk is None else replace(work, items=work.items[chunk])
+            return [Collective(sent, group, i) for i in range(count)]
         case AllReduce() as work:
-            parts = (
-                (rank, ring(i, members, size))
-                for members, size in work.by_group(op.ranks or group)
+            of_rank = {
+                rank: Collective(Ring(size), members, i)
+                for members, size in work.by_group(group)
                 for i, rank in enumerate(members)
-            )
-            of_rank: dict[int, Work] = dict(parts)
+            }
             return [of_rank[rank] for rank in group]
         case Message() | Receipt():
             raise AssertionError("messages have tasks of their own")
