@@ -28,7 +28,7 @@ from functools import cache, reduce
 from graphlib import TopologicalSorter
 from itertools import groupby, pairwise
 from operator import or_
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,15 +56,13 @@ MANY = 200  # problems, from which on it is faster to go through the chunks one 
 Prices = Sequence[Price]  # of each kind of operation, by its number
 
 
-class Path(Protocol):
-    """The operations of an epoch, ready to be priced again and again."""
+def path_of(
+    program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
+) -> _Stages | _Steps:
+    """An epoch of these known steps, ready to be priced again and again.
 
-    def seconds(self, cores: SharedCores, prices: Prices) -> Number:
-        """Of the epoch in the steady state, if operations take so long [s]."""
-
-
-def path_of(program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]) -> Path:
-    """Of an epoch of these known steps. `numbers`: of the kinds of their operations."""
+    `numbers`: of the kinds of their operations.
+    """
     if any(op.chunks for op in program.ops(known[0])):
         return _Stages(program.step(0), numbers)
     return _Steps(program, known, numbers)
@@ -97,6 +95,7 @@ class _Steps:
         self.samplers = program.samplers
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        """Of the epoch in the steady state, if operations take so long [s]."""
         if self.samplers > 1:
             each = 1 / self.samplers
             prices = [p.times(each if i in self.sampled else 1.0) for i, p in enumerate(prices)]
@@ -252,21 +251,22 @@ class _Stages:
         # a stage's operations that go chunk by chunk, or once
         self.runs: dict[tuple[Group, int], list[tuple[Op, int]]] = {}
         after: dict[tuple[Group, int], list[tuple[Group, int]]] = {}
-        sent: dict[tuple[Group, Label], tuple[Group, int]] = {}
+        sent: dict[Op, tuple[Group, int]] = {}
         for ranks, ops in by_ranks(step).items():
             for i, (_, run) in enumerate(groupby(ops, lambda op: op.chunks)):
                 place = ranks, i
                 self.runs[place] = [(op, numbers[op.kind]) for op in run]
                 after[place] = [(ranks, i - 1)] if i else []
-                sent |= {_end(op): place for op, _ in self.runs[place]}
+                sent |= {op: place for op, _ in self.runs[place]}
         for place, numbered in self.runs.items():
             receipts = (op.work for op, _ in numbered if isinstance(op.work, Receipt))
-            after[place] += [sent[_end(receipt.sender)] for receipt in receipts]
+            after[place] += [sent[receipt.sender] for receipt in receipts]
         self.order = list(TopologicalSorter(after).static_order())
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        """Of the epoch, if operations take so long [s]."""
         ended: dict[Group, Number] = {}  # stage -> when
-        arrived: dict[tuple[Group, Label], Number] = {}  # message -> when its chunks have arrived
+        arrived: dict[Op, Number] = {}  # message -> when its chunks have arrived
         for ranks, i in self.order:
             run, start = self.runs[ranks, i], ended.get(ranks, 0.0)
             priced = [(op, prices[number]) for op, number in run]
@@ -278,14 +278,7 @@ class _Stages:
         return last.item() if last.size == 1 else last
 
 
-def _end(op: Op) -> tuple[Group, Label]:
-    """A message's sender and name."""
-    return op.ranks, op.label(0)
-
-
-def _pass(
-    run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[tuple[Group, Label], Number]
-) -> Number:
+def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Number]) -> Number:
     """When a stage, free from `start` on, has ended with all chunks; its messages arrive later.
 
     A stage that never waits ends chunk k at end(k). Chunk j delays it and all chunks after it by
@@ -296,7 +289,7 @@ def _pass(
     ready = start
     for op, _ in run:
         if isinstance(op.work, Receipt):
-            ready = np.maximum(ready, arrived[_end(op.work.sender)])
+            ready = np.maximum(ready, arrived[op.work.sender])
     by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
     each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
     end = _running(np.add, each.copy())
@@ -304,7 +297,7 @@ def _pass(
     for op, price in run:
         if isinstance(op.work, Message):  # the same, with a link's seconds for each chunk
             later = np.arange(len(ends))[:, None, None] * price.link
-            arrived[_end(op)] = _running(np.maximum, ends - later) + later + price.link
+            arrived[op] = _running(np.maximum, ends - later) + later + price.link
     done: Number = ends[-1]
     return done
 

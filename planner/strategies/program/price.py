@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +20,7 @@ from gnnplan.planner.strategies.program.program import (
     Receipt,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
-from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Exchange, Local
-from gnnplan.planner.vocabulary.values import Content
 
 
 class Price(NamedTuple):
@@ -75,9 +74,8 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
         case Exchange() as work:
-            sent = [each if isinstance(each, Outer) else Content(each) for each in work.nbytes]
-            arrays = {each: each if isinstance(each, Outer) else each.array for each in sent}
-            alone = {each: cost.exchange(array, group).alone for each, array in arrays.items()}
+            sent = [replace(work, items=items) for items in work.items]
+            alone = {each: cost.collective(each, group).alone for each in dict.fromkeys(sent)}
             each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in sent))
             by_chunk = np.concatenate(each_s, axis=-1)
             whole = cost.exchange(work.nbytes.sum(0), group, len(sent))
