@@ -51,6 +51,12 @@ def on_ranks(
     return use | before_training(problem, groups)
 
 
+def of_fullest(memory: Memory) -> dict[str, float]:
+    """Bytes by use of the rank, or server, that holds most."""
+    most = int(np.argmax(sum(memory.values(), np.zeros(1))))
+    return {use: float(each[most]) for use, each in memory.items()}
+
+
 def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
     """Bytes of what is there before a rank trains: libraries, and on GPUs NCCL's communicators.
 

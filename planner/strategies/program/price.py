@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Transfer
-from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.cluster.transfer import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import (
@@ -31,15 +30,10 @@ class Price(NamedTuple):
     transfer: Transfer = Transfer(0.0, {})
     is_transfer: bool = False
     by_chunk: Number = 0.0  # of each chunk, on its slowest rank [.., chunks] [s]
-    link: Number = 0.0  # of a chunk that is handed on [s]
 
     def times(self, factor: Number) -> Price:
         """It takes so many times as long."""
-        return self._replace(
-            seconds=self.seconds * factor,
-            by_chunk=self.by_chunk * factor,
-            link=self.link * factor,
-        )
+        return self._replace(seconds=self.seconds * factor, by_chunk=self.by_chunk * factor)
 
 
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
@@ -88,7 +82,8 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             latencies, ports = cost.sends(lower, lower + abs(distance), mean)
             link = slowest(latencies * (nbytes > 0).mean(0)) + busiest(ports)
             busy = {kind: seconds * chunks for kind, seconds in ports.items()}
-            return Price(link * chunks, Transfer(0.0, busy), True, link=link)
+            by_chunk = np.repeat(np.atleast_1d(link), chunks, -1)
+            return Price(link * chunks, Transfer(0.0, busy), True, by_chunk)
         case _:
             return Price(0.0)  # a receipt ends with its message
 
@@ -113,33 +108,28 @@ def setup_s(problem: Problem, setup: Iterable[Op]) -> float:
     return sum(float(price_of(problem, op).seconds) for op in setup)
 
 
-def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
-    """Bytes that a transfer moves over each class of link, all chunks together."""
-    cost, by_link = problem.cost, Counter[LinkName]()
-    match op.work:
-        case Exchange(items, itemsize):
-            sent = items.sum(0) if op.chunks else items
-            by_link.update(cost.bytes_by_link(sent, op.ranks or None, itemsize))
-        case Message(handed, distance):
-            for rank, nbytes in zip(op.ranks, handed.sum(0).tolist(), strict=True):
-                by_link[cost.link_name(rank, rank + distance)] += nbytes
-        case AllReduce():
-            for group, size in op.work.by_group(op.ranks or tuple(range(problem.ranks))):
-                by_link.update(cost.all_reduces.bytes_by_link(2 * (len(group) - 1) * size, group))
-    return dict(by_link)
-
-
 def bytes_of(
     problem: Problem, counted: Iterable[tuple[Op, int]]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that operations move, each so many times, by operation and by class of link."""
-    by_op, links = Counter[str](), Counter[str]()
+    cost, by_op, links = problem.cost, Counter[str](), Counter[str]()
     for op, times in counted:
-        if not op.moves:
-            continue
-        by_link = moved(problem, op)
+        by_link = Counter[str]()  # of all chunks together
+        match op.work:
+            case Exchange(items, itemsize):
+                sent = items.sum(0) if op.chunks else items
+                by_link.update(cost.bytes_by_link(sent, op.ranks or None, itemsize))
+            case Message(handed, distance):
+                for rank, nbytes in zip(op.ranks, handed.sum(0).tolist(), strict=True):
+                    by_link[cost.link_name(rank, rank + distance)] += nbytes
+            case AllReduce() as work:
+                for group, size in work.by_group(op.ranks or tuple(range(problem.ranks))):
+                    wire = 2 * (len(group) - 1) * size
+                    by_link.update(cost.all_reduces.bytes_by_link(wire, group))
+            case _:
+                continue
         if by_link or not op.chunks:  # no chunk is exchanged of which nobody sends anything
-            by_op[op.op] += times * sum(by_link.values())
+            by_op[op.op] += times * by_link.total()
         for link, nbytes in by_link.items():
             links[link] += times * nbytes
     return dict(by_op), dict(+links)
