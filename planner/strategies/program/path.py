@@ -25,7 +25,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
-from graphlib import TopologicalSorter
 from itertools import groupby, pairwise
 from operator import or_
 from typing import NamedTuple
@@ -248,29 +247,21 @@ class _Stages:
     """
 
     def __init__(self, step: Step, numbers: Mapping[Kind, int]) -> None:
-        # a stage's operations that go chunk by chunk, or once
-        self.runs: dict[tuple[Group, int], list[tuple[Op, int]]] = {}
-        after: dict[tuple[Group, int], list[tuple[Group, int]]] = {}
-        sent: dict[Op, tuple[Group, int]] = {}
-        for ranks, ops in by_ranks(step).items():
-            for i, (_, run) in enumerate(groupby(ops, lambda op: op.chunks)):
-                place = ranks, i
-                self.runs[place] = [(op, numbers[op.kind]) for op in run]
-                after[place] = [(ranks, i - 1)] if i else []
-                sent |= {op: place for op, _ in self.runs[place]}
-        for place, numbered in self.runs.items():
-            receipts = (op.work for op, _ in numbered if isinstance(op.work, Receipt))
-            after[place] += [sent[receipt.sender] for receipt in receipts]
-        self.order = list(TopologicalSorter(after).static_order())
+        stages = [groupby(ops, lambda op: op.chunks) for ops in by_ranks(step).values()]
+        runs = [[[(op, numbers[op.kind]) for op in run] for _, run in stage] for stage in stages]
+        # what stages do chunk by chunk, or once, in the order in which chunks come to them
+        self.runs = [
+            run for alike in zip(*runs, strict=True) for run in alike[:: alike[0][0][0].chunks or 1]
+        ]
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
         """Of the epoch, if operations take so long [s]."""
         ended: dict[Group, Number] = {}  # stage -> when
         arrived: dict[Op, Number] = {}  # message -> when its chunks have arrived
-        for ranks, i in self.order:
-            run, start = self.runs[ranks, i], ended.get(ranks, 0.0)
-            priced = [(op, prices[number]) for op, number in run]
-            if run[0][0].chunks:
+        for run in self.runs:
+            first, priced = run[0][0], [(op, prices[number]) for op, number in run]
+            ranks, start = first.ranks, ended.get(first.ranks, 0.0)
+            if first.chunks:
                 ended[ranks] = _pass(priced, start, arrived)
             else:
                 ended[ranks] = start + total(slowest(price.seconds) for _, price in priced)
