@@ -273,27 +273,25 @@ def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Numb
     """When a stage, free from `start` on, has ended with all chunks; its messages arrive later."""
     receipts = (op.work for op, _ in run if isinstance(op.work, Receipt))
     ready = largest((arrived[receipt.sender] for receipt in receipts), start)
-    messages = [(op, price) for op, price in run if isinstance(op.work, Message)]
-    own = total(price.by_chunk for op, price in run if not isinstance(op.work, Message))
-    order = run[0][0].chunks
-    ends = _through(ready, own, order)
-    for op, price in messages:
-        arrived[op] = _through(ends, price.by_chunk, order)
+    by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
+    each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
+    ends = _through(ready, each, _running(np.add, each.copy()))
+    for op, price in run:
+        if isinstance(op.work, Message):  # a link takes as long for each chunk
+            number = np.arange(1, len(ends) + 1)[:, None, None]
+            arrived[op] = _through(ends, price.link, number * price.link)
     done: Number = ends[-1]
     return done
 
 
-def _through(ready: Number, by_chunk: Number, order: int) -> np.ndarray:
-    """When each chunk has left a stage or a link that takes so long for it [.., chunks], of chunks
-    that are `ready` there [chunks, problems, 1].
+def _through(ready: Number, each: Number, end: np.ndarray) -> np.ndarray:
+    """When chunks that are `ready` there have left a stage or a link [chunks, problems, 1].
 
-    Without waits it ends chunk k at end(k). Chunk j delays it and all chunks after it by how much
-    later than begin(j) it can begin:
+    It takes so long for `each`, and without waits it has done with chunk k at end(k). Chunk j
+    delays it and all chunks after it by how much later than begin(j) it can begin:
 
         ends(k) = max_{j <= k} (ready(j) - begin(j)) + end(k)
     """
-    each = np.ascontiguousarray(np.atleast_2d(by_chunk)[:, ::order].T)[..., None]
-    end = _running(np.add, each.copy())
     return np.asarray(_running(np.maximum, ready - (end - each)) + end)
 
 

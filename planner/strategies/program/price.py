@@ -30,10 +30,12 @@ class Price(NamedTuple):
     transfer: Transfer = Transfer(0.0, {})
     is_transfer: bool = False
     by_chunk: Number = 0.0  # of each chunk, on its slowest rank [.., chunks] [s]
+    link: Number = 0.0  # of a chunk that is handed on [s]
 
     def times(self, factor: Number) -> Price:
         """It takes so many times as long."""
-        return self._replace(seconds=self.seconds * factor, by_chunk=self.by_chunk * factor)
+        each, by_chunk, link = (n * factor for n in (self.seconds, self.by_chunk, self.link))
+        return self._replace(seconds=each, by_chunk=by_chunk, link=link)
 
 
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
@@ -82,8 +84,7 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             latencies, ports = cost.sends(lower, lower + abs(distance), mean)
             link = slowest(latencies * (nbytes > 0).mean(0)) + busiest(ports)
             busy = {kind: seconds * chunks for kind, seconds in ports.items()}
-            by_chunk = np.repeat(np.atleast_1d(link), chunks, -1)
-            return Price(link * chunks, Transfer(0.0, busy), True, by_chunk)
+            return Price(link * chunks, Transfer(0.0, busy), True, link=link)
         case _:
             return Price(0.0)  # a receipt ends with its message
 
