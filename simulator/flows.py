@@ -74,39 +74,20 @@ class Flows:
         New rates are found when a flow ends, but not sooner than `every` seconds after the last
         rates. What a flow leaves behind in between is idle, so no flow is faster than it can be.
         """
-        left, now = self.nbytes.astype(float), 0.0
-        alive, rates, ends = left > 0, np.zeros(left.size), np.zeros(left.size)
-        # Flows that are slower than this keep their rate. All ports of a flow that has ended were
-        # full at its rate or above, so slower flows gain nothing.
-        keep_below = 0.0
+        left, now, ends = self.nbytes.astype(float), 0.0, np.zeros(self.nbytes.size)
+        alive = left > 0
         while alive.any():
-            self._update_rates(rates, alive, keep_below)
-            active = np.flatnonzero(alive)
-            lasts = left[active] / rates[active]
+            active, passes = np.flatnonzero(alive), alive[self.flow]
+            number = (np.cumsum(alive) - 1)[self.flow[passes]]
+            ways = self.port[passes], self.weight[passes]
+            rates = max_min(number, *ways, active.size, self.capacity)
+            lasts = left[active] / rates
             interval = max(float(lasts.min()), every)
             over = lasts <= interval * (1 + 1e-12)
             ends[active[over]] = now + lasts[over]
-            left[active] -= rates[active] * interval
-            alive[active[over]] = False
-            keep_below = float(rates[active[over]].min())
-            now += interval
+            left[active] -= rates * interval
+            alive[active[over]], now = False, now + interval
         return ends
-
-    def _update_rates(self, rates: np.ndarray, alive: np.ndarray, keep_below: float) -> None:
-        """Find new rates for flows that are alive, except for those below a rate."""
-        changing = alive & (rates >= keep_below * (1 - 1e-9))
-        passes, kept = changing[self.flow], (alive & ~changing)[self.flow]
-        taken = np.bincount(
-            self.port[kept], self.weight[kept] * rates[self.flow[kept]], self.capacity.size
-        )
-        number = np.cumsum(changing) - 1
-        rates[changing] = max_min(
-            number[self.flow[passes]],
-            self.port[passes],
-            self.weight[passes],
-            int(changing.sum()),
-            self.capacity - taken,
-        )
 
 
 class ByFlows(Cost):

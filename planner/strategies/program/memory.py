@@ -8,7 +8,6 @@ which adds weights, libraries and machine code.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -112,5 +111,5 @@ def _operations(program: Program) -> Iterator[Op]:
     if len(different) == 1:
         known = known[: 2 * program.in_flight + 1]
     last = len(known) + program.in_flight - 1
-    queued = program.order(partial(program.again, known), len(known), last + 2)
+    queued = program.order(lambda t: program.ops(known[t % len(known)]), len(known), last + 2)
     yield from (each.op for each in takewhile(lambda each: each.step < last, queued))

@@ -184,10 +184,6 @@ class Program:
         """The operations of step t of training."""
         return self.ops(self.at(t))
 
-    def again(self, known: Sequence[Hashable], t: int) -> Step:
-        """The operations of step t, if the known steps were done over and over."""
-        return self.ops(known[t % len(known)])
-
     @property
     def overlaps(self) -> bool:
         """Whether several steps are under way at once."""
