@@ -15,13 +15,14 @@ from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
+    Exchange,
     Gather,
     Label,
     Recv,
+    Ring,
     Schedule,
     Send,
     Task,
-    all_reduce,
 )
 from gnnplan.simulator.flows import Flows
 from gnnplan.simulator.player import play
@@ -61,21 +62,22 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
     """Graph parallel with irregular halos; the gradients' all-reduce runs beside the next layer's
     exchange."""
     schedule, group = Schedule(ranks, steps), tuple(range(ranks))
+    source, target = np.indices((ranks, ranks))
+    sent = Exchange(10_000 * (1 + (3 * source + target) % 5) * (source != target))
     for step in range(steps):
         for layer in range(layers):
             for rank in group:
-                sent = tuple(
-                    (peer, 10_000 * (1 + (3 * rank + peer) % 5)) for peer in group if peer != rank
-                )
                 exchange, forward, reduced = (
                     Label(op, step, way, layer)
                     for op, way in (("halo", "f"), ("forward", "f"), ("all_reduce", "b"))
                 )
                 before = (Label("forward", step, "f", layer - 1),) if layer else ()
                 schedule.tasks += [
-                    Task(exchange, rank, "comm", Collective("exchange", group, sent), before),
+                    Task(exchange, rank, "comm", Collective(sent, group, rank), before),
                     Task(forward, rank, "compute", WORK, (exchange,)),
-                    all_reduce(reduced, rank, group, 262_144, (forward,)),
+                    Task(
+                        reduced, rank, "reduce", Collective(Ring(262_144), group, rank), (forward,)
+                    ),
                 ]
     return schedule
 

@@ -12,12 +12,11 @@ port's flows have taken all of it, the port is full and they stop:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
-from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.vocabulary.outer import Pairs
 
 # `ByFlows` finds new rates at most once in this share of the port bound.
@@ -37,8 +36,6 @@ class Flows:
     port: np.ndarray  # [passes]
     weight: np.ndarray  # [passes]
     capacity: np.ndarray  # [B/s] [ports]
-    starts: np.ndarray = field(default_factory=lambda: np.zeros(1))  # [s] [flows], or one for all
-    names: tuple[Port, ...] = ()  # [ports]
 
     @classmethod
     def of(cls, cost: Cost, sent: np.ndarray) -> Flows:
@@ -59,12 +56,11 @@ class Flows:
             port[order],
             weight[order],
             np.array(list(capacity.values())),
-            names=tuple(capacity),
         )
 
     @property
     def bound(self) -> float:
-        """Seconds of the busiest port, which no schedule can beat if all start together [s]."""
+        """Seconds of the busiest port, which no schedule can beat [s]."""
         load = np.bincount(self.port, self.weight * self.nbytes[self.flow], self.capacity.size)
         return float((load / self.capacity).max())
 
@@ -73,60 +69,25 @@ class Flows:
         return max_min(self.flow, self.port, self.weight, self.nbytes.size, self.capacity)
 
     def finish(self, every: float = 0.0) -> np.ndarray:
-        """When each flow ends [s] [flows].
+        """When each flow ends, if all start together [s] [flows].
 
-        New rates are found when a flow starts or ends, but after ends not sooner than `every`
-        seconds after the last rates. What a flow leaves behind in between is idle, so no flow is
-        faster than it can be.
+        New rates are found when a flow ends, but not sooner than `every` seconds after the last
+        rates. What a flow leaves behind in between is idle, so no flow is faster than it can be.
         """
-        starts = np.broadcast_to(self.starts, self.nbytes.shape)
-        left, ends = self.nbytes.astype(float), starts.astype(float)
-        waiting = np.argsort(starts, kind="stable")
-        waiting = waiting[left[waiting] > 0]
-        alive = np.zeros(left.size, dtype=bool)
-        rates = np.zeros(left.size)
-        now = 0.0
-        # Flows that are slower than this keep their rate. All ports of a flow that has ended were
-        # full at its rate or above, so slower flows gain nothing. 0: others started, all change.
-        keep_below = 0.0
-        while waiting.size or alive.any():
-            if not alive.any():
-                now = max(now, float(starts[waiting[0]]))
-            starting = int(np.searchsorted(starts[waiting], now, side="right"))
-            if starting:
-                alive[waiting[:starting]], waiting, keep_below = True, waiting[starting:], 0.0
-            self._update_rates(rates, alive, keep_below)
-            active = np.flatnonzero(alive)
-            lasts = left[active] / rates[active]
+        left, now, ends = self.nbytes.astype(float), 0.0, np.zeros(self.nbytes.size)
+        alive = left > 0
+        while alive.any():
+            active, passes = np.flatnonzero(alive), alive[self.flow]
+            number = (np.cumsum(alive) - 1)[self.flow[passes]]
+            ways = self.port[passes], self.weight[passes]
+            rates = max_min(number, *ways, active.size, self.capacity)
+            lasts = left[active] / rates
             interval = max(float(lasts.min()), every)
-            if waiting.size:
-                interval = min(interval, float(starts[waiting[0]]) - now)
             over = lasts <= interval * (1 + 1e-12)
             ends[active[over]] = now + lasts[over]
-            left[active] -= rates[active] * interval
-            alive[active[over]] = False
-            keep_below = float(rates[active[over]].min(initial=np.inf))
-            if waiting.size and interval == starts[waiting[0]] - now:
-                now = float(starts[waiting[0]])
-            else:
-                now += interval
+            left[active] -= rates * interval
+            alive[active[over]], now = False, now + interval
         return ends
-
-    def _update_rates(self, rates: np.ndarray, alive: np.ndarray, keep_below: float) -> None:
-        """Find new rates for flows that are alive, except for those below a rate."""
-        changing = alive & (rates >= keep_below * (1 - 1e-9))
-        passes, kept = changing[self.flow], (alive & ~changing)[self.flow]
-        taken = np.bincount(
-            self.port[kept], self.weight[kept] * rates[self.flow[kept]], self.capacity.size
-        )
-        number = np.cumsum(changing) - 1
-        rates[changing] = max_min(
-            number[self.flow[passes]],
-            self.port[passes],
-            self.weight[passes],
-            int(changing.sum()),
-            self.capacity - taken,
-        )
 
 
 class ByFlows(Cost):

@@ -43,37 +43,24 @@ def max_min(shares: Sequence[Mapping[Port, float]], weights: Sequence[float] = (
     [0.25, 0.75]
     """
     weights = weights or [1.0] * len(shares)
-    users: dict[Port, list[int]] = {}
-    for i, share in enumerate(shares):
-        for port in share:
-            users.setdefault(port, []).append(i)
-    rates = [0.0] * len(shares)  # 0: still growing
-    # The level (rate / weight) at which a port's growing transfers fill it.
-    full_at: dict[Port, float] = {}
-    changed = set(users)
-    lowest = 0.0
-    while True:
-        for port in changed:
-            growing = used = 0.0
-            # Summed afresh, for differences would leave residues that look like room.
-            for i in users[port]:
-                if rates[i]:
-                    used += rates[i] * shares[i][port]
-                else:
-                    growing += weights[i] * shares[i][port]
-            if growing:
-                full_at[port] = (1.0 - used) / growing
-            else:
-                full_at.pop(port, None)
-        if not full_at:
-            return rates
+    rates, lowest = [0.0] * len(shares), 0.0
+    growing, room = list(range(len(shares))), {port: 1.0 for share in shares for port in share}
+    while growing:
+        load = dict.fromkeys((port for i in growing for port in shares[i]), 0.0)
+        for i in growing:
+            for port, share in shares[i].items():
+                load[port] += weights[i] * share
+        # the level (rate / weight) at which a port's growing transfers fill it
+        full_at = {port: room[port] / wanted for port, wanted in load.items()}
         first = min(full_at, key=full_at.__getitem__)
         lowest = max(lowest, full_at[first])  # rounding must not let a rate sink to 0
-        changed = set()
-        for i in users[first]:
-            if not rates[i]:
+        for i in growing:
+            if first in shares[i]:
                 rates[i] = min(1.0, weights[i] * lowest)
-                changed.update(shares[i])
+                for port, share in shares[i].items():
+                    room[port] -= rates[i] * share
+        growing = [i for i in growing if not rates[i]]
+    return rates
 
 
 class Demand(NamedTuple):

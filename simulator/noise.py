@@ -19,7 +19,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Compute, Host, Schedule
+from gnnplan.planner.vocabulary.schedule import Compute, Sampling, Schedule
 from gnnplan.planner.vocabulary.units import number_of
 from gnnplan.simulator.player import TaskGraph, play
 
@@ -52,7 +52,7 @@ class Noise:
     def factors(self, schedule: Schedule, repetition: int) -> list[float]:
         """How many times as long each task of the schedule takes; 1 if it is no computation."""
         computes = np.array(
-            [isinstance(task.work, (Compute, Host)) for task in schedule.tasks], dtype=bool
+            [isinstance(task.work, (Compute, Sampling)) for task in schedule.tasks], dtype=bool
         )
         out = np.ones(computes.size)
         if self.jitter:

@@ -11,9 +11,9 @@ An activity that takes time is one SimPy event; a dependency is none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import simpy
@@ -24,11 +24,10 @@ from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
-    Host,
+    Copy,
     Label,
-    Load,
     Recv,
-    Row,
+    Sampling,
     Schedule,
     Send,
     Task,
@@ -236,7 +235,7 @@ class TaskGraph:
             activity.missing = activity.parties
             activity.seconds = activity.seconds_alone
         for node, factor in zip(self.nodes, factors, strict=bool(factors)):
-            if isinstance(node.task.work, (Compute, Host)):
+            if isinstance(node.task.work, (Compute, Sampling)):
                 node.activity.seconds = node.activity.seconds_alone * factor
 
     def _add_dependencies(self) -> None:
@@ -253,10 +252,11 @@ class TaskGraph:
                 node.predecessors += 1  # a label that is not in the schedule never ends
 
     def _add_activities(self, cost: Cost) -> None:
-        # Steps repeat the same work, mostly the same object: each is evaluated once.
-        seconds: dict[int, float] = {}
-        sends: dict[tuple[int, Send], Demand] = {}
-        collectives: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
+        # steps repeat the same work: each is evaluated once
+        seconds = cache(lambda work: float(cost.seconds(work)))
+        message = cache(lambda rank, work: Demand.of(cost.send(rank, work)))
+        transfer = cache(lambda work, group: Demand.of(cost.collective(work, group)))
+        meetings: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
         # GPUs that draw and lay out batches, maybe beside training
         sampling = {
             node.task.rank
@@ -272,13 +272,13 @@ class TaskGraph:
                         f" {work.group}"
                     )
                 key = (node.task.label, work.group)
-                if key not in collectives:
-                    collectives[key] = _Activity(len(work.group))
-                activity = collectives[key]
+                if key not in meetings:
+                    demand = transfer(work.work, work.group)
+                    meetings[key] = _Activity(len(work.group), demand.alone, demand)
+                activity = meetings[key]
             elif isinstance(work, Send):
-                if (rank, work) not in sends:
-                    sends[rank, work] = Demand.of(cost.send(rank, work))
-                activity = _Activity(1, sends[rank, work].alone, sends[rank, work])
+                demand = message(rank, work)
+                activity = _Activity(1, demand.alone, demand)
                 activity.threads = 2  # the receiver's too
             elif isinstance(work, Recv):
                 activity = _Activity(2)  # the receiver and the message
@@ -286,9 +286,7 @@ class TaskGraph:
                 if sender is not None:
                     sender.receipts += (activity,)
             else:
-                if id(work) not in seconds:
-                    seconds[id(work)] = _seconds(cost, work)
-                alone = seconds[id(work)]
+                alone = seconds(work)
                 shared = cost.cores.computing(rank, node.task.lane, alone)
                 if rank in sampling and isinstance(work, Compute):
                     shared = {("device", rank): alone}
@@ -297,7 +295,6 @@ class TaskGraph:
                 self.activities.append(activity)
             activity.nodes.append(node)
             node.activity = activity
-        _add_transfers(collectives.values(), cost)
 
     def _sender(self, rank: int, work: Recv) -> _Node | None:
         """The Send that a Recv of `rank` names, if there is one and it goes there."""
@@ -357,43 +354,8 @@ class TaskGraph:
         return "ranks " + ", ".join(str(rank) for rank in work.group if rank not in present)
 
 
-def _seconds(cost: Cost, work: Compute | Load | Host) -> float:
-    """Duration of a rank's own work, alone [s]."""
-    if isinstance(work, Compute):
-        return float(cost.compute_s(work))
-    if isinstance(work, Load):
-        return float(cost.load_s(work.nbytes, work.packed))
-    return float(cost.host_s(work.what, work.edges, work.layers, work.samplers))
-
-
-def _add_transfers(collectives: Iterable[_Activity], cost: Cost) -> None:
-    """Give collectives their transfers; those with equal parts share one."""
-    transfers: dict[object, Demand] = {}
-    # By the parts' identities, which is faster than to compare them.
-    by_identity: dict[tuple[int, ...], Demand] = {}
-    for activity in collectives:
-        parts = {
-            node.task.rank: node.task.work
-            for node in activity.nodes
-            if isinstance(node.task.work, Collective)
-        }
-        identities = tuple(map(id, parts.values()))
-        if identities not in by_identity:
-            first = next(iter(parts.values()))
-            key: object = first.group, first.size
-            if isinstance(first.sent, Row):
-                key = first.group, first.sent.items, first.sent.itemsize
-            elif first.op == "exchange":
-                key = tuple(parts.items())
-            if key not in transfers:
-                transfers[key] = Demand.of(cost.collective(parts))
-            by_identity[identities] = transfers[key]
-        activity.demand = by_identity[identities]
-        activity.seconds_alone = activity.demand.alone
-
-
 def _span(task: Task, start: float, end: float) -> Span:
-    sent = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
+    sent = task.work.nbytes if isinstance(task.work, (Copy, Send, Collective)) else 0
     return Span(
         str(task.label), task.label.op, task.rank, task.lane, start, end, sent, task.label.step
     )

@@ -21,8 +21,7 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Rows, SparseRows
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.vocabulary.schedule import Collective, Label
-from gnnplan.planner.vocabulary.schedule import all_reduce as planned_all_reduce
+from gnnplan.planner.vocabulary.schedule import Collective, Label, Ring
 
 # isend or irecv, a tensor and a peer
 _Post = tuple[
@@ -291,18 +290,17 @@ class Arrival:
         return self.rank.unstaged(self.buffer)
 
 
-def reduced_bytes(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -> int:
+def reduced_bytes(rank: Rank, flat: Tensor, group: tuple[int, ...]) -> int:
     """Bytes that this rank sends in an all-reduce, as the schedule counts them (a ring)."""
-    task = planned_all_reduce(label, rank.rank, group, flat.numel() * flat.element_size())
-    assert isinstance(task.work, Collective)
-    return task.work.nbytes
+    size = flat.numel() * flat.element_size()
+    return Collective(Ring(size), group, group.index(rank.rank)).nbytes
 
 
 def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -> None:
     """Sum `flat` over the ranks of `group`, in place."""
     if len(group) == 1:
         return
-    with rank.recorder.sending(label, "reduce", reduced_bytes(rank, label, flat, group)):
+    with rank.recorder.sending(label, "reduce", reduced_bytes(rank, flat, group)):
         wire = rank.staged(flat)
         # a stage whose layers only aggregate has no gradients, and they are on no device
         if flat.numel():
@@ -331,7 +329,7 @@ def begin_all_reduce(
     """
     if len(group) == 1:
         return completed_future(None)
-    recorded = rank.recorder.sending(label, "reduce", reduced_bytes(rank, label, flat, group))
+    recorded = rank.recorder.sending(label, "reduce", reduced_bytes(rank, flat, group))
     wire = rank.staged(flat)
     under_way = dist.all_reduce(wire, group=rank.groups.of(group), async_op=True)
 

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
+from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
 from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
 from gnnplan.report.facts import Absent, Facts
@@ -41,10 +41,10 @@ def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
         work = task.work
         if isinstance(work, Send):
             sent[task.rank, work.peer] += work.nbytes
-        elif isinstance(work, Collective) and work.op == "all_reduce":
+        elif isinstance(work, Collective) and isinstance(work.work, Ring):
             reduced[work.group] += work.nbytes
         elif isinstance(work, Collective):
-            for peer, nbytes in work.sent:
+            for peer, nbytes in work.to_peers:
                 sent[task.rank, peer] += nbytes
     for group, nbytes in reduced.items():
         sent += candidate.problem.cost.all_reduces.between(nbytes, group)

@@ -34,7 +34,7 @@ from gnnplan.planner.strategies import (
     parse,
 )
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
-from gnnplan.planner.vocabulary.schedule import Collective, Schedule, Send
+from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
 from gnnplan.simulator.player import Played, TaskGraph, play, serial
 from gnnplan.testing.drawing import draw
 
@@ -343,11 +343,10 @@ def crossing(
         work = task.work
         if task.label.step // steps != epoch or not isinstance(work, (Send, Collective)):
             continue
-        sent = work.sent if isinstance(work, Collective) else ((work.peer, work.nbytes),)
+        sent = work.to_peers if isinstance(work, Collective) else [(work.peer, work.nbytes)]
         for peer, nbytes in sent:
-            if peer >= 0:
-                links[problem.cost.link_name(task.rank, peer)] += nbytes
-        if isinstance(work, Collective) and work.op == "all_reduce":
+            links[problem.cost.link_name(task.rank, peer)] += nbytes
+        if isinstance(work, Collective) and isinstance(work.work, Ring):
             rings[task.label, work.group] += work.nbytes
     for (_, group), wire in rings.items():
         visited = len({problem.servers[rank] for rank in group})

@@ -19,7 +19,7 @@ import torch
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.validate import REPORT, compare
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
-from gnnplan.planner.vocabulary.schedule import Collective, Load, Send
+from gnnplan.planner.vocabulary.schedule import Collective, Copy, Send
 from gnnplan.planner.vocabulary.trace import (
     BELOW,
     LANES,
@@ -105,7 +105,7 @@ def test_bytes_of_every_operation(played: Played) -> None:
         assert counted == +predicted
     spans = {(span.rank, span.label): span.nbytes for span in played.spans}
     for task in played.schedule.setup + played.schedule.tasks:
-        expected = task.work.nbytes if isinstance(task.work, (Load, Send, Collective)) else 0
+        expected = task.work.nbytes if isinstance(task.work, (Copy, Send, Collective)) else 0
         assert spans[task.rank, str(task.label)] == expected, (task.rank, str(task.label))
 
 

@@ -16,7 +16,7 @@ bound. The simulator shares ports between transfers that overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,7 +29,16 @@ from gnnplan.planner.cluster.spec import Cluster, LinkName
 from gnnplan.planner.cluster.transfer import PortSeconds, Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
-from gnnplan.planner.vocabulary.schedule import Collective, Compute, HostWork, Row, Send
+from gnnplan.planner.vocabulary.schedule import (
+    Compute,
+    Copy,
+    Exchange,
+    HostWork,
+    Local,
+    Ring,
+    Sampling,
+    Send,
+)
 
 __all__ = ["Cost", "Transfer", "slowest"]
 
@@ -74,6 +83,17 @@ class Cost:
         return self.cluster.cores / int(self.cores.ranks_by_machine.max())
 
     # -- computation
+
+    def seconds(self, work: Local) -> Number:
+        """Duration of what ranks do by themselves [s]."""
+        match work:
+            case Compute():
+                return self.compute_s(work)
+            case Copy(nbytes, packed):
+                return self.load_s(nbytes, packed)
+            case Sampling(what, edges, layers, samplers):
+                return self.host_s(what, edges, layers, samplers)
+        raise AssertionError(f"{work} has no price")
 
     def compute_s(self, work: Compute) -> Number:
         """Duration of a rank's work on a device, or a core, of its own [s]."""
@@ -124,18 +144,11 @@ class Cost:
         latencies, ports = self.ports.messages("send", source, target, nbytes)
         return latencies, self.cores.with_cold_caches(Transfer(0.0, ports), target).ports
 
-    def collective(self, parts: Mapping[int, Collective]) -> Transfer:
-        """One collective, from the part that each of its ranks has in it."""
-        first = next(iter(parts.values()))
-        if first.op == "all_reduce":
-            return self.all_reduce(first.size, first.group)
-        if isinstance(first.sent, Row):
-            return self.exchange(first.sent.items, first.group, itemsize=first.sent.itemsize)
-        sent = np.zeros((len(self.placement),) * 2)
-        for rank, part in parts.items():
-            for peer, nbytes in part.sent:
-                sent[rank, peer] = nbytes
-        return self.exchange(sent)
+    def collective(self, work: Exchange | Ring, group: Sequence[int]) -> Transfer:
+        """A collective of a group."""
+        if isinstance(work, Exchange):
+            return self.exchange(work.items, group, itemsize=work.itemsize)
+        return self.all_reduce(work.size, group)
 
     def exchange(
         self,

@@ -20,6 +20,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.minibatch.host_memory import fullest
 from gnnplan.planner.strategies.program.account import Prediction, predict
+from gnnplan.planner.strategies.program.memory import of_fullest
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -106,7 +107,7 @@ class Candidate:
     @property
     def memory_bytes(self) -> float:
         """Memory of the fullest rank [B]."""
-        return float(sum(self.memory.values(), np.zeros(1)).max())
+        return sum(self.fullest().values())
 
     @property
     def host_bytes(self) -> float:
@@ -140,8 +141,7 @@ class Candidate:
 
     def fullest(self) -> dict[str, float]:
         """Memory by use on the fullest rank [B]."""
-        rank = int(np.argmax(sum(self.memory.values(), np.zeros(1))))
-        return {use: float(per_rank[rank]) for use, per_rank in self.memory.items()}
+        return of_fullest(self.memory)
 
 
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:

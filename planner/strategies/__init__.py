@@ -1,11 +1,23 @@
 """The strategies: what each does to bytes, memory and seconds of a training epoch.
 
     base.py         what every strategy answers; how strategies are written and read as text
+    bits.py         the knob `bits` of those whose rows cross in 8, 4 or 2 bits
     program/        what ranks do, written once; bytes, seconds and tasks are read from it
     layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis, offload
     gnnpipe/        full graph, layers in a pipeline: GNNPipe
     minibatch/      mini-batches: data parallelism, GSplit; where features and adjacency lists are
     p3/             mini-batches with layer 1 on feature columns: P3
+
+Where a figure of memory comes from, by its use:
+
+    parameters, optimizer, runtime    program/memory.py
+    communicators                     program/memory.py
+    activations, and what operations need besides (in buffers)
+        of a layer itself             planner/gnn/footprint.py
+        around it                     FOLDER/memory.py; layerwise/chunked.py (offload),
+                                      layerwise/columns.py, layerwise/tiles.py (tensor3d)
+    what stays (features, graph ..)   `memory` in FOLDER/memory.py, or beside the knobs
+    a server's                        minibatch/host_memory.py, layerwise/offload.py
 
 This room imports vocabulary, cluster, gnn, graph, ownership and problem. A new family is one file
 here, one file in executor/strategies, and its class in FAMILIES; tests find it there. A package of

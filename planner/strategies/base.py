@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar, Self, TypeVar
 
-import numpy as np
-
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.account import Prediction, predict
 from gnnplan.planner.strategies.program.memory import Memory as Memory
+from gnnplan.planner.strategies.program.memory import of_fullest
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -86,11 +85,9 @@ class Strategy(ABC):
     @property
     def name(self) -> str:
         """The most specific published name whose knobs this variant has."""
-        suiting = [name for name, knobs in self.names.items() if self._has(knobs)]
+        own = vars(self).items()
+        suiting = [name for name, knobs in self.names.items() if knobs.items() <= own]
         return max(suiting, key=lambda name: len(self.names[name]), default=self.family)
-
-    def _has(self, knobs: Mapping[str, object]) -> bool:
-        return all(getattr(self, knob) == value for knob, value in knobs.items())
 
     @property
     def exact(self) -> bool:
@@ -169,10 +166,6 @@ class Strategy(ABC):
                 f" {problem.workload.mode}; use --mode"
                 f" {self.mode}{' with --batch and --fanout' if self.mode == 'mini' else ''}"
             )
-        self.check_rows(problem)
-
-    def check_rows(self, problem: Problem) -> None:
-        """Raises SpecError if the workload asks for rows in bfloat16, and it has none."""
         if problem.workload.dtype == "bfloat16" and not self.rounds_rows:
             raise SpecError(
                 f"{self.name} has no rows in bfloat16 (dtype: bfloat16); use"
@@ -212,7 +205,7 @@ class Strategy(ABC):
 
     def most_memory(self, problem: Problem) -> float:
         """Bytes on the fullest rank, at its fullest moment."""
-        return float(sum(self.memory(problem).values(), np.zeros(1)).max())
+        return sum(of_fullest(self.memory(problem)).values())
 
     def host_memory(self, problem: Problem) -> Memory:
         """Bytes of graph data in each server's memory by use [servers]."""
@@ -279,18 +272,14 @@ class Strategy(ABC):
         """All knobs by name; sizes in bytes."""
         return dataclasses.asdict(self)
 
-    @property
-    def implied(self) -> Mapping[str, object]:
-        """Knobs that the name already says."""
-        return self.names.get(self.name, {})
-
     def __str__(self) -> str:
         """As --strategy takes it, without knobs at their defaults; `parse` gives back the same.
 
         Sizes of 1 MB or more are printed with a unit (`show_size`), long lists by what repeats
         (`show_list`).
         """
-        defaults = {f.name: f.default for f in dataclasses.fields(self)} | dict(self.implied)
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        defaults |= self.names.get(self.name, {})  # the name says these already
         types = {f.name: f.type for f in dataclasses.fields(self)}
         written = ",".join(
             f"{knob}={show_knob(value, str(types[knob]))!r}"

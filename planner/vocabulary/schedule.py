@@ -6,32 +6,33 @@ spans under the same labels. Tasks of one rank and lane run in the order of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import Outer
+from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.values import Value
 
 # Fallback costs where a device has no rate of its own: of a dropout hash, whose words are as long
 # whatever the rows' type [B], and of an attention weight (logit, maximum, exponential, sum, weight)
 # in element accesses.
 HASH_BYTES, EDGE_ACCESSES = 24, 10
-# Fields of `Compute` that are numbers, or arrays of them
-_COUNTS = (
+# Fields of `Compute` of which a sum of works has the sums
+_ADDED = (
     "flops",
+    "gathers",
     "elementwise_bytes",
+    "launches",
     "overlapped_bytes",
     "gemm_bytes",
-    "tensor_bytes",
     "hash_ops",
     "attention_edges",
+    "random_rows",
     "weight_gradient_flops",
 )
-# .. and those of which a sum of works has the sums
-_ADDED = ("gathers", "random_rows", "launches", *(n for n in _COUNTS if n != "tensor_bytes"))
 HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
 
 
@@ -74,11 +75,54 @@ class Gather(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Compute(Value):
-    """Work of one rank, counted by kind; cost.py gives each kind a rate.
+class Local(Value):
+    """Work that ranks do by themselves: of one rank, or of several where numbers are arrays."""
 
-    Fields may be arrays of candidates; all that is computed from them then is an array, too.
-    """
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """Its numbers that differ between ranks [ranks]."""
+        return list(_arrays(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def among(self, ranks: np.ndarray | slice) -> Self:
+        """The work of some ranks."""
+        return self._with(lambda array: array[ranks])
+
+    def at(self, rank: int) -> Self:
+        """The work of one rank, whose numbers are Python's: faster than arrays of one."""
+        return self._with(lambda array: array[rank].item())
+
+    def each(self, count: int) -> list[Self]:
+        """Of all ranks; those that are alike are one."""
+        several = [np.broadcast_to(array, count) for array in self.arrays]
+        if not several:
+            return [self] * count
+        _, first, number = np.unique(several, axis=1, return_index=True, return_inverse=True)
+        unlike = [self.at(rank) for rank in first.tolist()]
+        return [unlike[kind] for kind in number.ravel().tolist()]
+
+    def _with(self, pick: Callable[[np.ndarray], Any]) -> Self:
+        """The work with other numbers in the place of its arrays."""
+        picked = {field.name: _picked(getattr(self, field.name), pick) for field in fields(self)}
+        return replace(self, **picked)
+
+
+def _arrays(value: object) -> Iterator[np.ndarray]:
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _arrays(each)
+    elif isinstance(value, np.ndarray) and value.ndim:
+        yield value
+
+
+def _picked(value: Any, pick: Callable[[np.ndarray], Any]) -> Any:
+    if isinstance(value, tuple):  # or a named one
+        return tuple.__new__(type(value), (_picked(each, pick) for each in value))
+    return pick(value) if isinstance(value, np.ndarray) and value.ndim else value
+
+
+@dataclass(frozen=True, eq=False)
+class Compute(Local):
+    """Computation, counted by kind; cost.py gives each kind a rate."""
 
     flops: Number = 0.0  # dense matrix products, but for weights' gradients [flop]
     gathers: tuple[Gather, ...] = ()
@@ -102,66 +146,51 @@ class Compute(Value):
         scattered = self.scattered or other.scattered
         return replace(self, tensor_bytes=largest, scattered=scattered, **sums)
 
-    def at(self, i: int) -> Compute:
-        """The i-th candidate of its arrays."""
-        return self._with(lambda value: float(value[i] if np.ndim(value) else value))
 
-    def each(self, count: int) -> list[Compute]:
-        """Of all candidates; those that are alike are one."""
-        several = [np.broadcast_to(number, count) for number in self.numbers() if np.ndim(number)]
-        if not several:
-            return [self.at(0)] * count
-        _, first, number = np.unique(several, axis=1, return_index=True, return_inverse=True)
-        unlike = [self.at(i) for i in first.tolist()]
-        return [unlike[kind] for kind in number.ravel().tolist()]
+@dataclass(frozen=True, eq=False)
+class Copy(Local):
+    """A copy between a server's memory and the device."""
 
-    def among(self, ranks: np.ndarray | slice | int) -> Compute:
-        """The work of some ranks, or of one, where its arrays are [ranks]."""
-        if isinstance(ranks, int):
-            return self.at(ranks)
-        return self._with(lambda value: value[ranks] if np.ndim(value) else value)
-
-    def numbers(self) -> Iterator[Number]:
-        """What may be arrays, field by field."""
-        for name in _COUNTS:
-            yield getattr(self, name)
-        for rows, _, among, into in self.gathers:
-            yield from (rows, among, into)
-        for rows, _, among in self.random_rows:
-            yield from (rows, among)
-
-    def _with(self, pick: Callable[[Any], Number]) -> Compute:
-        """The work with other numbers in the place of its own."""
-        picked: dict[str, Any] = {name: pick(getattr(self, name)) for name in _COUNTS}
-        return replace(
-            self,
-            gathers=tuple(
-                Gather(pick(rows), width, pick(among), pick(into))
-                for rows, width, among, into in self.gathers
-            ),
-            random_rows=tuple(
-                (pick(rows), width, pick(among)) for rows, width, among in self.random_rows
-            ),
-            **picked,
-        )
+    nbytes: Any  # a number, or an array [ranks]
+    packed: Any = 0  # of these, what the host puts together first
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A copy of rows from the server's memory to the device, or back."""
-
-    nbytes: int
-    packed: int = 0  # of these, what the host puts together first
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A sampler's work for one rank: edges of some layers of a batch."""
+@dataclass(frozen=True, eq=False)
+class Sampling(Local):
+    """A sampler's work: edges of some layers of a batch."""
 
     what: HostWork
-    edges: int
+    edges: Any  # a number, or an array [ranks]
     layers: int = 0
-    samplers: int = 1  # of the rank at work
+    samplers: int = 1  # of each rank at work
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange(Value):
+    """Every rank of a group sends items to every other one."""
+
+    items: Pairs  # from row to column [ranks, ranks]
+    itemsize: int = 1  # [B]
+
+    @property
+    def nbytes(self) -> Pairs:
+        return self.items if self.itemsize == 1 else self.items * self.itemsize
+
+    @cached_property
+    def sent(self) -> list[int]:
+        """All that each rank sends [B] [ranks]."""
+        sent: list[int] = (self.items.sum(1) * self.itemsize).tolist()
+        return sent
+
+
+class Ring(NamedTuple):
+    """An all-reduce in a group.
+
+    All n ranks send 2 (n-1) `size` bytes in total. Source: nccl-tests, whose bus bandwidth has the
+    factor 2 (n-1) / n.
+    """
+
+    size: int  # of the buffer [B]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,47 +210,33 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What the i-th rank of a group sends in an exchange that is not written down pair by pair."""
-
-    items: Outer  # of all ranks of the group
-    itemsize: int  # [B]
-    group: tuple[int, ...]
-    i: int
-    nbytes: int  # that it sends in all [B]
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        sent = (self.items[self.i] * self.itemsize).tolist()
-        return ((peer, nbytes) for peer, nbytes in zip(self.group, sent, strict=True) if nbytes)
-
-    @classmethod
-    def of_all(cls, items: Outer, itemsize: int, group: tuple[int, ...]) -> list[Row]:
-        """Those of all ranks."""
-        sent = (items.sum(1) * itemsize).tolist()
-        return [cls(items, itemsize, group, i, nbytes) for i, nbytes in enumerate(sent)]
-
-
-@dataclass(frozen=True, slots=True)
 class Collective:
-    """One rank's part in an exchange or an all-reduce.
+    """The part of a group's i-th rank in an exchange or an all-reduce.
 
-    Every rank of the group has a task with an equal label. In an exchange, `sent` holds what this
-    rank sends to each peer. In an all-reduce it holds one entry, for peer -1: all that this rank
-    sends by the algorithm's own count.
+    Every rank of the group has a task with an equal label.
     """
 
-    op: str  # 'exchange' or 'all_reduce'
+    work: Exchange | Ring
     group: tuple[int, ...]
-    sent: tuple[tuple[int, int], ...] | Row  # (peer, bytes)
-    size: int = 0  # all_reduce: of the buffer [B]
+    i: int
 
     @property
     def nbytes(self) -> int:
         """All that this rank sends [B]."""
-        return self.sent.nbytes if isinstance(self.sent, Row) else sum(n for _, n in self.sent)
+        if isinstance(self.work, Exchange):
+            return self.work.sent[self.i]
+        return share(2 * (len(self.group) - 1) * self.work.size, len(self.group), self.i)
+
+    @property
+    def to_peers(self) -> list[tuple[int, int]]:
+        """Peers, and what they are sent in an exchange [B]; nothing of an all-reduce."""
+        if not isinstance(self.work, Exchange):
+            return []
+        sent = (self.work.items[self.i] * self.work.itemsize).tolist()
+        return [(peer, nbytes) for peer, nbytes in zip(self.group, sent, strict=True) if nbytes]
 
 
-Work = Compute | Load | Host | Send | Recv | Collective
+Work = Local | Send | Recv | Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,20 +280,3 @@ def share(total: int, parts: int, index: int) -> int:
     [3, 3, 2, 2]
     """
     return total // parts + (index < total % parts)
-
-
-def all_reduce(
-    label: Label, rank: int, group: tuple[int, ...], size: int, after: tuple[Label, ...] = ()
-) -> Task:
-    """A task in the lane 'reduce': a rank's part in an all-reduce of `size` bytes."""
-    return Task(label, rank, "reduce", ring(group.index(rank), group, size), after)
-
-
-def ring(i: int, group: tuple[int, ...], size: int) -> Collective:
-    """The part of the i-th rank in a ring all-reduce of `size` bytes.
-
-    All n ranks of the group send 2 (n-1) `size` bytes in total. Source: nccl-tests, whose bus
-    bandwidth has the factor 2 (n-1) / n.
-    """
-    sent = share(2 * (len(group) - 1) * size, len(group), i)
-    return Collective("all_reduce", group, ((-1, sent),), size)

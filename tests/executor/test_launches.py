@@ -29,7 +29,7 @@ from gnnplan.planner.evidence.validate import first_disorder
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.minibatch.device_sampler import WAIT, drawing, laying
-from gnnplan.planner.vocabulary.schedule import Load
+from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.testing.ranks import Case, Ranks, Result
 
 __all__ = ["pretend_device"]
@@ -229,7 +229,7 @@ def loads(problem: Problem, case: Case) -> dict[str, int]:
     """Bytes of each planned load."""
     settled = case.settled(problem)
     tasks = settled.schedule(problem, settled.steps(problem)).tasks
-    return {str(task.label): task.work.nbytes for task in tasks if isinstance(task.work, Load)}
+    return {str(task.label): task.work.nbytes for task in tasks if isinstance(task.work, Copy)}
 
 
 SAMPLED = {"sage": 308, "gcn": 369, "gat": 386}  # launches of a step of three layers

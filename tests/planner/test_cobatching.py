@@ -15,7 +15,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, parse
 from gnnplan.planner.vocabulary.errors import Infeasible
-from gnnplan.planner.vocabulary.schedule import Load
+from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.simulator.player import play
 
 GRAPH = load(
@@ -131,7 +131,7 @@ def test_loads_are_the_constant_rows_of_the_batch(model: str, dropout: float):
     }
     assert len(orders) == 6  # another order in every epoch
     for task in schedule.tasks:
-        if isinstance(task.work, Load):
+        if isinstance(task.work, Copy):
             batch = layouts[strategy.turn(problem, task.label.step)]
             rows = batch.rows(task.rank, 0).size
             if model != "gcnii":
@@ -141,8 +141,8 @@ def test_loads_are_the_constant_rows_of_the_batch(model: str, dropout: float):
                     else batch.rows(task.rank, 1).size * (1 + (model == "sage"))
                 )
             assert task.work.nbytes == rows * 40 * 4 and task.lane == "copy"
-    assert sum(isinstance(task.work, Load) for task in schedule.tasks) == 6 * 4
-    assert not any(isinstance(task.work, Load) for task in GraNNDis().schedule(problem, 2).tasks)
+    assert sum(isinstance(task.work, Copy) for task in schedule.tasks) == 6 * 4
+    assert not any(isinstance(task.work, Copy) for task in GraNNDis().schedule(problem, 2).tasks)
 
 
 def test_a_load_takes_the_host_link():
@@ -151,7 +151,7 @@ def test_a_load_takes_the_host_link():
     loads = [
         task.work.nbytes
         for task in strategy.schedule(problem, 2).tasks
-        if isinstance(task.work, Load)
+        if isinstance(task.work, Copy)
     ]
     p, fast = (
         strategy.predict(problem),

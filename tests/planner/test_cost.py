@@ -13,7 +13,7 @@ from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import PACKING, Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.vocabulary.schedule import Collective, Compute, Gather, Send
+from gnnplan.planner.vocabulary.schedule import Compute, Exchange, Gather, Ring, Send
 
 DEVICE = Device(
     memory=1e9,
@@ -189,13 +189,7 @@ def test_an_exchange_starts_its_messages_one_by_one_and_fills_the_busiest_port()
         5.0 + 3.0
     )
     assert COST.exchange(np.zeros((4, 4))).alone == 0.0
-    shares = {
-        r: Collective(
-            "exchange", (0, 1, 2, 3), tuple((p, int(sent[r, p])) for p in range(4) if sent[r, p])
-        )
-        for r in range(4)
-    }
-    assert COST.collective(shares) == transfer
+    assert COST.collective(Exchange(sent), (0, 1, 2, 3)) == transfer
 
 
 def test_a_ring():
@@ -214,10 +208,7 @@ def test_a_ring():
         port for port in inside.busy if port[0].startswith("nic")
     ]
     assert COST.all_reduce(1_000_000, (2,)).alone == 0.0
-    assert (
-        COST.collective({0: Collective("all_reduce", (0, 1), ((-1, 500_000),), 1_000_000)})
-        == inside
-    )
+    assert COST.collective(Ring(1_000_000), (0, 1)) == inside
 
 
 BOX = Cluster(

@@ -29,7 +29,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.p3.slices import UNEVEN
-from gnnplan.planner.vocabulary.schedule import Load
+from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.simulator.player import play
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
@@ -296,7 +296,7 @@ def test_batches_of_statistics() -> None:
         and sizes[0] == sizes[1]
     )
     loaded = sum(
-        t.work.nbytes for t in strategy.schedule(problem, 1).tasks if isinstance(t.work, Load)
+        t.work.nbytes for t in strategy.schedule(problem, 1).tasks if isinstance(t.work, Copy)
     )
     features = sum(batches.at(0).rows(rank, 0).size for rank in range(3)) * 32 * 4
     # either way an edge's end, weight and place, and offsets of rows; and the sources' ids

@@ -9,7 +9,7 @@ from gnnplan.planner.decision.search import families
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import memory as of_stages
 from gnnplan.planner.strategies.layerwise import chunked as of_chunks
-from gnnplan.planner.strategies.layerwise import holds as of_layers
+from gnnplan.planner.strategies.layerwise import memory as of_layers
 from gnnplan.planner.strategies.layerwise import tiles as of_tiles
 from gnnplan.planner.strategies.p3 import memory as of_columns
 from gnnplan.planner.strategies.p3.p3 import pipelined

@@ -109,12 +109,8 @@ def test_closed_form_schedule_and_simulation(servers: int, islands: list[list[in
         schedule = strategy.schedule(problem, 3 * steps)
         links: Counter[str] = Counter()
         for task in schedule.tasks:
-            if (
-                task.label.step < steps
-                and isinstance(task.work, Collective)
-                and task.work.op == "exchange"
-            ):
-                for peer, nbytes in task.work.sent:
+            if task.label.step < steps and isinstance(task.work, Collective):
+                for peer, nbytes in task.work.to_peers:
                     links[problem.cost.link_name(task.rank, peer)] += nbytes
         for _ in range(steps):
             links.update(

@@ -36,7 +36,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     row_bytes,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Collective, Load
+from gnnplan.planner.vocabulary.schedule import Collective, Copy
 from gnnplan.simulator.player import play
 
 ROW = 40 * 4  # [B]
@@ -187,7 +187,7 @@ def test_prediction_schedule_and_simulation_agree(drawn: tuple[Strategies, Probl
 
     def loaded(of: Strategies) -> int:
         return sum(
-            t.work.nbytes for t in of.schedule(problem, steps).tasks if isinstance(t.work, Load)
+            t.work.nbytes for t in of.schedule(problem, steps).tasks if isinstance(t.work, Copy)
         )
 
     if strategy.store(problem) is not None:
@@ -294,7 +294,7 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over: str) -> None:
                     laid_bytes(*of_layer_1[:, list(peers)].sum(1))
                     - laid_bytes(*of_layer_1[:, rank])
                 )
-                assert done[step, rank, "load"] == Load((read.size - hits) * width + laid, laid)
+                assert done[step, rank, "load"] == Copy((read.size - hits) * width + laid, laid)
                 if rows:
                     assert done[step, rank, "pick"].elementwise_bytes == 2 * hits * width
         played = play(schedule, problem.cost).end_s

@@ -249,7 +249,7 @@ def test_gradients_of_halo_rows_go_home():
     for task in GraphParallel().schedule(problem, 1).tasks:
         if task.label.op == "halo" and isinstance(task.work, Collective):
             sent[task.label.way].update(
-                {(task.rank, peer): nbytes for peer, nbytes in task.work.sent}
+                {(task.rank, peer): nbytes for peer, nbytes in task.work.to_peers}
             )
     assert sent["b"] == {(j, i): nbytes for (i, j), nbytes in sent["f"].items()}
     assert len(set(sent["f"].values())) > 1 or sent["f"].keys() != sent["b"].keys()

@@ -23,7 +23,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.vocabulary.schedule import Host, Label, Schedule, Send, Task
+from gnnplan.planner.vocabulary.schedule import Label, Sampling, Schedule, Send, Task
 from gnnplan.planner.vocabulary.trace import Span, transfer_times
 from gnnplan.simulator.noise import Noise, epochs
 
@@ -182,7 +182,7 @@ def test_a_stragglers_sampler_is_slow_too(straggler: int, seconds: float):
     """Rank 0 draws for one second, rank 1 for two."""
     schedule = Schedule(2, 1)
     for rank in (0, 1):
-        work = Host("draw", (rank + 1) * HOST_RATE)
+        work = Sampling("draw", (rank + 1) * HOST_RATE)
         schedule.tasks.append(Task(Label("draw", 0), rank, "host", work))
     taken = epochs(schedule, Cost(TWO_SERVERS), 1, Noise(stragglers={straggler: 3.0}), 1)
     assert np.allclose(taken, seconds)

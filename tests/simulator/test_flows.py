@@ -3,7 +3,6 @@ queueing theory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ def flows(
     paths: list[dict[int, float]],
     capacity: list[float],
     nbytes: list[float] | None = None,
-    starts: Any = 0.0,
 ) -> Flows:
     """Each flow's ports with their weights."""
     passes = [(i, port, weight) for i, path in enumerate(paths) for port, weight in path.items()]
@@ -38,7 +36,6 @@ def flows(
         port,
         weight.astype(float),
         np.array(capacity),
-        np.atleast_1d(starts),
     )
 
 
@@ -64,17 +61,6 @@ def test_a_flow_that_splits_fills_half_of_each():
     assert flows([{0: 0.5, 1: 0.5}, {0: 1}], [1.0, 1.0]).rates().tolist() == pytest.approx(
         [2 / 3, 2 / 3]
     )
-
-
-def test_one_that_comes_later():
-    """Alone to 1, half speed to 3, alone again."""
-    assert flows([{0: 1}, {0: 1}], [1.0], [3.0, 1.0], starts=[0.0, 1.0]).finish().tolist() == [
-        4.0,
-        3.0,
-    ]
-    assert flows(
-        [{0: 1}, {0: 1}, {0: 1}], [1.0], [1.0, 1.0, 0.0], starts=[0.0, 5.0, 2.0]
-    ).finish().tolist() == [1.0, 6.0, 2.0]
 
 
 def test_what_is_left_lies_idle_until_rates_are_found_anew():
@@ -129,7 +115,6 @@ def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
         paths,
         draw(st.lists(part, min_size=ports, max_size=ports)),
         draw(st.lists(part, **some)),
-        draw(st.lists(st.integers(0, 4).map(float), **some)),
     )
 
 
@@ -162,14 +147,12 @@ def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked: Flows, every
     np.maximum.at(
         alone, asked.flow, (asked.weight * asked.nbytes[asked.flow]) / asked.capacity[asked.port]
     )
-    assert (ends >= asked.starts + alone * (1 - 1e-9)).all()
+    assert (ends >= alone * (1 - 1e-9)).all()
     for port in np.unique(asked.port):
         mine = asked.port == port
         carried = (asked.weight[mine] * asked.nbytes[asked.flow[mine]]).sum() / asked.capacity[port]
-        assert carried <= ends[asked.flow[mine]].max() - asked.starts[asked.flow[mine]].min() + 1e-9
-    together = replace(asked, starts=np.zeros(1))
-    assert together.bound <= together.finish(every).max() * (1 + 1e-9)
-    assert together.finish().max() <= together.finish(every).max() * (1 + 1e-9) or every
+        assert carried <= ends[asked.flow[mine]].max() + 1e-9
+    assert asked.bound <= ends.max() * (1 + 1e-9)
 
 
 def cost_of(servers: int, gpus: int, fabric: Fabric | None = None, **more: Any) -> Cost:
@@ -275,25 +258,16 @@ def arrivals(kind: str) -> tuple[np.ndarray, np.ndarray]:
 def test_one_link_is_a_queue_that_shares_its_processor(kind: str):
     """M/G/1-PS: mean time in the system S / (1 - rho) = 2.5, whatever the sizes' distribution
     (Kleinrock 1967); first come, first served would give 1.75 with equal sizes and 4 with few large
-    ones. Batch means, 99 % of Student's t. The network's bundles do the same."""
+    ones. Batch means, 99 % of Student's t, of the network's bundles."""
     starts, sizes = arrivals(kind)
-    ends = Flows(
-        sizes,
-        np.arange(CUSTOMERS),
-        np.zeros(CUSTOMERS, dtype=int),
-        np.ones(CUSTOMERS),
-        np.ones(1),
-        starts,
-    ).finish()
-    means = (ends - starts)[CUSTOMERS // 10 :].reshape(BATCHES, -1).mean(1)
+    means = (by_network(starts, sizes) - starts)[CUSTOMERS // 10 :].reshape(BATCHES, -1).mean(1)
     half = 2.861 * means.std(ddof=1) / np.sqrt(BATCHES)
     assert abs(means.mean() - 1 / (1 - LOAD)) <= half < 0.75
-    assert ends == pytest.approx(by_network(starts, sizes), abs=1e-6)
 
 
-def by_network(starts: np.ndarray, sizes: np.ndarray) -> list[float]:
+def by_network(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     env = simpy.Environment()
-    network, ends = Network(env), [0.0] * len(sizes)
+    network, ends = Network(env), np.zeros(len(sizes))
 
     def ended(i: int) -> None:
         ends[i] = env.now

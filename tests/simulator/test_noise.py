@@ -13,7 +13,15 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Compute, Host, Label, Schedule, Task, all_reduce
+from gnnplan.planner.vocabulary.schedule import (
+    Collective,
+    Compute,
+    Label,
+    Ring,
+    Sampling,
+    Schedule,
+    Task,
+)
 from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
 from gnnplan.simulator.player import TaskGraph, play, serial
 
@@ -46,11 +54,11 @@ def in_step(ranks: int, steps: int, pieces: int = 1) -> tuple[Schedule, Cost]:
                 Label("forward", step, chunk=0), rank, "compute", Compute(flops=1e9), before
             )
             schedule.tasks.append(
-                all_reduce(
+                Task(
                     Label("all_reduce", step),
                     rank,
-                    group,
-                    0,
+                    "reduce",
+                    Collective(Ring(0), group, rank),
                     (Label("forward", step, chunk=pieces - 1),),
                 )
             )
@@ -155,7 +163,7 @@ def test_laws(family: str):
     )
     tasks = [task.work for task in schedule.tasks]
     for factor, work in zip(Noise(0.2, {0: 2.0}).factors(schedule, 0), tasks, strict=True):
-        assert isinstance(work, (Compute, Host)) or factor == 1.0
+        assert isinstance(work, (Compute, Sampling)) or factor == 1.0
 
 
 def test_a_score_may_be_played_again():

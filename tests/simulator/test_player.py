@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,12 +13,13 @@ from gnnplan.planner.vocabulary.errors import Deadlock, Mismatch
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
+    Exchange,
     Label,
     Recv,
+    Ring,
     Schedule,
     Send,
     Task,
-    all_reduce,
 )
 from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.simulator.player import Played, play, serial
@@ -50,17 +52,24 @@ def exchange(
     op: str, ranks: int, seconds: float, step: int = 0, after: str | None = None, lane: str = "comm"
 ) -> list[Task]:
     """Everyone to the next: each port is busy for `seconds`."""
-    group = tuple(range(ranks))
+    group, work = (
+        tuple(range(ranks)),
+        Exchange(mb(seconds) * np.roll(np.eye(ranks, dtype=int), 1, 1)),
+    )
     return [
         Task(
             label(op, step),
             rank,
             lane,
-            Collective("exchange", group, (((rank + 1) % ranks, mb(seconds)),)),
+            Collective(work, group, rank),
             (label(after, step),) if after else (),
         )
         for rank in group
     ]
+
+
+def all_reduce(name: Label, rank: int, group: tuple[int, ...], size: int) -> Task:
+    return Task(name, rank, "reduce", Collective(Ring(size), group, group.index(rank)))
 
 
 def drawn(played: Played, rank: int, lane: str) -> str:
@@ -303,7 +312,7 @@ def test_equal_collectives_are_priced_once(monkeypatch):
     asked = []
     price = Cost.collective
     monkeypatch.setattr(
-        Cost, "collective", lambda self, parts: asked.append(parts) or price(self, parts)
+        Cost, "collective", lambda self, *work: asked.append(work) or price(self, *work)
     )
     play(stale(0, steps=50), cluster())
     assert len(asked) == 1
@@ -311,8 +320,8 @@ def test_equal_collectives_are_priced_once(monkeypatch):
 
 # -- schedules that are wrong ----------------------------------------------------------------------
 
-TO_1 = Collective("exchange", (0, 1), ((1, 8),))
-TO_0 = Collective("exchange", (0, 1), ((0, 8),))
+BOTH = Exchange(np.array([[0, 8], [8, 0]]))
+TO_1, TO_0 = Collective(BOTH, (0, 1), 0), Collective(BOTH, (0, 1), 1)
 STUCK = {
     "names a label that is nowhere": (
         [Task(label("forward"), 0, "compute", s(1), (label("halo"),))],
@@ -360,7 +369,9 @@ STUCK = {
     "they disagree on the group": (
         [
             Task(label("halo"), 0, "comm", TO_1),
-            Task(label("halo"), 1, "comm", Collective("exchange", (0, 1, 2), ())),
+            Task(
+                label("halo"), 1, "comm", Collective(Exchange(np.zeros((3, 3), int)), (0, 1, 2), 1)
+            ),
         ],
         ["rank 0 comm halo:s0 waits for ranks 1", "rank 1 comm halo:s0 waits for ranks 0, 2"],
     ),
@@ -444,16 +455,10 @@ def schedules(draw) -> Schedule:
             else:
                 group = tuple(sorted(draw(st.sets(ranks, min_size=1))))
                 size = mb(draw(sizes))
-                for rank in group:
-                    if kind == "exchange":
-                        work = Collective(
-                            "exchange",
-                            group,
-                            tuple((peer, mb(draw(sizes))) for peer in group if peer != rank),
-                        )
-                    else:
-                        work = all_reduce(name, rank, group, size).work
-                    add(rank, name, work)
+                pairs = [[mb(draw(sizes)) * (a != b) for b in group] for a in group]
+                work = Exchange(np.array(pairs)) if kind == "exchange" else Ring(size)
+                for i, rank in enumerate(group):
+                    add(rank, name, Collective(work, group, i))
     tasks.sort(key=lambda t: t.rank)  # ranks write their parts alone
     return schedule(tasks, RANKS, steps)
 
@@ -510,9 +515,7 @@ def test_every_span_keeps_every_rule(task_graph, cost, contention):
             group = [at[rank, task.label] for rank in work.group]
             assert {member.end for member in group} == {span.end}
             shortest = min(member.seconds for member in group)
-            alone = cost.collective(
-                {t.rank: t.work for t in task_graph.tasks if t.label == task.label}
-            ).alone
+            alone = cost.collective(work.work, work.group).alone
             assert shortest >= alone - 1e-9
             assert contention or shortest == pytest.approx(alone)
 
@@ -528,12 +531,8 @@ def test_no_byte_is_lost_and_no_port_overfull(task_graph, cost):
         op: n for op, n in task_graph.bytes_by_op().items() if n
     }
     busy: dict[tuple[str, int], float] = defaultdict(float)
-    meetings = {
-        t.label: {m.rank: m.work for m in task_graph.tasks if m.label == t.label}
-        for t in task_graph.tasks
-        if isinstance(t.work, Collective)
-    }
-    transfers = [cost.collective(parts) for parts in meetings.values()]
+    meetings = {t.label: t.work for t in task_graph.tasks if isinstance(t.work, Collective)}
+    transfers = [cost.collective(part.work, part.group) for part in meetings.values()]
     transfers += [cost.send(t.rank, t.work) for t in task_graph.tasks if isinstance(t.work, Send)]
     for transfer in transfers:
         for port, seconds in transfer.busy.items():

@@ -186,7 +186,7 @@ class Worker(base.Worker):
             for buffer in self.gradients_of(step):
                 buffer.flat.zero_()
                 label = Label("all_reduce", step, layer=buffer.layer)
-                nbytes = comm.reduced_bytes(rank, label, buffer.flat, buffer.group)
+                nbytes = comm.reduced_bytes(rank, buffer.flat, buffer.group)
                 rank.recorder.count_ahead(label, nbytes)
         flight = self._partial(step, share, net)
         rows = flight.exchange.pack(flight.partial.detach())
@@ -249,7 +249,7 @@ class Worker(base.Worker):
             interrupted.close()
             out, back = numbers.contiguous().clone(), Label("logits", step, "b", 1)
             if way == "f" and self.strategy.pipelined:
-                rank.recorder.count_ahead(back, comm.reduced_bytes(rank, back, out, self.rail))
+                rank.recorder.count_ahead(back, comm.reduced_bytes(rank, out, self.rail))
             rank.lanes.submit(
                 "reduce",
                 lambda: comm.all_reduce(rank, Label("logits", step, way, 1), out, self.rail),

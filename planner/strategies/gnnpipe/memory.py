@@ -25,37 +25,33 @@ from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 
 def memory(pipe: Pipeline, problem: Problem) -> Memory:
     """Bytes per rank by use, at the fullest moment of a step; a stage's members share the rows."""
-    stages, g, zero = settled(pipe.stages), pipe.members(problem), np.zeros(problem.ranks)
-    model, kept = problem.model, np.array(pipe.kept(problem), dtype=float)
-    weights, features, history, pipeline, graph, code = (zero.copy() for _ in range(6))
-    activations, buffers = zero.copy(), zero.copy()
-    for s in range(stages):
-        at = slice(s * g, s * g + g)  # the stage's ranks
-        layers = pipe.shape(problem)[1][s]
-        weights[at] = pipe.weights(problem, s)
-        its = [layer for piece in pipe.pieces(problem, s) for layer in piece]
+    stages = [_of_stage(pipe, problem, stage) for stage in range(settled(pipe.stages))]
+    use = {name: np.concatenate([stage[name] for stage in stages]) for name in stages[0]}
+    return on_ranks(problem, pipe.built(problem), groups=pipe.groups(problem), **use)
+
+
+def _of_stage(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
+    """What a stage's members tell `on_ranks` [g]."""
+    model, stages = pipe.shape(problem)
+    kept = np.array(pipe.kept(problem), dtype=float)
+    its = [layer for piece in pipe.pieces(problem, stage) for layer in piece]
+    varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
+    features, graph = _constant(pipe, problem, stage)
+    activations, buffers = _varying(pipe, problem, stage)
+    handed = pipe.handed_bytes(problem, stage) if stage + 1 < len(stages) else 0
+    return {
+        "weights": np.full(kept.size, pipe.weights(problem, stage)),
         # a third of the chunks are as large as another
-        code[at] = machine_code(problem, 2 * settled(pipe.chunks) / 3, its)
-        varying = sum(model.input_width(layer) for layer in layers if layer > model.first_varying)
+        "code": np.full(kept.size, machine_code(problem, 2 * settled(pipe.chunks) / 3, its)),
+        "features": features,
         # past rows, the mixed rows that are read, and their gradients
-        history[at] = (3 + pipe.historical_gradients) * kept * varying * model.itemsize
-        features[at], graph[at] = _constant(pipe, problem, s)
-        activations[at], buffers[at] = _varying(pipe, problem, s)
-        if s + 1 < stages:  # buffers for the gradients that come back
-            pipeline[at] = pipe.facts(problem).rows.sum(0) * pipe.handed_bytes(problem, s)
-    return on_ranks(
-        problem,
-        pipe.built(problem),
-        weights=weights,
-        groups=pipe.groups(problem),
-        code=code,
-        features=features,
-        history=history,
-        pipeline=pipeline,
-        graph=graph,
-        activations=activations,
-        buffers=buffers,
-    )
+        "history": (3 + pipe.historical_gradients) * kept * sum(varying) * model.itemsize,
+        # buffers for the gradients that come back
+        "pipeline": pipe.facts(problem).rows.sum(0) * float(handed),
+        "graph": graph,
+        "activations": activations,
+        "buffers": buffers,
+    }
 
 
 def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, np.ndarray]:

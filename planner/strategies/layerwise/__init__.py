@@ -14,8 +14,7 @@
     preloading.py       what that costs and saves, in sentences
     step.py             the operations of one step: their program
     buckets.py          gradients that ranks add up in buckets, beside the backward pass
-    holds.py            bytes that the step's operations keep, free and need besides
-    memory.py           bytes that a rank holds, with what stays from step to step
+    memory.py           bytes that the step's operations hold, and what stays from step to step
 
 Rows that cross in few bits are in the folder above (bits), for pipelines have them too. Mini-batch
 strategies begin with operations of their own and go on with the same `step`.

@@ -12,7 +12,7 @@ rows; dropout, bias and ReLU do not. So a layer may be left by columns, where th
 them as they are (`arranged`), and then neither is joined nor cut there.
 
 What is read from operations is in strategies/program/. Numbers of layers are those of
-planner/gnn/model.py, bytes held those of holds.py.
+planner/gnn/model.py, bytes held those of memory.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gnnplan.planner.gnn.operations import COPY
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.layerwise.holds import Holds
+from gnnplan.planner.strategies.layerwise.memory import Holds
 from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
@@ -222,9 +222,9 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         for layer, (spec, course) in enumerate(zip(model.layers, courses, strict=True), 1)
     )
     nothing = Outer.of([0] * ranks, True, 0)
-    facts = {layer: LayerFacts(own, own, np.zeros(ranks), nothing) for layer in like.values()}
+    facts = dict.fromkeys(like, LayerFacts(own, own, np.zeros(ranks), nothing))
     encoded = own if model.encoder else np.zeros(ranks)
-    holds = Holds(problem, model, facts, like, encoded, ExchangeOptions(narrow=True))
+    holds = Holds(problem, model, facts, encoded, ExchangeOptions(narrow=True))
 
     def of_columns(width: int) -> np.ndarray:
         """Rows of `width` numbers that have as many numbers as a rank's columns of all rows."""
@@ -311,7 +311,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
 def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number:
     """Bytes that a rank keeps because a layer is two segments with an exchange between [ranks].
 
-    They are beside those of the layer itself (holds.py): leaves and roots of the two segments,
+    They are beside those of the layer itself (memory.py): leaves and roots of the two segments,
     which no product saves in any case. own: rows. width: numbers per row that is summed.
     """
     spec = model.layers[layer - 1]

@@ -29,7 +29,7 @@ from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.layerwise.holds import Holds
+from gnnplan.planner.strategies.layerwise.memory import Holds
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
@@ -174,7 +174,8 @@ def step(
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
     encoded = layout.row_counts(0) if model.encoder else np.zeros(problem.ranks)
-    holds = Holds(problem, model, facts, like, encoded, options, scored)
+    of_all = {layer: facts[first] for layer, first in like.items()}
+    holds = Holds(problem, model, of_all, encoded, options, scored)
 
     if loads:
         yield Op("load", work=Copy(loaded_bytes(problem, layout)))

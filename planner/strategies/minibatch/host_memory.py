@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Strategy
+from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.minibatch.adjacency_store import (
     ENTRY,
     NEIGHBOUR,
@@ -25,6 +25,7 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import (
 )
 from gnnplan.planner.strategies.minibatch.feature_store import EstimatedStore, Store
 from gnnplan.planner.strategies.minibatch.step import in_two_digits
+from gnnplan.planner.strategies.program.memory import of_fullest
 
 S = TypeVar("S", bound=Strategy)
 
@@ -63,9 +64,7 @@ def of_lists(problem: Problem, lists: Structure | EstimatedStructure | None) -> 
 
 def fullest(problem: Problem, strategy: Strategy) -> dict[str, float]:
     """Bytes by use in the fullest server's memory."""
-    held: Memory = strategy.settle(problem).host_memory(problem)
-    server = int(np.argmax(sum(held.values(), np.zeros(1))))
-    return {use: float(nbytes[server]) for use, nbytes in held.items()}
+    return of_fullest(strategy.settle(problem).host_memory(problem))
 
 
 def fits(problem: Problem, strategy: Strategy) -> bool:

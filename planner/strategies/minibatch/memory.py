@@ -1,6 +1,6 @@
 """Bytes that a rank holds with mini-batches: the fullest of the batches that are known.
 
-It has a batch's features, blocks and activations (layerwise/holds.py), the blocks of batches that
+It has a batch's features, blocks and activations (layerwise/memory.py), the blocks of batches that
 wait for their turn, what the feature store caches, and what evaluation needs.
 """
 

@@ -316,9 +316,9 @@ def copied(
     training. `there`, facts: as of `laid_bytes`.
     """
     if problem.cluster.rates_there:
-        return Copy(features)
+        return Copy(features.astype(np.int64))
     laid = laid_bytes(problem, facts, there)
-    return Copy(features + laid, None if there or prefetch else laid)
+    return Copy((features + laid).astype(np.int64), 0 if there or prefetch else laid)
 
 
 def laid_bytes(problem: Problem, facts: Sequence[LayerFacts], there: bool = False) -> np.ndarray:

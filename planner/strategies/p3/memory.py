@@ -1,7 +1,7 @@
 """Bytes that a rank holds under P3, operation by operation, as executor/strategies/p3/ holds them.
 
     front    columns of all peers' sources, layer 1, partial sums; what autograd saves stays to tail
-    body     the sum of own rows, layers 2 .. L and back (layerwise/holds.py), its gradient
+    body     the sum of own rows, layers 2 .. L and back (layerwise/memory.py), its gradient
     tail     all peers' gradients, layer 1 back
 
 In the pipeline a front is followed by the body of the batch before and by the tail of the batch
@@ -21,7 +21,7 @@ from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.layerwise.holds import Holds
+from gnnplan.planner.strategies.layerwise.memory import Holds
 from gnnplan.planner.strategies.minibatch.host_memory import features_bytes
 from gnnplan.planner.strategies.minibatch.memory import of_sampling, of_structure
 from gnnplan.planner.strategies.p3.slices import Slices
@@ -99,7 +99,6 @@ class Batch:
             problem,
             model,
             facts,
-            {layer: layer for layer in facts},
             0.0 * first.rows,
             ExchangeOptions(),
             batch.scored,
@@ -153,14 +152,14 @@ class Batch:
     def forward(self, held: Held) -> None:
         held.keep(self.own, self.applied)
         held.free(self.pulled)
-        for layer in range(2, len(self.rest.like) + 1):
+        for layer in range(2, len(self.rest.facts) + 1):
             self.rest.forward(layer, held)
 
     def loss(self, held: Held) -> None:
         self.rest.loss(held)
 
     def backward(self, held: Held) -> None:
-        for layer in range(len(self.rest.like), 1, -1):
+        for layer in range(len(self.rest.facts), 1, -1):
             self.rest.backward(layer, held)
         held.at(2 * self.own)  # through ReLU
         held.free(self.applied, self.rest.logits, self.leaving)

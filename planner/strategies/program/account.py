@@ -199,7 +199,7 @@ class _Account:
             price, of = prices[number], sums[label.kind]
             each = price.seconds if price.is_transfer else self._done_s(group, price.seconds)
             of[group] = of.get(group, 0.0) + each * times
-        return {kind: largest(of.values()) for kind, of in sums.items() if kind != "receive"}
+        return {kind: largest(of.values()) for kind, of in sums.items()}
 
     def _by_group(self, prices: Prices, which: Sequence[bool]) -> dict[Group, Number]:
         """Seconds of some kinds of operations."""

@@ -8,7 +8,6 @@ which adds weights, libraries and machine code.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import takewhile
 
 import numpy as np
@@ -49,6 +48,12 @@ def on_ranks(
     training = sum(use.get(name, zero) for name in ("features", "activations", "halo", "buffers"))
     use["buffers"] = use["buffers"] + np.maximum(elsewhere - training, 0.0)
     return use | before_training(problem, groups)
+
+
+def of_fullest(memory: Memory) -> dict[str, float]:
+    """Bytes by use of the rank, or server, that holds most."""
+    most = int(np.argmax(sum(memory.values(), np.zeros(1))))
+    return {use: float(each[most]) for use, each in memory.items()}
 
 
 def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
@@ -106,5 +111,5 @@ def _operations(program: Program) -> Iterator[Op]:
     if len(different) == 1:
         known = known[: 2 * program.in_flight + 1]
     last = len(known) + program.in_flight - 1
-    queued = program.order(partial(program.again, known), len(known), last + 2)
+    queued = program.order(lambda t: program.ops(known[t % len(known)]), len(known), last + 2)
     yield from (each.op for each in takewhile(lambda each: each.step < last, queued))

@@ -20,7 +20,7 @@ order of its own (`Program.order`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, product
 
 from gnnplan.planner.strategies.program.program import (
     Exchange,
@@ -45,9 +45,7 @@ def _step_after_step(program: Program, steps: int) -> Iterator[Queued]:
     for step in range(steps):
         chunks = program.chunks(step)
         for ops in by_ranks(program.step(step)).values():
-            waits = _StepWaits(step, program.late, program.lead)
-            for op, chunk in _chunk_by_chunk(ops, chunks):
-                yield Queued(op, step, waits.of(op, chunk), chunk)
+            yield from _waiting(program, step, _chunk_by_chunk(ops, chunks))
 
 
 def by_ranks(step: Step) -> dict[Group, list[Op]]:
@@ -64,46 +62,34 @@ def _chunk_by_chunk(ops: Iterable[Op], chunks: Sequence[int]) -> Iterator[tuple[
         if not way:
             yield from ((op, None) for op in alike)
             continue
-        for chunk in chunks if way > 0 else reversed(chunks):
-            yield from ((op, chunk) for op in alike if not _empty(op, chunk))
+        for chunk, op in product(chunks if way > 0 else reversed(chunks), alike):
+            if not isinstance(op.work, Exchange) or op.work.items[chunk].any():
+                yield op, chunk  # nobody meets for a chunk of which nobody sends anything
 
 
-def _empty(op: Op, chunk: int) -> bool:
-    """Whether nobody sends anything of the chunk."""
-    return isinstance(op.work, Exchange) and not op.work.items[chunk].any()
-
-
-class _StepWaits:
-    """What the operations of a step wait for, one after the other."""
-
-    def __init__(self, step: int, late: int, lead: int) -> None:
-        self.step, self.late, self.lead = step, late, lead
-        self.computed: tuple[Label, ...] = ()  # the last computation
-        self.awaited: tuple[Label, ...] = ()  # what the next computation waits for
-        self.beside: tuple[Label, ...] = ()  # what the update waits for besides
-        self.hosted = False  # whether the host has begun with the step
-
-    def of(self, op: Op, chunk: int | None) -> tuple[Label, ...]:
-        label, updated = op.label(self.step, chunk), Label("update", self.step - 1)
+def _waiting(program: Program, step: int, ops: Iterable[tuple[Op, int | None]]) -> Iterator[Queued]:
+    """The operations of a step, with what each waits for."""
+    computed: tuple[Label, ...] = ()  # the last computation
+    awaited: tuple[Label, ...] = ()  # what the next computation waits for
+    beside: tuple[Label, ...] = ()  # what the update waits for besides
+    hosted = False  # whether the host has begun with the step
+    for op, chunk in ops:
+        label, updated, after = op.label(step, chunk), Label("update", step - 1), computed + awaited
         if op.idle or isinstance(op.work, Receipt):  # it is the wait, and begins at once
-            self.awaited += (label,)
-            return ()
-        if op.lane == "compute":
-            after, self.computed, self.awaited = self.awaited, (label,), ()
+            awaited, after = (*awaited, label), ()
+        elif op.lane == "compute":
+            after, computed, awaited = awaited, (label,), ()
             if op.op == "update":
-                after, self.beside = after + self.beside, ()
+                after, beside = after + beside, ()
         elif op.lane == "host":
-            lead = self.lead if op.ahead else 0
-            after = () if self.hosted else (updated._replace(step=updated.step - lead),)
-            self.hosted, self.awaited = True, (label,)
+            lead = program.lead if op.ahead else 0
+            after = () if hosted else (updated._replace(step=updated.step - lead),)
+            hosted, awaited = True, (label,)
         elif op.lane == "copy":
-            begun = (updated._replace(step=self.step - 2),) if op.ahead else self.computed
-            after, self.awaited = (begun or (updated,)) + self.awaited, (label,)
-        else:
-            after = self.computed + self.awaited
-            lag = self.late if op.lane == "comm" else 0
-            if op.beside:
-                self.beside += (label,)
-            elif op.lane != "send":  # nobody here waits for that
-                self.awaited += (label._replace(step=label.step - lag),)
-        return after
+            begun = (updated._replace(step=step - 2),) if op.ahead else computed
+            after, awaited = (begun or (updated,)) + awaited, (label,)
+        elif op.beside:
+            beside += (label,)
+        elif op.lane != "send":  # nobody here waits for that
+            awaited += (label._replace(step=step - program.late * (op.lane == "comm")),)
+        yield Queued(op, step, after, chunk)

@@ -25,10 +25,9 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
-from graphlib import TopologicalSorter
 from itertools import groupby, pairwise
 from operator import or_
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,15 +55,13 @@ MANY = 200  # problems, from which on it is faster to go through the chunks one 
 Prices = Sequence[Price]  # of each kind of operation, by its number
 
 
-class Path(Protocol):
-    """The operations of an epoch, ready to be priced again and again."""
+def path_of(
+    program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
+) -> _Stages | _Steps:
+    """An epoch of these known steps, ready to be priced again and again.
 
-    def seconds(self, cores: SharedCores, prices: Prices) -> Number:
-        """Of the epoch in the steady state, if operations take so long [s]."""
-
-
-def path_of(program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]) -> Path:
-    """Of an epoch of these known steps. `numbers`: of the kinds of their operations."""
+    `numbers`: of the kinds of their operations.
+    """
     if any(op.chunks for op in program.ops(known[0])):
         return _Stages(program.step(0), numbers)
     return _Steps(program, known, numbers)
@@ -97,6 +94,7 @@ class _Steps:
         self.samplers = program.samplers
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        """Of the epoch in the steady state, if operations take so long [s]."""
         if self.samplers > 1:
             each = 1 / self.samplers
             prices = [p.times(each if i in self.sampled else 1.0) for i, p in enumerate(prices)]
@@ -249,28 +247,21 @@ class _Stages:
     """
 
     def __init__(self, step: Step, numbers: Mapping[Kind, int]) -> None:
-        # a stage's operations that go chunk by chunk, or once
-        self.runs: dict[tuple[Group, int], list[tuple[Op, int]]] = {}
-        after: dict[tuple[Group, int], list[tuple[Group, int]]] = {}
-        sent: dict[tuple[Group, Label], tuple[Group, int]] = {}
-        for ranks, ops in by_ranks(step).items():
-            for i, (_, run) in enumerate(groupby(ops, lambda op: op.chunks)):
-                place = ranks, i
-                self.runs[place] = [(op, numbers[op.kind]) for op in run]
-                after[place] = [(ranks, i - 1)] if i else []
-                sent |= {_end(op): place for op, _ in self.runs[place]}
-        for place, numbered in self.runs.items():
-            receipts = (op.work for op, _ in numbered if isinstance(op.work, Receipt))
-            after[place] += [sent[_end(receipt.sender)] for receipt in receipts]
-        self.order = list(TopologicalSorter(after).static_order())
+        stages = [groupby(ops, lambda op: op.chunks) for ops in by_ranks(step).values()]
+        runs = [[[(op, numbers[op.kind]) for op in run] for _, run in stage] for stage in stages]
+        # what stages do chunk by chunk, or once, in the order in which chunks come to them
+        self.runs = [
+            run for alike in zip(*runs, strict=True) for run in alike[:: alike[0][0][0].chunks or 1]
+        ]
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        """Of the epoch, if operations take so long [s]."""
         ended: dict[Group, Number] = {}  # stage -> when
-        arrived: dict[tuple[Group, Label], Number] = {}  # message -> when its chunks have arrived
-        for ranks, i in self.order:
-            run, start = self.runs[ranks, i], ended.get(ranks, 0.0)
-            priced = [(op, prices[number]) for op, number in run]
-            if run[0][0].chunks:
+        arrived: dict[Op, Number] = {}  # message -> when its chunks have arrived
+        for run in self.runs:
+            first, priced = run[0][0], [(op, prices[number]) for op, number in run]
+            ranks, start = first.ranks, ended.get(first.ranks, 0.0)
+            if first.chunks:
                 ended[ranks] = _pass(priced, start, arrived)
             else:
                 ended[ranks] = start + total(slowest(price.seconds) for _, price in priced)
@@ -278,35 +269,30 @@ class _Stages:
         return last.item() if last.size == 1 else last
 
 
-def _end(op: Op) -> tuple[Group, Label]:
-    """A message's sender and name."""
-    return op.ranks, op.label(0)
-
-
-def _pass(
-    run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[tuple[Group, Label], Number]
-) -> Number:
-    """When a stage, free from `start` on, has ended with all chunks; its messages arrive later.
-
-    A stage that never waits ends chunk k at end(k). Chunk j delays it and all chunks after it by
-    how much later than begin(j) it can begin:
-
-        ends(k) = max_{j <= k} (max(ready(j), start) - begin(j)) + end(k)
-    """
-    ready = start
-    for op, _ in run:
-        if isinstance(op.work, Receipt):
-            ready = np.maximum(ready, arrived[_end(op.work.sender)])
+def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Number]) -> Number:
+    """When a stage, free from `start` on, has ended with all chunks; its messages arrive later."""
+    receipts = (op.work for op, _ in run if isinstance(op.work, Receipt))
+    ready = largest((arrived[receipt.sender] for receipt in receipts), start)
     by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
     each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
-    end = _running(np.add, each.copy())
-    ends = _running(np.maximum, ready - (end - each)) + end
+    ends = _through(ready, each, _running(np.add, each.copy()))
     for op, price in run:
-        if isinstance(op.work, Message):  # the same, with a link's seconds for each chunk
-            later = np.arange(len(ends))[:, None, None] * price.link
-            arrived[_end(op)] = _running(np.maximum, ends - later) + later + price.link
+        if isinstance(op.work, Message):  # a link takes as long for each chunk
+            number = np.arange(1, len(ends) + 1)[:, None, None]
+            arrived[op] = _through(ends, price.link, number * price.link)
     done: Number = ends[-1]
     return done
+
+
+def _through(ready: Number, each: Number, end: np.ndarray) -> np.ndarray:
+    """When chunks that are `ready` there have left a stage or a link [chunks, problems, 1].
+
+    It takes so long for `each`, and without waits it has done with chunk k at end(k). Chunk j
+    delays it and all chunks after it by how much later than begin(j) it can begin:
+
+        ends(k) = max_{j <= k} (ready(j) - begin(j)) + end(k)
+    """
+    return np.asarray(_running(np.maximum, ready - (end - each)) + end)
 
 
 def _running(combine: np.ufunc, values: np.ndarray) -> np.ndarray:

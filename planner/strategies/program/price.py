@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Transfer
-from gnnplan.planner.cluster.spec import LinkName
 from gnnplan.planner.cluster.transfer import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
-    Copy,
-    Exchange,
     Message,
     Op,
     Receipt,
-    Sampling,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
-from gnnplan.planner.vocabulary.outer import Outer
-from gnnplan.planner.vocabulary.schedule import Compute
-from gnnplan.planner.vocabulary.values import Content
+from gnnplan.planner.vocabulary.schedule import Exchange, Local
 
 
 class Price(NamedTuple):
@@ -39,26 +34,19 @@ class Price(NamedTuple):
 
     def times(self, factor: Number) -> Price:
         """It takes so many times as long."""
-        return self._replace(
-            seconds=self.seconds * factor,
-            by_chunk=self.by_chunk * factor,
-            link=self.link * factor,
-        )
+        each, by_chunk, link = (n * factor for n in (self.seconds, self.by_chunk, self.link))
+        return self._replace(seconds=each, by_chunk=by_chunk, link=link)
 
 
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
     """What an operation takes; seconds of these `ranks`, or of all."""
     if op.chunks:
         return _price_of_chunks(problem, op)
-    cost, among = problem.cost, _among(ranks)
+    cost = problem.cost
     match op.work:
-        case Compute() as work:
-            seconds = cost.compute_s(work.among(among))
+        case Local() as work:
+            seconds = cost.seconds(work if ranks is None else _among(work, ranks))
             return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
-        case Sampling(what, edges, layers, samplers):
-            return Price(cost.host_s(what, edges[among], layers, samplers))
-        case Copy(nbytes, packed):
-            return Price(cost.load_s(nbytes[among], 0.0 if packed is None else packed[among]))
         case Exchange(items, itemsize):
             transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
         case AllReduce():
@@ -68,25 +56,22 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     return Price(transfer.alone, transfer, True)
 
 
-def _among(ranks: np.ndarray | None) -> slice | np.ndarray | int:
-    """How they are picked; numbers are faster than arrays of one."""
-    if ranks is None:
-        return slice(None)
-    return int(ranks[0]) if ranks.size == 1 else ranks
+def _among(work: Local, ranks: np.ndarray) -> Local:
+    """The work of these ranks."""
+    return work.at(int(ranks[0])) if ranks.size == 1 else work.among(ranks)
 
 
 def _price_of_chunks(problem: Problem, op: Op) -> Price:
     """Of an operation that `op.ranks` do for every chunk."""
     cost, group = problem.cost, op.ranks
     match op.work:
-        case Compute() as work:
-            seconds = cost.compute_s(work)
+        case Local() as work:
+            seconds = cost.seconds(work)
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
         case Exchange() as work:
-            sent = [each if isinstance(each, Outer) else Content(each) for each in work.nbytes]
-            arrays = {each: each if isinstance(each, Outer) else each.array for each in sent}
-            alone = {each: cost.exchange(array, group).alone for each, array in arrays.items()}
+            sent = [replace(work, items=items) for items in work.items]
+            alone = {each: cost.collective(each, group).alone for each in dict.fromkeys(sent)}
             each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in sent))
             by_chunk = np.concatenate(each_s, axis=-1)
             whole = cost.exchange(work.nbytes.sum(0), group, len(sent))
@@ -112,12 +97,8 @@ def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
     """
     if problem.cost.cores.count:
         return None
-    works, numbers = [op.work for op in ops], list[Number]()
-    numbers += [number for work in works if isinstance(work, Compute) for number in work.numbers()]
-    numbers += [work.edges for work in works if isinstance(work, Sampling)]
-    copies = [work for work in works if isinstance(work, Copy)]
-    numbers += [each for work in copies for each in (work.nbytes, work.packed) if each is not None]
-    by_rank = [each for each in numbers if np.ndim(each) and np.ptp(each)]
+    arrays = [array for op in ops if isinstance(op.work, Local) for array in op.work.arrays]
+    by_rank = [array for array in arrays if np.ptp(array)]
     if not by_rank:
         return np.zeros(1, dtype=np.int64)
     return np.unique(np.stack(by_rank), axis=1, return_index=True)[1]
@@ -128,33 +109,28 @@ def setup_s(problem: Problem, setup: Iterable[Op]) -> float:
     return sum(float(price_of(problem, op).seconds) for op in setup)
 
 
-def moved(problem: Problem, op: Op) -> dict[LinkName, int]:
-    """Bytes that a transfer moves over each class of link, all chunks together."""
-    cost, by_link = problem.cost, Counter[LinkName]()
-    match op.work:
-        case Exchange(items, itemsize):
-            sent = items.sum(0) if op.chunks else items
-            by_link.update(cost.bytes_by_link(sent, op.ranks or None, itemsize))
-        case Message(handed, distance):
-            for rank, nbytes in zip(op.ranks, handed.sum(0).tolist(), strict=True):
-                by_link[cost.link_name(rank, rank + distance)] += nbytes
-        case AllReduce():
-            for group, size in op.work.by_group(op.ranks or tuple(range(problem.ranks))):
-                by_link.update(cost.all_reduces.bytes_by_link(2 * (len(group) - 1) * size, group))
-    return dict(by_link)
-
-
 def bytes_of(
     problem: Problem, counted: Iterable[tuple[Op, int]]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that operations move, each so many times, by operation and by class of link."""
-    by_op, links = Counter[str](), Counter[str]()
+    cost, by_op, links = problem.cost, Counter[str](), Counter[str]()
     for op, times in counted:
-        if not op.moves:
-            continue
-        by_link = moved(problem, op)
+        by_link = Counter[str]()  # of all chunks together
+        match op.work:
+            case Exchange(items, itemsize):
+                sent = items.sum(0) if op.chunks else items
+                by_link.update(cost.bytes_by_link(sent, op.ranks or None, itemsize))
+            case Message(handed, distance):
+                for rank, nbytes in zip(op.ranks, handed.sum(0).tolist(), strict=True):
+                    by_link[cost.link_name(rank, rank + distance)] += nbytes
+            case AllReduce() as work:
+                for group, size in work.by_group(op.ranks or tuple(range(problem.ranks))):
+                    wire = 2 * (len(group) - 1) * size
+                    by_link.update(cost.all_reduces.bytes_by_link(wire, group))
+            case _:
+                continue
         if by_link or not op.chunks:  # no chunk is exchanged of which nobody sends anything
-            by_op[op.op] += times * sum(by_link.values())
+            by_op[op.op] += times * by_link.total()
         for link, nbytes in by_link.items():
             links[link] += times * nbytes
     return dict(by_op), dict(+links)

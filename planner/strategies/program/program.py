@@ -12,41 +12,14 @@ import numpy as np
 
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.vocabulary.outer import Pairs
-from gnnplan.planner.vocabulary.schedule import Compute, HostWork, Label
+from gnnplan.planner.vocabulary.schedule import Compute, Label
+from gnnplan.planner.vocabulary.schedule import Copy as Copy
+from gnnplan.planner.vocabulary.schedule import Exchange as Exchange
+from gnnplan.planner.vocabulary.schedule import Sampling as Sampling
 from gnnplan.planner.vocabulary.values import Value
 
 Group = tuple[int, ...]  # ranks
 PLACED_BY = 4  # steps whose exchanges decide where ranks sit; later ones are like these
-
-
-@dataclass(frozen=True, eq=False)
-class Exchange(Value):
-    """Every rank sends items to every other rank of its group."""
-
-    items: Pairs  # from row to column [ranks, ranks]
-    itemsize: int = 1  # [B]
-
-    @property
-    def nbytes(self) -> Pairs:
-        return self.items if self.itemsize == 1 else self.items * self.itemsize
-
-
-@dataclass(frozen=True, eq=False)
-class Copy(Value):
-    """Every rank copies between its server's memory and its device."""
-
-    nbytes: np.ndarray  # [ranks]
-    packed: np.ndarray | None = None  # of these, what the host puts together first [ranks]
-
-
-@dataclass(frozen=True, eq=False)
-class Sampling(Value):
-    """A sampler's work for every rank."""
-
-    what: HostWork
-    edges: np.ndarray  # [ranks]
-    layers: int
-    samplers: int = 1  # of each rank at work
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,10 +183,6 @@ class Program:
     def step(self, t: int) -> Step:
         """The operations of step t of training."""
         return self.ops(self.at(t))
-
-    def again(self, known: Sequence[Hashable], t: int) -> Step:
-        """The operations of step t, if the known steps were done over and over."""
-        return self.ops(known[t % len(known)])
 
     @property
     def overlaps(self) -> bool:

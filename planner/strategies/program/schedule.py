@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,29 +11,23 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.order import queue
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
-    Copy,
-    Exchange,
     Group,
     Message,
     Op,
     Program,
     Receipt,
-    Sampling,
 )
-from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
-    Compute,
-    Host,
+    Exchange,
     Label,
-    Load,
+    Local,
     Recv,
-    Row,
+    Ring,
     Schedule,
     Send,
     Task,
     Work,
-    ring,
 )
 from gnnplan.planner.vocabulary.trace import sampler_lane
 
@@ -42,32 +37,22 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
     everyone = tuple(range(problem.ranks))
     out = Schedule(problem.ranks, steps)
     for op in program.setup():
-        group = op.ranks or everyone
-        out.setup += [
-            Task(op.label(-1), rank, "comm", work)
-            for rank, work in zip(group, _shares(op, group, None), strict=True)
-        ]
-    shares: dict[object, list[Work]] = {}  # ranks', of operations of a kind
+        shares = _shares(op, op.ranks or everyone, -1, None)
+        out.setup += [Task(op.label(-1), rank, "comm", work) for rank, work in shares.items()]
+    known: dict[object, dict[int, Work]] = {}  # ranks' shares, of operations of a kind
     arriving: set[tuple[int, Label]] = set()  # messages that ranks receive
     for op, step, after, chunk in queue(program, steps):
-        group, label = op.ranks or everyone, op.label(step, chunk)
-        if isinstance(op.work, (Message, Receipt)):
-            messages = _messages(op.ranks, op.work, step, chunk)
-            out.tasks += [
-                Task(at_rank(label, rank), rank, op.lane, work, _waits(after, rank, arriving))
-                for rank, work in messages.items()
-            ]
-            if isinstance(op.work, Receipt):
-                arriving |= {(rank, at_rank(label, rank)) for rank in messages}
-            continue
-        key = op.kind, op.ranks, chunk
-        if key not in shares:
-            shares[key] = _shares(op, group, chunk)
+        label, is_received = op.label(step, chunk), isinstance(op.work, Receipt)
+        key = op.kind, op.ranks, chunk, is_received and step
+        if key not in known:
+            known[key] = _shares(op, op.ranks or everyone, step, chunk)
         lane = sampler_lane(step, program.samplers) if op.lane == "host" else op.lane
         out.tasks += [
-            Task(label, rank, lane, work, _waits(after, rank, arriving))
-            for rank, work in zip(group, shares[key], strict=True)
+            Task(at_rank(label, rank), rank, lane, work, _waits(after, rank, arriving))
+            for rank, work in known[key].items()
         ]
+        if is_received:
+            arriving |= {(rank, at_rank(label, rank)) for rank in known[key]}
     return out
 
 
@@ -87,51 +72,30 @@ def _waits(
     return tuple(label for label in seen if label.peer is None or (rank, label) in arriving)
 
 
-def _messages(
-    ranks: Group, work: Message | Receipt, step: int, chunk: int | None
-) -> dict[int, Work]:
-    """What ranks send, or what they receive, if it has any bytes."""
-    message = work if isinstance(work, Message) else work.message
-    nbytes = (message.nbytes if chunk is None else message.nbytes[chunk]).tolist()
-    out: dict[int, Work] = {}
-    for rank, count in zip(ranks, nbytes, strict=True):
-        other = rank + work.distance
-        if count and isinstance(work, Message):
-            out[rank] = Send(other, count)
-        elif count and isinstance(work, Receipt):
-            out[rank] = Recv(other, at_rank(work.sender.label(step, chunk), other))
-    return out
-
-
-def _shares(op: Op, group: Group, chunk: int | None) -> list[Work]:
-    """The share of each rank of a group."""
-    count = len(group)
+def _shares(op: Op, group: Group, step: int, chunk: int | None) -> dict[int, Work]:
+    """The share of each rank of a group; nobody sends or receives an empty message."""
     match op.work:
-        case Compute() as work:
+        case Local() as work:
+            count = len(group)
             here = work if chunk is None else work.among(chunk * count + np.arange(count))
-            return list(here.each(count))
-        case Copy(nbytes, packed):
-            also = [0] * count if packed is None else packed.tolist()
-            return [Load(int(n), int(p)) for n, p in zip(nbytes, also, strict=True)]
-        case Sampling(what, edges, layers, samplers):
-            return [Host(what, int(each), layers, samplers) for each in edges]
-        case Exchange(items, itemsize):
-            items = items if chunk is None else items[chunk]
-            if isinstance(items, Outer):
-                rows = Row.of_all(items, itemsize, group)
-                return [Collective("exchange", group, row) for row in rows]
-            sent = ([*zip(group, row, strict=True)] for row in (items * itemsize).tolist())
-            return [
-                Collective("exchange", group, tuple(pair for pair in pairs if pair[1]))
-                for pairs in sent
-            ]
+            return dict(zip(group, here.each(count), strict=True))
+        case Exchange() as work:
+            sent = work if chunk is None else replace(work, items=work.items[chunk])
+            return {rank: Collective(sent, group, i) for i, rank in enumerate(group)}
         case AllReduce() as work:
-            parts = (
-                (rank, ring(i, members, size))
-                for members, size in work.by_group(op.ranks or group)
+            return {
+                rank: Collective(Ring(size), members, i)
+                for members, size in work.by_group(group)
                 for i, rank in enumerate(members)
-            )
-            of_rank: dict[int, Work] = dict(parts)
-            return [of_rank[rank] for rank in group]
-        case Message() | Receipt():
-            raise AssertionError("messages have tasks of their own")
+            }
+        case Message(nbytes, distance):
+            sizes = zip(group, nbytes[chunk].tolist(), strict=True)
+            return {rank: Send(rank + distance, size) for rank, size in sizes if size}
+        case Receipt(sender) as work:
+            sizes = zip(group, work.message.nbytes[chunk].tolist(), strict=True)
+            named, others = sender.label(step, chunk), work.distance
+            return {
+                rank: Recv(rank + others, at_rank(named, rank + others))
+                for rank, size in sizes
+                if size
+            }
