@@ -97,7 +97,7 @@ def collect(parts: Parts) -> Parts:
     for names, pieces in streams(parts):
         arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
     whole = of_arrays(parts.path, arrays)
-    return replace(whole, notes=parts.notes, numbers=parts.numbers, owner=parts.owner)
+    return replace(whole, notes=parts.notes, owner=parts.owner)
 
 
 def _is_known(name: str) -> bool:
@@ -244,10 +244,11 @@ def renamed(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write(parts: Parts, folder: Path) -> tuple[int, int]:
+def write(parts: Parts, folder: Path, numbers: bool = False) -> tuple[int, int]:
     """Write the parts as a folder that is complete or absent: (vertices, edges).
 
-    Raises SpecError for what is no graph, and if the folder cannot be written."""
+    numbers: labels are numbers to predict, whatever they look like. Raises SpecError for what is
+    no graph, and if the folder cannot be written."""
     with complete(folder) as temporary:
         for names, pieces in streams(parts):
             with contextlib.ExitStack() as stack:
@@ -259,8 +260,7 @@ def write(parts: Parts, folder: Path) -> tuple[int, int]:
         for name, array in small_arrays(parts).items():
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         try:
-            written = replace(read_own(str(temporary)), path=parts.path, numbers=parts.numbers)
-            return must_be_a_graph(written)
+            return must_be_a_graph(replace(read_own(str(temporary)), path=parts.path), numbers)
         except SpecError as error:  # of who reads what was written: it knows its source only
             raise SpecError(str(error).replace(str(temporary), parts.path)) from error
 

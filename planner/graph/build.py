@@ -32,14 +32,14 @@ STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
 
 
-def must_be_a_graph(parts: Parts) -> tuple[int, int]:
+def must_be_a_graph(parts: Parts, numbers: bool) -> tuple[int, int]:
     """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
 
     It is in one piece each."""
     (src, _), vertices, _ = _checked_edges(parts)
     _fields(parts, vertices, len(src))
     if parts.y is not None or parts.masks:  # of as many vertices
-        found = read_labels(parts.path, parts.y, vertices, parts.classes, parts.numbers)
+        found = read_labels(parts.path, parts.y, vertices, parts.classes, numbers)
         rng, notes = np.random.default_rng(0), list[str]()
         split_of(parts.path, _masks(parts, notes), found, rng, notes, 0)
     return vertices, len(src)
@@ -85,7 +85,7 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
         )
     else:
         notes += merging_note(x)
-    found = read_labels(path, parts.y, vertices, parts.classes, parts.numbers)
+    found = read_labels(path, parts.y, vertices, parts.classes, extras.numbers)
     if found.numbers:
         several = show_count(found.classes, "number")
         notes.append(f"regression: y holds {several} per vertex to predict, no classes")
