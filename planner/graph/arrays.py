@@ -50,11 +50,10 @@ def read_own(path: str) -> Parts:
                     f" found {shown([*source.files], 100) or 'nothing'}{remedy}"
                 )
         parts = of_arrays(path, arrays)
-        ((src, dst),) = parts.edges
-        vertices, _ = count(parts, src, dst)
+        vertices, edges = count(parts)[0], len(arrays["src"])
         left = [*source.others]
         for name in source.files.keys() - arrays.keys():
-            of = _field_kind(path, name, source, vertices, len(src))
+            of = _field_kind(path, name, source, vertices, edges)
             if of is None:
                 left.append(name)
             elif of + name in arrays:

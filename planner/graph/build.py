@@ -148,16 +148,16 @@ def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
 
     Raises SpecError for an id beyond the vertices."""
     (edges,) = parts.edges
-    vertices, counted = count(parts, *edges)
+    vertices, counted = count(parts)
     for name, ids in zip(("src", "dst"), edges, strict=True):
         must_be_ids(parts.path, name, ids, vertices, counted=counted or "the edges")
     return edges, vertices, counted
 
 
-def count(parts: Parts, src: Array, dst: Array) -> tuple[int, str]:
+def count(parts: Parts) -> tuple[int, str]:
     """The number of vertices, and the names of what says so ('' if only edges do)."""
     counts = counts_of(parts)
-    in_edges = (int(ids.max()) + 1 for ids in (src, dst) if len(ids))
+    in_edges = (int(ids.max()) + 1 for edges in parts.edges for ids in edges if len(ids))
     vertices = next(iter(counts.values())) if counts else max(in_edges, default=0)
     if vertices < 1:
         raise SpecError(
