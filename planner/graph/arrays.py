@@ -175,13 +175,16 @@ class Rows:
     numpy's headers leave room for their final number."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.dtype, self.shape = path, np.dtype(bool), cast(tuple[int, ...], (0,))
+        self.path, self.shape = path, cast(tuple[int, ...], (0,))
+        self.dtype: Any = None  # as the first rows say
         self.stream = open(path, "xb")  # noqa: SIM115
         self._header()
 
     def append(self, rows: Array) -> None:
-        if (both := np.result_type(self.dtype, rows.dtype)) != self.dtype:
+        both = rows.dtype if self.dtype is None else np.result_type(self.dtype, rows.dtype)
+        if self.dtype not in (None, both):
             self._widen(both)
+        self.dtype = both
         self.shape = self.shape[0] + len(rows), *rows.shape[1:]
         if rows.size:  # tofile would not say why a disk refuses
             raw = np.ascontiguousarray(rows, self.dtype).reshape(-1)
@@ -200,7 +203,8 @@ class Rows:
 
     def _header(self) -> None:
         self.stream.seek(0)
-        about = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
+        kind = np.dtype(bool if self.dtype is None else self.dtype)
+        about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
         np.lib.format.write_array_header_1_0(self.stream, about | {"shape": self.shape})
 
     def close(self) -> None:
