@@ -50,11 +50,10 @@ def read_own(path: str) -> Parts:
                     f" found {shown([*source.files], 100) or 'nothing'}{remedy}"
                 )
         parts = of_arrays(path, arrays)
-        ((src, dst),) = parts.edges
-        vertices, _ = count(parts, src, dst)
+        vertices, edges = count(parts)[0], len(arrays["src"])
         left = [*source.others]
         for name in source.files.keys() - arrays.keys():
-            of = _field_kind(path, name, source, vertices, len(src))
+            of = _field_kind(path, name, source, vertices, edges)
             if of is None:
                 left.append(name)
             elif of + name in arrays:
@@ -97,7 +96,7 @@ def collect(parts: Parts) -> Parts:
     for names, pieces in streams(parts):
         arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
     whole = of_arrays(parts.path, arrays)
-    return replace(whole, notes=parts.notes, numbers=parts.numbers, owner=parts.owner)
+    return replace(whole, notes=parts.notes, owner=parts.owner)
 
 
 def _is_known(name: str) -> bool:
@@ -176,13 +175,16 @@ class Rows:
     numpy's headers leave room for their final number."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.dtype, self.shape = path, np.dtype(bool), cast(tuple[int, ...], (0,))
+        self.path, self.shape = path, cast(tuple[int, ...], (0,))
+        self.dtype: Any = None  # as the first rows say
         self.stream = open(path, "xb")  # noqa: SIM115
         self._header()
 
     def append(self, rows: Array) -> None:
-        if (both := np.result_type(self.dtype, rows.dtype)) != self.dtype:
+        both = rows.dtype if self.dtype is None else np.result_type(self.dtype, rows.dtype)
+        if self.dtype not in (None, both):
             self._widen(both)
+        self.dtype = both
         self.shape = self.shape[0] + len(rows), *rows.shape[1:]
         if rows.size:  # tofile would not say why a disk refuses
             raw = np.ascontiguousarray(rows, self.dtype).reshape(-1)
@@ -201,7 +203,8 @@ class Rows:
 
     def _header(self) -> None:
         self.stream.seek(0)
-        about = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
+        kind = np.dtype(bool if self.dtype is None else self.dtype)
+        about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
         np.lib.format.write_array_header_1_0(self.stream, about | {"shape": self.shape})
 
     def close(self) -> None:
@@ -244,10 +247,11 @@ def renamed(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write(parts: Parts, folder: Path) -> tuple[int, int]:
+def write(parts: Parts, folder: Path, numbers: bool = False) -> tuple[int, int]:
     """Write the parts as a folder that is complete or absent: (vertices, edges).
 
-    Raises SpecError for what is no graph, and if the folder cannot be written."""
+    numbers: labels are numbers to predict, whatever they look like. Raises SpecError for what is
+    no graph, and if the folder cannot be written."""
     with complete(folder) as temporary:
         for names, pieces in streams(parts):
             with contextlib.ExitStack() as stack:
@@ -259,8 +263,7 @@ def write(parts: Parts, folder: Path) -> tuple[int, int]:
         for name, array in small_arrays(parts).items():
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         try:
-            written = replace(read_own(str(temporary)), path=parts.path, numbers=parts.numbers)
-            return must_be_a_graph(written)
+            return must_be_a_graph(replace(read_own(str(temporary)), path=parts.path), numbers)
         except SpecError as error:  # of who reads what was written: it knows its source only
             raise SpecError(str(error).replace(str(temporary), parts.path)) from error
 

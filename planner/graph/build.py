@@ -32,14 +32,14 @@ STAND_IN_CLASSES = 16
 STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
 
 
-def must_be_a_graph(parts: Parts) -> tuple[int, int]:
+def must_be_a_graph(parts: Parts, numbers: bool) -> tuple[int, int]:
     """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
 
     It is in one piece each."""
     (src, _), vertices, _ = _checked_edges(parts)
     _fields(parts, vertices, len(src))
     if parts.y is not None or parts.masks:  # of as many vertices
-        found = read_labels(parts.path, parts.y, vertices, parts.classes, parts.numbers)
+        found = read_labels(parts.path, parts.y, vertices, parts.classes, numbers)
         rng, notes = np.random.default_rng(0), list[str]()
         split_of(parts.path, _masks(parts, notes), found, rng, notes, 0)
     return vertices, len(src)
@@ -85,7 +85,7 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
         )
     else:
         notes += merging_note(x)
-    found = read_labels(path, parts.y, vertices, parts.classes, parts.numbers)
+    found = read_labels(path, parts.y, vertices, parts.classes, extras.numbers)
     if found.numbers:
         several = show_count(found.classes, "number")
         notes.append(f"regression: y holds {several} per vertex to predict, no classes")
@@ -148,16 +148,16 @@ def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
 
     Raises SpecError for an id beyond the vertices."""
     (edges,) = parts.edges
-    vertices, counted = count(parts, *edges)
+    vertices, counted = count(parts)
     for name, ids in zip(("src", "dst"), edges, strict=True):
         must_be_ids(parts.path, name, ids, vertices, counted=counted or "the edges")
     return edges, vertices, counted
 
 
-def count(parts: Parts, src: Array, dst: Array) -> tuple[int, str]:
+def count(parts: Parts) -> tuple[int, str]:
     """The number of vertices, and the names of what says so ('' if only edges do)."""
     counts = counts_of(parts)
-    in_edges = (int(ids.max()) + 1 for ids in (src, dst) if len(ids))
+    in_edges = (int(ids.max()) + 1 for edges in parts.edges for ids in edges if len(ids))
     vertices = next(iter(counts.values())) if counts else max(in_edges, default=0)
     if vertices < 1:
         raise SpecError(

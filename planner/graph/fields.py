@@ -100,10 +100,11 @@ def along(
             kept[name] = field
             continue
         one, other = place[bad[0] - 1], place[bad[0]]
+        rows = [str(field[at].tolist())[:MOST_SHOWN] for at in (one, other)]
         notes.append(
             f"left {name} out: an edge has one row, and {bad.size:,} edges are given again with"
-            f" another, first {int(src[one])} -> {int(dst[one])} with {_shown(field[one])} and"
-            f" {_shown(field[other])}; merge them to have it (torch_geometric.utils.coalesce,"
+            f" another, first {int(src[one])} -> {int(dst[one])} with {rows[0]} and"
+            f" {rows[1]}; merge them to have it (torch_geometric.utils.coalesce,"
             " dgl.to_simple)"
         )
     names = ", ".join(kept)
@@ -121,10 +122,6 @@ def along(
         )
     chosen = place[~again]
     return {name: np.ascontiguousarray(field[chosen]) for name, field in kept.items()}, notes
-
-
-def _shown(row: Any) -> str:
-    return str(np.asarray(row).tolist())[:MOST_SHOWN]
 
 
 def unread_by(model: str, graph: Graph | None, reads: Collection[str] = ()) -> list[str]:

@@ -68,6 +68,8 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             " synthetic:community?vertices=...&edges=..., or the name of a well-known graph"
             + ("" if is_path else suggest(Path(head).name, datasets()))
         )
+    if os.path.exists(head) and not os.path.isdir(head) and not os.path.isfile(head):
+        raise SpecError(f"{source}: is a pipe, a socket or a device; give a graph's file or folder")
     if is_part_folder(head):
         if query:
             raise SpecError(

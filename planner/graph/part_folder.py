@@ -27,7 +27,15 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from gnnplan.planner.graph.fields import EDGE, VERTEX
-from gnnplan.planner.graph.graph import MOST_VERTICES, Array, Cut, Graph, GraphStats, must_fit
+from gnnplan.planner.graph.graph import (
+    MOST_VERTICES,
+    Array,
+    Cut,
+    Graph,
+    GraphStats,
+    freeze,
+    must_fit,
+)
 from gnnplan.planner.graph.kept import remembered, state_of
 from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -42,8 +50,9 @@ MOST_DESCRIBED = 64 << 20  # [B]
 EDGES_AT_ONCE = 1 << 22  # that are put in their places at a time
 AGAIN = "write the folder again with gnnplan partition"
 T = TypeVar("T")
+Ids: TypeAlias = NDArray[Any]
 # of a part: places of rows of its arrays, and where these rows are to be
-Span: TypeAlias = tuple[int, NDArray[Any], NDArray[Any]]
+Span: TypeAlias = tuple[int, Ids, Ids]
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ class PartFolder:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _by_part(self, ids: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
+    def _by_part(self, ids: Ids) -> list[tuple[int, Ids]]:
         """Each part that has some of these vertices, and which of them."""
         owner = self.owner[ids]
         return [(int(number), np.flatnonzero(owner == number)) for number in np.unique(owner)]
@@ -217,15 +226,14 @@ class PartFolder:
                 whole.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         return out
 
-    def rows(self, name: str, ids: NDArray[Any], columns: slice | None = None) -> Array:
-        """Rows of these vertices [ids, ..], or some columns of them."""
+    def rows(self, name: str, ids: Ids | None = None, columns: slice | None = None) -> Array:
+        """Rows of these vertices [ids, ..], or of all, or some columns of them."""
+        ids = np.arange(self.about.graph.vertices) if ids is None else ids
         place = self.place[ids]
         spans = ((number, place[at], at) for number, at in self._by_part(ids))
         return self._gathered(name, spans, ids.size, ... if columns is None else np.s_[:, columns])
 
-    def ragged(
-        self, ids: NDArray[Any], pointers: str, *names: str
-    ) -> tuple[NDArray[np.int64], list[Array]]:
+    def ragged(self, ids: Ids, pointers: str, *names: str) -> tuple[Ids, list[Array]]:
         """Of rows with several numbers each: how many they have, and their numbers, row after row.
 
         pointers: where a part's rows begin, as the indptr of a CSR."""
@@ -243,8 +251,9 @@ class PartFolder:
 
         return lengths, [self._gathered(name, spans(), int(lengths.sum())) for name in names]
 
-    def sparse_rows(self, ids: NDArray[Any], columns: slice | None = None) -> sp.csr_matrix:
-        """Sparse features of these vertices, or some columns of them."""
+    def sparse_rows(self, ids: Ids | None = None, columns: slice | None = None) -> sp.csr_matrix:
+        """Sparse features of these vertices, or of all, or some columns of them."""
+        ids = np.arange(self.about.graph.vertices) if ids is None else ids
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
         arrays = data, indices, np.append(0, np.cumsum(lengths))
         x = sp.csr_matrix(arrays, shape=(ids.size, self.about.graph.features))
@@ -288,25 +297,21 @@ def _must_be_whole(path: Path, stored: Stored) -> None:
 class Lazy(NDArrayOperatorsMixin):
     """An array that is put together of parts when it is asked for as a whole.
 
-    some: reads rows with some ids, or some columns of all rows (None), alone."""
+    read: reads all of it; by_rows: or rows with some ids, or some columns of all rows, alone."""
 
     def __init__(
-        self,
-        dtype: DTypeLike,
-        shape: Sequence[int],
-        make: Callable[[], Any],
-        some: Callable[[NDArray[Any] | None, slice | None], Any] | None = None,
+        self, dtype: DTypeLike, shape: Sequence[int], read: Callable[..., Any], by_rows: bool
     ) -> None:
         like = np.broadcast_to(np.zeros((), dtype), shape)  # which takes no memory
         self.dtype, self.shape, self.ndim = like.dtype, like.shape, like.ndim
         self.size, self.nbytes, self._like = like.size, like.nbytes, like
-        self._make, self._some = make, some
+        self._read, self._by_rows = read, by_rows
 
     @cached_property
     def whole(self) -> Any:
-        made = self._make()
+        made = self._read()
         if isinstance(made, np.ndarray):
-            made.flags.writeable = False
+            freeze(made)
         return made
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
@@ -317,11 +322,11 @@ class Lazy(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*given, **named)
 
     def __getitem__(self, key: Any) -> Any:
-        if self._some is not None and "whole" not in self.__dict__:
+        if self._by_rows and "whole" not in self.__dict__:
             if isinstance(key, np.ndarray) and key.ndim == 1 and key.dtype.kind in "iu":
-                return self._some(key, None)
+                return self._read(ids=key)
             if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None):
-                return self._some(None, key[1])
+                return self._read(columns=key[1])
         return self.whole[key]
 
     def __len__(self) -> int:
@@ -380,24 +385,20 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
 
     def edges(name: str) -> Any:
         shape = stats.edges, *first.files[name].shape[1:]
-        return Lazy(first.files[name].dtype, shape, lambda: folder.edges(name))
+        return Lazy(first.files[name].dtype, shape, partial(folder.edges, name), by_rows=False)
 
     def rows(name: str) -> Any:
         sparse = name == "x" and stats.nonzeros > 0
         stored = first.files["x_data" if sparse else name]
         row = (stats.features,) if sparse else stored.shape[1:]
         read = folder.sparse_rows if sparse else partial(folder.rows, name)
-
-        def some(ids: NDArray[Any] | None, columns: slice | None) -> Any:
-            return read(np.arange(stats.vertices) if ids is None else ids, columns)
-
-        return Lazy(stored.dtype, (stats.vertices, *row), lambda: some(None, None), some)
+        return Lazy(stored.dtype, (stats.vertices, *row), read, by_rows=True)
 
     def fields(of: str, make: Callable[[str], Any]) -> dict[str, Any]:
         return {name.removeprefix(of): make(name) for name in first.files if name.startswith(of)}
 
     x, y, train, val, test = map(rows, ("x", "y", "train", "val", "test"))
-    indptr: Any = Lazy(np.int64, (stats.vertices + 1,), lambda: folder.indptr)
+    indptr: Any = Lazy(np.int64, (stats.vertices + 1,), lambda: folder.indptr, by_rows=False)
     return PartGraph(
         stats,
         indptr,

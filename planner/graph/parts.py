@@ -57,7 +57,6 @@ class Parts:
     columns: tuple[str, ...] = ()  # names of fields of edges that stand beside both ends
     # other fields of edges [E, ..], in the order of the edges, some rows at a time
     edge_fields: dict[str, Iterable[Array]] = field(default_factory=dict)
-    numbers: bool = False  # y are numbers to predict, whatever they look like
     owner: Array | None = None  # the part of each vertex, if the source is cut already [N]
     x_path: str = ""  # the name that messages give x, if it is of another file
 

@@ -150,6 +150,17 @@ def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
     assert sorted(os.listdir(place)) == ["graph.bin"]
 
 
+@starts
+def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path: Path):
+    """They were refused as classes with gaps, before anybody was asked what they are."""
+    graph = dgl_graph()
+    graph.ndata["label"] = graph.ndata["label"] * 10 + 1990
+    quiet("dgl").save_graphs(str(tmp_path / "graph.bin"), [graph])
+    assert load(source_of(str(tmp_path / "graph.bin"), task="regression")).stats.numbers
+    with pytest.raises(SpecError, match="for numbers to predict, use --task regression"):
+        load(str(tmp_path / "graph.bin"))
+
+
 def test_every_reader_has_a_file(tmp_path: Path):
     """Who adds a reader adds a writer; those of partitions are tested with them."""
     read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`

@@ -223,5 +223,5 @@ def convert(
     else:
         parts = of_object(source)
         add(parts, extras)
-    vertices, edges = write(parts, folder)
+    vertices, edges = write(parts, folder, extras.numbers)
     return vertices, edges, parts.notes

@@ -96,7 +96,7 @@ def _main(path: str, out: str) -> None:
         parts = read_distdgl(path) if os.path.isdir(path) else _read_bin(path)
         if parts.owner is not None:
             parts.vertex_fields[OWNER] = parts.owner
-        write(parts, Path(out))
+        write(parts, Path(out), numbers=True)  # who asked for them looks at labels
     print(*(f"note: {note}" for note in parts.notes), sep="\n")
 
 

@@ -42,7 +42,6 @@ def add(parts: Parts, extras: Extras) -> None:
                 f"{parts.path}: has its own {word}, so --{word} {path} would replace them; leave it"
                 " out"
             )
-    parts.numbers = extras.numbers
     _take(parts, extras)
     if extras.labels and parts.y is not None:  # who refuses names the file
         read_labels(extras.labels, parts.y, len(parts.y), None, extras.numbers)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -40,14 +43,9 @@ class _Metadata:
 
     def get(self, where: Where, kind: type, default: Any = None) -> Any:
         """A value of a kind. Raises SpecError, with the line, for another kind."""
-        value: Any = self.document.data
-        for name in where:
-            if isinstance(value, dict):
-                value = value.get(name)
-            elif isinstance(value, list) and isinstance(name, int) and name < len(value):
-                value = value[name]
-            else:
-                value = None
+        value: Any = None
+        with suppress(LookupError, TypeError):  # it is absent
+            value = reduce(getitem, where, cast(Any, self.document.data))
         if value is None and default is not None:
             return default
         if not isinstance(value, kind):
