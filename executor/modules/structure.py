@@ -45,8 +45,7 @@ TURNED = (
 
 def edges_in(block: Block) -> Tensor:
     """Source and reader of each edge of a block, among its sources, int64 [2, E]."""
-    readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
-    return torch.stack([block.indices.long(), readers])
+    return torch.stack([block.indices, block.readers]).long()
 
 
 class Table:
