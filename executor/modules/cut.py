@@ -162,14 +162,22 @@ class _Cutter:
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 
     def _merge(self) -> None:
-        """Have equal calls be one: not dropout, batch norm, or opaque modules."""
+        """Have equal calls be one: not dropout, batch norm, opaque modules, or what rows are put
+        into, which would be copied first."""
         first: dict[Node, Node] = {}
         by_call: dict[Hashable, Node] = {}
         inputs = self.recorded.inputs
         inputs |= {name: self.shared.setdefault(name, node) for name, node in inputs.items()}
-        for node in live_nodes([self.recorded.output]):
+        live = live_nodes([self.recorded.output])
+        of_rows: set[Node] = set()
+        for node in live:
+            if node.name.startswith("vertex ") or of_rows & {*node.reads}:
+                of_rows.add(node)
+        changed = {node.reads[0] for node in of_rows if node.changes}
+        for node in live:
             node.read_instead(first)
             alone = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
+            alone = alone or node in changed
             key = node if alone else node.key
             first[node] = by_call.setdefault(key, self.shared.get(key, node))
             self.order.setdefault(first[node], node.index)

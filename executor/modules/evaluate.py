@@ -40,8 +40,8 @@ class Place:
         for node in nodes:
             gone, may_change = frees.get(node, ()), False
             if node.changes:  # in place, if nobody else has these numbers
-                kept = [value for each, value in values.items() if each not in gone]
-                may_change = not _storages(values.get(node.reads[0])) & (given | _storages(kept))
+                kept = given | _storages([v for each, v in values.items() if each not in gone])
+                may_change = not kept & _storages(values.get(node.reads[0]))
             values[node] = self.call(node, values, may_change)
             for freed in gone:
                 values.pop(freed, None)

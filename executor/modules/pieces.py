@@ -6,7 +6,7 @@ layers. Rows that are handed from one layer to the next lie side by side in one 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -249,7 +249,11 @@ class PieceLayer(Layer):
     # -- calls of a strategy -----------------------------------------------------------------------
 
     def open(self, block: Block) -> int:
-        return _nbytes(self.pieces.local(block).values())
+        values = self.pieces.local(block).values()
+        dense = [v for v in values if isinstance(v, Tensor) and v.layout == torch.strided]
+        storages = [value.untyped_storage() for value in dense]
+        of_sums = sum(value.nbytes for value in values if isinstance(value, Block))
+        return of_sums + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def during(self, drop: Drop) -> PieceLayer:
         own = copy.copy(self)  # with this layer's tensors
@@ -374,14 +378,3 @@ class Tail:
         piece = during.mode.ends
         assert piece is not None
         return packed(during.begun(piece, self.norm, h, moments), piece.makes)
-
-
-def _nbytes(values: Iterable[Any]) -> int:
-    """Memory of dense tensors, those of blocks too, each storage once [B]."""
-    parts = [part for v in values for part in (vars(v).values() if isinstance(v, Block) else [v])]
-    storages = [
-        part.untyped_storage()
-        for part in parts
-        if isinstance(part, Tensor) and part.layout == torch.strided
-    ]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

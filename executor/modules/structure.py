@@ -45,8 +45,7 @@ TURNED = (
 
 def edges_in(block: Block) -> Tensor:
     """Source and reader of each edge of a block, among its sources, int64 [2, E]."""
-    readers = block.per_edge(torch.arange(block.n_dst, device=block.indptr.device))
-    return torch.stack([block.indices.long(), readers])
+    return torch.stack([block.indices, block.readers]).long()
 
 
 class Table:
@@ -82,7 +81,7 @@ class _Part(Place):
 
     structure: Structure = field(kw_only=True)
     source: Tensor = field(kw_only=True)
-    tables: Mapping[Node | str, Any] = field(kw_only=True)
+    tables: Mapping[Node, Any] = field(kw_only=True)
 
     def call(self, node: Node, values: Mapping[Node, Any], may_change: bool = False) -> Any:
         if node not in self.structure.whole:
@@ -103,9 +102,7 @@ class Structure:
 
     programs: tuple[Program, ...]
     whole: dict[Node, Node | None] = field(default_factory=dict)
-    tables: WeakKeyDictionary[Whole, Mapping[Node | str, Any]] = field(
-        default_factory=WeakKeyDictionary
-    )
+    tables: WeakKeyDictionary[Whole, Mapping[Node, Any]] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         self.read: set[Node] = set()
@@ -114,7 +111,15 @@ class Structure:
             self.whole |= dict.fromkeys(program.fields)
             for node in (node for cut in program.layers for node in cut.gather.nodes):
                 self.read |= {read for read in node.reads if program.kind[read] == STRUCTURE}
-        self.nodes = live_nodes(self.read)
+        self.nodes, inputs = live_nodes(self.read), self.small.inputs
+        is_dgl = any(node.name == "g" for node in self.nodes)  # whose graph has all fields
+        self.edges = inputs.get("edge_index", Node(None, name="edge_index"))
+        self.fields = [  # of edges
+            node
+            for name, node in inputs.items()
+            if name.startswith("edge ") and (is_dgl or node in self.nodes)
+        ]
+        self.whole |= dict.fromkeys(self.fields, self.edges)
 
     @property
     def small(self) -> Any:
@@ -127,30 +132,24 @@ class Structure:
         self,
         whole: Whole,
         edges: Tensor,
-        fields: Mapping[str, Tensor],
+        field: Callable[[Node], Tensor],
         source: Tensor | None = None,
         destinations: int = 0,
     ) -> Values:
         """Values of what forward is given of edges, by node.
 
-        source [S]: the vertices that edges link, as a part numbers them; None: it is the whole.
-        destinations: those that edges lead to, the first of them."""
-        values: Values = {}
+        field: the numbers of a field. source [S]: the vertices that edges link, as a part numbers
+        them; None: it is the whole. destinations: those that edges lead to, the first of them."""
+        values: Values = {self.edges: edges, DESTINATIONS: destinations}
+        values |= {node: field(node) for node in self.fields}
         for node in self.nodes:
-            if node.call is not None or node is BLOCK:
-                continue
-            if node is DESTINATIONS:
-                values[node] = destinations
-            elif node.name == "vertices":
+            if node.name == "vertices":
                 values[node] = whole.vertices if source is None else len(source)
-            elif node.name == "edge_index":
-                values[node] = edges
             elif node.name == "g":
+                fields = {node.name.removeprefix("edge "): values[node] for node in self.fields}
                 values[node] = dgl_graph(whole, edges, fields, source)
             elif node.name.startswith("vertex "):
                 raise Unfit(self._chosen_by(node))
-            else:
-                values[node] = fields[node.name.removeprefix("edge ")]
         return values
 
     def _chosen_by(self, rows: Node) -> str:
@@ -181,38 +180,26 @@ class Structure:
 
     def values_on(self, whole: Whole, place: Place, wanted: Collection[Node]) -> Values:
         """Values on the whole graph."""
-        fields = {n: typed(whole.fields[n], place.dtype) for n in self.fields_of(whole)}
-        values = self.given(whole, edge_index_of(whole), fields)
-        return self._wanted(wanted, place, values)
 
-    def fields_of(self, whole: Whole) -> list[str]:
-        """Fields of edges that it is given; a graph of DGL has them all."""
-        names = {node.name for node in self.nodes}
-        return [name for name in whole.fields if "g" in names or f"edge {name}" in names]
+        def field(node: Node) -> Tensor:
+            return typed(whole.fields[node.name.removeprefix("edge ")], place.dtype)
 
-    def on_whole(self, whole: Whole, place: Place) -> Mapping[Node | str, Any]:
-        """Tables of what only the whole graph tells, and fields of its edges."""
+        return self._wanted(wanted, place, self.given(whole, edge_index_of(whole), field))
+
+    def on_whole(self, whole: Whole, place: Place) -> Mapping[Node, Any]:
+        """Tables of what only the whole graph tells."""
         if whole not in self.tables:
             wanted = {*self.whole} | {of for of in self.whole.values() if of is not None}
             values = self.values_on(whole, place, wanted) if wanted else {}
-            edges = edge_index_of(whole)
-            fields = {
-                name: typed(whole.fields[name], place.dtype) for name in self.fields_of(whole)
-            }
-            self.tables[whole] = self._as_tables(values, edges, fields, whole.vertices)
+            self.tables[whole] = self._as_tables(values, whole.vertices)
         return self.tables[whole]
 
-    def _as_tables(
-        self, values: Values, edges: Tensor, fields: Mapping[str, Tensor], vertices: int
-    ) -> dict[Node | str, Any]:
+    def _as_tables(self, values: Values, vertices: int) -> dict[Node, Any]:
         """What a part looks up of values on the whole graph."""
-        tables: dict[Node | str, Any] = {
-            name: Table(edges, field, vertices) for name, field in fields.items()
+        return {
+            node: values[node] if of is None else Table(values[of], values[node], vertices)
+            for node, of in self.whole.items()
         }
-        for node, of in self.whole.items():
-            value = values[node]
-            tables[node] = value if of is None else Table(values[of], value, vertices)
-        return tables
 
     def of_block(self, block: Block, place: Place) -> Values:
         """What layers read on a block."""
@@ -222,12 +209,11 @@ class Structure:
         return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
 
     def _opened(
-        self, block: Block, place: Place, tables: Mapping[Node | str, Any]
+        self, block: Block, place: Place, tables: Mapping[Node, Any]
     ) -> tuple[_Part, Values]:
         """A block as a part of its graph, and what forward is given there."""
         assert block.whole is not None and block.source is not None
         source, edges = block.source.cpu(), edges_in(block).cpu()
-        fields = {name: tables[name].at(source[edges]) for name in self.fields_of(block.whole)}
         part = _Part(
             place.named,
             place.draw,
@@ -236,7 +222,12 @@ class Structure:
             source=source,
             tables=tables,
         )
-        return part, self.given(block.whole, edges, fields, source, block.n_dst)
+
+        def field(node: Node) -> Tensor:
+            found: Tensor = tables[node].at(source[edges])
+            return found
+
+        return part, self.given(block.whole, edges, field, source, block.n_dst)
 
     def _looks_up(self, node: Node) -> list[Node]:
         """What a value reads on a block."""
@@ -262,10 +253,9 @@ class Structure:
         """Find what a part of the graph that was recorded cannot tell: where it makes other
         numbers. Raises Unfit."""
         assert block.whole is not None and block.source is not None
-        n, inputs = block.whole.vertices, self.small.inputs
-        fields = {name: inputs[f"edge {name}"].value for name in self.fields_of(block.whole)}
-        every = {node: node.value for node in self.nodes}
-        tables = self._as_tables(every, edge_index_of(block.whole), fields, n)
+        n, edges = block.whole.vertices, edge_index_of(block.whole)
+        every = {node: node.value for node in (*self.nodes, *self.fields)} | {self.edges: edges}
+        tables = self._as_tables(every, n)
         part, values = self._opened(block, place, tables)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
         edge_sets = {edges for program in self.programs for edges in edge_sets_of(program.live)}
