@@ -18,14 +18,19 @@ historical_gradients `carried` into the next step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import aggregate_transposed, backward, gradient_of
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.strategies.base import Back
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
+
+# the way back: from what backward begins with, which has a layer's output in its graph, and from
+# its gradient to that of the layer's input rows
+BackFrom = Callable[[Tensor, Tensor], Tensor]
 
 
 class History:
@@ -92,7 +97,7 @@ class History:
         drop: Drop,
         refresh: bool,
         checkpoint: bool,
-    ) -> tuple[Tensor, Back]:
+    ) -> tuple[Tensor, BackFrom]:
         """A layer on a chunk's input rows, own and far ones -> its output, and the way back.
 
         drop: dropout of these rows. refresh: they become history. checkpoint: forget what can be
@@ -119,15 +124,15 @@ class History:
                     self.past[layer][places] = x.detach()[rows]
             read = mixed.index_select(0, chunk.sources)
             read = (chunk.gather_sources(part, read) if linear else read).requires_grad_()
-            made = end(prepared)
+            *kept, out = end(prepared)
         del prepared
-        out, kept = made[-1].detach(), None if checkpoint else made
-        del made
+        if checkpoint:
+            kept = []
 
-        def back(gradient: Tensor) -> Tensor:
+        def back(root: Tensor, gradient: Tensor) -> Tensor:
             """-> the gradient of own and then far input rows."""
-            prepared, rows, out = kept or end(part.prepare(x, drop))
-            backward([out], [gradient])
+            prepared, rows, root = (*kept, root) if kept else end(part.prepare(x, drop))
+            backward([root], [gradient])
             to_read = gradient_of(read)
             if linear:
                 to_read = aggregate_transposed(chunk.blocks[part.edges], to_read)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.base import Back
 from gnnplan.executor.strategies.gnnpipe.chunks import make_chunks, with_far
 from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
-from gnnplan.executor.strategies.gnnpipe.layers import History
+from gnnplan.executor.strategies.gnnpipe.layers import BackFrom, History
 from gnnplan.planner.graph.sampling import ROUNDING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GNNPipe
@@ -237,16 +238,17 @@ class Worker(base.Worker):
             with self.rank.recorder.span(self._label("forward", step, piece, c), "compute"):
                 inputs = torch.cat([passage.h, *far]) if far else passage.h
                 for layer in piece:
-                    inputs, back = self._layer(step, c, layer, passage, inputs, refresh)
-                    passage.h = inputs
-                    passage.way_back.append(back)
-                if self.net.total in piece:
-                    self._end(step, c, passage)
+                    root, back = self._layer(step, c, layer, passage, inputs, refresh)
+                    inputs = passage.h = root.detach()
+                    if layer == self.net.total:
+                        root = self._end(step, c, passage, root)
+                    passage.way_back.append(partial(back, root))
+                del root
         return passage
 
     def _layer(
         self, step: int, c: int, layer: int, passage: Passage, inputs: Tensor, refresh: bool
-    ) -> tuple[Tensor, Back]:
+    ) -> tuple[Tensor, BackFrom]:
         """One layer (0: the encoder) on a chunk's rows -> its output, and the way back."""
         chunk = self.chunks[c]
         if layer in self.varying:
@@ -259,28 +261,21 @@ class Worker(base.Worker):
             )
         else:
             out = self.inputs.encode(chunk, self.drop(step, 0, self.vertices[chunk.rows]))
-        rows = out.detach()
-        x0 = passage.x0 = rows.requires_grad_() if self.net.initial else None
+        x0 = passage.x0 = out.detach().requires_grad_() if self.net.initial else None
 
-        def back(gradient: Tensor) -> Tensor:
-            backward([out], [gradient if x0 is None else gradient + gradient_of(x0)])
+        def back(root: Tensor, gradient: Tensor) -> Tensor:
+            backward([root], [gradient if x0 is None else gradient + gradient_of(x0)])
             return gradient
 
-        return rows.detach(), back
+        return out, back
 
-    def _end(self, step: int, c: int, passage: Passage) -> None:
-        """Logits and loss of a chunk."""
-        leaf, last = passage.h.detach().requires_grad_(), self.net.total + 1
-        drop = self.drop(step, last, self.vertices[self.chunks[c].rows])
-        logits = self.net.decode(leaf, drop)
+    def _end(self, step: int, c: int, passage: Passage, out: Tensor) -> Tensor:
+        """Logits of a chunk -> its loss, with its graph."""
+        drop = self.drop(step, self.net.total + 1, self.vertices[self.chunks[c].rows])
+        logits = self.net.decode(out, drop)
         loss = self.targets[c].loss(logits)
-
-        def back(gradient: Tensor) -> Tensor:
-            backward([loss], [gradient])
-            return gradient_of(leaf)
-
         passage.h, passage.loss = logits.detach(), loss.detach()
-        passage.way_back.append(back)
+        return loss
 
     def _backward(
         self, step: int, c: int, passage: Passage, entering: list[Tensor]
@@ -295,7 +290,7 @@ class Worker(base.Worker):
             x0.grad = of_initial[0]
         for piece in reversed(self.pieces):
             with self.rank.recorder.span(self._label("backward", step, piece, c), "compute"):
-                for _ in range(len(piece) + (self.net.total in piece)):
+                for _ in piece:
                     gradient = way_back.pop()(gradient)
             if chunk.exchange and piece[0] in self.varying:
                 gradient, far = gradient[: chunk.size], gradient[chunk.size :]
