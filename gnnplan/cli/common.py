@@ -25,7 +25,6 @@ from typer.main import get_command
 
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify, progress, say
-from gnnplan.planner.vocabulary.units import number_of
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -247,6 +246,8 @@ def numbers(text: str, option: str) -> list[int]:
 
     Raises SpecError.
     """
+    from gnnplan.planner.vocabulary.units import number_of
+
     try:
         return [int(number_of(part)) for part in text.split(",")]
     except ValueError:

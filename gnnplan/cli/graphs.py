@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify
-from gnnplan.planner.vocabulary.table import Table, column, table
-from gnnplan.planner.vocabulary.units import show_bytes
+
+if TYPE_CHECKING:
+    from gnnplan.planner.vocabulary.table import Table
 
 
 @verb(
@@ -189,6 +190,7 @@ def profile(
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import ask_workload
     from gnnplan.planner.strategies.minibatch.profile import probe
+    from gnnplan.planner.vocabulary.table import column, table
 
     counts, of_batches = numbers(parts, "--parts"), {"fanout": fanout, "layers": layers}
     of_batches["hidden"] = hidden
@@ -230,6 +232,8 @@ def profile(
 def batches(mini: dict[str, Any]) -> list[Table]:
     """The facts of mini-batches that `probe` has found."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
+    from gnnplan.planner.vocabulary.table import column, table
+    from gnnplan.planner.vocabulary.units import show_bytes
 
     def percents(shares: Iterable[float]) -> str:
         return " ".join(f"{100 * share:.0f}" for share in shares) + " %"

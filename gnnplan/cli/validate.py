@@ -12,8 +12,6 @@ import typer
 from gnnplan.cli.common import of_function, show, verb
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify
-from gnnplan.planner.vocabulary.table import Table, column, table
-from gnnplan.planner.vocabulary.units import show_percent
 
 
 @verb(
@@ -67,6 +65,8 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     from gnnplan.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.papers.published import evaluate_rows
     from gnnplan.papers.rows import read
+    from gnnplan.planner.vocabulary.table import Table, column, table
+    from gnnplan.planner.vocabulary.units import show_percent
 
     rows = read(path)
     notify(f"predicting {len(rows):,} figures")

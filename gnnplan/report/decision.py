@@ -37,7 +37,8 @@ FAR = 5  # the device's memory is drawn where the fullest rank has more than 1/F
 
 def epochs(facts: Facts) -> Picture:
     """Strategies as stacked bars, the plan's choice on top; measured epochs beside them."""
-    leaders = facts.leaders[:MOST_BARS]
+    answers = [facts.document["best"], *facts.document["alternatives"]]
+    leaders = [Answer.of(answer) for answer in answers[:MOST_BARS]]
     seconds = [leader.epoch_s for leader in leaders]
     unit, scale = unit_of(max(seconds), TIMES)
     traces: list[go.Bar | go.Scatter] = [

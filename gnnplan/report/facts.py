@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.answer import Answer
 from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.evidence.runs import question_of
 from gnnplan.planner.problem.problem import Problem
@@ -49,11 +48,6 @@ class Facts:
     def batches(self) -> int:
         """Steps of an epoch."""
         return self.candidate.strategy.steps(self.problem)
-
-    @property
-    def leaders(self) -> list[Answer]:
-        """The plan's candidates, its choice first."""
-        return [Answer.of(one) for one in (self.document["best"], *self.document["alternatives"])]
 
     @cached_property
     def epoch(self) -> Schedule:

@@ -40,14 +40,14 @@ LONGEST_NUMBER = 300  # characters of a number in words
 def kind(text: object) -> str:
     """The unit of a quantity: 's', 'B', 'flop', 'W', 'B/s', 'flop/s', or '' if it has none.
 
+    Raises ValueError for what is no quantity.
+
     >>> kind("25GB/s"), kind("10us"), kind("24GiB"), kind("27TFLOPS"), kind(5), kind("5G")
     ('B/s', 's', 'B', 'flop/s', '', '')
     >>> kind("300W"), kind("0.3kW")
     ('W', 'W')
     """
-    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
-    si, _ = _UNITS.get(match[2], ("", 1.0)) if match else ("", 1.0)
-    return f"{si}/s" if si and match and match[3] and not si.endswith("/s") else si
+    return _parsed(text)[1]
 
 
 def quantity(text: object) -> float:
@@ -59,10 +59,15 @@ def quantity(text: object) -> float:
     >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("2us"), quantity(3)
     (25000000000.0, 50000000.0, 2e-06, 3.0)
     """
+    return _parsed(text)[0]
+
+
+def _parsed(text: object) -> tuple[float, str]:
+    """A quantity as a number in SI units, and its unit."""
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
         raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r:.80}")
     if not isinstance(text, str):
-        return float(text)
+        return float(text), ""
     match = _PATTERN.fullmatch(text)
     if not match or not math.isfinite(float(match[1])):
         raise ValueError(
@@ -74,7 +79,8 @@ def quantity(text: object) -> float:
             f"{text!r:.80} has an unknown unit; use B, bit, FLOP, W with k, M, G, T (or Ki, Mi,"
             " Gi), or s, ms, us"
         )
-    return float(match[1]) * scale
+    each = "/s" if match[3] and not si.endswith("/s") else ""
+    return float(match[1]) * scale, si + each
 
 
 def number_of(text: str, kind: type[int] | type[float] = int) -> float:
