@@ -139,26 +139,26 @@ def weighed(
     block: Block,
     edges: str,
     workload: Workload,
-    ins: np.ndarray | Tensor,
-    outs: np.ndarray | Tensor,
-    taken: np.ndarray | Tensor | None = None,
+    ins: np.ndarray,
+    outs: np.ndarray,
+    taken: np.ndarray | None = None,
 ) -> Block:
     """The same edges with the weights of 'gcn' or 'mean'.
 
     ins [R] and outs [S]: degrees of destinations and sources. taken [R]: how many edges of each row
     were drawn; None: each edge stands for itself."""
-    degree, outs = (torch.as_tensor(some).double() for some in (ins, outs))
-    count = degree if taken is None else torch.as_tensor(taken).double()
-    count, reader = count.clamp(min=1), block.readers
+    count, reader = np.maximum(ins if taken is None else taken, 1), block.readers
     if edges == "mean":
-        return block.weighted((1.0 / count).to(dtype_of(workload)).index_select(0, reader))
-    weight = (degree + 1.0).index_select(0, reader)
-    weight.mul_((outs + 1.0).index_select(0, block.indices)).sqrt_().reciprocal_()
+        of_rows = torch.from_numpy(1.0 / count).to(dtype_of(workload))
+        return block.weighted(of_rows.index_select(0, reader))
+    weight = torch.from_numpy(ins + 1.0).index_select(0, reader)
+    weight *= torch.from_numpy(outs + 1.0).index_select(0, block.indices)
+    weight.sqrt_().reciprocal_()
     if taken is not None:
-        is_self = block.indices == reader  # a vertex has no other edge to itself
-        if block.own < block.n_dst:
-            is_self &= reader < block.own
-        weight *= (degree / count).index_select(0, reader).masked_fill_(is_self, 1.0)
+        # a vertex has no other edge to itself
+        is_self = (block.indices == reader) & (reader < block.own)
+        stands_for = torch.from_numpy(ins / count).index_select(0, reader)
+        weight *= stands_for.masked_fill_(is_self, 1.0)
     return block.weighted(weight.to(dtype_of(workload)))
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.executor.layers.blocks import weighed
+from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import GOLDEN, Block, mix, sent
 from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph
@@ -98,8 +98,15 @@ class Lists:
             if workload.is_cut:
                 block.source = ids.long()
             return block
-        degrees = (count, count) if edges == "mean" else self._degrees(ids, rows)
-        return weighed(block, edges, workload, *degrees, count)
+        count = count.clamp(min=1).double()
+        if edges == "mean":
+            weight = (1.0 / count)[reader]
+        else:
+            degree, outs = self._degrees(ids, rows)
+            # a vertex has no other edge to itself
+            stands_for = torch.where(indices == reader, 1.0, (degree / count)[reader])
+            weight = 1.0 / ((degree + 1.0)[reader] * (outs + 1.0)[indices]).sqrt() * stands_for
+        return block.weighted(weight.to(dtype_of(workload)))
 
     def _here(self, ids: Ids) -> Tensor:
         return sent([torch.from_numpy(ids)], self.indptr.device)[0]
