@@ -212,7 +212,7 @@ class Problem:
         return replace(
             model,
             by_pieces=model.redrawn and device.code_of(b) > 0,
-            in_place=b == 2 or (b == 4 and not device.product_code),
+            in_place=b != 4 or not device.product_code,
         )
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:

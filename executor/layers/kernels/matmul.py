@@ -20,8 +20,6 @@ from gnnplan.executor.layers.kernels.runtime import apply, backward
 from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Pattern, SparseRows
 from gnnplan.planner.gnn.products import LEAST, block_rows
 
-BY_BLOCKS = (torch.float32, torch.bfloat16)  # types whose products `_LinearSum` makes
-
 
 def linear(
     x: FeatureRows, weight: Tensor, bias: Tensor | None = None, relu: bool = False
@@ -44,13 +42,7 @@ def linear_sum(
 
     The backward pass reads the gradient once for all of them.
     """
-    tensors, dtype = [t for term in terms for t in term], terms[0][0].dtype
-    if all(t.dtype in BY_BLOCKS and t.numel() for t in tensors):
-        return apply(_LinearSum, bias, relu, *tensors)
-    out = F.linear(terms[0][0], terms[0][1].to(dtype), None if bias is None else bias.to(dtype))
-    for x, weight in terms[1:]:
-        out = out + F.linear(x, weight.to(dtype))
-    return out.relu() if relu else out
+    return apply(_LinearSum, bias, relu, *(tensor for term in terms for tensor in term))
 
 
 class Shapes:
@@ -158,7 +150,7 @@ def _product(
     `summed`: the dimension that may vary is K, otherwise R.
     """
     is_rest = _is_rest(a, summed)
-    if _is_private(a) and not is_rest:
+    if _is_private(a, b) and not is_rest:
         return _onednn(a, b, bias, after)
     if a.dtype == torch.bfloat16 and is_rest:
         bias = None if bias is None else bias.float()
@@ -173,7 +165,7 @@ def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = Fa
     MKL does so itself, and oneDNN with rows in bfloat16; oneDNN's private operation does not.
     cuBLAS does not round what it sums up in another type.
     """
-    if _is_private(a) or out.dtype != a.dtype or _is_rest(a, summed):
+    if _is_private(a, b) or out.dtype != a.dtype or _is_rest(a, summed):
         product = (
             torch.mm(a, b.t(), out_dtype=out.dtype) if a.is_cuda else _product(a, b, summed=summed)
         )
@@ -184,9 +176,10 @@ def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = Fa
         torch.mm(a, b.t(), out=out)
 
 
-def _is_private(a: Tensor) -> bool:
-    """Whether oneDNN's private operation multiplies these rows."""
-    return not a.is_cuda and a.dtype == torch.float32 and by_onednn()
+def _is_private(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN's private operation multiplies these, of which none may be empty."""
+    is_float32 = not a.is_cuda and a.dtype == torch.float32 and by_onednn()
+    return is_float32 and a.numel() > 0 and b.numel() > 0
 
 
 def _is_rest(a: Tensor, summed: bool) -> bool:
@@ -216,7 +209,7 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
     Like the backward pass of `linear` it goes by blocks of rows, [H_out, H_in] in all.
     """
-    if not (x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() and gradient.numel()):
+    if x.is_cuda:
         return gradient.t() @ x
     out = x.new_zeros(gradient.shape[1], x.shape[1])
     for part in _row_blocks([x], out.shape[0]):
@@ -225,9 +218,9 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 class _LinearSum(torch.autograd.Function):
-    """`linear_sum` of rows in float32 and bfloat16; weights are float32.
+    """`linear_sum`. Weights of rows in bfloat16 are float32.
 
-    Gradients of weights are summed over blocks in float32, which autograd would round to bfloat16.
+    Their gradients are summed over blocks in float32, which autograd would round to bfloat16.
     On GPUs they are summed into .grad itself (`_total`).
 
     On CPUs backward goes by blocks of rows: a block of the gradient stays in cache for everything
