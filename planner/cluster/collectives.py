@@ -3,8 +3,9 @@
     ring            Every rank hands 1/n of the buffer on to the next one, 2 (n-1) times. The order
                     of ranks goes server by server.
     tree            A chain in every server, and two binary trees over servers with half of the
-                    buffer each. A server that has children in one tree has none in the other. Sums
-                    go up, results come down (NCCL since 2.4).
+                    buffer each (NCCL since 2.4). Sums go up, results come down. A server that has
+                    children in one tree has none in the other, so servers send as much as in a
+                    ring, and messages wait for log2 of the servers alone.
     hierarchical    A reduce-scatter in every server, a ring across servers for each rank's share,
                     and an all-gather in every server.
 
@@ -13,7 +14,8 @@ all links are busy at once. all_reduce.py finds the ports that these messages pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -58,62 +60,14 @@ def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllRed
 
 
 def _tree(servers: Sequence[Sequence[int]]) -> AllReduce:
-    first = np.array([ranks[0] for ranks in servers])
-    chains = _columns(pair for ranks in servers for pair in zip(ranks[1:], ranks[:-1], strict=True))
-    tree, partner = list(_binary(len(servers))), list(_mirrored(len(servers)))
-    edges = _columns([*tree, *partner])
-    longest_chain = max(map(len, servers)) - 1
-    depth = max(_depth(tree), _depth(partner))
-
-    def up_and_down(
-        children: np.ndarray, parents: np.ndarray, units: int, steps: int
-    ) -> ReducePhase:
-        source, target = np.append(children, parents), np.append(parents, children)
-        return ReducePhase(source, target, units, 1, 2 * steps)
-
-    in_servers = up_and_down(chains[0], chains[1], 2, longest_chain)
-    across = up_and_down(first[edges[0]], first[edges[1]], 1, depth)
-    return AllReduce(0.5, (in_servers, across))
-
-
-def _columns(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """All first members, and all second ones [2, pairs]."""
-    return np.array(list(pairs), dtype=np.int64).reshape(-1, 2).T
-
-
-def _binary(count: int) -> Iterator[tuple[int, int]]:
-    """Edges (child, parent) of an in-order binary tree over 0 .. count-1.
-
-    Its leaves are the odd numbers (NCCL's ncclGetBtree).
-
-    >>> list(_binary(6))
-    [(1, 2), (2, 4), (3, 2), (4, 0), (5, 4)]
-    """
-    for child in range(1, count):
-        bit = child & -child
-        parent = (child ^ bit) | (bit << 1)
-        yield child, parent if parent < count else child ^ bit
-
-
-def _mirrored(count: int) -> Iterator[tuple[int, int]]:
-    """The partner of `_binary`, in which inner nodes are leaves and leaves are inner nodes.
-
-    An even count is mirrored, an odd one shifted by one (NCCL's ncclGetDtree).
-    """
-    for child, parent in _binary(count):
-        if count % 2 == 0:
-            yield count - 1 - child, count - 1 - parent
-        else:
-            yield (child + 1) % count, (parent + 1) % count
-
-
-def _depth(edges: Iterable[tuple[int, int]]) -> int:
-    parents = dict(edges)
-
-    def depth(node: int) -> int:
-        return 1 + depth(parents[node]) if node in parents else 0
-
-    return max(map(depth, parents), default=0)
+    first, count = np.array([ranks[0] for ranks in servers]), len(servers)
+    chains = [pair for ranks in servers for pair in pairwise(ranks)]
+    up, down = np.array(chains, dtype=np.int64).reshape(-1, 2).T
+    hops = np.append(up, down), np.append(down, up)
+    in_servers = ReducePhase(*hops, count, 1, 2 * (max(map(len, servers)) - 1))
+    depth = (count - 1).bit_length()
+    across = ReducePhase(first, np.roll(first, -1), 2 * (count - 1), 2, 2 * depth)
+    return AllReduce(1 / count, (in_servers, across) if count > 1 else (in_servers,))
 
 
 def _hierarchical(servers: np.ndarray) -> AllReduce:
