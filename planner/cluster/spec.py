@@ -300,8 +300,7 @@ class Cluster(Spec):
     """Without peer access: the server's memory, shared by all its GPUs and NICs.  [default: never
     the bottleneck]"""
     all_reduce: Algorithm | None = None
-    """ring, tree or hierarchical.  [default: the faster of NCCL's ring and tree on GPUs, a ring on
-    CPUs]"""
+    """ring, tree or hierarchical.  [default: tree on GPUs, ring on CPUs]"""
     host_rates: Annotated[
         dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]],
         AfterValidator(lambda told: dict.fromkeys(get_args(HostWork), HOST_RATE) | told),

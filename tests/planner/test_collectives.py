@@ -53,7 +53,7 @@ def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(
 def test_no_server_hands_on_both_halves(count: int):
     """A server with two children in one tree has none in the other: nobody sends or receives more
     than two buffers. The trees are log2 deep (Sanders, Speck, Traeff 2009; NCCL 2.4)."""
-    unit, (_, across) = all_reduce("tree", [[s] for s in range(count)])
+    unit, (across,) = all_reduce("tree", [[s] for s in range(count)])
     sent = unit * across.units * np.bincount(across.source, minlength=count)
     assert sent.max() <= 2 and across.steps == 2 * ceil(log2(count))
 
@@ -122,15 +122,13 @@ def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
 def test_nccl_takes_the_faster_one(
     servers: int, gpus: int, size: int, latency: float, bandwidth: float
 ):
-    """Also over two servers, where a tree's cards send half of what a ring's do."""
+    """That is the tree. Over two servers its cards send half of what a ring's do."""
     where = cluster(servers, gpus, inter_node=Link(bandwidth=bandwidth, latency=latency))
     ring, tree, chosen = (
         Cost(where.model_copy(update={"all_reduce": name})).all_reduce(size, range(servers * gpus))
         for name in ("ring", "tree", None)
     )
-    assert float(chosen.alone) == pytest.approx(min(ring.alone, tree.alone))
-    assert chosen.latency >= 0
-    assert all(s == min(ring.busy[p], tree.busy[p]) for p, s in chosen.busy.items())
+    assert chosen == tree and float(tree.alone) <= float(ring.alone) * (1 + 1e-9)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(ALGORITHMS), st.integers(0, 10**9))
