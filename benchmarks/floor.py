@@ -124,7 +124,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     for op in settled.built(problem).step(0):
         if isinstance(op.work, Compute):
             mine = op.work.at(number)
-            products += float(mine.flops + mine.weight_gradient_flops) / peak
+            products += float(mine.flops) / peak
             aggregation += sum(float(g.rows) * row_s(op.op, g.width) for g in mine.gathers)
         elif isinstance(op.work, Exchange):
             sent = op.work.nbytes

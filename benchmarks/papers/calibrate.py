@@ -32,6 +32,7 @@ from gnnplan.papers import published, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import testbed, whole
 from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.planner.cluster.scaling import fitted as fitted_factors
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem import fitted
 from gnnplan.planner.problem.fitted import SAME, kept_factors
@@ -97,17 +98,12 @@ def fit_factors(
     alike = Counter(unfitted)
     weights = np.array([1 / np.sqrt(alike[key]) / MISS for key in unfitted])
 
-    def factors(logs: NDArray[np.float64]) -> dict[str, float]:
-        return dict(zip(constants, np.exp(logs).tolist(), strict=True))
+    def misses(factors: Mapping[str, float]) -> NDArray[np.float64]:
+        of = testbeds(factors)
+        of_printed = [predict(row, of) / float(row["value"]) for row in rows]
+        return np.asarray(weights * np.log(of_printed))
 
-    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        of = testbeds(factors(logs))
-        misses = [np.log(predict(row, of) / float(row["value"])) for row in rows]
-        return np.append(weights * misses, logs / WIDTH)
-
-    from scipy.optimize import least_squares  # here: it takes long, and plans do not fit
-
-    return factors(least_squares(residuals, np.zeros(len(constants)), diff_step=1e-3).x)
+    return fitted_factors(constants, misses, 1 / WIDTH)
 
 
 def fit_software(rows: Sequence[Row]) -> dict[str, float]:

@@ -11,6 +11,8 @@ import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from string import Template
+from textwrap import indent
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -27,11 +29,28 @@ PORT = 29500
 MOST = 1_000_000  # [B] of a ConfigMap; Kubernetes allows 1 MiB with its metadata
 RUNS, DATA = "gnnplan-runs", "gnnplan-data"  # claims
 LONGEST_NAME = 40  # characters; Kubernetes allows 63 with what it adds
-# An argument of the script stands for more options of `gnnplan run`.
-SCRIPT = """\
-exec torchrun --nnodes {servers} --node-rank "$JOB_COMPLETION_INDEX" --nproc-per-node {ranks} \\
-  --master-addr {name}-0.{name} --master-port {port} \\
-  -m gnnplan run /plan/plan.json --out /runs/{name} "$@"
+# An argument of the script stands for more options of `gnnplan run`. Ranks meet before anything is
+# ready, and NCCL fills shared memory, of which a pod has 64 MB by default.
+MANIFEST = Template(Path(__file__).with_name("manifest.yaml").read_text())
+MOUNT = """\
+        - name: data
+          mountPath: {}
+          subPath: {}
+          readOnly: true
+"""
+VOLUME = f"""\
+      - name: data
+        persistentVolumeClaim:
+          claimName: {DATA}
+"""
+APART = """\
+      affinity:
+        podAntiAffinity:
+          requiredDuringSchedulingIgnoredDuringExecution:
+          - labelSelector:
+              matchLabels:
+                job-name: {}
+            topologyKey: kubernetes.io/hostname
 """
 
 
@@ -228,99 +247,24 @@ def kubernetes(launch: Launch, document: dict[str, Any], image: str | None) -> s
         f" kubectl logs -f job/{launch.name}\n"
         "Further options of `gnnplan run` go into `args`, after the word run.",
     )
-    metadata = {"name": launch.name, "labels": {"app.kubernetes.io/name": "gnnplan"}}
-    documents: list[dict[str, Any]] = [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": metadata,
-            "data": {"plan.json": text},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": metadata,
-            "spec": {
-                "clusterIP": "None",
-                "publishNotReadyAddresses": True,  # ranks meet before anything is ready
-                "selector": {"job-name": launch.name},
-                "ports": [{"name": "torchrun", "port": PORT}],
-            },
-        },
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": metadata,
-            "spec": {
-                "completionMode": "Indexed",
-                "completions": launch.servers,
-                "parallelism": launch.servers,
-                "backoffLimit": 0,
-                "template": {"spec": _pod(launch, image, folders)},
-            },
-        },
-    ]
-    return header + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, explicit_start=True)
+    asked = f"limits:\n            nvidia.com/gpu: {launch.gpus}"
+    if not launch.gpus:
+        asked = f"requests:\n            cpu: {launch.ranks}"
+    return header + MANIFEST.substitute(
+        name=launch.name,
+        plan=indent(text, 4 * " "),
+        port=PORT,
+        servers=launch.servers,
+        ranks=launch.ranks,
+        image=_scalar(image),
+        asked=asked,
+        mounts="".join(MOUNT.format(_scalar(each), _scalar(each[1:])) for each in folders),
+        runs=RUNS,
+        data=VOLUME * bool(folders),
+        apart=APART.format(launch.name) * (launch.servers > 1),
+    )
 
 
-def _pod(launch: Launch, image: str, folders: list[str]) -> dict[str, Any]:
-    unit = {"nvidia.com/gpu": launch.gpus} if launch.gpus else {"cpu": launch.ranks}
-    container = {
-        "name": "gnnplan",
-        "image": image,
-        "command": [
-            "bash",
-            "-c",
-            SCRIPT.format(servers=launch.servers, ranks=launch.ranks, name=launch.name, port=PORT),
-        ],
-        "args": ["run"],
-        "env": [
-            {"name": "OMP_NUM_THREADS", "value": "1"},
-            {"name": "PYTHONSAFEPATH", "value": "1"},
-        ],
-        "resources": {"limits" if launch.gpus else "requests": unit},
-        "volumeMounts": [
-            {"name": "plan", "mountPath": "/plan"},
-            {"name": "runs", "mountPath": "/runs"},
-            {"name": "shm", "mountPath": "/dev/shm"},
-            *(
-                {"name": "data", "mountPath": folder, "subPath": folder[1:], "readOnly": True}
-                for folder in folders
-            ),
-        ],
-    }
-    pod: dict[str, Any] = {
-        "subdomain": launch.name,
-        "restartPolicy": "Never",
-        "containers": [container],
-        "volumes": [
-            {"name": "plan", "configMap": {"name": launch.name}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": RUNS}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's; the default is 64 MB
-            *([{"name": "data", "persistentVolumeClaim": {"claimName": DATA}}] if folders else []),
-        ],
-    }
-    if launch.servers > 1:
-        term = {
-            "labelSelector": {"matchLabels": {"job-name": launch.name}},
-            "topologyKey": "kubernetes.io/hostname",
-        }
-        pod["affinity"] = {
-            "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-        }
-    return pod
-
-
-class _Dumper(yaml.SafeDumper):
-    """Scripts as blocks of lines, and no anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: _Dumper, data: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in data else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Dumper.add_representer(str, _text)
+def _scalar(text: str) -> str:
+    """A text as YAML has it in a line."""
+    return yaml.safe_dump(text, width=len(text) * 2 + 80).partition("\n")[0]

@@ -34,7 +34,6 @@ SIZES = ((64, 128, 512), (128, 192, 512), (64, 192, 512), (64, 128, 1024), (160,
 # what the fields of Counted are to whoever wrote the layer
 WORDS = {
     "flops": "flops",
-    "weight_gradient_flops": "flops",
     "gemm_bytes": "gemm bytes",
     "elementwise_bytes": "elementwise bytes",
     "gathers": "gathers",
@@ -90,20 +89,12 @@ class Gathered(NamedTuple):
 class Work:
     """Work of a pass on one block."""
 
-    multiplied: list[tuple[int, float]] = field(default_factory=list)  # length of sums, and flops
+    flops: float = 0.0  # of products
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
-    sized: float = 0.0  # bytes that are read or written, times the logarithm of the tensor's
     gathers: list[Gathered] = field(default_factory=list)
     products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
     launches: int = 0
-
-    def passes(self, nbytes: float, size: float, multiplies: bool = False) -> None:
-        """An element-wise operation, or a product, reads and writes so many bytes, of a tensor of
-        that size."""
-        self.gemm_bytes += nbytes * multiplies
-        self.elementwise_bytes += nbytes * (not multiplies)
-        self.sized += nbytes * float(np.log(max(size, 1)))
 
     def goes_by_index(self, name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
         """Note an operation that reads or writes rows by index, as a device's rates are of it.
@@ -117,12 +108,11 @@ class Work:
             edges, table = args[0], args[2].t()
             self.sums(edges._nnz(), table.shape[1], len(table), len(edges))
         elif name in PICKS and made[0].ndim:
-            self.passes(2.0 * made[0].nbytes + INDEX * len(made[0]), made[0].nbytes)
+            self.elementwise_bytes += 2.0 * made[0].nbytes + INDEX * len(made[0])
         elif name.rstrip("_") in PUTS and (rows := _longest(args[1:])):
             width = max(1, made[0].numel() // max(1, len(made[0])))
-            nbytes = float(rows * width * made[0].itemsize)
             if width < VECTOR:
-                self.passes(PUT_PASSES * nbytes, nbytes)
+                self.elementwise_bytes += PUT_PASSES * rows * width * made[0].itemsize
             else:
                 self.sums(rows, width, rows, rows)
         else:
@@ -132,26 +122,15 @@ class Work:
     def sums(self, rows: int, width: int, among: int, into: int) -> None:
         self.gathers.append(Gathered(float(rows), width, float(among), float(into)))
 
-    def told(self, flops: float, weight_gradient_flops: float) -> dict[str, Any]:
+    def told(self) -> dict[str, Any]:
         """The fields of CountedWork, of this block."""
-        # the size of a tensor, the mean over bytes of its logarithm, grows as the block does; how,
-        # where rows and edges grow apart, matters little
-        passed = self.gemm_bytes + self.elementwise_bytes
-        per_item = float(np.exp(self.sized / passed)) / sum(SIZES[0]) if passed else 0.0
         return {
-            "tensor_bytes": (per_item,) * 3 + (0.0,),
-            "flops": flops,
-            "weight_gradient_flops": weight_gradient_flops,
+            "flops": self.flops,
             "gemm_bytes": self.gemm_bytes,
             "elementwise_bytes": self.elementwise_bytes,
             "gathers": [gathered._asdict() for gathered in self.gathers],
             "launches": self.launches,
         }
-
-    @property
-    def flops(self) -> float:
-        """Of all products."""
-        return sum(flops for _, flops in self.multiplied)
 
 
 @dataclass
@@ -208,7 +187,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = is_view and all(t.untyped_storage() in storages for t in made)
         if not is_view:
             for size in casts:
-                self.work.passes(2 * size, size)
+                self.work.elementwise_bytes += 2 * size
             unread = (kwargs or {}).get("out", args[0] if name in UNREAD else None)
             self._does(name, args, [tensor for tensor in read if tensor is not unread], made)
         return out
@@ -230,23 +209,18 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not kernel.inside or kernel.entered != self.entered:
             self.entered = kernel.entered
             work.launches += 1
-        tensors = [*read, *made]
-        sizes = [_bytes(tensor) for tensor in tensors]
-        largest = max(sizes, default=0)
         if work.goes_by_index(name, args, made):
             return
         if name in PRODUCTS:
             first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
-            inner = first.shape[-1]
-            flops = 2.0 * max(inner, VECTOR) * _padded(made[0])
-            work.multiplied.append((inner, flops))
+            work.flops += 2.0 * max(first.shape[-1], VECTOR) * _padded(made[0])
             if name == "_linear_pointwise":
                 rows, h_in = first.shape
                 after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
                 work.products.append((rows, h_in, second.shape[0], after))
-            work.passes(_bytes(first) + _bytes(second) + _bytes(made[0]), largest, True)
+            work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
         else:
-            work.passes(sum(sizes), largest)
+            work.elementwise_bytes += sum(map(_bytes, [*read, *made]))
 
 
 def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:
@@ -262,25 +236,6 @@ def _reads_host(func: Any, args: tuple[Any, ...]) -> bool:
         return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in places)
     waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return bool(waits & set(func.tags))
-
-
-def flops_of(works: Sequence[Work]) -> list[tuple[float, float]]:
-    """Flops of the same work on each of several blocks: of products, and of weights' gradients.
-
-    The sums of weights' gradients run over rows, so they are longer on a larger block. Raises
-    Unmeasured.
-    """
-    if len({len(work.multiplied) for work in works}) > 1:
-        raise Unmeasured("the number of its products depends on how large the block is")
-    lengths = zip(*([inner for inner, _ in work.multiplied] for work in works), strict=True)
-    over_rows = [len(set(of_blocks)) > 1 for of_blocks in lengths]
-    out = []
-    for work in works:
-        both = [0.0, 0.0]
-        for is_gradient, (_, flops) in zip(over_rows, work.multiplied, strict=True):
-            both[is_gradient] += flops
-        out.append((both[0], both[1]))
-    return out
 
 
 def _longest(args: Sequence[Any]) -> int:
@@ -346,9 +301,7 @@ def _observed(noted: Sequence[Noted]) -> list[dict[str, Any]]:
         of_blocks: list[Work] = [getattr(note, which) for note in noted]
         if len({work.launches for work in of_blocks}) > 1:
             raise Unmeasured("the number of its operations depends on how large the block is")
-        return [
-            work.told(*flops) for work, flops in zip(of_blocks, flops_of(of_blocks), strict=True)
-        ]
+        return [work.told() for work in of_blocks]
 
     return [
         {

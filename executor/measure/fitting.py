@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.compute import BFLOAT16
-from gnnplan.planner.cluster.link_fit import Shape, beside_cores, beyond, fit, shapes
+from gnnplan.planner.cluster.link_fit import beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.units import show_count, show_percent
@@ -49,34 +48,13 @@ def cluster_of(
         f" {show_count(active, 'rank')} active"
     )
     device, provenance = _device(found, memory, source)
-    provenance |= {
+    network, of_network = _network(found, servers, each, source)
+    provenance |= of_network | {
         "device.memory": f"{source}, what is free",
         "host_rates": f"{source}, median",
         "cores": "counted",
         "one_machine": "as started",
     }
-    timeslice_slowdown, cold_cache_penalty = _sharing(found, servers * each, source, provenance)
-    network = _Network(found, servers, each, one_machine, device["kind"] == "cpu", source)
-    for where in ("intra_node", "inter_node"):
-        network.fit(where)
-    provenance |= network.provenance
-    collectives, links = network.collectives, network.links
-    intra = links.get("intra_node", Link(bandwidth=1e9, latency=50e-6))
-    if "intra_node" not in links:
-        assumed = "assumed: one rank of a server has nobody to measure with"
-        provenance |= {"intra_node.bandwidth": assumed, "intra_node.latency": assumed}
-    if servers == 1:
-        # Several servers played on this machine talk over the same loopback, so that
-        # `--set servers=2` asks a sensible question.
-        collectives |= {key.replace("intra", "inter"): link for key, link in collectives.items()}
-        provenance |= {
-            key.replace("intra", "inter"): f"as inside the server: {origin}"
-            for key, origin in provenance.items()
-            if "intra" in key
-        }
-        network.ranges |= {
-            key.replace("intra", "inter"): known for key, known in network.ranges.items()
-        }
     host = None
     if "load" in found:
         fixed, per_byte = line(found["load"])
@@ -88,15 +66,11 @@ def cluster_of(
         servers=servers,
         gpus_per_server=each,
         device=Device(**device),
-        intra_node=intra,
-        inter_node=links.get("inter_node", intra),
         host=host,
         host_rates={work: 1 / median(found[work][0][0]) for work in HOST_WORK},
         cores=cores(),
-        timeslice_slowdown=timeslice_slowdown,
-        cold_cache_penalty=cold_cache_penalty,
         one_machine=one_machine,
-        collectives=collectives,
+        **network,
     )
     cluster, correction = held_to(cluster, [median(rounds) for (rounds,) in found["steps"]])
     corrected = {
@@ -104,81 +78,49 @@ def cluster_of(
     } & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
-    return cluster.model_copy(update={"provenance": provenance, "ranges": network.ranges})
+    return cluster.model_copy(update={"provenance": provenance})
 
 
-def _sharing(
-    found: dict[str, Any], ranks: int, source: str, provenance: dict[str, str]
-) -> tuple[float, float]:
-    """timeslice_slowdown and cold_cache_penalty [s], within what a cluster file may say."""
-    slowdowns = found.get("timeslice_slowdown", [1.0])
-    penalties = found.get("cold_cache_penalty", [0.0])
-    if "timeslice_slowdown" in found:
-        provenance["timeslice_slowdown"] = (
-            f"{source}, and all {ranks}: {len(slowdowns)} trainings, "
-            f"{min(slowdowns):.2f} to {max(slowdowns):.2f}"
-        )
-    if "cold_cache_penalty" in found:
-        provenance["cold_cache_penalty"] = (
-            f"{source}, and all {ranks}, which wait for each other before each step:"
-            f" {len(penalties)} rounds, {1e3 * min(penalties):.2f} to"
-            f" {1e3 * max(penalties):.2f} ms"
-        )
-    slowdown = min(max(1.0, geometric_mean(slowdowns)), 10.0)
-    return slowdown, min(max(0.0, median(penalties)), 1.0)
-
-
-@dataclass
-class _Network:
-    """Links fitted to the samples of exchanges, which stand for all messages."""
-
-    found: dict[str, Any]
-    servers: int
-    each: int
-    one_machine: bool
-    shares_cores: bool
-    source: str
-    collectives: dict[str, Link] = field(default_factory=dict)  # as 'exchange.intra_node'
-    links: dict[str, Link] = field(default_factory=dict)
-    provenance: dict[str, str] = field(default_factory=dict)
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # exchanges inside servers: those among all ranks contain them
-    within: tuple[Link, Shape] | None = None
-
-    def fit(self, where: str) -> None:
-        """Fit exchanges inside servers (intra_node), then those between (inter_node)."""
-        samples: list[tuple[int, float, float]] = self.found.get(f"exchange.{where}", [])
+def _network(
+    found: dict[str, Any], servers: int, each: int, source: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of links, and the provenance of each; exchanges stand for all messages."""
+    collectives, ranges = dict[str, Link](), dict[str, tuple[float, float]]()
+    fields: dict[str, Any] = {"intra_node": Link(bandwidth=1e9, latency=50e-6)}
+    assumed = "assumed: one rank of a server has nobody to measure with"
+    provenance = {"intra_node.bandwidth": assumed, "intra_node.latency": assumed}
+    inside = None  # a link, and its exchanges: those among all ranks contain them
+    for where, places in (("intra_node", (each,)), ("inter_node", (servers, each))):
+        samples: list[tuple[int, float, float]] = found.get(f"exchange.{where}", [])
         if not samples:
-            return
-        is_inside = where == "intra_node"
-        shape = (shapes(self.each) if is_inside else shapes(self.servers, self.each))["exchange"]
-        largest, count = samples[-1][0], len(samples)
-        if self.within is not None:
-            samples = beyond(samples, *self.within, self.servers)
-        link, errors = fit(samples, shape)
-        if is_inside:
-            self.within = link, shape
-        if self.shares_cores:  # ranks on GPUs share no cores: all of it is latency
-            machines = 1 if self.one_machine or is_inside else self.servers
-            groups = self.servers if self.one_machine and is_inside else 1
-            link = beside_cores(link, shape, groups, machines * cores())
+            continue
+        shape = shapes(*places)["exchange"]
+        link, errors = fit(beyond(samples, *inside, servers) if inside else samples, shape)
+        inside = link, shape
         width = min(max(MEDIAN_TO_TENTH * median(errors), LEAST_DOUBT), 1.0)
         for op in OPERATIONS:
-            self.collectives[f"{op}.{where}"] = link
-            self.ranges[f"collectives.{op}.{where}"] = (1 / (1 + width), 1 + width)
-            self.provenance[f"collectives.{op}.{where}"] = (
-                f"{self.source}, {count} sizes of exchanges to {largest:,} B, each second one"
-                f" fitted; the others {show_percent(median(errors))} off, at most"
+            collectives[f"{op}.{where}"] = link
+            ranges[f"collectives.{op}.{where}"] = (1 / (1 + width), 1 + width)
+            provenance[f"collectives.{op}.{where}"] = (
+                f"{source}, {len(samples)} sizes of exchanges to {samples[-1][0]:,} B, each second"
+                f" one fitted; the others {show_percent(median(errors))} off, at most"
                 f" {show_percent(max(errors))}"
             )
         # The link carries large messages as an exchange does, without its software.
         reached = link.efficiency.get(max(link.efficiency, default=0.0), 1.0)
-        no_software = {"efficiency": {}, "core_s_per_byte": 0.0, "core_s_per_message": 0.0}
-        self.links[where] = link.model_copy(
-            update={"bandwidth": link.bandwidth * reached, **no_software}
-        )
+        fields[where] = Link(bandwidth=link.bandwidth * reached, latency=link.latency)
         for name in ("bandwidth", "latency"):
-            self.provenance[f"{where}.{name}"] = f"{self.source}, of exchanges"
+            provenance[f"{where}.{name}"] = f"{source}, of exchanges"
+    if servers == 1:
+        # Several servers played on this machine talk over the same loopback, so that
+        # `--set servers=2` asks a sensible question.
+        for told in (fields, collectives, ranges):
+            told |= {key.replace("intra", "inter"): value for key, value in told.items()}
+        provenance |= {
+            key.replace("intra", "inter"): f"as inside the server: {origin}"
+            for key, origin in provenance.items()
+        }
+    return {**fields, "collectives": collectives, "ranges": ranges}, provenance
 
 
 def _device(

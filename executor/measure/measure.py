@@ -6,7 +6,6 @@ found into a cluster.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
 SECONDS = 0.2  # spent on each number
-FOUND = "found.json"  # by ranks that we start, in their folder
+FOUND = "cluster.json"  # by ranks that we start, in their folder
 STUCK = 60.0  # [s] after which a peer that does not answer is lost
 
 
@@ -70,7 +68,6 @@ def measure(
         )
     check_dtype(dtype)
     notify = progress or (lambda what: None)
-    memory = free_memory() / (ranks * servers)
     env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     places = [rank // ranks for rank in range(ranks * servers)]
     playing: AbstractContextManager[list[lab.Server]]
@@ -89,10 +86,7 @@ def measure(
         names = [name_of(rank, server) for rank, server in enumerate(places)]
         watched = agent.Watched(folder, names, STUCK, listen, lambda: "Nothing is measured")
         agent.run(words, watched, places, played, folder, env)
-        found: dict[str, Any] = json.loads((folder / FOUND).read_text())
-    # asked here, a GPU would give this process a context
-    memory = found["free_on_gpu"] or memory
-    return cluster_of(found, servers, ranks, memory, one_machine=True)
+        return Cluster.model_validate_json((folder / FOUND).read_text())
 
 
 def check_dtype(dtype: str) -> None:
@@ -114,49 +108,42 @@ def measure_as_rank(
     check_dtype(dtype)
     env = launcher_env()
     must_meet()
-    memory = free_memory() / int(env.get("LOCAL_WORLD_SIZE", "1"))
+    server = int(env.get("GROUP_RANK", "0"))
     try:
-        server = int(env.get("GROUP_RANK", "0"))
-        found = _attempt(seconds, dtype, notify, one_machine=False, server=server)
-        memory = found["free_on_gpu"] or memory
-        counts = Counter(found["places"])
-        if len(set(counts.values())) > 1:
-            ranks = ", ".join(
-                f"{count} on server {server}" for server, count in sorted(counts.items())
-            )
-            raise SpecError(
-                f"a cluster has equally many ranks on every server, and here are {ranks}; start as"
-                " many on each"
-            )
-        cluster = (
-            cluster_of(found, len(counts), counts[0], memory, one_machine=False)
-            if dist.get_rank() == 0
-            else None
-        )
-        dist.barrier()
+        return _measured(seconds, dtype, notify, one_machine=False, server=server)
     except RuntimeError as error:  # torch's, of peers that are gone
         raise LostRank(
             f"rank {env['RANK']} failed while measuring: {type(error).__name__}: {error}"
         ) from error
-    return cluster
 
 
 # -- processes ------------------------------------------------------------------------------------
 
 
-def _attempt(
+def _measured(
     seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool, server: int
-) -> dict[str, Any]:
-    """Measure as one rank, and return what all found."""
+) -> Cluster | None:
+    """Measure as one rank. Rank 0 returns the cluster that all have measured. Raises SpecError."""
+    memory = free_memory() / int(launcher_env().get("LOCAL_WORLD_SIZE", "1"))
     rank = place_rank(STUCK)
     rank.groups.nccl_least_s = 0.0  # its messages wait for no step of a training
-    # before this process fills any
-    free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else 0
+    if rank.device.type == "cuda":  # before this process fills any
+        memory = torch.cuda.mem_get_info()[0]
     # a launcher's store may be that of a run afterwards
     connect(rank, PrefixStore("measure", store_of_all(STUCK)))
     places = gather_all(server, rank.groups.wire_device)
-    bench = Bench(rank, places, one_machine, seconds, getattr(torch, dtype))
-    return {"places": places, "free_on_gpu": free, **bench.all(notify)}
+    counts = Counter(places)
+    if len(set(counts.values())) > 1:
+        ranks = ", ".join(f"{count} on server {at}" for at, count in sorted(counts.items()))
+        raise SpecError(
+            f"a cluster has equally many ranks on every server, and here are {ranks}; start as"
+            " many on each"
+        )
+    found = Bench(rank, places, one_machine, seconds, getattr(torch, dtype)).all(notify)
+    dist.barrier()
+    if rank.rank:
+        return None
+    return cluster_of(found, len(counts), counts[0], memory, one_machine)
 
 
 def main() -> None:
@@ -176,7 +163,6 @@ def _measure(folder: Path, activity: Activity) -> None:
     def notify(what: str) -> None:
         activity.begin("phase", what)
 
-    found = _attempt(seconds, dtype, notify, one_machine=True, server=rank // each)
-    dist.barrier()
-    if rank == 0:
-        (folder / FOUND).write_text(json.dumps(found))
+    cluster = _measured(seconds, dtype, notify, one_machine=True, server=rank // each)
+    if cluster is not None:
+        (folder / FOUND).write_text(cluster.model_dump_json())

@@ -1,7 +1,6 @@
 """What one rank measures, in step with all others; here kernels, training steps and the sampler.
 
-As many ranks are busy as there are cores (on GPUs all), so that none shares its core. What sharing
-costs is measured apart, by `timeslice_slowdown` and `cold_cache_penalty`.
+As many ranks are busy as there are cores (on GPUs all), so that none shares its core.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import Block, aggregate, linear
-from gnnplan.executor.measure.messages import SIZES, Group, Messages, Sent, usual
-from gnnplan.executor.measure.rehearsal import BRIEF, PIECES, Rehearsal
+from gnnplan.executor.measure.messages import Messages, Sent, usual
+from gnnplan.executor.measure.rehearsal import PIECES, Rehearsal
 from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.ranks.machine import device_name
 from gnnplan.planner.gnn.workload import Workload
@@ -52,7 +51,6 @@ LOADED = (80_000, 1_000)  # rows of features that a GPU loads from the server's 
 LOADED_WIDTH = 128
 # Of a rank's share of a batch, from the seeds outwards.
 SEEDS, FANOUTS = 1024, (5, 10, 15)
-BRIEF_STEPS = 300  # in all rounds, of each kind
 
 T = TypeVar("T")
 # a shape of a kernel, and seconds of it on several ranks
@@ -99,12 +97,6 @@ class Bench(Messages):
                 (*shape, usual([one[kind][place][1] for one in rounds]))
                 for place, (shape, _) in enumerate(samples)
             ]
-        if self.apart != self.everyone:
-            notify(f"training steps, {len(self.everyone)} ranks")
-            step_s = [median(steps) for (steps,) in found["steps"]]
-            found["timeslice_slowdown"] = self.timeslice_slowdown(rehearsals, step_s)
-            brief = Rehearsal(BRIEF, self.device, self.me.backend)
-            found["cold_cache_penalty"] = self.cold_cache_penalty(brief)
         return found
 
     def _with(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
@@ -202,48 +194,6 @@ class Bench(Messages):
         dist.barrier()
         played = rehearsal.play(self.seconds) if self.rank in self.apart else 0.0
         return float(max(self._gather(played)))
-
-    def timeslice_slowdown(
-        self, rehearsals: Sequence[Rehearsal], step_s: Sequence[float]
-    ) -> list[float]:
-        """How many times as long cores are busy with a step when all ranks take turns on them.
-
-        The reference are steps of ranks that have a core each, which take `step_s` [s].
-        """
-        slowdowns = []
-        for rehearsal, seconds in zip(rehearsals, step_s, strict=True):
-            steps = max(3, int(self.seconds / self.rounds / seconds))
-            rounds = [
-                [self._core_s(rehearsal, steps, ranks) for ranks in (self.apart, self.everyone)]
-                for _ in range(self.rounds)
-            ]
-            own, shared = usual(rounds)
-            slowdowns.append(shared / own)
-        return slowdowns
-
-    def cold_cache_penalty(self, brief: Rehearsal) -> list[float]:
-        """Seconds that a core is busy longer with a brief step if its rank has waited before it.
-
-        Of each round: all ranks, which wait for each other before every step, less ranks that have
-        a core each and wait for nobody.
-        """
-        wait, steps = self._exchange(SIZES[0], self.everyone), BRIEF_STEPS // self.rounds
-        return [
-            self._core_s(brief, steps, self.everyone, wait) - self._core_s(brief, steps, self.apart)
-            for _ in range(self.rounds)
-        ]
-
-    def _core_s(
-        self,
-        rehearsal: Rehearsal,
-        steps: int,
-        among: Group,
-        before: Callable[[], Any] = lambda: None,
-    ) -> float:
-        """Seconds that a core is busy with a rank's step, with all of `among` at work at once."""
-        dist.barrier()
-        busy = self._gather(rehearsal.core_s(steps, before) if self.rank in among else 0.0)
-        return float(median(busy[rank] for rank in among))
 
     def open_sampler(self) -> Sampler:
         """A sampler whose batches are GraphSAGE's in data parallel."""

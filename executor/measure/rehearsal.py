@@ -8,8 +8,6 @@ long as their kernels alone the steps take.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -82,8 +80,6 @@ PIECES = (
     Piece(15_000, 500_000, {"model": "sage", "layers": 3, "hidden": 256}),
     Piece(50_000, 400_000, {"model": "sage", "layers": 2, "hidden": 192}),
 )
-# its step is shorter than a time slice
-BRIEF = Piece(100, 400, {"model": "gcn", "layers": 1})
 
 
 class Rehearsal:
@@ -105,19 +101,6 @@ class Rehearsal:
             self._step()
             steps.append(now() - begin)
         return median(steps[len(steps) // 2 :])
-
-    def core_s(self, steps: int, before: Callable[[], object]) -> float:
-        """Mean seconds that a core is busy with a step.
-
-        before: called before every step, and not counted.
-        """
-        busy = 0.0
-        for _ in range(steps):
-            before()
-            begin = time.thread_time()
-            self._step()
-            busy += time.thread_time() - begin
-        return busy / steps
 
     def _step(self) -> None:
         self.learner.zero()

@@ -23,8 +23,8 @@ LOOPBACK = "127.0.0.1"
 OWNER = "gnnplan run"  # the store's key with the digest of the run that it belongs to
 
 
-def listen() -> socket.socket:
-    """A socket of this machine alone, at a port that the system chooses.
+def store_of_this_machine() -> TCPStore:
+    """A store that this process hosts for this machine alone, at a port that the system chooses.
 
     Raises SpecError where nothing reaches it, for ranks would wait for their store for minutes."""
     try:
@@ -37,12 +37,6 @@ def listen() -> socket.socket:
             f" ({error.strerror or error}); bring it up: ip link set lo up, ip addr add"
             f" {LOOPBACK}/8 dev lo"
         ) from error
-    return listener
-
-
-def store_of_this_machine(listener: socket.socket | None = None) -> TCPStore:
-    """A store that this process hosts for this machine; listener: as of `listen`."""
-    listener = listener or listen()
     return TCPStore(
         LOOPBACK,
         listener.getsockname()[1],

@@ -16,7 +16,7 @@ from gnnplan.planner.cluster.messages import Listed
 from gnnplan.planner.cluster.places import LINK_NAMES
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import Link, LinkName
-from gnnplan.planner.cluster.transfer import Transfer, add, busiest, seconds_of
+from gnnplan.planner.cluster.transfer import Transfer, add, seconds_of
 from gnnplan.planner.vocabulary.numbers import Number, ranges, slowest, total
 
 
@@ -48,25 +48,15 @@ class AllReduces:
     _passed: dict[tuple[Algorithm, tuple[int, ...]], list[Passed]] = field(default_factory=dict)
 
     def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
-        """An all-reduce of `size` bytes by the cluster's algorithm.
+        """An all-reduce of `size` bytes: its steps one after the other, and what passes each port
+        in all of them.
 
-        Where the cluster names none and has GPUs, NCCL takes a ring or a tree, and the time is the
-        faster one's. A port is then busy as by the one that needs it less: if ports changed with
-        the choice, a better link could make another transfer slower.
+        It is by the cluster's algorithm. Where that is not given, GPUs take a tree: NCCL takes a
+        ring or a tree, and a tree is never slower here. Ranks on CPUs take a ring.
         """
         cluster = self.ports.cluster
-        if cluster.all_reduce or cluster.device.kind == "cpu":
-            return self._by_algorithm(cluster.all_reduce or "ring", size, group)
-        ring = self._by_algorithm("ring", size, group)
-        tree = self._by_algorithm("tree", size, group)
-        ports = {
-            port: np.minimum(seconds, tree.ports.get(port, 0.0))
-            for port, seconds in ring.ports.items()
-        }
-        return Transfer(np.minimum(ring.alone, tree.alone) - busiest(ports), ports)
-
-    def _by_algorithm(self, algorithm: Algorithm, size: int, group: tuple[int, ...]) -> Transfer:
-        """Its steps one after the other, and what passes each port in all of them."""
+        on_gpus = cluster.device.kind == "cuda"
+        algorithm = cluster.all_reduce or ("tree" if on_gpus else "ring")
         reduction, flows_by_phase = self.hops(algorithm, group)
         if (algorithm, group) not in self._passed:
             self._passed[algorithm, group] = list(map(self._passing, flows_by_phase))

@@ -2,18 +2,19 @@
 
     ring            Every rank hands 1/n of the buffer on to the next one, 2 (n-1) times. The order
                     of ranks goes server by server.
-    tree            A chain in every server, and two binary trees over servers with half of the
-                    buffer each. A server that has children in one tree has none in the other. Sums
-                    go up, results come down (NCCL since 2.4).
     hierarchical    A reduce-scatter in every server, a ring across servers for each rank's share,
                     and an all-gather in every server.
+    tree            The same in servers, and between them two binary trees with half of the buffer
+                    each (NCCL since 2.4). Sums go up, results come down. A server that has children
+                    in one tree has none in the other, so servers send as much as in a ring, and
+                    messages wait for log2 of the servers alone.
 
 With n ranks all of them send 2 (n-1) buffers in total. Chunks of the buffer follow each other, so
 all links are busy at once. all_reduce.py finds the ports that these messages pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -43,97 +44,24 @@ def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllRed
     """An all-reduce among the ranks of these servers.
 
     The ranks of a server come in an order that finishes an island, and a PCIe switch, before it
-    goes on to the next. A hierarchical all-reduce needs equally many ranks on each server. A ring
-    takes its place elsewhere.
+    goes on to the next. A ring takes the place of others where servers have unequally many ranks.
     """
     assert algorithm in get_args(Algorithm), algorithm
-    if algorithm == "tree":
-        return _tree(servers)
-    if algorithm == "hierarchical" and len({len(ranks) for ranks in servers}) == 1:
-        return _hierarchical(np.asarray(servers))
-    order = np.concatenate([np.asarray(ranks) for ranks in servers])
-    n = order.size
-    phase = ReducePhase(order, np.roll(order, -1), 1, 2 * (n - 1), 2 * (n - 1))
-    return AllReduce(2 * (n - 1) / n, (phase,))
-
-
-def _tree(servers: Sequence[Sequence[int]]) -> AllReduce:
-    first = np.array([ranks[0] for ranks in servers])
-    chains = _columns(pair for ranks in servers for pair in zip(ranks[1:], ranks[:-1], strict=True))
-    tree, partner = list(_binary(len(servers))), list(_mirrored(len(servers)))
-    edges = _columns([*tree, *partner])
-    longest_chain = max(map(len, servers)) - 1
-    depth = max(_depth(tree), _depth(partner))
-
-    def up_and_down(
-        children: np.ndarray, parents: np.ndarray, units: int, steps: int
-    ) -> ReducePhase:
-        source, target = np.append(children, parents), np.append(parents, children)
-        return ReducePhase(source, target, units, 1, 2 * steps)
-
-    in_servers = up_and_down(chains[0], chains[1], 2, longest_chain)
-    across = up_and_down(first[edges[0]], first[edges[1]], 1, depth)
-    return AllReduce(0.5, (in_servers, across))
-
-
-def _columns(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """All first members, and all second ones [2, pairs]."""
-    return np.array(list(pairs), dtype=np.int64).reshape(-1, 2).T
-
-
-def _binary(count: int) -> Iterator[tuple[int, int]]:
-    """Edges (child, parent) of an in-order binary tree over 0 .. count-1.
-
-    Its leaves are the odd numbers (NCCL's ncclGetBtree).
-
-    >>> list(_binary(6))
-    [(1, 2), (2, 4), (3, 2), (4, 0), (5, 4)]
-    """
-    for child in range(1, count):
-        bit = child & -child
-        parent = (child ^ bit) | (bit << 1)
-        yield child, parent if parent < count else child ^ bit
-
-
-def _mirrored(count: int) -> Iterator[tuple[int, int]]:
-    """The partner of `_binary`, in which inner nodes are leaves and leaves are inner nodes.
-
-    An even count is mirrored, an odd one shifted by one (NCCL's ncclGetDtree).
-    """
-    for child, parent in _binary(count):
-        if count % 2 == 0:
-            yield count - 1 - child, count - 1 - parent
-        else:
-            yield (child + 1) % count, (parent + 1) % count
-
-
-def _depth(edges: Iterable[tuple[int, int]]) -> int:
-    parents = dict(edges)
-
-    def depth(node: int) -> int:
-        return 1 + depth(parents[node]) if node in parents else 0
-
-    return max(map(depth, parents), default=0)
-
-
-def _hierarchical(servers: np.ndarray) -> AllReduce:
-    """`servers` is [servers, ranks]."""
-    count, ranks = servers.shape
-    source = servers.ravel()
+    if algorithm == "ring" or len({len(ranks) for ranks in servers}) > 1:
+        order = np.concatenate([np.asarray(ranks) for ranks in servers])
+        n = order.size
+        phase = ReducePhase(order, np.roll(order, -1), 1, 2 * (n - 1), 2 * (n - 1))
+        return AllReduce(2 * (n - 1) / n, (phase,))
+    at = np.asarray(servers)
+    count, ranks = at.shape
+    hops, rounds = 2 * (ranks - 1), 2 * (count - 1)
     inside = ReducePhase(
-        source,
-        np.roll(servers, -1, 1).ravel(),
-        units=count * (ranks - 1),
-        messages=2 * (ranks - 1),
-        steps=2 * (ranks - 1),
+        at.ravel(), np.roll(at, -1, 1).ravel(), count * (ranks - 1), messages=hops, steps=hops
     )
     across = ReducePhase(
-        source,
-        np.roll(servers, -1, 0).ravel(),
-        units=count - 1,
-        messages=2 * (count - 1),
-        steps=2 * (count - 1),
-        by_nic=True,
+        at.ravel(), np.roll(at, -1, 0).ravel(), count - 1, rounds, rounds, by_nic=True
     )
-    phases = tuple(phase for phase in (inside, across) if phase.units)
-    return AllReduce(2 / (count * ranks), phases)
+    if algorithm == "tree":
+        first, depth = at[:, 0], (count - 1).bit_length()
+        across = ReducePhase(first, np.roll(first, -1), ranks * (count - 1), 2, 2 * depth)
+    return AllReduce(2 / at.size, tuple(phase for phase in (inside, across) if phase.units))

@@ -59,8 +59,6 @@ class Roofline:
         self.device = device
         self.degree_spread = degree_spread  # standard deviation of a degree's logarithm
         self.exchange_bandwidth = exchange_bandwidth  # of transfers beside computation [B/s]
-        # measured rates of element-wise work by the size of a tensor
-        self._memory_rates = Curve.of(device.memory_rates) if device.memory_rates else None
         # logarithms of the widths at which aggregation was measured, and the curve of each
         self._log_widths = np.log(sorted(device.gather))
         self._gather_curves = [Curve.of(device.gather[width]) for width in sorted(device.gather)]
@@ -71,22 +69,15 @@ class Roofline:
         It is the sum over kinds of work, each limited by arithmetic or by memory, plus a fixed time
         for each framework operation that is launched.
         """
-        device, bandwidth = self.device, self.memory_rate(work.tensor_bytes)
-        gradient_rate = device.gemm if device.weight_gradient is None else device.weight_gradient
-        multiplying = work.flops / device.gemm + work.weight_gradient_flops / gradient_rate
+        device, bandwidth = self.device, self.device.memory_bandwidth
+        multiplying = work.flops / device.gemm
         reading = work.gemm_bytes / bandwidth
         # On a GPU some warps compute while others wait for memory. A core does one after the other.
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
-        seconds = seconds + work.hash_ops / (
-            device.memory_bandwidth / HASH_BYTES if device.hash_rate is None else device.hash_rate
-        )
-        seconds = seconds + work.attention_edges / (
-            device.memory_bandwidth / (EDGE_ACCESSES * work.itemsize)
-            if device.edge_rate is None
-            else device.edge_rate
-        )
+        beside = HASH_BYTES * work.hash_ops + EDGE_ACCESSES * work.itemsize * work.attention_edges
+        seconds = seconds + beside / bandwidth
         for rows, width, distinct, outputs in work.gathers:
             row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
             # of a row, before it goes on to the next one [B]
@@ -100,27 +91,11 @@ class Roofline:
                 device.row_latency
                 + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)
             )
-        for rows, width, distinct in work.random_rows:
-            row_bytes = width * work.itemsize
-            # A GPU hides the latency of memory, for it has many rows on their way at once.
-            seconds = seconds + rows * row_bytes * (
-                1 / bandwidth
-                if on_gpu
-                else RANDOM_ACCESS_SLOWDOWN / self.memory_rate(distinct * row_bytes)
-            )
+        # A GPU hides the latency of memory, for it has many rows on their way at once.
+        slowdown = 1.0 if on_gpu else RANDOM_ACCESS_SLOWDOWN
+        for rows, width in work.random_rows:
+            seconds = seconds + rows * width * work.itemsize * slowdown / bandwidth
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
-
-    def memory_rate(self, tensor_bytes: Number) -> Number:
-        """Rate of element-wise work on tensors of this size [B/s].
-
-        Small tensors are still in a cache when the next operation reads them. Sizes between those
-        that were measured are interpolated log-log; outside them the rate is flat. Size 0 stands
-        for any.
-        """
-        if self._memory_rates is None or (np.ndim(tensor_bytes) == 0 and not tensor_bytes):
-            return self.device.memory_bandwidth
-        rate: Number = np.exp(self._memory_rates.log_rate(np.maximum(tensor_bytes, 1.0)))
-        return rate
 
     def gather_rate(self, width: int, source_bytes: Number = np.inf, reads: Number = 1.0) -> Number:
         """Rate of an aggregation [B of gathered rows/s].

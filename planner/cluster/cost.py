@@ -26,7 +26,7 @@ from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, LinkName
-from gnnplan.planner.cluster.transfer import PortSeconds, Transfer
+from gnnplan.planner.cluster.transfer import Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.schedule import (
@@ -91,8 +91,8 @@ class Cost:
                 return self.compute_s(work)
             case Copy(nbytes, packed):
                 return self.load_s(nbytes, packed)
-            case Sampling(what, edges, layers, samplers):
-                return self.host_s(what, edges, layers, samplers)
+            case Sampling(what, edges, samplers):
+                return self.host_s(what, edges, samplers)
         raise AssertionError(f"{work} has no price")
 
     def compute_s(self, work: Compute) -> Number:
@@ -108,12 +108,12 @@ class Cost:
         """
         device = self.cluster.device
         if device.kind == "cpu" and self.cluster.host is None:
-            return device.launch + 3 * nbytes / self.roofline.memory_rate(nbytes)
+            return device.launch + 3 * nbytes / device.memory_bandwidth
         link = self.cluster.host or self.cluster.intra_node
         return link.latency + link.stretched(nbytes) / link.bandwidth + packed / PACKING
 
-    def host_s(self, work: HostWork, edges: Number, layers: int = 0, samplers: int = 1) -> Number:
-        """Duration of a sampler's work for one rank, on edges of so many layers [s].
+    def host_s(self, work: HostWork, edges: Number, samplers: int = 1) -> Number:
+        """Duration of a sampler's work for one rank, on so many edges [s].
 
         Each rank on a GPU has so many samplers at work. They share its server's cores, less one for
         each rank where there are more, unless GPUs that sample have rates of their own. What ranks
@@ -121,28 +121,17 @@ class Cost:
         """
         if work in self.cluster.rates_there:
             return edges / self.cluster.rates_there[work]
-        per_layer = self.cluster.host_latency.get(work, 0.0)
         cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
         shared = 1.0 if self.cores.count else max(1.0, samplers / cores)
-        return shared * (layers * per_layer + edges / self.cluster.host_rates[work])
+        return shared * edges / self.cluster.host_rates[work]
 
     # -- transfers
 
     def send(self, rank: int, work: Send) -> Transfer:
         """One message from `rank` to a peer."""
         source, target, nbytes = (np.array([value]) for value in (rank, work.peer, work.nbytes))
-        latency, ports = self.sends(source, target, nbytes)
+        latency, ports = self.ports.sends(source, target, nbytes)
         return Transfer(slowest(latency) if np.ndim(latency) > 1 else float(latency[0]), ports)
-
-    def sends(
-        self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
-    ) -> tuple[np.ndarray, PortSeconds]:
-        """Messages from ranks to peers at the same time, one of each rank [messages].
-
-        The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
-        """
-        latencies, ports = self.ports.messages("send", source, target, nbytes)
-        return latencies, self.cores.with_cold_caches(Transfer(0.0, ports), target).ports
 
     def collective(self, work: Exchange | Ring, group: Sequence[int]) -> Transfer:
         """A collective of a group."""
@@ -163,22 +152,15 @@ class Cost:
         messages one after the other. With `messages`, so many equal exchanges are one transfer: its
         ports carry the bytes of all, its latency is that of one.
         """
-        transfer = self.ports.exchange(sent, group, messages, itemsize)
-        if not self.cores.caches_go_cold:
-            return transfer
-        receivers = np.flatnonzero(sent.sum(0))
-        if group is not None:
-            receivers = np.asarray(group)[receivers]
-        return self.cores.with_cold_caches(transfer, receivers, messages)
+        return self.ports.exchange(sent, group, messages, itemsize)
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """An all-reduce of `size` bytes among `group`."""
         key = size, tuple(group)
         if key not in self._all_reduce_transfers:
-            transfer = Transfer(0.0, {})
-            if len(group) > 1:
-                transfer = self.cores.with_cold_caches(self.all_reduces.transfer(*key), group)
-            self._all_reduce_transfers[key] = transfer
+            several = len(group) > 1
+            taken = self.all_reduces.transfer(*key) if several else Transfer(0.0, {})
+            self._all_reduce_transfers[key] = taken
         return self._all_reduce_transfers[key]
 
     def bytes_by_link(
@@ -203,12 +185,4 @@ def _within(sent: Pairs, place: np.ndarray) -> int:
     """Items of `sent` [ranks, ranks] between ranks whose `place` [ranks] is the same."""
     if isinstance(sent, Outer):
         return int(sent.within(place))
-    order = np.argsort(place, kind="stable")
-    if (np.diff(order) != 1).any():
-        sent, place = sent[np.ix_(order, order)], place[order]
-    first, members = np.unique(place, return_index=True, return_counts=True)[1:]
-    total = 0
-    for count in set(members.tolist()) - {1}:
-        ranks = first[members == count][:, None] + np.arange(count)
-        total += int(sent[ranks[:, :, None], ranks[:, None, :]].sum())
-    return total
+    return int(sent[np.equal.outer(place, place)].sum())

@@ -6,7 +6,6 @@ does (RANGES): a number that was measured is known better than one of a datashee
 
     constant                          what it multiplies
     device.gemm                       the rate of products, in bfloat16 too
-    device.weight_gradient            that of weights' gradients, where it was measured
     device.memory_bandwidth           rates of element-wise work and of the cache
     device.gather                     rates of aggregation, where they were measured
     device.launch                     the time of an operation, however small
@@ -14,7 +13,7 @@ does (RANGES): a number that was measured is known better than one of a datashee
     inter_node.bandwidth              the link's bandwidth; each link has its own
     inter_node.latency                and its latency
     collectives.exchange.inter_node   bandwidth and latency of what was measured on the link
-    host_rates                        rates of the samplers, and their time for a layer
+    host_rates                        rates of the samplers
     device_rates                      in their place, where GPUs that sample have rates of their own
 
 `device.power` has a range too, but no epoch depends on it (decision/objective.py).
@@ -55,15 +54,8 @@ UNSAID = (0.5, 1.33)  # of a number that does not say where it comes from
 # The fields that a constant stands for, if it is not one itself (scaling.multiplied)
 FIELDS = {
     "device.gemm": ("device.gemm", "device.gemm_bfloat16", "device.gemm_tf32"),
-    "device.memory_bandwidth": (
-        "device.memory_bandwidth",
-        "device.memory_rates",
-        "device.cache_bandwidth",
-        "device.hash_rate",
-        "device.edge_rate",
-    ),
+    "device.memory_bandwidth": ("device.memory_bandwidth", "device.cache_bandwidth"),
     "device.gather": ("device.gather", "device.row_bandwidth", "/device.row_latency"),
-    "host_rates": ("host_rates", "/host_latency"),
 }
 
 

@@ -23,7 +23,6 @@ class Shape(NamedTuple):
     latencies: float = 1.0  # messages one after the other
     wire: float = 1.0  # times n: bytes past the busiest rank
     moved: float = 1.0  # times n: bytes in all messages of all ranks
-    messages: float = 1.0  # messages of all ranks
     port: float = 1.0  # ranks that share the port that limits it
 
 
@@ -39,9 +38,9 @@ def shapes(places: int, ranks_per_place: int = 1) -> dict[str, Shape]:
     ranks, peers = places * ranks_per_place, (places - 1) * ranks_per_place
     steps = 2 * (places - 1)
     return {
-        "exchange": Shape(peers, peers, ranks * peers, ranks * peers, ranks_per_place),
+        "exchange": Shape(peers, peers, ranks * peers, ranks_per_place),
         "send": ONE_MESSAGE,
-        "all_reduce": Shape(steps, steps / places, steps, steps * places),
+        "all_reduce": Shape(steps, steps / places, steps),
     }
 
 
@@ -50,18 +49,13 @@ def beyond(samples: Sequence[Sample], inside: Link, shape: Shape, groups: int) -
 
     Inside servers, `groups` exchanges of this shape pass the link `inside` at once. Of the duration
     only their latency goes off: their bytes pass other ports at the same time. Of the core-seconds
-    goes off all that they take.
+    goes off all that their bytes take.
     """
-    latency = inside.latency * shape.latencies
-    out: list[Sample] = []
-    for nbytes, seconds, core_s in samples:
-        core_s_inside = groups * (
-            inside.core_s_per_message * shape.messages
-            + inside.core_s_per_byte * nbytes * shape.moved
-        )
-        outside_s = max(seconds - latency, 0.1 * seconds)
-        out.append((nbytes, outside_s, max(core_s - core_s_inside, 0.0)))
-    return out
+    latency, per_byte = inside.latency * shape.latencies, inside.core_s_per_byte * shape.moved
+    return [
+        (nbytes, max(seconds - latency, 0.1 * seconds), max(core_s - groups * per_byte * nbytes, 0))
+        for nbytes, seconds, core_s in samples
+    ]
 
 
 def fit(samples: Sequence[Sample], shape: Shape = ONE_MESSAGE) -> tuple[Link, list[float]]:
@@ -88,13 +82,12 @@ def fit(samples: Sequence[Sample], shape: Shape = ONE_MESSAGE) -> tuple[Link, li
         bandwidth = float(rates.max())
         shares = (rates / bandwidth).round(4)
         efficiency = dict(zip(nbytes[fitted][large].tolist(), shares.tolist(), strict=True))
-    core_s_per_byte, core_s_per_message = _core_s(n, core_s, shape)
+    large = n >= min(2**20, n.max())
     link = Link(
         latency=latency,
         bandwidth=bandwidth,
         efficiency=efficiency,
-        core_s_per_byte=core_s_per_byte,
-        core_s_per_message=core_s_per_message,
+        core_s_per_byte=float(np.median(core_s[large] / (n[large] * shape.moved))),
     )
     predicted = link.latency + link.stretched(nbytes) / link.bandwidth
     return (
@@ -115,28 +108,3 @@ def _alpha_beta(nbytes: np.ndarray, seconds: np.ndarray, fitted: slice) -> tuple
     logs = least_squares(errors, guess, bounds=(-np.inf, upper), loss="soft_l1", f_scale=0.1).x
     latency, bandwidth = np.exp(logs).tolist()
     return latency, bandwidth
-
-
-def _core_s(n: np.ndarray, core_s: np.ndarray, shape: Shape) -> tuple[float, float]:
-    """Core-seconds per byte, from the large sizes, and per message, from the small ones."""
-    large, small = n >= min(2**20, n.max()), n <= max(2**14, n.min())
-    per_byte = float(np.median(core_s[large] / (n[large] * shape.moved)))
-    rest = np.maximum(core_s[small] - per_byte * n[small] * shape.moved, 0.0)
-    return per_byte, float(np.median(rest)) / shape.messages
-
-
-def beside_cores(link: Link, shape: Shape, groups: int, cores: int) -> Link:
-    """The link with the cores' time for a message taken out of its latency.
-
-    Costs count that time apart (`Link.core_s_per_message`). The link was measured with `groups` of
-    this shape at once on so many cores: its latency contains the messages that a core worked on
-    meanwhile.
-    """
-    messages_per_core = groups * shape.messages / cores / shape.latencies
-    core_s_per_message = min(link.core_s_per_message, 0.9 * link.latency / messages_per_core)
-    return link.model_copy(
-        update={
-            "latency": link.latency - core_s_per_message * messages_per_core,
-            "core_s_per_message": core_s_per_message,
-        }
-    )

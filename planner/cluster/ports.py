@@ -207,16 +207,16 @@ class MessagePorts:
                     bandwidth[passed.port, number] = float(use.link.bandwidth)
         return passes, bandwidth
 
-    def messages(
-        self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
+    def sends(
+        self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
     ) -> tuple[np.ndarray, PortSeconds]:
-        """Messages from rank to rank [messages], all started at once.
+        """Messages from ranks to peers [messages], all started at once.
 
         The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
         """
         latencies: np.ndarray = np.zeros(source.size)
         ports: dict[str, np.ndarray] = {}
-        for use in self.uses(op, Listed(source, target)):
+        for use in self.uses("send", Listed(source, target)):
             latencies = latencies + use.hops * use.link.latency
             loads = use.loads(use.link.stretched(nbytes))
             add(ports, seconds_of(loads, 1.0, use.link.bandwidth))

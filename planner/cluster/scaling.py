@@ -1,12 +1,16 @@
 """A cluster with some of its numbers multiplied.
 
-Sensitivity asks what such clusters would change; a refit finds the factors that records imply.
+Sensitivity asks what such clusters would change; a refit finds the factors that records imply
+(`fitted`).
 A factor may be a column [n, 1]: n clusters at once, which closed forms price together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
+
+import numpy as np
 
 from gnnplan.planner.cluster.spec import Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import Number
@@ -14,14 +18,10 @@ from gnnplan.planner.vocabulary.numbers import Number
 # All that a device's speed is in; '/': seconds
 DEVICE = (
     "device.gemm",
-    "device.weight_gradient",
     "device.gemm_bfloat16",
     "device.gemm_tf32",
     "device.memory_bandwidth",
-    "device.memory_rates",
     "device.cache_bandwidth",
-    "device.hash_rate",
-    "device.edge_rate",
     "device.gather",
     "device.row_bandwidth",
     "/device.row_latency",
@@ -78,3 +78,26 @@ def messages(cluster: Cluster, factor: Number, where: LinkName) -> Cluster:
         name for link in (where, *measured) for name in (f"{link}.bandwidth", f"/{link}.latency")
     ]
     return multiplied(cluster, dict.fromkeys(names, factor))
+
+
+def fitted(
+    names: Sequence[str],
+    misses: Callable[[dict[str, float]], Sequence[float] | np.ndarray],
+    prior: float,
+    largest: float = inf,
+) -> dict[str, float]:
+    """The factors, none above `largest`, for which misses and prior x log(factor) are least.
+
+    misses: of factors by name, logarithms of predicted over true. A factor that they do not depend
+    on stays 1.
+    """
+    from scipy.optimize import least_squares  # here: it takes long, and few refit
+
+    def factors(logs: np.ndarray) -> dict[str, float]:
+        return dict(zip(names, np.exp(logs).tolist(), strict=True))
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        return np.append(misses(factors(logs)), prior * logs)
+
+    bounds = -np.log(largest), np.log(largest)
+    return factors(least_squares(residuals, np.zeros(len(names)), bounds=bounds, diff_step=1e-3).x)

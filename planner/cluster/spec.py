@@ -24,7 +24,6 @@ from gnnplan.planner.vocabulary.spec import (
     Bandwidth,
     Bytes,
     Latency,
-    PerSecond,
     Power,
     Rate,
     Rates,
@@ -39,7 +38,7 @@ PLACES = ("intra_node", "inter_node", "island", "switch")
 LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
 LISTS = ("islands", "switches", "nics")  # fields that list GPUs of a server
 # of a device, constants that an epoch depends on, as they are doubted (doubt.py)
-DOUBTED = ("gemm", "weight_gradient", "memory_bandwidth", "gather", "launch", "overlap_tax")
+DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
 MOST_RANKS = 8192
@@ -62,8 +61,6 @@ class Link(Spec):
     """Message size: share of the bandwidth that it reaches, log-log between sizes.  [default: 1]"""
     core_s_per_byte: Annotated[float, Field(ge=0.0, le=1e-3)] = 0.0
     """CPU ranks: core-seconds that a byte takes, both ends together."""
-    core_s_per_message: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """CPU ranks: core-seconds that a message takes, however small."""
 
     @overload
     def stretched(self, nbytes: float, messages: int = 1) -> float: ...
@@ -139,20 +136,12 @@ class Device(Spec):
     """That a rank may fill [B]."""
     gemm: Rate
     """Dense matrix product in fp32, as reached [flop/s]."""
-    weight_gradient: Rate | None = None
-    """The same of gradients of weights, whose sums run over rows.  [default: as `gemm`]"""
     gemm_bfloat16: Rate | None = None
     """All products of rows in bfloat16, as reached [flop/s].  [default: as `gemm`]"""
     gemm_tf32: Rate | None = None
     """All products of rows in TF32, as reached [flop/s].  [default: as `gemm`]"""
     memory_bandwidth: Bandwidth
     """Element-wise work, bytes read plus written [B/s]."""
-    memory_rates: Rates = Field(default_factory=dict)
-    """The same by tensor size.  [default: `memory_bandwidth`]"""
-    hash_rate: PerSecond | None = None
-    """Dropout [numbers/s].  [default: from memory bandwidth]"""
-    edge_rate: PerSecond | None = None
-    """Attention without its sums [edge weights/s].  [default: from memory bandwidth]"""
     gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(
         default_factory=dict
     )
@@ -188,9 +177,7 @@ class Device(Spec):
     def multiplying(self, dtype: str) -> Device:
         """The device at the rates of products of rows in this type."""
         rate = {"bfloat16": self.gemm_bfloat16, "tf32": self.gemm_tf32}.get(dtype)
-        if rate is None:
-            return self
-        return self.model_copy(update={"gemm": rate, "weight_gradient": None})
+        return self if rate is None else self.model_copy(update={"gemm": rate})
 
     def code_of(self, itemsize: int) -> float:
         """Machine code that is kept for each shape of a product of numbers of so many bytes [B]."""
@@ -313,8 +300,7 @@ class Cluster(Spec):
     """Without peer access: the server's memory, shared by all its GPUs and NICs.  [default: never
     the bottleneck]"""
     all_reduce: Algorithm | None = None
-    """ring, tree or hierarchical.  [default: the faster of NCCL's ring and tree on GPUs, a ring on
-    CPUs]"""
+    """ring, tree or hierarchical.  [default: tree on GPUs, ring on CPUs]"""
     host_rates: Annotated[
         dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]],
         AfterValidator(lambda told: dict.fromkeys(get_args(HostWork), HOST_RATE) | told),
@@ -329,15 +315,9 @@ class Cluster(Spec):
     )
     """Edges per second of a sampler on the device, both `draw` and `lay`.  [default: from its
     launches and the bytes that it passes over]"""
-    host_latency: dict[HostWork, Latency] = Field(default_factory=dict)
-    """Seconds of a layer of a batch besides its edges, likewise.  [default: 0]"""
     cores: int | None = Field(None, ge=1, le=100_000)
     """Cores of a server. Samplers of its GPUs' ranks share them, and its CPU ranks; rates are those
     of a rank with its own.  [default: of GPUs enough, a core for each CPU rank]"""
-    timeslice_slowdown: Annotated[float, Field(ge=1.0, le=10.0)] = 1.0
-    """CPU: times as long a core computes when ranks take turns on it, for caches are another's."""
-    cold_cache_penalty: Annotated[float, bounded(0.0, 1.0, "a penalty [s]", "s")] = 0.0
-    """CPU [s]: a rank that blocked resumes with a cold cache, where ranks take turns."""
     one_machine: bool = False
     """One machine plays all servers, which share its cores."""
     collectives: dict[str, Link] = Field(default_factory=dict)

@@ -26,7 +26,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import declared, load
 from gnnplan.planner.graph.partitioners import METHODS
-from gnnplan.planner.problem.inputs import checked, with_new_names
+from gnnplan.planner.problem.inputs import as_of_now, checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named
 from gnnplan.planner.vocabulary.errors import Mismatch, OtherData, SpecError
@@ -263,7 +263,7 @@ def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
         raise other
     try:
         if isinstance(document["cluster"], dict):
-            document["cluster"] = with_new_names(document["cluster"], str(path))
+            document["cluster"] = as_of_now(document["cluster"], str(path))
         _inspect(path, document)
     except SpecError as error:
         if other:  # another version writes other fields

@@ -19,7 +19,6 @@ from statistics import mean, median
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster
@@ -342,19 +341,10 @@ def _fitted_factors(runs: Sequence[Run]) -> dict[str, float]:
     several_servers = any(run.servers > 1 for run in runs)
     names = [name for name in SPEEDS if name != "between" or several_servers]
 
-    def factors(logs: NDArray[np.float64]) -> dict[str, float]:
-        return dict(zip(names, np.exp(logs).tolist(), strict=True))
+    def misses(factors: dict[str, float]) -> list[float]:
+        return [np.log(predicted_s(run, factors) / run.measured_s) for run in runs]
 
-    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = [np.log(predicted_s(run, factors(logs)) / run.measured_s) for run in runs]
-        return np.array([*found, *(PRIOR_WEIGHT * logs)])
-
-    from scipy.optimize import least_squares  # here: it takes long, and few refit
-
-    bound = np.log(LARGEST_FACTOR)
-    return factors(
-        least_squares(residuals, np.zeros(len(names)), bounds=(-bound, bound), diff_step=1e-3).x
-    )
+    return scaling.fitted(names, misses, PRIOR_WEIGHT, LARGEST_FACTOR)
 
 
 def same_shape(cluster: Cluster, as_in: Cluster) -> Cluster:

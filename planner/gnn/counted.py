@@ -41,14 +41,12 @@ class CountedGather(Spec):
 class CountedWork(Spec):
     """Work of one pass of a layer (schedule.Compute)."""
 
-    flops: Linear = NOTHING  # but for weights' gradients
+    flops: Linear = NOTHING
     gemm_bytes: Linear = NOTHING
     elementwise_bytes: Linear = NOTHING
     exponentials: Linear = NOTHING  # in plans from before: under half a per cent of a step
-    tensor_bytes: Linear = NOTHING  # of a tensor, the mean over what is read and written
     gathers: tuple[CountedGather, ...] = ()
     launches: int = Field(0, ge=0)
-    weight_gradient_flops: Linear = NOTHING
 
 
 class CountedProduct(Spec):

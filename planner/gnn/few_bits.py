@@ -57,7 +57,6 @@ def pack(rows: Number, width: int, itemsize: int, bits: int | str, picked: bool)
         elementwise_bytes=(passes * itemsize + in_bytes) * numbers,
         launches=PACK_LAUNCHES * (len(BITS) if adaptive else 1),
         itemsize=itemsize,
-        tensor_bytes=1.0 * itemsize * np.minimum(numbers, AT_ONCE),
         hash_ops=1.0 * numbers,
     )
 
@@ -75,7 +74,6 @@ def unpack(rows: Number, width: int, itemsize: int, bits: int | str, added: bool
         elementwise_bytes=(passes * itemsize + in_bytes) * numbers,
         launches=UNPACK_LAUNCHES * (len(BITS) if adaptive else 1),
         itemsize=itemsize,
-        tensor_bytes=1.0 * itemsize * numbers,
     )
 
 

@@ -81,7 +81,6 @@ def _all_of(ops: Operations, spec: Layer) -> Value:
     prepared = x if setting.apart else _prepare(ops, spec, x)
     if spec.counted:
         return _counted(ops, spec, spec.counted, prepared)
-    ops.notes_tensor(SOURCES, spec.multiplied if setting.narrow or x.sparse else spec.h_in)
     gathered, own = _gather(ops, spec, prepared)
     inputs = Value(ROWS, x.width, x.varies) if setting.apart else ops.first_rows(x)
     return KINDS[spec.kind].update(ops, spec, Given(gathered, own, inputs, setting.relu))
@@ -142,13 +141,11 @@ def _add(work: Work, counted: CountedWork) -> None:
 
     work.add(
         flops=of(counted.flops),
-        weight_gradient_flops=of(counted.weight_gradient_flops),
         gemm_bytes=of(counted.gemm_bytes),
         elementwise_bytes=of(counted.elementwise_bytes),
         hash_ops=of(counted.exponentials),
     )
     work.launches += counted.launches
-    work.tensors.append(of(counted.tensor_bytes))
     work.gathers += [
         GatherOf(of(g.rows), g.width, of(g.among), of(g.into)) for g in counted.gathers
     ]

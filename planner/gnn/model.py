@@ -368,7 +368,7 @@ class Model:
         """Forward and backward work of edges' dot products, and of their loss."""
         b, width, pairs = self.itemsize, self.classes, edges * (1 + negatives)
         picked = edges + pairs  # rows of heads and of tails
-        pick = ((picked, width, rows),)  # its gradient is added to rows in as random an order
+        pick = ((picked, width),)  # its gradient is added to rows in as random an order
         products = 2.0 * pairs * width
         read = picked * width * b
         forward = Compute(

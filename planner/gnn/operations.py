@@ -94,15 +94,13 @@ class Operations(Trace):
         self, terms: Sequence[Value], h_in: int, h_out: int, bias: bool = False, relu: bool = False
     ) -> Value:
         """Rows of h_in numbers times a matrix [h_in, h_out]; of several, the sum of products."""
-        setting, first, sparse = self.setting, terms[0], terms[0].sparse
+        setting, sparse = self.setting, terms[0].sparse
         relu_inside = relu and len(terms) == 1 and not (sparse or setting.in_place)
         varies = any(x.varies for x in terms)
         out = self.made(terms[-1].rows, h_out, True)
         summed = len(terms) - 1 if not setting.in_place else 0  # products that are added apart
         for x in terms:
             self._multiply(x, h_in, h_out)
-        tensor = sum((x.rows for x in terms), NOTHING)
-        self.notes_tensor(tensor, max(h_in, h_out) * (not sparse), self.works(first.rows))
         self.passes(
             BIAS[0] * (bias and sparse)
             + RELU[0] * (relu and not relu_inside)
@@ -142,11 +140,7 @@ class Operations(Trace):
         flops = 2.0 * x.rows * max(h_in, VECTOR) * max(h_out, VECTOR)
         nbytes = self.size(x.rows, h_in + h_out)
         forward.add(flops=flops, gemm_bytes=nbytes)
-        backward.add(
-            flops=flops * x.varies,
-            weight_gradient_flops=flops,
-            gemm_bytes=nbytes * (1 + x.varies),
-        )
+        backward.add(flops=flops * (1 + x.varies), gemm_bytes=nbytes * (1 + x.varies))
         self.passes(0, COPY * (x.varies and not setting.in_place), x)
 
     def _temporaries(

@@ -64,7 +64,6 @@ class Work:
 
     amounts: dict[str, Amount] = field(default_factory=dict)  # by field of Compute
     gathers: list[GatherOf] = field(default_factory=list)
-    tensors: list[Amount] = field(default_factory=list)  # that it reads or writes [B]
     launches: int = 0  # that were counted; Model counts the others
 
     def add(self, **amounts: Amount) -> None:
@@ -73,7 +72,7 @@ class Work:
 
     def on(self, block: Block, itemsize: int, launches: int, scattered: bool) -> Compute:
         """The work on a block, once all is added."""
-        n, m = len(self.amounts), len(self.amounts) + 3 * len(self.gathers)
+        n = len(self.amounts)
         found = self._told.on(block)
         amounts: dict[str, Any] = dict(zip(self.amounts, found[:n], strict=True))
         widths = [gather.width for gather in self.gathers]
@@ -81,12 +80,11 @@ class Work:
             gathers=tuple(
                 Gather(rows, width, among, into)
                 for width, (rows, among, into) in zip(
-                    widths, found[n:m].reshape(len(widths), 3, *found.shape[1:]), strict=True
+                    widths, found[n:].reshape(len(widths), 3, *found.shape[1:]), strict=True
                 )
             ),
             launches=launches + self.launches,
             itemsize=itemsize,
-            tensor_bytes=found[m:].max(0, initial=0.0),
             scattered=scattered,
             **amounts,
         )
@@ -94,7 +92,7 @@ class Work:
     @cached_property
     def _told(self) -> Amounts:
         gathered = [amount for g in self.gathers for amount in (g.rows, g.among, g.into)]
-        return Amounts((*self.amounts.values(), *gathered, *self.tensors))
+        return Amounts((*self.amounts.values(), *gathered))
 
 
 @dataclass(eq=False)
@@ -260,10 +258,3 @@ class Trace:
         size = self.size(over.rows, over.width)
         for work, times in zip(self.works(over.rows), (forward, backward), strict=True):
             work.add(elementwise_bytes=times * size)
-
-    def notes_tensor(
-        self, rows: Amount, width: float, works: tuple[Work, Work] | None = None
-    ) -> None:
-        """A tensor that both passes read or write."""
-        for work in works or (self.forward, self.back):
-            work.tensors.append(self.size(rows, width))

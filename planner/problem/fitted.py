@@ -15,7 +15,6 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.files import quoted
 
-_PRODUCTS = ("device.gemm", "device.weight_gradient")
 _MEMORY = ("device.memory_bandwidth", "device.cache_bandwidth")
 _INSIDE = ("island.bandwidth", "intra_node.bandwidth", "host.bandwidth")
 _BETWEEN = ("inter_node.bandwidth",)
@@ -23,8 +22,8 @@ _BETWEEN = ("inter_node.bandwidth",)
 # slower, of others faster. A constant may also be a model's name: then it is the device's speed for
 # that model.
 CONSTANTS = {
-    "device": (*_PRODUCTS, *_MEMORY),
-    "gemm": _PRODUCTS,
+    "device": ("device.gemm", *_MEMORY),
+    "gemm": ("device.gemm",),
     "memory": _MEMORY,
     "launch": ("device.launch",),
     "tax": ("device.overlap_tax",),
@@ -32,7 +31,7 @@ CONSTANTS = {
     "inside": _INSIDE,
     "between": _BETWEEN,
     "host": ("host.bandwidth",),
-    "code": (*_PRODUCTS, *_MEMORY, "/device.launch"),  # all that the device does
+    "code": ("device.gemm", *_MEMORY, "/device.launch"),  # all that the device does
     "sampler": ("host_rates", "device_rates"),
 }
 # Testbeds that take another's constants: the same code on other links, or on more servers.

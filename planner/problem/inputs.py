@@ -5,6 +5,7 @@ A mistake is reported with its file and line, or with its option."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -20,11 +21,13 @@ from gnnplan.planner.vocabulary.progress import say
 
 MOST_MISTAKES = 20  # in one message
 LISTS = {"fanout": "full", "class_weights": BALANCED}  # written as 1,2; and what else they may say
-RENAMED = {  # names of fields in cluster files of 0.1.0, which are read until 0.3.0
-    "crowding": "timeslice_slowdown",
-    "refill": "cold_cache_penalty",
-    "work": "core_s_per_byte",
-    "wake": "core_s_per_message",
+RENAMED = {"work": "core_s_per_byte"}  # of 0.1.0, whose cluster files are read until 0.3.0
+# Fields of cluster files of before, which are read without them: what each said bought less than a
+# point of error (docs/explanation/cost-model.md). The last three are names of 0.1.0.
+LEFT_OUT = {
+    *("weight_gradient", "device.weight_gradient", "memory_rates", "hash_rate", "edge_rate"),
+    *("host_latency", "timeslice_slowdown", "cold_cache_penalty", "core_s_per_message"),
+    *("crowding", "refill", "wake"),
 }
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -201,8 +204,8 @@ def checked(
         texts = {name: data[name] for name in LISTS if isinstance(data.get(name), str)}
         lists = {n: tuple(map(str.strip, t.split(","))) for n, t in texts.items() if t != LISTS[n]}
         data = {**data, **lists}
-    if kind is Cluster and isinstance(data, Mapping):
-        data = with_new_names(data, source.path if isinstance(source, Document) else source)
+    if kind is Cluster and isinstance(data, Mapping) and given is None:
+        data = as_of_now(data, source.path if isinstance(source, Document) else source)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -234,8 +237,8 @@ def checked(
         ) from error
 
 
-def with_new_names(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
-    """A cluster's fields under their present names. Prints a note about old ones."""
+def as_of_now(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
+    """A cluster's present fields, under their present names. Prints a note about old names."""
     old: set[str] = set()
 
     def renamed(fields: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -245,9 +248,16 @@ def with_new_names(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
             if isinstance(value, Mapping) and name != "provenance"
             else value
             for name, value in fields.items()
+            if name not in LEFT_OUT
         }
 
     out = renamed(data)
+    with suppress(AttributeError, KeyError, TypeError, ZeroDivisionError):
+        # what a message takes of a core was told apart from its latency
+        ranks = data["gpus_per_server"] * (data["servers"] if data.get("one_machine") else 1)
+        for name, link in out["collectives"].items():
+            taken = data["collectives"][name].get("core_s_per_message", 0.0)
+            link["latency"] += taken * ranks / data["cores"]
     if old:
         new = ", ".join(f"{name} is now {RENAMED[name]}" for name in sorted(old))
         say(f"note: {source}: old names of fields: {new}; please rename them")

@@ -31,7 +31,6 @@ _ADDED = (
     "hash_ops",
     "attention_edges",
     "random_rows",
-    "weight_gradient_flops",
 )
 HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
 
@@ -124,27 +123,22 @@ def _picked(value: Any, pick: Callable[[np.ndarray], Any]) -> Any:
 class Compute(Local):
     """Computation, counted by kind; cost.py gives each kind a rate."""
 
-    flops: Number = 0.0  # dense matrix products, but for weights' gradients [flop]
+    flops: Number = 0.0  # dense matrix products [flop]
     gathers: tuple[Gather, ...] = ()
     elementwise_bytes: Number = 0.0  # read and written by element-wise operations [B]
     launches: float = 0.0  # framework operations
     itemsize: int = 4  # [B per number]
     overlapped_bytes: Number = 0.0  # of transfers that overlap the work and slow it [B]
     gemm_bytes: Number = 0.0  # that matrix products read and write [B]
-    tensor_bytes: Number = 0.0  # size of the largest tensor that is read or written [B]; 0: any
     hash_ops: Number = 0.0  # numbers that many instructions are spent on: dropout, exponentials
     attention_edges: Number = 0.0  # edges times heads that get an attention weight or gradient
-    # Whole rows that are read or written in random order: rows, numbers per row, distinct rows.
-    random_rows: tuple[tuple[Number, int, Number], ...] = ()
+    # Whole rows that are read or written in random order: rows, numbers per row.
+    random_rows: tuple[tuple[Number, int], ...] = ()
     scattered: bool = False  # gathers read rows that are in no order, as a mini-batch has them
-    # Dense products whose sums run over rows: gradients of weights [flop].
-    weight_gradient_flops: Number = 0.0
 
     def __add__(self, other: Compute) -> Compute:
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
-        largest = np.maximum(self.tensor_bytes, other.tensor_bytes)
-        scattered = self.scattered or other.scattered
-        return replace(self, tensor_bytes=largest, scattered=scattered, **sums)
+        return replace(self, scattered=self.scattered or other.scattered, **sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +151,10 @@ class Copy(Local):
 
 @dataclass(frozen=True, eq=False)
 class Sampling(Local):
-    """A sampler's work: edges of some layers of a batch."""
+    """A sampler's work on edges of a batch."""
 
     what: HostWork
     edges: Any  # a number, or an array [ranks]
-    layers: int = 0
     samplers: int = 1  # of each rank at work
 
 

@@ -34,7 +34,6 @@ Bandwidth = Annotated[float, bounded(1e3, 1e14, "a bandwidth [B/s]", "B/s")]
 Latency = Annotated[float, bounded(0.0, 10.0, "a latency [s]", "s")]
 Bytes = Annotated[float, bounded(1e6, 1e15, "a memory size [B]", "B")]
 Size = Annotated[float, bounded(1.0, 1e13, "a size [B]", "B")]
-PerSecond = Annotated[float, Field(ge=1e3, le=1e15)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 # By size; a number alone holds for all sizes.
 Rates = Annotated[

@@ -22,7 +22,6 @@ from gnnplan.executor.layers.count import (
     Work,
     block_of,
     factors_of,
-    flops_of,
 )
 from gnnplan.executor.layers.kernels import Shapes, backward, dropout
 from gnnplan.executor.layers.layer import Drop
@@ -166,7 +165,6 @@ class Amounts(NamedTuple):
     """Work on the large block."""
 
     flops: float
-    weight_gradient_flops: float
     gathered: float  # numbers
     elementwise: float  # numbers
 
@@ -181,21 +179,17 @@ def amounts(case: Case) -> Iterator[tuple[str, Amounts, Amounts]]:
     for way, works, told in zip(
         ("forward", "backward"), case.counted(), case.stated(), strict=True
     ):
-        # the forward pass sums over no rows; how many pieces its products have depends on the rows
-        by_kind = flops_of(works) if way == "backward" else [(work.flops, 0.0) for work in works]
-        numbers = [[*flops, *numbers_of(w)] for flops, w in zip(by_kind, works, strict=True)]
-        found = factors_of(numbers)
+        found = factors_of([[w.flops, *numbers_of(w)] for w in works])
         yield (
             way,
             Amounts(
                 *(
                     amount((*linear[:3], 0.0), ROWS, SOURCES, along)
-                    for linear, along in zip(found, (edges, edges, edges, passed), strict=True)
+                    for linear, along in zip(found, (edges, edges, passed), strict=True)
                 )
             ),
             Amounts(
                 told.flops,
-                told.weight_gradient_flops,
                 sum(gather.rows * gather.width for gather in told.gathers),
                 told.elementwise_bytes / told.itemsize,
             ),
@@ -275,8 +269,6 @@ def test_a_layers_work_is_what_torch_counts(case: Case, monkeypatch: pytest.Monk
     multiply(monkeypatch, case.in_place)
     for way, counted, stated in amounts(case):
         assert stated.flops == pytest.approx(counted.flops, rel=1e-6), way
-        sums_over_rows = counted.weight_gradient_flops
-        assert stated.weight_gradient_flops == pytest.approx(sums_over_rows, rel=1e-6), way
         assert stated.gathered == pytest.approx(counted.gathered, rel=1e-6), way
         if not (case.p and way == "forward"):  # making a mask is hash_ops
             assert stated.elementwise == pytest.approx(counted.elementwise, rel=NEAR, abs=1), way
@@ -333,8 +325,7 @@ def test_the_ends_work_is_what_torch_counts(
     for place, (less, more, stated) in enumerate(
         zip(ends(case, rows), ends(case, 2 * rows), told, strict=True)
     ):
-        flops = stated.flops + stated.weight_gradient_flops
-        assert flops == pytest.approx(more[0] - less[0], rel=1e-6), place
+        assert stated.flops == pytest.approx(more[0] - less[0], rel=1e-6), place
         if not (p and place % 2 == 0):  # making a mask is hash_ops
             found = more[1] - less[1]
             assert stated.elementwise_bytes == pytest.approx(found, rel=NEAR), place

@@ -180,7 +180,7 @@ def test_candidates_have_buckets_only_where_they_save_time() -> None:
     def counts(asked: Problem, family: type[Strategy]) -> set[int]:
         return {strategy.knobs()["buckets"] for strategy in family.candidates(asked)}
 
-    large, small = {"hidden": 256, "where": cluster(4, 1)}, {"hidden": 4}
+    large, small = {"hidden": 256, "where": cluster(4, 1, inter=2e9)}, {"hidden": 4}
     mini = {"mode": "mini", "batch": 24, "fanout": (3, 3, 3)}
     for family in (GraphParallel, GraNNDis):
         assert counts(problem(**large), family) == {1, 3}

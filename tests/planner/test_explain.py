@@ -97,13 +97,12 @@ def test_what_takes_over_really_takes_over() -> None:
 def test_a_plan_says_how_fast_rounded_products_are(
     times: float | None, told: str, dtype: str
 ) -> None:
-    """The rate is the device's own for that type, of gradients of weights too."""
+    """The rate is the device's own for that type."""
     problem = question()
     whole = min(float(c.predicted.epoch_s) for c in search(problem).ranked)
     device = problem.cluster.device
     rate = times and device.gemm * times
-    slow = 1.0 if times else None  # of float32 [flop/s]
-    device = device.model_copy(update={f"gemm_{dtype}": rate, "weight_gradient": slow})
+    device = device.model_copy(update={f"gemm_{dtype}": rate})
     rounded = replace(
         problem,
         workload=problem.workload.model_copy(update={"dtype": dtype}),
@@ -296,7 +295,7 @@ def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode: s
     graph = load("synthetic:community?vertices=500&edges=4000&features=16&classes=4")
     assert isinstance(graph, Graph)
     cluster = read_cluster(str(MEASURED / "2x2_400Mbit.1.yaml"))
-    assert cluster.collectives and cluster.device.memory_rates and cluster.device.edge_rate
+    assert cluster.collectives and cluster.device.gather
     workload = Workload(model="gat", layers=2, hidden=16, dropout=0.5, mode=mode, batch=64)
     found = search(Problem(graph.stats, graph, workload, cluster), may_use_fewer=False)
     factors, candidates = np.array([0.25, 4.0]), found.ranked if NIGHT else found.ranked[::3]

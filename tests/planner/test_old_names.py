@@ -1,56 +1,72 @@
-"""Plans and cluster files of 0.1.0 are still read, with a notice of what was renamed."""
+"""Plans and cluster files of before are still read: old names with a notice, and fields that there
+are no longer without one."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from gnnplan.planner.cluster.spec import PRESETS, Link
+from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.inputs import LEFT_OUT, apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.errors import SpecError
 
-OLD = {"timeslice_slowdown": "crowding", "cold_cache_penalty": "refill"}
-OLD_OF_LINKS = {"core_s_per_byte": "work", "core_s_per_message": "wake"}
+LOCAL = PRESETS / "local.yaml"
 
 
-def as_before(cluster: dict) -> dict:
+def as_before(cluster: dict[str, Any]) -> dict[str, Any]:
     """A cluster's fields under their names of 0.1.0."""
-    cluster = {OLD.get(name, name): value for name, value in cluster.items()}
     for name in ("intra_node", "inter_node"):
         if cluster.get(name):
-            cluster[name] = {OLD_OF_LINKS.get(n, n): value for n, value in cluster[name].items()}
+            cluster[name]["work"] = cluster[name].pop("core_s_per_byte", 1e-9)
     return cluster
 
 
 def test_a_cluster_file_of_the_release_before_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    document = yaml.safe_load((PRESETS / "local.yaml").read_text())
-    document |= {"timeslice_slowdown": 1.2, "cold_cache_penalty": 0.001, "cores": 2}
-    document["intra_node"] |= {"core_s_per_byte": 1e-9, "core_s_per_message": 1e-5}
     path = tmp_path / "old.yaml"
-    path.write_text(yaml.safe_dump(as_before(document)))
-    cluster = read_cluster(str(path))
-    assert (cluster.timeslice_slowdown, cluster.cold_cache_penalty) == (1.2, 0.001)
-    assert isinstance(cluster.intra_node, Link) and cluster.intra_node.core_s_per_byte == 1e-9
+    path.write_text(yaml.safe_dump(as_before(yaml.safe_load(LOCAL.read_text()))))
+    assert read_cluster(str(path)).intra_node.core_s_per_byte == 1e-9
     told = capsys.readouterr().err
-    assert str(path) in told and "crowding is now timeslice_slowdown" in told
-    assert "wake is now core_s_per_message" in told
+    assert str(path) in told and "work is now core_s_per_byte" in told
+
+
+def test_fields_that_bought_little_are_read_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """`gnnplan measure` has written them, and so have plans."""
+    document = yaml.safe_load(LOCAL.read_text())
+    of_device = {"weight_gradient": 1e9, "memory_rates": {1e3: 1e9}, "hash_rate": 1e6}
+    document["device"] |= of_device | {"edge_rate": None}
+    document["intra_node"]["core_s_per_message"] = 1e-5
+    document |= {"timeslice_slowdown": 1.2, "cold_cache_penalty": 0.001, "host_latency": {}}
+    document["ranges"] = {"device.weight_gradient": [0.9, 1.1]}
+    document["provenance"] = document.get("provenance", {}) | {"timeslice_slowdown": "measured"}
+    path = tmp_path / "measured.yaml"
+    path.write_text(yaml.safe_dump(document))
+    found, local = read_cluster(str(path)), read_cluster(str(LOCAL))
+    alike = {"provenance": local.provenance, "intra_node": local.intra_node}
+    assert found.model_copy(update=alike) == local
+    assert not capsys.readouterr().err
+    for field in ("device.weight_gradient", "timeslice_slowdown"):
+        assert field in LEFT_OUT
+        with pytest.raises(SpecError, match=rf"{field}.*(no such|unknown) field"):
+            apply_overrides(local, Workload(), [f"{field}=1.5e9"])
 
 
 def test_a_plan_of_the_release_before_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     graph = load("synthetic:community?vertices=100&edges=600&features=8&classes=3")
-    problem = Problem(
-        graph.stats, graph, Workload(layers=2, hidden=8), read_cluster(str(PRESETS / "local.yaml"))
-    )
+    problem = Problem(graph.stats, graph, Workload(layers=2, hidden=8), read_cluster(str(LOCAL)))
     document = plan.make(search(problem))
     document = {**document, "gnnplan": "0.1.0", "cluster": as_before(document["cluster"])}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
     assert plan.question(plan.read(path)).cluster == problem.cluster
-    assert "crowding is now timeslice_slowdown" in capsys.readouterr().err
+    assert "work is now core_s_per_byte" in capsys.readouterr().err

@@ -70,12 +70,11 @@ def clusters(draw: st.DrawFn) -> Cluster:
     more: dict[str, Any] = wiring(draw, gpus)
     kind = draw(st.sampled_from(["cuda", "cpu"]))
     if kind == "cpu":
-        link = {"core_s_per_byte": 1e-9, "core_s_per_message": draw(st.sampled_from([0.0, 1e-4]))}
+        link = {"core_s_per_byte": draw(st.sampled_from([0.0, 1e-9]))}
         more = {
             name: draw(LINKS).model_copy(update=link) for name in ("intra_node", "inter_node")
         } | {
             "cores": draw(st.integers(1, 3)),
-            "cold_cache_penalty": 1e-3,
             "one_machine": draw(st.booleans()),
         }
     elif draw(st.booleans()):

@@ -289,7 +289,6 @@ class Pipeline(Strategy):
     ) -> tuple[Compute, Compute]:
         """Forward and backward work of one layer."""
         rows, edges, sources = _floats(facts.rows), _floats(facts.edges), _floats(facts.sources)
-        kept = np.tile(np.array(self.kept(problem), dtype=float), len(facts.rows))
         model = problem.model.aggregating_first
         b, spec, width = model.itemsize, model.layers[layer - 1], model.input_width(layer)
         varies = layer > model.first_varying
@@ -303,7 +302,7 @@ class Pipeline(Strategy):
         if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):
             # the rows that are read are picked out of all rows that the member keeps
             forward = forward + Compute(
-                random_rows=((sources, width, kept),),
+                random_rows=((sources, width),),
                 elementwise_bytes=sources * width * b,
                 launches=1,
                 itemsize=b,
@@ -312,7 +311,7 @@ class Pipeline(Strategy):
             # their gradients are added there, to scattered rows
             scattered = sources - rows
             backward = backward + Compute(
-                random_rows=((2.0 * scattered, width, kept),),
+                random_rows=((2.0 * scattered, width),),
                 elementwise_bytes=(3.0 * rows + scattered) * width * b,
                 launches=3,
                 itemsize=b,

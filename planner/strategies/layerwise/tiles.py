@@ -283,7 +283,7 @@ def _aggregate(t: Tiles) -> Compute:
 def _forward(t: Tiles) -> Compute:
     (flops, read), b = _product(t), t.model.itemsize
     put_together = 1.0 * COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * b
-    return Compute(flops, (), put_together, 4, b, gemm_bytes=read, tensor_bytes=read)
+    return Compute(flops, (), put_together, 4, b, gemm_bytes=read)
 
 
 def _backward(t: Tiles) -> Compute:
@@ -291,9 +291,7 @@ def _backward(t: Tiles) -> Compute:
     (flops, read), b = _product(t), t.model.itemsize
     passed = 1.0 * (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
     both = (1 + t.varies) * read
-    return Compute(
-        flops * t.varies, (), passed, 10, b, gemm_bytes=both, weight_gradient_flops=flops
-    )
+    return Compute(flops * (1 + t.varies), (), passed, 10, b, gemm_bytes=both)
 
 
 def _aggregate_back(t: Tiles) -> Compute:

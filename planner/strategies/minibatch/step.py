@@ -108,14 +108,14 @@ def step(
     peers, at_work = Outer.of(batch.servers, True, 1), samplers(problem, prefetch)
     for layer in reversed(layers) if splits else ():
         drawn = batch.sampled(layer)
-        yield Op("draw", layer=layer, work=Sampling("draw", drawn, 1, at_work), ahead="host")
+        yield Op("draw", layer=layer, work=Sampling("draw", drawn, at_work), ahead="host")
         yield from reading(problem, drawn, store, lists, layer)
         if batch.asks(layer):
             yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead="host")
     if batch.pushed is not None:
         yield from told("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
     if not is_counted:
-        yield Op("lay", work=Sampling("lay", in_all, len(layers), at_work), ahead="host")
+        yield Op("lay", work=Sampling("lay", in_all, at_work), ahead="host")
     loaded = store.loads_of(problem, batch).host if store else loaded_bytes(problem, batch)
     loads = copied(problem, loaded, list(map(batch.facts, layers)), prefetch, there)
     yield Op("load", work=loads, ahead="copy" if prefetch else "")
@@ -199,7 +199,7 @@ def drawing(
     """
     at_work = samplers(problem, prefetch)
     if lists is None:
-        draws = Sampling("draw", edges, problem.workload.layers, at_work)
+        draws = Sampling("draw", edges, at_work)
         yield Op("draw", work=draws, ahead="host")
         yield from reading(problem, edges, store, None)
         return
@@ -209,7 +209,7 @@ def drawing(
     ):
         asked, given, drawn = lists.of(batch, layer, fanout)
         yield from told("ask_edges", asked, others, layer=layer, ahead="host")
-        draws = Sampling("draw", drawn, 1, at_work)
+        draws = Sampling("draw", drawn, at_work)
         yield Op("draw", layer=layer, work=draws, ahead="host")
         yield Op("edges", layer=layer, work=Exchange(given, NEIGHBOUR), ahead="host")
 

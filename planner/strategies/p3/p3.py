@@ -141,7 +141,7 @@ class P3(Slices):
         if has_peers:
             host += batchwise.told("push", pushed, peers, ahead="host", itemsize=INT)
         holds, laid = Later(self, problem, batch), edges_above + blocks[2]
-        lays = Sampling("lay", laid, len(layers), batchwise.samplers(problem, self.prefetch))
+        lays = Sampling("lay", laid, batchwise.samplers(problem, self.prefetch))
         host.append(Op("lay", work=lays, ahead="host"))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))

@@ -81,7 +81,7 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             # forward pass is over, so a port's seconds of both ways add up.
             lower, chunks = np.array(group) + min(distance, 0), len(nbytes)
             mean = np.rint(nbytes.mean(0))
-            latencies, ports = cost.sends(lower, lower + abs(distance), mean)
+            latencies, ports = cost.ports.sends(lower, lower + abs(distance), mean)
             link = slowest(latencies * (nbytes > 0).mean(0)) + busiest(ports)
             busy = {kind: seconds * chunks for kind, seconds in ports.items()}
             return Price(link * chunks, Transfer(0.0, busy), True, link=link)
