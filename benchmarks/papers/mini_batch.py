@@ -189,7 +189,7 @@ def sampled(metric: str, asked: Question) -> float:
     batch = problem.minibatches(groups).at(0)
     batches = problem.stats.train_vertices / problem.workload.batch
     if metric == "features_loaded":
-        return batches * sum(batch.rows(rank, 0).size for rank in range(problem.ranks))
+        return float(batches * batch.row_counts(0).sum())
     return batches * sum(int(batch.facts(layer).edges.sum()) for layer in range(1, layers + 1))
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
+import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, HIT, HOST, Store
-from gnnplan.planner.strategies.minibatch.step import ID, picks_there
+from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -36,36 +37,33 @@ LARGE = 16 << 20  # [B] of features that are worth a file
 
 
 class FeatureStore:
-    """One rank's side of the store; without a planned `store` all rows are in host memory.
+    """One rank's side of the store.
 
-    columns: those of the rows that it reads (P3); None: all. rows: how many rows it has read, by
-    class.
+    rows: how many rows it has read, by class.
     """
 
-    def __init__(
-        self, rank: Rank, problem: Problem, store: Store | None, columns: range | None = None
-    ) -> None:
-        self.rank, self.problem, self.graph, self.store = rank, problem, problem.data, store
-        self.columns, self.rows = columns, Counter[str]()
-        if columns is None:
-            _share_features(rank, problem)
+    def __init__(self, rank: Rank, supply: Supply) -> None:
+        self.rank, self.problem, self.picks_there = rank, supply.problem, supply.picks_there
+        assert isinstance(supply.store, Store)
+        self.store, self.graph, self.rows = supply.store, self.problem.data, Counter[str]()
+        self.columns = self.store.slices[rank.rank].columns
+        if len(self.columns) == self.problem.model.features:
+            _share_features(rank, self.problem)
         else:
-            self.graph = _of_columns(problem.data, columns)
-        if store is not None:
-            self.cached = self._fill_cache(store)
-            asks = store.asks
-            ids = np.arange(rank.world)
+            self.graph = _of_columns(self.graph, self.columns)
+        asks, ids, self.is_plain = self.store.asks, np.arange(rank.world), supply.is_plain
+        if not self.is_plain:
+            self.cached = self._fill_cache()
             # of how many rows: row i of the counts goes to rank i, if it may ever be asked
             self.count_exchange = Exchange(
                 rank,
                 [ids[i : i + 1] if asks[rank.rank, i] else ids[:0] for i in ids],
                 asks[:, rank.rank],
             )
-            self.meets = bool(asks.any())
 
     def in_host(self, ids: Ids) -> tuple[Ids, int]:
         """Those of these vertices whose features `load` has to bring, and the bytes of these."""
-        if self.store is not None:
+        if not self.is_plain:
             ids = ids[self.store.of(self.rank.rank, ids)[0] == HOST]
         return ids, int(self.problem.features_bytes(ids, self.columns).sum())
 
@@ -73,7 +71,7 @@ class FeatureStore:
         """Features of vertices `in_host` on the device; no other rank has a part in it.
 
         Where these are all that a batch reads, dense ones have `room` more rows, not filled."""
-        return self._host(ids, room if self.store is None else 0)
+        return self._host(ids, room * self.is_plain)
 
     def complete(
         self,
@@ -90,10 +88,10 @@ class FeatureStore:
         operations of `step`.
         """
         rank, store = self.rank, self.store
-        if store is None:
+        if self.is_plain:
             self._count(np.full(ids.size, HOST))
             return loaded
-        if there is not None and picks_there(self.problem, store):
+        if there is not None and self.picks_there:
             return self._picked(loaded, there, step)
         kind, provider = store.of(rank.rank, ids)
         self._count(kind)
@@ -102,7 +100,7 @@ class FeatureStore:
         if store.caches:
             with rank.recorder.span(Label("pick", step), "compute"):
                 parts.append((hits, self._from_cache(ids[hits])))
-        if self.meets:
+        if store.asks.any():
             away = np.flatnonzero(provider != rank.rank)
             away = away[np.argsort(provider[away], kind="stable")]
             parts.append((away, self._from_ranks(ids[away], provider[away], step)))
@@ -114,7 +112,6 @@ class FeatureStore:
     @cached_property
     def _places(self) -> Tensor:
         """The place of each vertex in the cache [N]; -1: it is not there."""
-        assert self.store is not None
         return torch.from_numpy(self.store.slot(self.rank.rank)).to(self.rank.device)
 
     def _picked(self, loaded: FeatureRows, ids: Tensor, step: int) -> Tensor:
@@ -133,30 +130,19 @@ class FeatureStore:
         rank = self.rank
         counts = np.bincount(provider, minlength=rank.world)
         wanted = np.zeros(rank.world, np.int64)  # rows that each rank asks of this one
-        label = Label("ask", step, "n")
-        with rank.recorder.span(
-            label, "comm", rank.recorder.count(label, ID * sum(self.count_exchange.gives))
-        ):
-            received = self.count_exchange.forward(
-                self.count_exchange.pack(torch.from_numpy(counts)[:, None].to(rank.device))
-            )
-            rank.settle()  # which hears of lost peers
-            wanted[np.flatnonzero(self.count_exchange.take)] = received[:, 0].cpu().numpy()
-        label = Label("ask", step)
-        with rank.recorder.span(label, "comm", rank.recorder.count(label, ID * ids.size)):
-            asks = Exchange(rank, np.split(np.arange(ids.size), np.cumsum(counts)[:-1]), wanted)
-            asked = asks.forward(asks.pack(torch.from_numpy(ids)[:, None].to(rank.device)))
-            rank.settle()
-            wanted_ids = asked[:, 0].cpu().numpy()
-        gives = Exchange(rank, np.split(np.arange(wanted_ids.size), np.cumsum(wanted)[:-1]), counts)
-        rows = self._provide(wanted_ids)
-        label = Label("fetch", step)
-        with rank.recorder.span(label, "comm", rank.recorder.count(label, rows.nbytes)):
+        told, named = (torch.from_numpy(of)[:, None].to(rank.device) for of in (counts, ids))
+        received = self.count_exchange.fetch(Label("ask", step, "n"), told)
+        rank.settle()  # which hears of lost peers
+        wanted[np.flatnonzero(self.count_exchange.take)] = received[:, 0].cpu().numpy()
+        asked = _grouped(rank, counts, wanted).fetch(Label("ask", step), named)
+        rank.settle()
+        gives, rows = _grouped(rank, wanted, counts), self._provide(asked[:, 0].cpu().numpy())
+        with rank.recorder.sending(Label("fetch", step), "comm", rows.nbytes):
             return gives.forward(rows, lengths=lengths_of(self.graph, ids, rows))
 
-    def _fill_cache(self, store: Store) -> FeatureRows:
+    def _fill_cache(self) -> FeatureRows:
         """The rank's cache: rows of its server's memory, and those that others send it once."""
-        rank, label = self.rank, Label("fill", -1)
+        rank, store = self.rank, self.store
         ids = store.cached[rank.rank]
         sender = store.sender(rank.rank, ids)
         own = np.flatnonzero(sender == rank.rank)
@@ -168,21 +154,17 @@ class FeatureStore:
             ]
             away = np.flatnonzero(sender != rank.rank)
             away = away[np.argsort(sender[away], kind="stable")]
-            ends = np.cumsum([len(rows) for rows in wanted])
-            exchange = Exchange(
-                rank,
-                np.split(np.arange(ends[-1]), ends[:-1]),
-                np.bincount(sender[away], minlength=rank.world),
-            )
+            takes = np.bincount(sender[away], minlength=rank.world)
+            exchange = _grouped(rank, [rows.size for rows in wanted], takes)
             rows = self._host(np.concatenate(wanted))
-            with rank.recorder.span(label, "comm", rank.recorder.count(label, rows.nbytes)):
-                lengths = lengths_of(self.graph, ids[away], rows)
+            lengths = lengths_of(self.graph, ids[away], rows)
+            with rank.recorder.sending(Label("fill", -1), "comm", rows.nbytes):
                 parts.append((away, exchange.forward(rows, lengths=lengths)))
         return _merged(parts, ids.size, self.rank.device)
 
     def _host(self, ids: Ids, room: int = 0) -> FeatureRows:
         """Rows from the server's memory; dense ones with `room` more rows."""
-        if self.store is not None and self.store.home is not None:
+        if self.store.home is not None:
             elsewhere = ids[self.store.sender(self.rank.rank, ids) != self.rank.rank]
             assert not elsewhere.size, (
                 f"server {self.store.servers[self.rank.rank]} has no features of vertices"
@@ -194,13 +176,11 @@ class FeatureStore:
 
     def _from_cache(self, ids: Ids) -> FeatureRows:
         """Rows that the rank caches."""
-        assert self.store is not None
         places = self.store.slot(self.rank.rank)[ids].astype(np.int64)
         return self.cached.index_select(0, torch.from_numpy(places).to(self.rank.device))
 
     def _provide(self, ids: Ids) -> FeatureRows:
         """Rows for other ranks: those in the cache, the rest from the server's memory."""
-        assert self.store is not None
         held = self.store.slot(self.rank.rank)[ids] >= 0
         parts = [
             (np.flatnonzero(held), self._from_cache(ids[held])),
@@ -221,6 +201,11 @@ def _of_columns(graph: Graph, columns: range) -> Graph:
     if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):
         x = np.ascontiguousarray(x)
     return replace(graph, x=x, stats=replace(graph.stats, features=len(columns)))
+
+
+def _grouped(rank: Rank, gives: Sequence[int] | Ids, takes: Ids) -> Exchange:
+    """An exchange of so many rows with each rank, which stand one rank's after the other."""
+    return Exchange(rank, np.split(np.arange(sum(gives)), np.cumsum(gives)[:-1]), takes)
 
 
 def _merged(parts: list[tuple[Ids, FeatureRows]], size: int, device: torch.device) -> FeatureRows:
@@ -279,17 +264,16 @@ def write_features(path: Path, graph: Graph) -> None:
     assert isinstance(graph.x, np.ndarray)
     if _mapped(path, graph) is not None:
         return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # its owner's alone: these are the user's data
+        mine, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            # its owner's alone: these are the user's data
-            mine = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(mine, "wb") as stream:
                 np.save(stream, graph.x, allow_pickle=False)
-            temporary.replace(path)
+            os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
 
 
 def map_features(path: Path, graph: Graph) -> bool:

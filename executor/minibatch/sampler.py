@@ -45,7 +45,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch import device_sampling as sampling
-from gnnplan.executor.minibatch.share import Ends, Part, Share
+from gnnplan.executor.minibatch.share import Ends, Part, Picks, Share
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.meeting import join, launcher_env
 from gnnplan.executor.ranks.rank import Rank
@@ -61,9 +61,8 @@ from gnnplan.planner.graph.sampling import (
     taken,
 )
 from gnnplan.planner.ownership.minibatch import Batches, shares
-from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
-from gnnplan.planner.strategies.minibatch.step import ID, Features, Lists, lists_there
+from gnnplan.planner.strategies.minibatch.supply import ID, Supply
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span, sampler_lane
@@ -323,7 +322,8 @@ class Sampler:
         where[source] = np.arange(source.size, dtype=np.int32)
         give = [where[ids].astype(np.int64) for ids in drawn.gives]
         if drawn.reads is not None:
-            source, picks = drawn.reads, where[drawn.reads].astype(np.int64)
+            places = torch.from_numpy(where[drawn.reads].astype(np.int64))
+            source, picks = drawn.reads, Picks(places, source.size, None, drawn.reads.size)
             where[source] = np.arange(source.size, dtype=np.int32)
         block = weighted_block(
             self.graph,
@@ -345,12 +345,21 @@ class Sampler:
 
         What `asked` has for this rank itself is empty.
         """
-        counts = torch.tensor([len(ids) for ids in asked])
-        received = torch.empty_like(counts)
         with self._span(made, label._replace(way="n"), ID * (len(among) - 1)):
-            self._all_to_all(received, counts, [], [], among)
+            counts = [np.array([len(ids)]) for ids in asked]
+            received = self._exchange(counts, [1] * len(among), among)
         with self._span(made, label, sum(ids.nbytes for ids in asked)):
-            return self._exchange(asked, received.tolist(), among)
+            return self._exchange(asked, [int(n[0]) for n in received], among)
+
+    def _push(
+        self, made: Sampled, step: int, pushed: Sequence[np.ndarray], among: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Blocks of a layer for each of some ranks, and what comes from each."""
+        place, nothing = among.index(self.me), pushed[0][:0]
+        sent = [block if i != place else nothing for i, block in enumerate(pushed)]
+        came = self._swap(made, Label("push", step), sent, among)
+        came[place] = pushed[place]
+        return came
 
     def _exchange(
         self, parts: Sequence[np.ndarray], takes: list[int], among: Sequence[int]
@@ -358,21 +367,9 @@ class Sampler:
         """All-to-all among some ranks: `parts` go to them, `takes` numbers come from each."""
         outgoing = torch.from_numpy(np.concatenate(parts))
         incoming = torch.empty(sum(takes), dtype=outgoing.dtype)
-        self._all_to_all(incoming, outgoing, takes, [len(part) for part in parts], among)
+        asked = incoming, outgoing, takes, [len(part) for part in parts], dist.AllToAllOptions()
+        self._process_group(among).alltoall_base(*asked).wait()  # type: ignore[attr-defined]
         return [part.numpy() for part in torch.split(incoming, takes)]
-
-    def _all_to_all(
-        self,
-        incoming: torch.Tensor,
-        outgoing: torch.Tensor,
-        takes: list[int],
-        gives: list[int],
-        among: Sequence[int],
-    ) -> None:
-        """Numbers from and to each rank; empty `takes` and `gives` are equal shares."""
-        self._process_group(among).alltoall_base(  # type: ignore[attr-defined]
-            incoming, outgoing, takes, gives, dist.AllToAllOptions()
-        ).wait()
 
     def _process_group(self, among: Sequence[int]) -> dist.ProcessGroupGloo:
         """The group of these ranks' samplers, opened in the process that uses it."""
@@ -410,14 +407,13 @@ def absent(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
     return np.flatnonzero(among & ~present)
 
 
-def drawing_device(
-    rank: Rank, problem: Problem, ahead: bool, store: Features | None, lists: Lists | None
-) -> torch.device | None:
+def drawing_device(rank: Rank, supply: Supply) -> torch.device | None:
     """The rank's GPU if the cluster's GPUs sample and the lists fit there; otherwise None.
 
-    ahead: the sampler is a process of its own. Then the host draws, for a fork has no CUDA.
+    Where samplers are processes of their own the host draws, for a fork has no CUDA.
     """
-    draws = rank.device.type == "cuda" and not ahead and lists_there(problem, store, lists) == 1.0
+    inline = supply.lays_there or not supply.prefetch
+    draws = rank.device.type == "cuda" and inline and supply.lists_there == 1.0
     return rank.device if draws else None
 
 

@@ -22,48 +22,15 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 
 
-@dataclass(eq=False)
-class Part:
-    """A rank's share of one layer.
-
-    Its source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender; or, with
-    `picks`, some of these in another order; or, with `into` too, sums of some, where own rows and
-    halo are the partial sums of the layer before.
-    """
-
-    source: np.ndarray  # global ids [S]
-    local: int  # the rank's own rows of h_{l-1}
-    give: Sequence[np.ndarray]  # for each peer, positions of the own rows of h_{l-1} that it needs
-    take: np.ndarray  # halo rows from each peer [ranks]
-    meets: bool  # ranks exchange rows before the layer
-    block: Block
-    picks: np.ndarray | None = None  # place of each source row among own rows, then the halo [S]
-    into: np.ndarray | None = None  # or of each row picked [P]: the source row that it is added to
-    ids: Tensor | None = None  # `source`, where edges were laid out on a device
-
-    @property
-    def vertices(self) -> Tensor:
-        """Global ids of its source rows [S], where its block is."""
-        return torch.from_numpy(self.source) if self.ids is None else self.ids
-
-
 @dataclass
 class Picks:
-    """Source rows [S, H] that are some of a rank's own rows and halo [T, H], or sums of some."""
+    """Source rows [S, H] that are some of a rank's own rows and halo [T, H], in another order; or
+    sums of some, where these are the partial sums of the layer before."""
 
     places: Tensor  # of those picked [P]
     there: int  # T
     into: Tensor | None  # the source row that each is added to [P]; None: it is one itself
     rows: int  # S
-
-    @staticmethod
-    def of(part: Part) -> Picks | None:
-        """Of a part, on the host; None if it reads its own rows and halo as they are."""
-        if part.picks is None:
-            return None
-        into = None if part.into is None else torch.from_numpy(part.into)
-        there = part.local + int(part.take.sum())
-        return Picks(torch.from_numpy(part.picks), there, into, part.source.size)
 
     @property
     def adds(self) -> bool:
@@ -82,6 +49,29 @@ class Picks:
         of_picked = gradient if self.into is None else gradient.index_select(0, self.into)
         home = gradient.new_zeros(self.there, gradient.shape[1])
         return home.index_copy_(0, self.places, of_picked)
+
+
+@dataclass(eq=False)
+class Part:
+    """A rank's share of one layer.
+
+    Its source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender; or, with
+    `picks`, what these make of them.
+    """
+
+    source: np.ndarray  # global ids [S]
+    local: int  # the rank's own rows of h_{l-1}
+    give: Sequence[np.ndarray]  # for each peer, positions of the own rows of h_{l-1} that it needs
+    take: np.ndarray  # halo rows from each peer [ranks]
+    meets: bool  # ranks exchange rows before the layer
+    block: Block
+    picks: Picks | None = None
+    ids: Tensor | None = None  # `source`, where edges were laid out on a device
+
+    @property
+    def vertices(self) -> Tensor:
+        """Global ids of its source rows [S], where its block is."""
+        return torch.from_numpy(self.source) if self.ids is None else self.ids
 
 
 @dataclass

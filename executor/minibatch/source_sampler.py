@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.minibatch.sampler import Drawn, Sampled, Sampler, absent
-from gnnplan.executor.minibatch.share import Part
+from gnnplan.executor.minibatch.share import Part, Picks
 from gnnplan.planner.graph.sampling import Ids, taken
 from gnnplan.planner.ownership.minibatch import PUSHED
 from gnnplan.planner.vocabulary.numbers import ranges
@@ -29,9 +30,7 @@ class SourceSampler(Sampler):
             return
         first, second, *above = drawn
         wanted, pushed = self._cut(first)
-        own, pushed[self.place] = pushed[self.place], pushed[self.place][:0]
-        came = self._swap(made, Label("push", step), pushed, self.peers)
-        came[self.place] = own
+        came = self._push(made, step, pushed, self.peers)
         with self._span(made, Label("lay", step)):
             asked = [block[PUSHED:][: block[0]].astype(np.int64) for block in came]
             sums, rows = self._sums(first, came)
@@ -102,5 +101,6 @@ class SourceSampler(Sampler):
             picks.append(np.arange(ends, ends + its.size))
             ends += its.size
         part.local, part.give, part.take, part.meets = rows.size, give, take, True
-        part.picks, part.into = np.concatenate(picks), np.concatenate(wanted)
+        places, into = (torch.from_numpy(np.concatenate(each)) for each in (picks, wanted))
+        part.picks = Picks(places, ends, into, part.source.size)
         return part

@@ -28,7 +28,7 @@ from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, keep, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import Moments
-from gnnplan.executor.minibatch.share import Part, Picks, Share, targets_of
+from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import fill
@@ -117,7 +117,7 @@ class Worker(base.Worker):
 
         blocks = by_layer(lambda part: part.block)
         vertices = by_layer(lambda part: part.vertices)
-        picks = {layer: made for layer, made in by_layer(Picks.of).items() if made}
+        picks = {layer: part.picks for layer, part in enumerate(share.parts, 1) if part.picks}
         both = self.own_vertices, self.scored_vertices
         self.features, moved = (bring or one_by_one)(
             (exchanges, picks, blocks, vertices, both, self.targets)

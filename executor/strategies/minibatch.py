@@ -32,11 +32,9 @@ from gnnplan.executor.strategies import base, layerwise
 from gnnplan.executor.strategies.whole import Whole
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import DataParallel, GSplit
+from gnnplan.planner.strategies import P3, DataParallel, GSplit
 from gnnplan.planner.strategies.layerwise.buckets import buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
-from gnnplan.planner.strategies.minibatch.feature_store import Store
-from gnnplan.planner.strategies.minibatch.step import lays_there
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
@@ -51,30 +49,74 @@ class _Loaded(Sampled):
     worker: layerwise.Worker = field(kw_only=True)
 
 
-class Worker(base.Worker):
-    """One rank. It evaluates its part of the full graph, with halos exchanged."""
+class OnBatches(base.Worker):
+    """One rank, whose sampler makes batches. It evaluates its part of the full graph."""
 
     net: Net
 
     def __init__(
+        self,
+        rank: Rank,
+        problem: Problem,
+        strategy: DataParallel | GSplit | P3,
+        first: int,
+        sampler: Callable[..., Sampler],
+        load: Callable[[int, Sampled], Sampled] | None = None,
+    ) -> None:
+        """first: the step of the first batch. load: loads a batch while another is trained on."""
+        self.rank, self.problem, supply = rank, problem, strategy.supply(problem)
+        self.stream = torch.cuda.current_stream(rank.device) if rank.device.type == "cuda" else None
+        self.net = net_of(problem.model, problem.workload).to(rank.device)
+        # before the sampler forks: the fork would keep a copy of the features
+        self.store = FeatureStore(rank, supply)
+        self.rows = self.store.rows  # that it has read, by where they were
+        lists, device = supply.lists, drawing_device(rank, supply)
+        assert lists is None or isinstance(lists, Structure)
+        asked = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
+        self.arriving = Arriving(rank, sampler(*asked), strategy.prefetch, first, load)
+
+    def _load(self, share: Share, span: _Recorded, beside: T) -> tuple[FeatureRows, T]:
+        """Rows of the server's memory that layer 1 or the encoder reads, with room for a halo, and
+        what else a worker has on the device."""
+        own, room = self._own(share.parts[0])
+        (ids, nbytes), device = self.store.in_host(own), self.rank.device
+        with span(nbytes + share.laid_bytes(device)):
+            loaded = self.store.load(ids, room), on_device(beside, device)
+        if self.stream is not None:
+            keep_until_used(self.stream, *loaded)
+        return loaded
+
+    def _own(self, first: Part) -> tuple[np.ndarray, int]:
+        """Vertices of a rank's own rows of what layer 1 or the encoder reads, and halo rows."""
+        own, halo = np.split(first.source, [first.local])
+        return own, halo.size * (first.meets and self.problem.model.first_varying > 0)
+
+    @cached_property
+    def whole(self) -> Whole:
+        """What it evaluates on."""
+        return Whole(self.rank, self.problem, self.net)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Tensor:
+        """Logits [own, C] on the full graph, without dropout, with halos exchanged."""
+        self.scored_by = [self.whole.targets]
+        return self.whole.worker.evaluate(step)
+
+    def close(self) -> None:
+        """End the sampler."""
+        self.arriving.close()
+
+
+class Worker(OnBatches):
+    """One rank that trains on whole rows."""
+
+    def __init__(
         self, rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int = 0
     ) -> None:
-        self.rank, self.problem, self.options = rank, problem, strategy.exchange_options
+        self.options = strategy.exchange_options
         self.buckets = buckets_of(problem, self.options.buckets, self.options.narrow)
-        self.net = net_of(problem.model, problem.workload).to(rank.device)
-        batches = strategy.batches(problem)
-        store, lists = strategy.store(problem), strategy.lists(problem)
-        assert store is None or isinstance(store, Store)
-        assert lists is None or isinstance(lists, Structure)
-        # before the sampler forks: the fork would keep a copy of the features
-        self.store = FeatureStore(rank, problem, store)
-        self.rows = self.store.rows  # that it has read, by where they were
-        ahead = bool(strategy.prefetch) and not lays_there(problem, batches.splits, lists)
-        device = drawing_device(rank, problem, ahead, store, lists)
-        kind = SourceSampler if batches.split == "source" else Sampler
-        sampler = kind(batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device)
-        self.arriving = Arriving(rank, sampler, strategy.prefetch, first, self._load_ahead)
-        self.stream = torch.cuda.current_stream(rank.device) if rank.device.type == "cuda" else None
+        kind = SourceSampler if strategy.batches(problem).split == "source" else Sampler
+        super().__init__(rank, problem, strategy, first, kind, self._load_ahead)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Forward and backward of one batch.
@@ -120,22 +162,6 @@ class Worker(base.Worker):
         worker = self._open(made.share, span)
         return _Loaded(made.share, made.spans, made.sent, worker=worker)
 
-    def _load(self, share: Share, span: _Recorded, beside: T) -> tuple[FeatureRows, T]:
-        """Rows of the server's memory that layer 1 or the encoder reads, with room for a halo, and
-        what else a worker has on the device."""
-        own, room = self._own(share.parts[0])
-        (ids, nbytes), device = self.store.in_host(own), self.rank.device
-        with span(nbytes + share.laid_bytes(device)):
-            loaded = self.store.load(ids, room), on_device(beside, device)
-        if self.stream is not None:
-            keep_until_used(self.stream, *loaded)
-        return loaded
-
-    def _own(self, first: Part) -> tuple[np.ndarray, int]:
-        """Vertices of a rank's own rows of what layer 1 or the encoder reads, and halo rows."""
-        own, halo = np.split(first.source, [first.local])
-        return own, halo.size * (first.meets and self.problem.model.first_varying > 0)
-
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
         """What layer 1 or the encoder reads: own rows, and a halo that its owners send."""
         first = share.parts[0]
@@ -149,21 +175,6 @@ class Worker(base.Worker):
             return rows
         lengths = lengths_of(self.problem.data, first.source[first.local :], rows)
         return SparseRows.cat([rows, exchange.fetch(label, rows, lengths=lengths)])
-
-    @cached_property
-    def whole(self) -> Whole:
-        """What it evaluates on."""
-        return Whole(self.rank, self.problem, self.net)
-
-    @torch.no_grad()
-    def evaluate(self, step: int) -> Tensor:
-        """Logits [own, C] on the full graph, without dropout."""
-        self.scored_by = [self.whole.targets]
-        return self.whole.worker.evaluate(step)
-
-    def close(self) -> None:
-        """End the sampler."""
-        self.arriving.close()
 
 
 open_worker = Worker

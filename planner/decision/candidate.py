@@ -18,7 +18,7 @@ from gnnplan.planner.decision.recommendation import missed
 from gnnplan.planner.decision.room import must_fit_servers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
-from gnnplan.planner.strategies.minibatch.host_memory import fullest
+from gnnplan.planner.strategies.minibatch.proposals import fullest
 from gnnplan.planner.strategies.program.account import Prediction, predict
 from gnnplan.planner.strategies.program.memory import of_fullest
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError

@@ -17,7 +17,7 @@ import numpy as np
 from gnnplan.planner.cluster.spec import MOST_PAIRED, MOST_RANKS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
-from gnnplan.planner.strategies.minibatch.host_memory import fits, fullest
+from gnnplan.planner.strategies.minibatch.proposals import fits, fullest
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
 

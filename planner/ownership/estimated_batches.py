@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,12 +210,12 @@ class EstimatedBatch(MiniBatch):
         self.layers = self.inside = len(needs[0].edges)
         self.depth, self.ranks = self.layers - first_varying, len(groups)
         self._size, self._fullest = groups.count(groups[0]), fullest
-        self._facts = {}
-        self._rows: dict[int, NDArray[np.int64]] = {}
-        seen: Counter[int] = Counter()
+        self._facts, seen = {}, Counter[int]()
         self._member = np.zeros(self.ranks, dtype=np.int64)  # of each rank in its group
         for rank, group in enumerate(groups):
             self._member[rank], seen[group] = seen[group], seen[group] + 1
+        self._rows = self._shared([need.rows for need in needs])
+        self._edges_in = self._shared([need.edges for need in needs])
         self.scored = None if scored is None else self._scored(*scored)
 
     def _scored(self, batch: int, negatives: int) -> Scored:
@@ -235,9 +236,9 @@ class EstimatedBatch(MiniBatch):
             sends = self._to_peers(wanted)
         return Scored(edges, sends, self._size > 1)
 
-    def _shared(self, totals: Sequence[float]) -> NDArray[np.int64]:
-        """Each rank's share of its group's total, in whole numbers that add up [ranks]."""
-        total = np.rint(totals).astype(np.int64)[list(self.servers)]
+    def _shared(self, totals: Sequence[Any]) -> NDArray[np.int64]:
+        """Each rank's share of its group's totals, in whole numbers that add up [.., ranks]."""
+        total = np.rint(totals).astype(np.int64)[list(self.servers)].T
         others = self._size - 1
         if not others:
             return np.asarray(total)
@@ -247,16 +248,11 @@ class EstimatedBatch(MiniBatch):
         return np.where(self._member == 0, first, rest)
 
     def row_counts(self, h: int) -> NDArray[np.int64]:
-        if h not in self._rows:
-            self._rows[h] = self._shared([need.rows[h] for need in self.needs])
-        return self._rows[h]
+        return np.asarray(self._rows[h])
 
     def rows(self, rank: int, h: int) -> NDArray[np.int64]:
         """As many numbers as the rank has rows; which vertices they are is not known."""
         return np.arange(self.row_counts(h)[rank])
-
-    def kind(self, layer: int) -> object:
-        return layer
 
     def crossing(self, layer: int) -> NDArray[np.int64]:
         return np.rint(self.facts(layer).edges * self.cross).astype(np.int64)
@@ -267,7 +263,7 @@ class EstimatedBatch(MiniBatch):
         return LayerFacts(
             self.row_counts(layer),
             self.row_counts(layer - 1) + sends.sum(0),
-            self._shared([need.edges[layer - 1] for need in self.needs]),
+            self._edges_in[layer - 1],
             sends,
         )
 
@@ -289,9 +285,6 @@ class EstimatedBatch(MiniBatch):
         asked = float((population.vertices * -np.expm1(-times)).sum()) / self._size
         return min(asked, need.rows[layer - 1] / self._size)
 
-    def meets(self, layer: int) -> bool:
-        return self._size > 1
-
 
 class EstimatedBatches(Batches):
     """Expected batches of an epoch. They are alike, except for the last."""
@@ -309,8 +302,7 @@ class EstimatedBatches(Batches):
         self.items, self.steps = count_items(workload, stats), per_epoch(workload, stats)
         self.known = min(self.steps, MOST_BATCHES)
         size = groups.count(groups[0])
-        self.mixed = mixing_of(stats, splitter).at(size)
-        self.crossing = self.mixed * (size - 1) / size
+        self.crossing = mixing_of(stats, splitter).at(size) * (size - 1) / size
         share = np.log(min(max(self.items, 1) / stats.vertices, 1.0))
         self.fullest = float(
             np.interp(share, np.log([0.01, 0.5]), FULLEST.get(splitter, (1.0, 1.0)))
@@ -318,20 +310,13 @@ class EstimatedBatches(Batches):
         self._made = {}
 
     def at(self, step: int) -> MiniBatch:
-        step %= self.steps
-        workload = self.workload
-        size = min(workload.batch, self.items - step * workload.batch)
+        workload, groups = self.workload, len(set(self.groups))
+        size = min(workload.batch, self.items - step % self.steps * workload.batch)
         if size not in self._made:
-            counts = [share.size for share in shares(np.arange(size), len(set(self.groups)))]
-            self._made[size] = EstimatedBatch(
-                self.stats,
-                self.groups,
-                [self._need(count) for count in counts],
-                self.first_varying,
-                self.crossing,
-                self.fullest,
-                (size, workload.negatives) if workload.task == "link" else None,
-            )
+            needs = [self._need(share.size) for share in shares(np.arange(size), groups)]
+            scored = (size, workload.negatives) if workload.task == "link" else None
+            others = self.first_varying, self.crossing, self.fullest, scored
+            self._made[size] = EstimatedBatch(self.stats, self.groups, needs, *others)
         return self._made[size]
 
     def _need(self, items: int) -> Expected:

@@ -159,7 +159,7 @@ class Layout:
         return cls(graph, owner, servers=(0,), layers=1, first_varying=1, method=method)
 
     def _clear_caches(self) -> None:
-        self._pieces: dict[tuple[int, int, int, bool, int], Piece] = {}
+        self._pieces: dict[tuple[int, object], Piece] = {}
         self._row_counts: dict[int, tuple[int, ...]] = {}
         self._facts: dict[object, LayerFacts] = {}
         self.__dict__.pop("_position", None)
@@ -170,12 +170,7 @@ class Layout:
 
     def kind(self, layer: int) -> object:
         """A key that is equal for layers with equal rows, edges and exchanges."""
-        return (
-            self._sizes(layer - 1),
-            self._sizes(layer),
-            self.recomputed(layer),
-            self._drawn(layer),
-        )
+        return self._sizes(layer - 1), self._sizes(layer), self.recomputed(layer)
 
     def _sizes(self, h: int) -> tuple[int, ...]:
         """Rows of h_h of each rank."""
@@ -316,10 +311,6 @@ class Layout:
 
     # -- layers --------------------------------------------------------------------------------
 
-    def _drawn(self, layer: int) -> int:
-        """A key that is equal for layers with the same edges into the same rows."""
-        return 0
-
     def _edges(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """In-neighbours of the rank's rows of h_l, row after row, and the degree of each row."""
         return self._allowed_edges(rank, self.rows(rank, layer))
@@ -339,8 +330,7 @@ class Layout:
         """The rank's share of a layer."""
         rows, local = self.rows(rank, layer), self.rows(rank, layer - 1)
         # rows are prefixes of the rank's rows, so equal sizes are equal rows
-        key = (rank, rows.size, local.size, self.recomputed(layer), self._drawn(layer))
-        if key not in self._pieces:
+        if (key := (rank, self.kind(layer))) not in self._pieces:
             self._pieces[key] = self._piece(rank, layer, rows.size, local.size)
         return self._pieces[key]
 

@@ -24,10 +24,9 @@ sends them to the ranks that need them."""
 
 from __future__ import annotations
 
-import copy
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import permutations
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +39,7 @@ from gnnplan.planner.graph.sampling import (
     frontier,
     items_of,
     pairs_in,
+    per_epoch,
     seeds_in,
 )
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
@@ -82,7 +82,7 @@ class MiniBatch(Layout):
         first_varying: int,
         scored: Scored | None = None,
     ) -> None:
-        self.scored = scored
+        self.scored, self.member = scored, member
         self.graph, self.servers, self.ranks = graph, groups, len(groups)
         self.first_varying = first_varying
         self.layers = self.inside = len(frontiers[0].edges)
@@ -108,7 +108,7 @@ class MiniBatch(Layout):
         for rank in range(self.ranks):
             self.owner[self.own(rank)] = rank
 
-    def _drawn(self, layer: int) -> int:
+    def kind(self, layer: int) -> object:
         return layer  # every layer draws anew
 
     def _edges(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -141,68 +141,53 @@ class MiniBatch(Layout):
         """Edges of a layer that each rank draws [ranks]."""
         return self.facts(layer).edges
 
-    def preloaded(self) -> np.ndarray:
-        return np.zeros((self.ranks, self.ranks), dtype=np.int64)  # every batch loads its own rows
+    def totals(self) -> tuple[list[int], list[int]]:
+        """Rows of h_0 .. h_L, and edges of layers 1 .. L, of all ranks."""
+        layers = range(1, self.layers + 1)
+        rows = [int(self.row_counts(h).sum()) for h in (0, *layers)]
+        return rows, [int(self.facts(layer).edges.sum()) for layer in layers]
 
-
-@dataclass(frozen=True)
-class First:
-    """Layer 1 of a batch of which it alone is split."""
-
-    rows: dict[int, list[np.ndarray]]  # of each rank: ids in h_0 or h_1, where not those it owns
-    facts: LayerFacts
-    sends: np.ndarray  # rows of h_1 that i sends to j before layer 2 [ranks, ranks]
-    added: np.ndarray | None = None  # LayerFacts.added of layer 2
-    sampled: np.ndarray | None = None  # edges that each rank draws, if not those that it sums
-    pushed: np.ndarray | None = None  # MiniBatch.pushed
+    def _counted(self, layer: int) -> LayerFacts:
+        if self.splits:
+            return super()._counted(layer)
+        edges = np.array([self._frontiers[g].edges[layer - 1][1].size for g in self.servers])
+        nothing = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        return LayerFacts(self.row_counts(layer), self.row_counts(layer - 1), edges, nothing)
 
 
 class AloneAbove(MiniBatch):
-    """A split batch of which layer 1 alone is split, in one of the ways of `SPLIT`.
+    """A split batch of which layer 1 alone is split.
 
     A rank needs what its own seeds need of h_L .. h_1, and computes layers L .. 2 of it alone."""
 
-    def __init__(self, whole: MiniBatch, split: str) -> None:
-        """whole: the same batch with all layers split."""
+    first: LayerFacts  # of layer 1
+    given: np.ndarray  # rows of h_1 that i sends to j before layer 2 [ranks, ranks]
+    added: np.ndarray | None = None  # LayerFacts.added of layer 2
+
+    def __init__(self, whole: MiniBatch, alone: MiniBatch) -> None:
+        """whole: the same batch with all layers split. alone: as if each rank had its own seeds."""
         self.__dict__.update(whole.__dict__)
         self._clear_caches()
-        # per rank: rows of h_1 .. h_L, and edges of layers 2 .. L
-        self._needed = np.zeros((self.ranks, self.layers), dtype=np.int64)
-        self._edges_above = np.zeros((self.ranks, self.layers - 1), dtype=np.int64)
-        self._first = SPLIT[split](whole, [self._needed_above(rank) for rank in range(self.ranks)])
-        self.pushed = self._first.pushed
+        layers, ranks = range(1, self.layers + 1), range(self.ranks)
+        self._alone = {layer: alone.facts(layer) for layer in layers}
+        # of each rank: ids in h_0 or h_1, where not those it owns
+        self._ids: dict[int, list[np.ndarray]] = {}
+        self._cut(whole, [alone.rows(rank, 1) for rank in ranks])
 
-    def _needed_above(self, rank: int) -> np.ndarray:
-        """Which of its group's rows of h_1 a rank's seeds need, bool; counts rows and edges."""
-        found = self._frontiers[self.servers[rank]]
-        nodes = found.nodes
-        where = np.empty(self.graph.stats.vertices, dtype=np.int32)  # among the group's rows
-        where[nodes[1]] = np.arange(nodes[1].size, dtype=np.int32)
-        needed = np.zeros(nodes[1].size, dtype=bool)
-        needed[self._places[rank][: self._sizes(self.layers)[rank]]] = True
-        for layer in range(self.layers, 1, -1):
-            self._needed[rank, layer - 1] = needed.sum()
-            indptr, places = found.edges[layer - 1]
-            drawn = np.repeat(needed[: nodes[layer].size], np.diff(indptr))
-            needed[where[self.graph.indices[places[drawn]]]] = True
-            self._edges_above[rank, layer - 2] = drawn.sum()
-        self._needed[rank, 0] = needed.sum()
-        return needed
+    @abstractmethod
+    def _cut(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
+        """Count layer 1, and what crosses after it. needed: which rows of h_1 each rank needs."""
 
     def rows(self, rank: int, h: int) -> np.ndarray:
         """Rows of h_0 that a rank reads, and of h_1 that it computes or sums a part of.
 
         Of other rows there are as many as it owns."""
-        rows = self._first.rows.get(h)
-        return super().rows(rank, h) if rows is None else rows[rank]
+        return self._ids[h][rank] if h in self._ids else super().rows(rank, h)
 
     def row_counts(self, h: int) -> np.ndarray:
         if h < 2:
             return np.array([self.rows(rank, h).size for rank in range(self.ranks)])
-        return self._needed[:, h - 1]
-
-    def kind(self, layer: int) -> object:
-        return layer
+        return self._alone[h].rows
 
     def meets(self, layer: int) -> bool:
         return layer == 2
@@ -210,85 +195,72 @@ class AloneAbove(MiniBatch):
     def asks(self, layer: int) -> bool:
         return self.meets(layer) and self.pushed is None
 
-    def sampled(self, layer: int) -> np.ndarray:
-        drawn = self._first.sampled
-        return drawn if layer == 1 and drawn is not None else super().sampled(layer)
-
-    def crossing(self, layer: int) -> np.ndarray:
-        return super().crossing(layer) * (layer == 1)
-
     def _counted(self, layer: int) -> LayerFacts:
         if layer == 1:
-            return self._first.facts
-        counts = self.row_counts(layer), self._needed[:, layer - 2], self._edges_above[:, layer - 2]
+            return self.first
+        facts = self._alone[layer]
         if not self.meets(layer):
-            return LayerFacts(*counts, np.zeros_like(self._first.sends))
-        first = self._first
-        return LayerFacts(*counts, first.sends, made=self.row_counts(1), added=first.added)
+            return facts
+        return replace(facts, halo=self.given, made=self.row_counts(1), added=self.added)
 
 
-def by_destinations(whole: MiniBatch, needed: Sequence[np.ndarray]) -> First:
+class ByDestinations(AloneAbove):
     """Owners compute the rows of h_1 that any rank of the group needs, and read all their sources.
 
-    h_1 crosses, and nothing else does. needed: which of its group's rows of h_1 each rank needs."""
-    ranks = range(whole.ranks)
-    edges = [whole._edges(rank, 1)[0] for rank in ranks]
-    read = [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]
-    sends = np.zeros((whole.ranks, whole.ranks), dtype=np.int64)
-    for rank, peer in permutations(ranks, 2):
-        if whole.servers[rank] == whole.servers[peer]:
-            own = whole._places[peer]
-            sends[peer, rank] = needed[rank][own[own < needed[rank].size]].sum()
-    sources, drawn = (np.array([ids.size for ids in each]) for each in (read, edges))
-    facts = LayerFacts(whole.row_counts(1), sources, drawn, np.zeros_like(sends))
-    return First({0: read}, facts, sends)
+    h_1 crosses, and nothing else does."""
+
+    def _cut(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
+        assert whole.member is not None
+        ranks, groups = range(whole.ranks), np.array(whole.servers)
+        edges = [whole._edges(rank, 1)[0] for rank in ranks]
+        self._ids = {0: [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]}
+        self.given = np.zeros((whole.ranks, whole.ranks), dtype=np.int64)
+        for rank, ids in enumerate(needed):
+            peers = np.flatnonzero(groups == groups[rank])
+            self.given[peers, rank] = np.bincount(whole.member[ids], minlength=peers.size)
+        np.fill_diagonal(self.given, 0)
+        drawn, nothing = np.array([ids.size for ids in edges]), np.zeros_like(self.given)
+        self.first = LayerFacts(whole.row_counts(1), self.row_counts(0), drawn, nothing)
 
 
-def by_sources(whole: MiniBatch, needed: Sequence[np.ndarray]) -> First:
+class BySources(AloneAbove):
     """Owners sum layer 1 over the edges whose sources are theirs, of all rows that anyone needs.
 
     A rank draws all edges of the rows of h_1 that it needs, and pushes each edge to its source's
     owner. Partial sums come back, one of each row and owner of some of its sources or of itself."""
-    partial = [np.zeros(0, np.int64)] * whole.ranks  # rows of h_1 that each sums a part of
-    summed, own, added, sampled = np.zeros((4, whole.ranks), dtype=np.int64)
-    sends, pushed = np.zeros((2, whole.ranks, whole.ranks), dtype=np.int64)
-    for group in set(whole.servers):
-        ranks = np.flatnonzero(np.equal(whole.servers, group)).tolist()
-        owner, edges = _edges_by_owner(whole, ranks)
-        parts = edges > 0
-        parts[np.arange(owner.size), owner] = True
-        own[ranks] = np.bincount(owner, minlength=len(ranks))
-        summed[ranks] = edges.sum(0)
-        for place, rank in enumerate(ranks):
-            partial[rank] = whole._frontiers[group].nodes[1][parts[:, place]]
-            of_others = np.arange(len(ranks)) != place
-            given, drawn = parts[needed[rank]].sum(0), edges[needed[rank]].sum(0)
-            sends[ranks, rank] = given * of_others
-            pushed[rank, ranks] = (PUSHED + 2 * given + drawn) * of_others
-            added[rank], sampled[rank] = given.sum(), drawn.sum()
-    rows = np.array([ids.size for ids in partial])
-    nothing = np.zeros_like(sends)
-    facts = LayerFacts(rows, whole.row_counts(0), summed, nothing, away=rows - own)
-    return First({1: partial}, facts, sends, added, sampled, pushed)
+
+    def sampled(self, layer: int) -> np.ndarray:
+        return self._alone[layer].edges
+
+    def _cut(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
+        assert whole.member is not None
+        partial = [np.zeros(0, np.int64)] * whole.ranks  # rows of h_1 that each sums a part of
+        summed, own, added = np.zeros((3, whole.ranks), dtype=np.int64)
+        sends, pushed = np.zeros((2, whole.ranks, whole.ranks), dtype=np.int64)
+        for group in set(whole.servers):
+            ranks = np.flatnonzero(np.equal(whole.servers, group))
+            found = whole._frontiers[group]
+            rows, (indptr, places) = found.nodes[1], found.edges[0]
+            # edges of each row by their sources' owner [rows, members]
+            edges = np.zeros((rows.size, ranks.size), dtype=np.int64)
+            reader = np.repeat(np.arange(rows.size), np.diff(indptr))
+            np.add.at(edges, (reader, whole.member[whole.graph.indices[places]]), 1)
+            parts = (edges > 0) | (whole.member[rows][:, None] == np.arange(ranks.size))
+            own[ranks] = np.bincount(whole.member[rows], minlength=ranks.size)
+            summed[ranks] = edges.sum(0)
+            for place, rank in enumerate(ranks.tolist()):
+                partial[rank] = rows[parts[:, place]]
+                of_others, its = ranks != rank, np.isin(rows, needed[rank])
+                given, drawn = parts[its].sum(0), edges[its].sum(0)
+                sends[ranks, rank] = given * of_others
+                pushed[rank, ranks] = (PUSHED + 2 * given + drawn) * of_others
+                added[rank] = given.sum()
+        self._ids, self.given, self.added, self.pushed = {1: partial}, sends, added, pushed
+        read, made, nothing = whole.row_counts(0), self.row_counts(1), np.zeros_like(sends)
+        self.first = LayerFacts(made, read, summed, nothing, away=made - own)
 
 
-def _edges_by_owner(whole: MiniBatch, ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Of a group's rows of h_1: which member owns each, and its edges by their sources' owner.
-
-    int [rows] and [rows, members]."""
-    found = whole._frontiers[whole.servers[ranks[0]]]
-    owner = np.empty(whole.graph.stats.vertices, dtype=np.int64)
-    for place, rank in enumerate(ranks):
-        owner[found.nodes[0][whole._places[rank]]] = place
-    indptr, places = found.edges[0]
-    rows, members = found.nodes[1].size, len(ranks)
-    reader = np.repeat(np.arange(rows), np.diff(indptr))
-    pair = reader * members + owner[whole.graph.indices[places]]
-    edges = np.bincount(pair, minlength=rows * members).reshape(rows, members)
-    return owner[found.nodes[1]], edges
-
-
-SPLIT = {"first": by_destinations, "source": by_sources}  # how layer 1 alone may be split
+SPLIT = {"first": ByDestinations, "source": BySources}  # how layer 1 alone may be split
 
 
 def shares(items: Ids, groups: int) -> list[Ids]:
@@ -300,17 +272,9 @@ def frontiers(
     graph: Graph, workload: Workload, items: Ids, groups: int, epoch: int, number: int
 ) -> list[Frontier]:
     """The frontiers of a batch, around the seeds of each group's share of its items."""
-    return [
-        frontier(
-            graph,
-            seeds_in(graph, workload, part, epoch, number),
-            workload.fanouts,
-            workload.seed,
-            epoch,
-            number,
-        )
-        for part in shares(items, groups)
-    ]
+    seeds = [seeds_in(graph, workload, part, epoch, number) for part in shares(items, groups)]
+    asked = workload.fanouts, workload.seed, epoch, number
+    return [frontier(graph, some, *asked) for some in seeds]
 
 
 class Batches:
@@ -319,8 +283,8 @@ class Batches:
     The first `known` batches are those that training draws, in the same order. A later batch is
     taken to be like an earlier one. At most MOST_BATCHES are known, fewer if they are large.
 
-    split: 'all' layers are split in a group, or layer 1 alone: as the 'first', by destinations, or
-    by 'source'."""
+    split: 'all' layers are split in a group, or layer 1 alone (`SplitBelow`): as the 'first', by
+    destinations, or by 'source'."""
 
     split = "all"
 
@@ -335,10 +299,10 @@ class Batches:
         self.graph, self.workload, self.groups = graph, workload, groups
         self.member, self.first_varying = member, first_varying
         self._made: dict[int, MiniBatch] = {}
-        self._split: dict[int, MiniBatch] = {}  # those of which layer 1 alone is split
         self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last
-        self.steps = len(self.items_in(0))
-        edges = sum(places.size for found in self._drawn(0) for _, places in found.edges)
+        self.steps = per_epoch(workload, graph.stats)
+        # they are not kept: ranks that train draw their own
+        edges = sum(places.size for found in self._found(0) for _, places in found.edges)
         self.known = max(1, min(MOST_BATCHES, MOST_EDGES // max(edges, 1)))
 
     @property
@@ -346,10 +310,15 @@ class Batches:
         """Whether ranks share a batch."""
         return len(self.groups) > len(set(self.groups))
 
-    def _drawn(self, step: int) -> list[Frontier]:
-        workload, (epoch, number) = self.workload, divmod(step, self.steps)
-        items = self.items_in(epoch)[number]
-        return frontiers(self.graph, workload, items, len(set(self.groups)), epoch, number)
+    def _found(self, step: int) -> list[Frontier]:
+        epoch, number = divmod(step, self.steps)
+        items, groups = self.items_in(epoch)[number], len(set(self.groups))
+        return frontiers(self.graph, self.workload, items, groups, epoch, number)
+
+    def _drawn(self, step: int) -> MiniBatch:
+        """The batch of a known step."""
+        shared = self.groups, self.member, self.first_varying
+        return MiniBatch(self.graph, self._found(step), *shared, self._scored(step))
 
     def items_in(self, epoch: int) -> list[Ids]:
         """The items of the epoch's batches. Those of one epoch are kept: edges are many."""
@@ -378,35 +347,30 @@ class Batches:
                 sends[members, rank] = np.bincount(wanted, minlength=len(members))
         return Scored(edges, sends, self.member is not None)
 
-    def with_split(self, split: str) -> Batches:
-        """The same batches, of which groups split layer 1 alone, in one of the ways of `SPLIT`."""
-        out = copy.copy(self)  # what either draws, both have
-        out.split, out._split = split, {}
-        return out
-
     def at(self, step: int) -> MiniBatch:
         """The batch of a step, counted over epochs."""
         step %= self.known
-        whole = self._whole(step)
-        if self.split == "all" or not whole.splits:
-            return whole
-        if step not in self._split:
-            self._split[step] = AloneAbove(whole, self.split)
-        return self._split[step]
-
-    def _whole(self, step: int) -> MiniBatch:
-        """The batch of a known step with all layers split."""
         if step not in self._made:
-            self._made[step] = MiniBatch(
-                self.graph,
-                self._drawn(step),
-                self.groups,
-                self.member,
-                self.first_varying,
-                self._scored(step),
-            )
+            self._made[step] = self._drawn(step)
         return self._made[step]
 
     def first(self) -> list[MiniBatch]:
         """The batches of the first epoch that are known."""
         return [self.at(step) for step in range(min(self.steps, self.known))]
+
+
+class SplitBelow(Batches):
+    """The same batches, of which groups split layer 1 alone, in one of the ways of `SPLIT`."""
+
+    def __init__(self, whole: Batches, split: str) -> None:
+        self.__dict__.update(whole.__dict__)
+        self.whole, self.split, self._made = whole, split, {}
+
+    def _drawn(self, step: int) -> MiniBatch:
+        whole = self.whole.at(step)
+        if not whole.splits:
+            return whole
+        asked = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
+        alone = [frontier(self.graph, whole.own(rank), *asked) for rank in range(whole.ranks)]
+        each = MiniBatch(self.graph, alone, (*range(whole.ranks),), None, self.first_varying)
+        return SPLIT[self.split](whole, each)

@@ -107,11 +107,9 @@ def _facts(graph: Graph | GraphStats, stats: GraphStats) -> dict[str, Any]:
 def _measured(
     graph: Graph, parts: int, method: str, servers: int, hops: int, seed: int
 ) -> dict[str, Any]:
-    key = (
-        f"{VERSION} {PARTITION_VERSION} {graph.stats.hash} {parts} {method} {servers} {hops} {seed}"
-    )
-    asked = graph, parts, method, servers, hops, seed
-    entry, there = remembered("profiles", key, lambda: _counted(*asked))
+    asked = parts, method, servers, hops, seed
+    key = " ".join(map(str, (VERSION, PARTITION_VERSION, graph.stats.hash, *asked)))
+    entry, there = remembered("profiles", key, lambda: _counted(graph, *asked))
     return {**entry, "cached": there}
 
 
@@ -123,7 +121,11 @@ def _counted(
     around = within(graph, part.astype(np.int64) * servers // parts, servers, hops)
     near = around if servers == parts else within(graph, part, parts, 1)
     external = (near[1] - near[0]).tolist()
-    rows = np.bincount(part, minlength=parts)
+
+    def in_each(weights: Array | None = None) -> list[int]:
+        found: list[int] = np.bincount(part, weights, parts).astype(int).tolist()
+        return found
+
     return {
         "method": method,
         "seed": seed,
@@ -133,15 +135,10 @@ def _counted(
         "halo_rows_per_part": external,
         # directed edges between parts
         "edge_cut": int(np.count_nonzero(np.repeat(part, graph.degree) != part[graph.indices])),
-        "rows_per_part": rows.tolist(),
-        # edges into the part
-        "edges_per_part": (
-            np.bincount(part, weights=graph.degree, minlength=parts).astype(int).tolist()
-        ),
-        "train_per_part": (
-            np.bincount(part, weights=graph.train, minlength=parts).astype(int).tolist()
-        ),
-        "balance": float(rows.max() / rows.mean()),
+        "rows_per_part": in_each(),
+        "edges_per_part": in_each(graph.degree),  # edges into the part
+        "train_per_part": in_each(graph.train),
+        "balance": max(in_each()) * parts / part.size,
         "growth": (around[1:] / around[0]).mean(axis=1).tolist(),
         "seconds": time.perf_counter() - start,
     }

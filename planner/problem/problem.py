@@ -24,7 +24,7 @@ from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, cut_parts, esti
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
 from gnnplan.planner.ownership.layout import Expansion, Layout, reached
-from gnnplan.planner.ownership.minibatch import Batches
+from gnnplan.planner.ownership.minibatch import Batches, SplitBelow
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
 from gnnplan.planner.problem.known import Known, answered
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -375,8 +375,7 @@ class Problem:
         imbalance: of its owners' loads; estimates know METIS's default only. split: that of
         Batches."""
         if split != "all":
-            whole = self.minibatches(groups, splitter, epochs, imbalance, "all")
-            return whole.with_split(split)
+            return SplitBelow(self.minibatches(groups, splitter, epochs, imbalance, "all"), split)
         first_varying = self.model.first_varying
         if self.graph is None:
             return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)

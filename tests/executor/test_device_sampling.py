@@ -1,6 +1,7 @@
 """Sampling from tensors draws what the planner's numpy does."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,9 +116,9 @@ def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Problem:
 
 
 def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str]) -> None:
-    def drawing(kind: str, asked: str, memory: float, ahead: bool = False) -> torch.device | None:
-        rank = Rank(0, 1, torch.device(kind), "gloo")
-        return drawing_device(rank, on_gpus(graphs, asked, memory), ahead, None, None)
+    def drawing(kind: str, asked: str, memory: float, **how: Any) -> torch.device | None:
+        rank, supply = Rank(0, 1, torch.device(kind), "gloo"), DataParallel().supply
+        return drawing_device(rank, replace(supply(on_gpus(graphs, asked, memory)), **how))
 
     assert drawing("cuda", "device", 1e9) == torch.device("cuda")
     assert (
@@ -126,7 +127,8 @@ def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str
         is drawing("cuda", "device", 1e3)
         is None
     )
-    assert drawing("cuda", "device", 1e9, ahead=True) is None, "a fork has no CUDA"
+    ahead = {"prefetch": 1, "pushes": True}
+    assert drawing("cuda", "device", 1e9, **ahead) is None, "a fork has no CUDA"
 
 
 def test_a_sampler_on_the_host_takes_none_of_a_gpu(graphs: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from gnnplan.planner.evidence.recorded import rows_by_class
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
-from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
+from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, Store
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.testing.ranks import Case, Ranks
 
@@ -84,8 +84,8 @@ def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int
     problem = case(f"data_parallel(cache={cache})", graphs[graph], layers=1, fanout=(3,)).problem(1)
     strategy, rank = DataParallel(cache=cache), Rank(0, 1, torch.device("cpu"), "gloo")
     planned = strategy.store(problem)
-    assert planned is not None and problem.graph is not None
-    store, total = FeatureStore(rank, problem, planned), np.zeros(4, dtype=int)
+    assert isinstance(planned, Store) and problem.graph is not None
+    store, total = FeatureStore(rank, strategy.supply(problem)), np.zeros(4, dtype=int)
     drawn = [batch.rows(0, 0) for batch in strategy.batches(problem).first()]
     for step, ids in enumerate([*drawn, np.zeros(0, np.int64), np.arange(60)[::-1]]):
         (in_host, nbytes), loads = store.in_host(ids), planned.loads(problem, [ids])
@@ -108,9 +108,10 @@ def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int
 
 def test_a_server_has_no_other_servers_rows(graphs: dict[str, str]) -> None:
     problem = case("", graphs["rough"], servers=2).problem(2)
-    planned = DataParallel(features="spread").store(problem)
-    assert planned is not None and planned.home is not None
-    store = FeatureStore(Rank(0, 2, torch.device("cpu"), "gloo"), problem, planned)
+    supply = DataParallel(features="spread").supply(problem)
+    planned = supply.store
+    assert isinstance(planned, Store) and planned.home is not None
+    store = FeatureStore(Rank(0, 2, torch.device("cpu"), "gloo"), supply)
     assert len(store._host(np.flatnonzero(planned.home == 0)))
     with pytest.raises(AssertionError, match="server 0 has no features of vertices"):
         store._host(np.flatnonzero(planned.home == 1)[:1])
@@ -189,11 +190,10 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse: bool) -> None:
         stats=graph.stats,
         workload=problem.workload.model_copy(update={"dtype": "float32"}),
     )
-    planned = DataParallel(cache=400_000, hot="degree").store(problem)
-    assert planned is not None
-    store, left, _ = counted(
-        lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), problem, planned)
-    )
+    supply = DataParallel(cache=400_000, hot="degree").supply(problem)
+    planned = supply.store
+    assert isinstance(planned, Store)
+    store, left, _ = counted(lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), supply))
     # its arrays are numpy's, whom the profiler does not see
     if not isinstance(store.cached, Tensor):
         pattern = store.cached.pattern

@@ -23,7 +23,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.strategies.minibatch.feature_store import HOST
-from gnnplan.planner.strategies.minibatch.host_memory import fitting, fullest
+from gnnplan.planner.strategies.minibatch.proposals import fitting, fullest
 from gnnplan.planner.vocabulary.errors import Infeasible
 
 GRAPH = load("synthetic:community?vertices=40000&edges=400000&features=40&classes=5&seed=0")
@@ -90,12 +90,12 @@ def test_a_server_has_what_its_ranks_read_from_it(text: str):
             features = graph.x[:, sorted(columns)].nbytes
         else:
             store = strategy.store(problem)  # type: ignore[attr-defined]
-            read = (
-                {v for rank in ranks for v in np.flatnonzero(store.of(rank, everyone)[0] == HOST)}
-                if store
-                else everyone
-            )
-            if store and "all" in text:  # ranks of one group read what they own only
+            read = {
+                v for rank in ranks for v in np.flatnonzero(store.of(rank, everyone)[0] == HOST)
+            }
+            if (
+                "all" in text and store.home is not None
+            ):  # ranks of one group read what they own only
                 read = set(np.flatnonzero(store.home == server))
             features = len(read) * 40 * 4
         assert held["features"][server] == features

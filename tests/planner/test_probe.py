@@ -84,7 +84,6 @@ def test_hits_are_those_of_the_strategy_with_such_a_cache() -> None:
     for hot in ("frequency", "degree"):
         strategy = DataParallel(cache=round(0.1 * 600) * 8 * 4, hot=hot)
         store, batches = strategy.store(problem), strategy.batches(problem)
-        assert store is not None
         rows = sum(
             store.loads_of(problem, batches.at(step)).rows.sum(0) for step in range(batches.steps)
         )

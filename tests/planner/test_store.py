@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import test_batchwise as batchwise
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.graph.splitting import BEFORE
 from gnnplan.planner.ownership.minibatch import MiniBatch, shares
@@ -40,8 +38,7 @@ from gnnplan.planner.vocabulary.schedule import Collective, Copy
 from gnnplan.simulator.player import play
 
 ROW = 40 * 4  # [B]
-GRAPH = load("synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0")
-assert isinstance(GRAPH, Graph)
+GRAPH = batchwise.GRAPHS[0]
 Strategies = DataParallel | GSplit
 
 
@@ -53,29 +50,14 @@ def problem_of(
     memory: float = 1e12,
     **workload: Any,
 ) -> Problem:
-    device = Device(memory=memory, gemm=1e11, memory_bandwidth=1e11, launch=1e-6)
-    where = Cluster(
-        servers=servers,
-        gpus_per_server=gpus,
-        device=device,
-        intra_node=Link(bandwidth=1e10, latency=1e-6),
-        inter_node=Link(bandwidth=1e9, latency=1e-5),
-        host_rates={"draw": 2e7, "lay": 4e7},
-    )
-    asked = {
-        "mode": "mini",
-        "layers": 3,
-        "hidden": 16,
-        "batch": 16,
-        "fanout": (4, 3, 2),
-        **workload,
-    }
-    return Problem(graph.stats, graph, Workload(**asked), where, method)
+    made = batchwise.problem_of(graph, servers, gpus, **workload)
+    device = made.cluster.device.model_copy(update={"memory": memory})
+    return replace(made, method=method, cluster=made.cluster.model_copy(update={"device": device}))
 
 
 def made(strategy: Strategies, problem: Problem) -> Store:
     store = strategy.store(problem)
-    assert store is not None
+    assert isinstance(store, Store)
     return store
 
 
@@ -133,12 +115,9 @@ def stored(draw: st.DrawFn) -> tuple[Strategies, Problem]:
 @settings(max_examples=examples(30))
 def test_every_row_is_where_its_class_says(drawn: tuple[Strategies, Problem]) -> None:
     strategy, problem = drawn
-    store = strategy.store(problem)
-    if store is None:
-        assert not strategy.cache and (
-            strategy.features == "everywhere" or problem.cluster.servers == 1
-        )
-        return
+    store = made(strategy, problem)
+    is_spread = strategy.features == "spread" and problem.cluster.servers > 1
+    assert strategy.supply(problem).is_plain == (not store.caches and not is_spread)
     everyone = np.arange(400)
     held = [set(ids.tolist()) for ids in store.cached]
     for rank, server in enumerate(problem.servers):
@@ -190,7 +169,7 @@ def test_prediction_schedule_and_simulation_agree(drawn: tuple[Strategies, Probl
             t.work.nbytes for t in of.schedule(problem, steps).tasks if isinstance(t.work, Copy)
         )
 
-    if strategy.store(problem) is not None:
+    if not strategy.supply(problem).is_plain:
         hit, peer, host, remote = rows_of_an_epoch(strategy, problem).sum(0)
         laid = sum(laid_of(problem, batch).sum() for batch in strategy.batches(problem).first())
         assert loaded(strategy) == host * ROW + laid
@@ -339,10 +318,7 @@ def test_sparse_rows_take_what_they_have() -> None:
     graph = replace(GRAPH, x=x, stats=replace(GRAPH.stats, nonzeros=x.nnz, hash="sparse"))
     problem = problem_of(graph=graph)
     for cache in (0, 4, 100, 1000, 10**6):
-        store = DataParallel(cache=cache, hot="degree").store(problem)
-        if store is None:
-            assert cache == 0
-            continue
+        store = made(DataParallel(cache=cache, hot="degree"), problem)
         order = hottest(graph, problem.workload, "degree", 4)
         taken = store.cached[0].size
         assert store.cached[0].tolist() == order[:taken].tolist()

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_batchwise as batchwise
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.ownership.minibatch import shares
 from gnnplan.planner.problem.problem import Problem
@@ -21,30 +19,14 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import Structure, thin
 from gnnplan.planner.strategies.minibatch.feature_store import frequency
 from gnnplan.planner.vocabulary.errors import SpecError
 
-GRAPH = load("synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0")
-assert isinstance(GRAPH, Graph)
+GRAPH = batchwise.GRAPHS[0]
 
 
 def problem_of(servers: int = 2, gpus: int = 2, kind: str = "cuda", **workload: Any) -> Problem:
-    device = Device(kind=kind, memory=1e12, gemm=1e11, memory_bandwidth=1e11)
-    where = Cluster(
-        servers=servers,
-        gpus_per_server=gpus,
-        device=device,
-        intra_node=Link(bandwidth=1e10),
-        inter_node=Link(bandwidth=1e9),
-    )
-    assert isinstance(GRAPH, Graph)
-    asked = {
-        "mode": "mini",
-        "layers": 3,
-        "hidden": 16,
-        "batch": 32,
-        "fanout": (4, 3, 2),
-        "model": "sage",
-        **workload,
-    }
-    return Problem(GRAPH.stats, GRAPH, Workload(**asked), where)
+    asked = {"batch": 32, "model": "sage", **workload}
+    made = batchwise.problem_of(GRAPH, servers, gpus, **asked)
+    device = made.cluster.device.model_copy(update={"kind": kind})
+    return replace(made, cluster=made.cluster.model_copy(update={"device": device}))
 
 
 def spread(strategy: DataParallel | P3 | GSplit, problem: Problem) -> Structure:

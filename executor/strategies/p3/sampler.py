@@ -6,7 +6,7 @@ Peers (a rail) have other columns of the features, and the same batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 @dataclass
 class Pushed(Part):
-    """Layer 1 of all peers' blocks side by side: the destinations of all, then other sources."""
+    """Layer 1 of all peers' blocks side by side: the destinations of all, then other sources.
 
-    rows: Sequence[int] = ()  # destinations of each peer
+    A peer is given the sums of its destinations, and gives those of the rank's own."""
+
+    own: slice = field(kw_only=True)  # the rank's own destinations
 
 
 class ColumnSampler(Sampler):
@@ -42,11 +44,9 @@ class ColumnSampler(Sampler):
         own = np.concatenate([header, below, np.diff(first.indptr), position[columns]]).astype(
             np.int32
         )
-        blocks, nothing = [own], own[:0]
+        blocks = [own] * len(self.rail)
         if len(self.rail) > 1:
-            pushed = [nothing if peer == self.me else own for peer in self.rail]
-            blocks = self._swap(made, Label("push", step), pushed, self.rail)
-            blocks[self.rail.index(self.me)] = own
+            blocks = self._push(made, step, blocks, self.rail)
         with self._span(made, Label("lay", step)):
             rest = (self._part(kind, of) for kind, of in zip(self.edges[1:], above, strict=True))
             made.share.parts = [self._merged(blocks), *rest]
@@ -81,12 +81,10 @@ class ColumnSampler(Sampler):
             self._degrees,
             drawn=True,
         )
-        return Pushed(
-            source,
-            source.size,
-            [],
-            np.zeros(0, np.int64),
-            False,
-            merged,
-            rows=counts[:, 1].tolist(),
-        )
+        give, take = [indptr[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
+        place = self.rail.index(self.me)
+        for i, peer in enumerate(self.rail):
+            if i != place:
+                give[peer], take[peer] = np.arange(first[i], first[i + 1]), counts[place, 1]
+        own = slice(int(first[place]), int(first[place + 1]))
+        return Pushed(source, source.size, give, take, False, merged, own=own)

@@ -13,21 +13,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import Block, backward, gradient_of, on_device
+from gnnplan.executor.layers.kernels import Block, backward, gradient_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.minibatch.arriving import Arriving
-from gnnplan.executor.minibatch.feature_store import FeatureStore
-from gnnplan.executor.minibatch.sampler import drawing_device
 from gnnplan.executor.minibatch.share import Share, targets_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks import comm
@@ -36,14 +32,13 @@ from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill, named
-from gnnplan.executor.strategies import base
+from gnnplan.executor.strategies.minibatch import OnBatches
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
-from gnnplan.executor.strategies.whole import Scored, Whole
+from gnnplan.executor.strategies.whole import Scored
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
-from gnnplan.planner.strategies.minibatch.feature_store import Store
 from gnnplan.planner.strategies.p3.p3 import period
 from gnnplan.planner.strategies.p3.slices import DELAY
 from gnnplan.planner.vocabulary.schedule import Label
@@ -83,16 +78,16 @@ class Flight:
     gradient: Tensor = NO_ROWS  # of this rank's sum
 
 
-class Worker(base.Worker):
+class Worker(OnBatches):
     """One rank. `net` is the whole model, evaluated and saved; `sliced` is what it trains."""
 
-    net: Net
-
     def __init__(self, rank: Rank, problem: Problem, strategy: P3, first: int = 0) -> None:
-        self.rank, self.problem, self.strategy = rank, problem, strategy
-        me, device = rank.rank, rank.device
+        self.strategy, me = strategy, rank.rank
         self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
-        self.net = net_of(problem.model, problem.workload).to(device)
+        # batches that are under way between two epochs
+        self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
+        first = self.landing.start if self.landing else first
+        super().__init__(rank, problem, strategy, first, partial(ColumnSampler, rail=self.rail))
         self.its = slice(self.columns.start, self.columns.stop)
         # weights of which it has these columns
         self.cut = {f"layers.1.{name}": self.columns for name in self.net.layer(1).by_columns}
@@ -100,21 +95,6 @@ class Worker(base.Worker):
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
             if len(group) > 1:
                 rank.groups.of(group)
-        lists = strategy.lists(problem)
-        store = strategy.store(problem)
-        assert store is None or isinstance(store, Store)
-        drawing = drawing_device(rank, problem, bool(strategy.prefetch), store, lists)
-        batches, edges = strategy.batches(problem), self.net.edges
-        sampler = ColumnSampler(
-            batches, me, edges, rank.groups.timeout_s, lists, drawing, rail=self.rail
-        )
-        # batches that are under way between two epochs
-        self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
-        self.arriving = Arriving(
-            rank, sampler, strategy.prefetch, self.landing.start if self.landing else first
-        )
-        self.features = FeatureStore(rank, problem, store, self.columns)
-        self.rows = self.features.rows  # that it has read columns of, by where they were
         trained = rank, problem.workload, self.gradients(self.sliced)
         self.learner: Learner
         if strategy.pipelined:
@@ -196,29 +176,15 @@ class Worker(base.Worker):
     def _partial(self, step: int, share: Share, net: Net) -> Flight:
         """Layer 1 on this rank's columns, for all peers' blocks."""
         rank, problem = self.rank, self.problem
-        part = share.parts[0]
+        part, *rest = share.parts
         assert isinstance(part, Pushed)
         layer = cast(ColumnLayer, net.layer(1))
-        ends = np.cumsum(part.rows)
-        place = self.rail.index(rank.rank)
-        own_rows = part.rows[place]
-        own = slice(int(ends[place] - own_rows), int(ends[place]))
-        give, take = [np.zeros(0, np.int64)] * rank.world, np.zeros(rank.world, np.int64)
-        for peer, end, count in zip(self.rail, ends.tolist(), part.rows, strict=True):
-            if peer != rank.rank:
-                give[peer], take[peer] = np.arange(end - count, end), own_rows
-        above = (
-            [part.block for part in share.parts[1:]],
-            [part.vertices for part in share.parts[1:]],
-            targets_of(problem, share, HOST, share.total),
-        )
-        read = part.block, part.vertices, Exchange(rank, give, take, at=HOST)
-        ids, nbytes = self.features.in_host(part.source)
-        nbytes += share.laid_bytes(rank.device)
-        with rank.recorder.span(Label("load", step), "copy", nbytes):
-            loaded = self.features.load(ids)
-            (block, vertices, exchange), above = on_device((read, above), rank.device)
-        x = self.features.complete(loaded, part.source, step)
+        targets = targets_of(problem, share, HOST, share.total)
+        above = [each.block for each in rest], [each.vertices for each in rest], targets
+        read = part.block, part.vertices, Exchange(rank, part.give, part.take, at=HOST)
+        span = partial(rank.recorder.span, Label("load", step), "copy")
+        loaded, (block, vertices, exchange, above) = self._load(share, span, (*read, above))
+        x = self.store.complete(loaded, part.source, step)
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
         with ExitStack() as spans:
             first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
@@ -233,9 +199,9 @@ class Worker(base.Worker):
             drop = self.drop(step, 1, vertices, self.columns.start)
             # a user's module may leave its features whole
             rows = drop(x) if problem.model.layers[0].drops else x
-            partial = partial_sums(layer, block, rows, sync)
+            sums = partial_sums(layer, block, rows, sync)
         del loaded, x, rows  # autograd keeps what it needs of them
-        return Flight(step, net, share, exchange, above, partial, own)
+        return Flight(step, net, share, exchange, above, sums, part.own)
 
     def _total_over_peers(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
         """What sums attention's logits over peers, in the middle of a span of computation.
@@ -330,27 +296,23 @@ class Worker(base.Worker):
         vertices (edges), and their rows of the last layer.
         """
         self.scored_by = []
-        if not self.strategy.pipelined:
-            flight = self._front(step)
-            loss, logits = self._body(flight)
-            self._tail(flight)
-            return loss, logits
         done = self.play(step)
-        device = self.rank.device
-        total = sum((loss for loss, _ in done), torch.zeros((), device=device))
-        if not done:
-            return total, torch.zeros(0, self.problem.model.classes, device=device)
-        return total, torch.cat([rows for _, rows in done])
+        if len(done) == 1:
+            return done[0]
+        total = torch.zeros((), device=self.rank.device)
+        rows = total.new_zeros(0, self.problem.model.classes)
+        return sum((loss for loss, _ in done), total), torch.cat([rows, *(its for _, its in done)])
 
     def play(self, t: int, steps: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Play period t of the pipeline, without its update, which the learner does.
+        """Play period t of the pipeline, or step t, without its update, which the learner does.
 
         steps: batches of the run, if it ends. Returns what the bodies of the period return.
         """
-        assert isinstance(self.learner, Delayed)
-        done = []
-        for phase, batch in period(t, self.strategy.steps(self.problem), steps):
+        done, epoch, in_order = [], self.strategy.steps(self.problem), ("front", "body", "tail")
+        all_of_one = ((phase, t) for phase in in_order)
+        for phase, batch in period(t, epoch, steps) if self.strategy.pipelined else all_of_one:
             if phase == "reduce":
+                assert isinstance(self.learner, Delayed)
                 self.learner.start(batch)
             elif phase == "front":
                 self.flights[batch] = self._front(batch)
@@ -360,24 +322,13 @@ class Worker(base.Worker):
                 self._tail(self.flights.pop(batch))
         return done
 
-    @cached_property
-    def whole(self) -> Whole:
-        """What it evaluates on."""
-        return Whole(self.rank, self.problem, self.net)
-
-    @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits on the full graph, with the weights of all columns."""
         self._assemble()
-        self.scored_by = [self.whole.targets]
-        return self.whole.worker.evaluate(step)
+        return super().evaluate(step)
 
     def open_learner(self) -> Learner:
         return self.learner
-
-    def close(self) -> None:
-        """End the sampler."""
-        self.arriving.close()
 
     def drain(self) -> None:
         """Wait for messages; batches stay under way."""

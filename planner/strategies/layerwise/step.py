@@ -263,13 +263,13 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
     """Exchanges before the first step: features of recomputed rows, then constant inputs' halo."""
     preloaded = layout.preloaded()
     if preloaded.any():
-        yield _send_features(problem, layout, preloaded, "preload")
+        yield send_features(problem, layout, preloaded, "preload")
     halo = layout.facts(1).sends
     if problem.model.first_varying == 1 and halo.any():
-        yield _send_features(problem, layout, halo, "input_halo")
+        yield send_features(problem, layout, halo, "input_halo")
 
 
-def _send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str) -> Op:
+def send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str) -> Op:
     """The exchange of the features of so many `rows` [ranks, ranks]."""
     nbytes = (rows * problem.model.features_moved(1)).round().astype(np.int64)
     if not (problem.model.nonzeros and isinstance(layout, Layout)):

@@ -23,19 +23,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids, taken
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.minibatch.feature_store import PLACES, heat, that_fit
+from gnnplan.planner.strategies.minibatch.feature_store import (
+    PLACES,
+    check_word,
+    heat,
+    provided,
+    that_fit,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.outer import Outer
 
 NEIGHBOUR = 4  # [B] of a neighbour, in a list or drawn from one
@@ -50,12 +57,14 @@ class Structure:
     home: the place [N] of each vertex's list.
     kept: whether a list is at a place, its home or cached [places, N].
     asks: whether samplers may need lists that they do not have.
+    lengths: edges of each list [N].
     """
 
     places: tuple[int, ...]
     home: NDArray[np.int32]
     kept: NDArray[np.bool_]
     asks: bool
+    lengths: NDArray[Any]
 
     def keeps(self, rank: int) -> NDArray[np.bool_]:
         """Whether a rank's sampler has each list [N]."""
@@ -66,58 +75,28 @@ class Structure:
 
         It is the rank itself, or one of the ranks of the list's home, which share this work by id.
         """
-        out = np.full(ids.size, rank, np.int32)
-        away = np.flatnonzero(~self.keeps(rank)[ids])
         # of spread lists, id mod places is the home; the quotient picks one of its ranks
-        home, turn = self.home[ids[away]], ids[away] // len(self.kept)
-        for place in range(len(self.kept)):
-            there, ranks = home == place, np.flatnonzero(np.equal(self.places, place))
-            out[away[there]] = ranks[turn[there] % ranks.size]
-        return out
-
-    def draws(
-        self, graph: Graph, rows: Sequence[Ids], fanout: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids that rank i asks of rank j, and edges that j draws for i, both [ranks, ranks].
-
-        `rows`: the vertices [R] that each rank samples for a layer. Edges drawn for oneself are
-        included.
-        """
-        m = len(self.places)
-        asked, drawn = np.zeros((2, m, m), np.int64)
-        for rank, ids in enumerate(rows):
-            provider = self.provider(rank, ids)
-            asked[rank] = np.bincount(provider, minlength=m)
-            drawn[rank] = np.bincount(
-                provider,
-                weights=taken(graph.degree_of(ids), fanout),
-                minlength=m,
-            )
-        np.fill_diagonal(asked, 0)
-        return asked, drawn
+        home = np.where(self.keeps(rank)[ids], self.places[rank], self.home[ids])
+        return provided(self.places, rank, home, ids // len(self.kept))
 
     def of(
         self, batch: MiniBatch, layer: int, fanout: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Ids that rank i asks of rank j and edges that i draws for j [ranks, ranks], and all edges
         that each draws [ranks], for a layer of a batch."""
-        rows = [batch.rows(rank, layer) for rank in range(batch.ranks)]
-        asked, drawn = self.draws(batch.graph, rows, fanout)
-        return asked, drawn.T * ~np.eye(batch.ranks, dtype=bool), drawn.sum(0)
+        m = len(self.places)
+        asked, drawn = np.zeros((2, m, m), np.int64)
+        for rank in range(m):
+            ids = batch.rows(rank, layer)
+            provider, edges = self.provider(rank, ids), taken(batch.graph.degree_of(ids), fanout)
+            asked[rank] = np.bincount(provider, minlength=m)
+            drawn[rank] = np.bincount(provider, weights=edges, minlength=m)
+        others = ~np.eye(m, dtype=bool)
+        return asked * others, drawn.T * others, drawn.sum(0)
 
-    def edges_at(self, graph: Graph, ranks: Sequence[int]) -> int:
+    def edges_at(self, ranks: Sequence[int]) -> float:
         """Edges of the lists that these ranks have between them."""
-        return int(graph.degree[self.kept[[self.places[rank] for rank in ranks]].any(0)].sum())
-
-    def copied(self, graph: Graph) -> NDArray[np.int64]:
-        """Bytes of each rank's part of the structure [ranks]: its lists, offsets and degrees."""
-        n, lists = (
-            graph.stats.vertices,
-            np.array([int(graph.degree[kept].sum()) for kept in self.kept]),
-        )
-        return np.asarray(
-            NEIGHBOUR * lists + ENTRY * (n + 1) + ENTRY * (1 + graph.stats.directed) * n
-        )[list(self.places)]
+        return int(self.lengths[self.kept[[self.places[rank] for rank in ranks]].any(0)].sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,17 +104,24 @@ class EstimatedStructure:
     """Where the lists are of a graph known by statistics: spread evenly.
 
     cached: the share of other places' lists that a place has.
+    edges: of all lists.
     """
 
     places: tuple[int, ...]
     cached: float
     asks: bool
+    edges: int
+
+    @cached_property
+    def _places(self) -> int:
+        """How many there are."""
+        return len(set(self.places))
 
     def of(
         self, batch: MiniBatch, layer: int, fanout: int
     ) -> tuple[Outer, Outer, NDArray[np.int64]]:
         """As `Structure.of`."""
-        facts, away = batch.facts(layer), (1 - self.cached) * (1 - 1 / len(set(self.places)))
+        facts, away = batch.facts(layer), (1 - self.cached) * (1 - 1 / self._places)
         others = Outer.of(self.places, False, 1).sum(1)  # of each rank
         to = np.where(others > 0, away / np.maximum(others, 1), 0.0)
         asked, drawn = (
@@ -144,18 +130,23 @@ class EstimatedStructure:
         )
         return asked, drawn.T, facts.edges - drawn.sum(1) + drawn.sum(0)
 
-    def share_at(self, ranks: Sequence[int]) -> float:
-        """The share of all lists that these ranks have between them."""
-        own = len({self.places[rank] for rank in ranks}) / len(set(self.places))
-        return own + self.cached * (1 - own)
+    def edges_at(self, ranks: Sequence[int]) -> float:
+        """As `Structure.edges_at`."""
+        own = len({self.places[rank] for rank in ranks}) / self._places
+        return self.edges * (own + self.cached * (1 - own))
 
-    def copied(self, stats: GraphStats) -> NDArray[np.int64]:
-        """As `Structure.copied`."""
-        n, places = stats.vertices, len(set(self.places))
-        share = (1 + self.cached * (places - 1)) / places
-        lists = round(NEIGHBOUR * stats.edges * share)
-        offsets_and_degrees = ENTRY * (n + 1) + ENTRY * (1 + stats.directed) * n
-        return np.full(len(self.places), lists + offsets_and_degrees)
+
+Lists = Structure | EstimatedStructure
+
+
+def bytes_at(problem: Problem, lists: Lists | None, ranks: Sequence[int]) -> float:
+    """Bytes of what these ranks have between them: lists, all offsets, all degrees.
+
+    lists: None if they have all."""
+    stats = problem.stats
+    held = stats.edges if lists is None else lists.edges_at(ranks)
+    offsets_and_degrees = stats.vertices + 1 + (1 + stats.directed) * stats.vertices
+    return NEIGHBOUR * held + ENTRY * offsets_and_degrees
 
 
 def list_bytes(graph: Graph, ids: Ids) -> NDArray[np.int64]:
@@ -191,7 +182,7 @@ def hashed(
     by_rank: bool,
     cache: int = 0,
     hot: str = "frequency",
-) -> Structure | EstimatedStructure | None:
+) -> Lists | None:
     """The structure spread over servers, or over ranks, by hash; each is made once.
 
     Each place caches so many bytes of other places' lists. None: every sampler has all lists.
@@ -205,13 +196,12 @@ def hashed(
     if structure == "everywhere" or count == 1:
         return None
 
-    def estimated() -> Structure | EstimatedStructure:
-        others = (
-            (NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices) * (count - 1) / count
-        )
-        return EstimatedStructure(places, min(cache / others, 1.0), asks=True)
+    def estimated() -> Lists:
+        edges = problem.stats.edges
+        others = (NEIGHBOUR * edges + ENTRY * problem.stats.vertices) * (count - 1) / count
+        return EstimatedStructure(places, min(cache / others, 1.0), True, edges)
 
-    def counted() -> Structure | EstimatedStructure:
+    def counted() -> Lists:
         graph = batches.graph
         home = (np.arange(graph.stats.vertices) % count).astype(np.int32)
         kept = home == np.arange(count)[:, None]
@@ -219,13 +209,13 @@ def hashed(
         for place in range(count):
             others = order[home[order] != place]
             kept[place, that_fit(others, list_bytes(graph, others), cache)] = True
-        return Structure(places, home, kept, asks=True)
+        return Structure(places, home, kept, True, graph.degree)
 
     make = estimated if isinstance(batches, EstimatedBatches) else counted
     return problem.known.answer(("adjacency store", batches, places, cache, hot), make)
 
 
-def owned(batches: Batches, structure: str) -> Structure | EstimatedStructure | None:
+def owned(batches: Batches, structure: str) -> Lists | None:
     """The structure spread over vertices' owners in each group (GSplit).
 
     None: every sampler has all lists.
@@ -235,22 +225,18 @@ def owned(batches: Batches, structure: str) -> Structure | EstimatedStructure | 
     groups = batches.groups
     places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
     if isinstance(batches, EstimatedBatches):
-        return EstimatedStructure(places, 0.0, asks=False) if max(places) else None
+        edges = batches.stats.edges
+        return EstimatedStructure(places, 0.0, False, edges) if max(places) else None
     member = batches.member
     if member is None:
         return None
-    return Structure(
-        places, member.astype(np.int32), member == np.arange(max(places) + 1)[:, None], asks=False
-    )
+    kept = member == np.arange(max(places) + 1)[:, None]
+    return Structure(places, member.astype(np.int32), kept, False, batches.graph.degree)
 
 
 def check_structure(name: str, problem: Problem, structure: str, cache: int = 0) -> None:
     """Raises SpecError if a strategy's knobs make no structure."""
-    if structure not in PLACES:
-        raise SpecError(
-            f"{name}: structure says who has adjacency lists, and {structure!r} is"
-            f" unknown{suggest(structure, PLACES)}"
-        )
+    check_word(f"{name}: structure says who has adjacency lists", structure, PLACES)
     if structure == "spread" and problem.workload.task == "link":
         raise SpecError(
             f"{name}: batches of link prediction are drawn from all edges, and with"

@@ -42,8 +42,8 @@ Bytes per batch, for M ranks, W weights and numbers of b bytes:
 Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
 (IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
 
-See also step.py, feature_store.py, adjacency_store.py, host_memory.py, memory.py in this folder;
-layerwise/step.py for the layers; executor/strategies/minibatch.py.
+See also supply.py, step.py, feature_store.py, adjacency_store.py, memory.py, proposals.py in this
+folder; layerwise/step.py for the layers; executor/strategies/minibatch.py.
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ from typing import ClassVar, Self
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
-from gnnplan.planner.strategies.minibatch.ahead import enough_ahead, one_ahead
-from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
-from gnnplan.planner.strategies.minibatch.host_memory import (
-    lists_cache,
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, hashed
+from gnnplan.planner.strategies.minibatch.feature_store import (
+    Features,
+    check_store,
+    feature_store,
 )
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows
+from gnnplan.planner.strategies.minibatch.proposals import lists_cache, one_ahead, variants
 
 
 @dataclass(frozen=True)
@@ -99,29 +98,20 @@ class DataParallel(OnRows):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         there = problem.cluster.sampler == "device"
-        plain = one_ahead(problem, cls(), there)
-        variants = [plain]
-        if cache := batchwise.worth_caching(problem, plain):
-            variants.append(replace(plain, cache=cache))
-            if len(set(problem.servers)) < problem.ranks:
-                variants.append(replace(plain, cache=cache, shared_cache=True))
-        variants = [enough_ahead(problem, variant) for variant in variants]
-        yield from variants
-        layers = problem.workload.layers
-        if pays(problem, variants[-1], replace(variants[-1], buckets=layers)):
-            yield from (replace(variant, buckets=layers) for variant in variants)
+        shared = {"shared_cache": True} if len(set(problem.servers)) < problem.ranks else {}
+        yield from variants(problem, one_ahead(problem, cls(), there), **shared)
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
         check_store(self.name, problem, self.cache, self.hot, self.features, self.shared_cache)
         check_structure(self.name, problem, self.structure, self.structure_cache)
 
-    def store(self, problem: Problem) -> batchwise.Features | None:
+    def store(self, problem: Problem) -> Features:
         return feature_store(
             problem, self.batches(problem), self.cache, self.hot, self.features, self.shared_cache
         )
 
-    def lists(self, problem: Problem) -> batchwise.Lists | None:
+    def lists(self, problem: Problem) -> Lists | None:
         by_rank = len(set(problem.servers)) == 1
         return hashed(
             problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot

@@ -10,15 +10,18 @@ vertices read from them (out-degree, as PaGraph). Where a group splits a batch (
 owner reads a vertex, so only the owner caches it. If that one group is all ranks, spread features
 are at home on the owner's server. Every rank knows the whole store, so nobody searches for a row.
 
-Where a rank reads columns of several ranks' rows (P3), its cache has these columns.
+Where a rank reads columns of several ranks' rows (P3), its cache has these columns. The plainest
+store caches nothing and is at home everywhere: each rank reads all rows from its server's memory.
 
 A graph known by statistics only has an `EstimatedStore`, which answers the same questions.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -90,16 +93,17 @@ class Store:
     cached: the vertices in each rank's cache, hottest first; equal caches are one array.
     home: the server [N] whose memory has a row; None: every server has all rows.
     shared: whether GPUs of a server read each other's caches.
-    slices: what each rank reads; None: all columns of its own rows.
+    slices: what each rank reads.
+    seconds: that it took to make the store.
     """
 
     servers: tuple[int, ...]
+    slices: tuple[Slice, ...]
     cached: tuple[Ids, ...]
     home: NDArray[np.int32] | None
     shared: bool
     vertices: int
-    seconds: float = 0.0  # to make the store
-    slices: tuple[Slice, ...] | None = None
+    seconds: float = 0.0
     _slots: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
     _holders: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
     _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
@@ -116,8 +120,9 @@ class Store:
         if self.shared:
             held = self._holder(self.servers[rank])[ids]
             kind[held >= 0], provider[held >= 0] = PEER, held[held >= 0]
-        hit = self.slot(rank)[ids] >= 0
-        kind[hit], provider[hit] = HIT, rank
+        if self.caches:
+            hit = self.slot(rank)[ids] >= 0
+            kind[hit], provider[hit] = HIT, rank
         return kind, provider
 
     def sender(self, rank: int, ids: Ids) -> NDArray[np.int32]:
@@ -125,14 +130,9 @@ class Store:
 
         It is the rank itself, or one of the ranks of the row's home, which share this work by id.
         """
-        out = np.full(ids.size, rank, np.int32)
-        if self.home is not None:
-            home = self.home[ids]
-            for server in set(self.servers) - {self.servers[rank]}:
-                away = np.flatnonzero(home == server)
-                ranks = np.flatnonzero(np.equal(self.servers, server))
-                out[away] = ranks[ids[away] % ranks.size]
-        return out
+        if self.home is None:
+            return np.full(ids.size, rank, np.int32)
+        return provided(self.servers, rank, self.home[ids], ids)
 
     def slot(self, rank: int) -> NDArray[np.int32]:
         """The place of each vertex [N] in the rank's cache; -1: it is not cached."""
@@ -152,11 +152,11 @@ class Store:
                     holder[self.cached[rank]] = rank
         return self._holders[server]
 
-    @property
+    @cached_property
     def caches(self) -> bool:
         return any(ids.size for ids in self.cached)
 
-    @property
+    @cached_property
     def asks(self) -> NDArray[np.bool_]:
         """Whether rank i may ask rank j for rows in any batch [ranks, ranks]."""
         same = np.equal.outer(self.servers, self.servers)
@@ -165,27 +165,18 @@ class Store:
 
     def loads_of(self, problem: Problem, batch: MiniBatch) -> Loads:
         if batch not in self._loads:
-            self._loads[batch] = self.loads(
-                problem,
-                [
-                    np.concatenate([batch.rows(of, 0) for of in ranks])
-                    for ranks in _read_ranks(self.slices, batch.ranks)
-                ],
-            )
+            read = [[batch.rows(of, 0) for of in each.ranks] for each in self.slices]
+            self._loads[batch] = self.loads(problem, [np.concatenate(rows) for rows in read])
         return self._loads[batch]
 
     def loads(self, problem: Problem, rows: list[Ids]) -> Loads:
         """Where the rows come from that each rank reads ([R] of each rank)."""
         m = len(self.servers)
-        host, hits, classes = (
-            np.zeros(m, np.int64),
-            np.zeros(m, np.int64),
-            np.zeros((m, len(CLASSES)), np.int64),
-        )
-        asked, fetched = np.zeros((m, m), np.int64), np.zeros((m, m), np.int64)
+        (host, hits), classes = np.zeros((2, m), np.int64), np.zeros((m, len(CLASSES)), np.int64)
+        asked, fetched = np.zeros((2, m, m), np.int64)
         for rank, ids in enumerate(rows):
             kind, provider = self.of(rank, ids)
-            nbytes = problem.features_bytes(ids, _columns(self.slices, rank))
+            nbytes = problem.features_bytes(ids, self.slices[rank].columns)
             classes[rank] = np.bincount(kind, minlength=len(CLASSES))
             host[rank], hits[rank] = nbytes[kind == HOST].sum(), nbytes[kind == HIT].sum()
             away = provider != rank
@@ -208,12 +199,8 @@ class Store:
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
         """Bytes of each rank's cache [ranks]."""
-        return np.array(
-            [
-                int(row_bytes(problem, ids, _columns(self.slices, rank)).sum())
-                for rank, ids in enumerate(self.cached)
-            ]
-        )
+        each = zip(self.cached, self.slices, strict=True)
+        return np.array([int(row_bytes(problem, ids, its.columns).sum()) for ids, its in each])
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,13 +216,13 @@ class EstimatedStore:
     """
 
     servers: tuple[int, ...]
+    slices: tuple[Slice, ...]
     groups: tuple[int, ...]
     cached_rows: int
     spread: bool
     shared: bool
     stats: GraphStats
     seconds: float = 0.0
-    slices: tuple[Slice, ...] | None = None
     _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
@@ -250,16 +237,6 @@ class EstimatedStore:
         if self.spread and self.shared:
             return Outer.of([0] * len(self.servers), True, 1)
         return Outer.of(self.servers, self.shared, int(self.spread or self.shared))
-
-    @property
-    def together(self) -> list[int]:
-        """Of each rank, how many GPUs, its own included, cache different rows [ranks].
-
-        They are those of its server, or of its group, whose members read only their own rows.
-        """
-        sharing = self.servers if self.shared else self.groups
-        members = Counter(sharing)
-        return [members[one] for one in sharing]
 
     def held_share(self, need: Expected, rows: int) -> float:
         """The share of a batch's reads that falls on so many rows, the most read of all."""
@@ -276,32 +253,29 @@ class EstimatedStore:
         return self._loads[batch]
 
     def loads(self, problem: Problem, batch: EstimatedBatch) -> Loads:
-        m = len(self.servers)
-        one = np.zeros(1, np.int64)
-        row = np.array(
-            [int(problem.features_bytes(one, _columns(self.slices, rank))[0]) for rank in range(m)]
-        )
-        counts, read = batch.row_counts(0), _read_ranks(self.slices, m)
-        rows = np.array([counts[list(ranks)].sum() for ranks in read])
-        classes = np.zeros((m, len(CLASSES)), np.int64)
-        # (what a group needs, GPUs that cache different rows) -> share of the group's reads
-        shares: dict[tuple[Expected, int], float] = {}
-        together = self.together
-        for rank in range(m):
-            need, sharing = batch.needs[self.groups[rank]], together[rank]
-            if (need, sharing) not in shares:
-                shares[need, sharing] = self.held_share(need, self.cached_rows * sharing)
-            cached = round(int(rows[rank]) * shares[need, sharing])
-            classes[rank, HIT] = cached // sharing if self.shared else cached
-            classes[rank, PEER] = (cached - classes[rank, HIT]) * (sharing > 1)
-        asked = self._evenly(classes[:, PEER], True)
+        counts, one = batch.row_counts(0), np.zeros(1, np.int64)
+        read = cache(lambda ranks: counts[list(ranks)].sum())
+        row_bytes = cache(lambda columns: int(problem.features_bytes(one, columns)[0]))
+        rows = np.array([read(each.ranks) for each in self.slices])
+        row = np.array([row_bytes(each.columns) for each in self.slices])
+        # GPUs that cache different rows: those of a server, or of a group, who read only their own
+        sharing = np.unique(self.servers if self.shared else self.groups, return_inverse=True)[1]
+        share, together = cache(self.held_share), np.bincount(sharing)[sharing]
+        held = [batch.needs[group] for group in self.groups], (together * self.cached_rows).tolist()
+        cached = np.rint(rows * [*map(share, *held)]).astype(np.int64)
+        hits = cached // together if self.shared else cached
+        peer = (cached - hits) * (together > 1)
+        remote, asked = 0 * rows, cast(Pairs, Outer.of(self.servers, True, 0))
+        if self.shared:
+            asked = self._evenly(peer, True)
         if self.spread:
-            others = Outer.of(self.servers, False, 1).sum(1) / m  # share of the ranks
-            classes[:, REMOTE] = np.rint((rows - classes.sum(1)) * others)
-            away = self._evenly(classes[:, REMOTE], False)
+            others = Outer.of(self.servers, False, 1).sum(1) / rows.size  # share of the ranks
+            remote = np.rint((rows - hits - peer) * others).astype(np.int64)
+            away = self._evenly(remote, False)
             asked = np.asarray(asked) + np.asarray(away) if self.shared else away
-        classes[:, HOST] = rows - classes.sum(1)
-        return Loads(row * classes[:, HOST], row * classes[:, HIT], asked, row * asked.T, classes)
+        host = rows - hits - peer - remote
+        classes = np.stack([hits, peer, host, remote], axis=1)
+        return Loads(row * host, row * hits, asked, row * asked.T, classes)
 
     def _evenly(self, counts: NDArray[np.int64], same: bool) -> Pairs:
         """So much from each rank [ranks] evenly to the others of its server, or of other servers:
@@ -322,21 +296,12 @@ class EstimatedStore:
         return sent
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
-        widths = [
-            len(_columns(self.slices, rank) or range(problem.model.features))
-            for rank in range(len(self.servers))
-        ]
+        """As `Store.held`."""
+        widths = [len(each.columns) for each in self.slices]
         return self.cached_rows * np.array(widths) * problem.model.itemsize
 
 
-def _columns(slices: tuple[Slice, ...] | None, rank: int) -> range | None:
-    """The columns that a rank reads; None: all."""
-    return slices[rank].columns if slices else None
-
-
-def _read_ranks(slices: tuple[Slice, ...] | None, ranks: int) -> list[tuple[int, ...]]:
-    """Whose rows each rank reads."""
-    return [each.ranks for each in slices] if slices else [(rank,) for rank in range(ranks)]
+Features = Store | EstimatedStore
 
 
 def feature_store(
@@ -347,52 +312,39 @@ def feature_store(
     features: str = "everywhere",
     shared: bool = False,
     epochs: int = EPOCHS,
-    slices: tuple[Slice, ...] | None = None,
-) -> Store | EstimatedStore | None:
+    slices: tuple[Slice, ...] = (),
+) -> Features:
     """The store of a problem's mini-batches; each is made once.
 
-    Each GPU caches `cache` bytes; heat is counted in so many `epochs` of pre-sampling. None: every
-    rank reads every row from its server's memory. slices: as in `Store`.
+    Each GPU caches `cache` bytes; heat is counted in so many `epochs` of pre-sampling. slices: what
+    each rank reads; (): all columns of its own rows.
     """
     spread = features == "spread" and len(set(problem.servers)) > 1
-    if not cache and not spread:
-        return None
+    everything, widths = range(problem.model.features), {len(each.columns) for each in slices}
+    read = slices or tuple(Slice((rank,), everything) for rank in range(problem.ranks))
+    # then a row's home is its owner's server
+    one_group = len(set(batches.groups)) == 1 < problem.ranks
 
-    def estimated() -> Store | EstimatedStore:
-        # with one group, a row's home is its owner's server
-        one_group = len(set(batches.groups)) == 1 < problem.ranks
-        widest = max(len(each.columns) for each in slices) if slices else problem.model.features
+    def estimated() -> Features:
+        widest = max(widths, default=len(everything))
         rows = min(cache // (widest * problem.model.itemsize), problem.stats.vertices)
-        return EstimatedStore(
-            problem.servers,
-            batches.groups,
-            rows,
-            spread and not one_group,
-            shared,
-            problem.stats,
-            slices=slices,
-        )
+        over_servers = spread and not one_group
+        groups, stats = batches.groups, problem.stats
+        return EstimatedStore(problem.servers, read, groups, rows, over_servers, shared, stats)
 
-    def counted() -> Store | EstimatedStore:
-        graph, member, groups = batches.graph, batches.member, batches.groups
+    def counted() -> Features:
+        graph, member, home = batches.graph, batches.member, None
+        held: Sequence[Ids] = [np.zeros(0, np.int64)] * problem.ranks
         with Stopwatch() as watch:
-            home = None
-            if spread:
+            if spread and one_group and member is not None:
+                home = np.asarray(problem.servers, np.int32)[member]
+            elif spread:
                 servers = np.unique(problem.servers).astype(np.int32)
-                one_group = member is not None and len(set(groups)) == 1
-                home = (
-                    np.asarray(problem.servers, np.int32)[member]
-                    if one_group
-                    else servers[partition(graph, servers.size, problem.method)]
-                )
-            held = (
-                _cached(problem, batches, cache, hot, shared, epochs, slices)
-                if cache
-                else [np.zeros(0, np.int64)] * problem.ranks
-            )
-        return Store(
-            problem.servers, tuple(held), home, shared, graph.stats.vertices, watch.seconds, slices
-        )
+                home = servers[partition(graph, servers.size, problem.method)]
+            if cache:
+                held = _cached(problem, batches, cache, hot, shared, epochs, read)
+        vertices = graph.stats.vertices
+        return Store(problem.servers, read, tuple(held), home, shared, vertices, watch.seconds)
 
     asked = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
     make = estimated if isinstance(batches, EstimatedBatches) else counted
@@ -406,7 +358,7 @@ def _cached(
     hot: str,
     shared: bool,
     epochs: int,
-    slices: tuple[Slice, ...] | None,
+    slices: Sequence[Slice],
 ) -> list[Ids]:
     """The vertices that each rank caches, hottest first: as many as fit.
 
@@ -415,23 +367,30 @@ def _cached(
     """
     graph, groups, member = batches.graph, batches.groups, batches.member
     order = hottest(graph, batches.workload, hot, len(set(groups)), epochs)
-    caches: dict[tuple[int, int, range | None], Ids] = {}  # equal caches are one array
+    caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
     held = []
-    for rank, group in enumerate(groups):
-        server = problem.servers[rank]
+    for rank, (group, its) in enumerate(zip(groups, slices, strict=True)):
+        server, place, count = problem.servers[rank], 0, 1
         if member is not None:
             place, count = groups[:rank].count(group), 0
         elif shared:
             place, count = problem.servers[:rank].count(server), problem.servers.count(server)
-        else:
-            place, count = 0, 1
-        columns = _columns(slices, rank)
-        if (place, count, columns) not in caches:
+        if (kind := (place, count, its.columns)) not in caches:
             own = order[place::count] if member is None else order[member[order] == place]
-            fitting = that_fit(own, row_bytes(problem, own, columns), cache)
-            caches[place, count, columns] = fitting.astype(np.int64)
-        held.append(caches[place, count, columns])
+            fitting = that_fit(own, row_bytes(problem, own, its.columns), cache)
+            caches[kind] = fitting.astype(np.int64)
+        held.append(caches[kind])
     return held
+
+
+def provided(places: Sequence[int], rank: int, home: NDArray[Any], turn: Ids) -> NDArray[np.int32]:
+    """Who provides a rank with what is at these places [R]: itself at its own, elsewhere one of the
+    place's ranks, who take turns. places: of each rank."""
+    out = np.full(home.size, rank, np.int32)
+    for place in set(places) - {places[rank]}:
+        away, ranks = np.flatnonzero(home == place), np.flatnonzero(np.equal(places, place))
+        out[away] = ranks[turn[away] % ranks.size]
+    return out
 
 
 def that_fit(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
@@ -493,6 +452,12 @@ def frequency(
     )
 
 
+def check_word(rule: str, word: str, allowed: Sequence[str]) -> None:
+    """Raises SpecError if a knob's word is none of those that its rule allows."""
+    if word not in allowed:
+        raise SpecError(f"{rule}, and {word!r} is unknown{suggest(word, allowed)}")
+
+
 def check_store(
     name: str,
     problem: Problem,
@@ -520,15 +485,8 @@ def check_store(
             f" looks at every pair of ranks, of at most {MOST_PAIRED:,} (ranks: {problem.ranks:,});"
             " use shared_cache=False, features='everywhere', or fewer ranks"
         )
-    if hot not in HOT:
-        raise SpecError(
-            f"{name}: hot says which rows to cache, and {hot!r} is unknown{suggest(hot, HOT)}"
-        )
-    if features not in PLACES:
-        raise SpecError(
-            f"{name}: features says whose memory has them, and {features!r} is"
-            f" unknown{suggest(features, PLACES)}"
-        )
+    check_word(f"{name}: hot says which rows to cache", hot, HOT)
+    check_word(f"{name}: features says whose memory has them", features, PLACES)
     if shared and not cache:
         raise SpecError(
             f"{name}: GPUs that share their caches have some (shared_cache: True, cache: 0); use"

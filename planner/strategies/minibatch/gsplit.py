@@ -64,8 +64,8 @@ begins. The rows of other ends cross as before a layer L + 1.
 Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,
 github.com/kaihaoma/APT).
 
-See also step.py, feature_store.py, adjacency_store.py, host_memory.py, memory.py in this folder;
-layerwise/step.py for the layers; planner/graph/splitting.py for owners;
+See also supply.py, step.py, feature_store.py, adjacency_store.py, memory.py, proposals.py in this
+folder; layerwise/step.py for the layers; planner/graph/splitting.py for owners;
 executor/strategies/minibatch.py.
 """
 
@@ -80,16 +80,18 @@ import numpy as np
 
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.graph.splitting import EPOCHS, FINEST, IMBALANCE, LOOSEST, SPLITTERS
-from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
+from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, owned
-from gnnplan.planner.strategies.minibatch.ahead import enough_ahead, one_ahead
-from gnnplan.planner.strategies.minibatch.feature_store import check_store, feature_store
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, owned
+from gnnplan.planner.strategies.minibatch.feature_store import (
+    Features,
+    check_store,
+    feature_store,
+)
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows
+from gnnplan.planner.strategies.minibatch.proposals import one_ahead, variants
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
@@ -146,14 +148,7 @@ class GSplit(OnRows):
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
                     plain = one_ahead(problem, cls(group=group, narrow=narrow))
-                    variants = [plain]
-                    if cache := batchwise.worth_caching(problem, plain):
-                        variants.append(replace(plain, cache=cache))
-                    variants = [enough_ahead(problem, variant) for variant in variants]
-                    yield from variants
-                    layers = problem.workload.layers
-                    if pays(problem, variants[-1], replace(variants[-1], buckets=layers)):
-                        yield from (replace(variant, buckets=layers) for variant in variants)
+                    yield from variants(problem, plain)
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -168,13 +163,10 @@ class GSplit(OnRows):
         if fastest is None:
             return []
 
-        def rows_and_edges(batch: MiniBatch) -> tuple[int, int]:
-            edges = [batch.facts(layer).edges.sum() for layer in range(1, batch.layers + 1)]
-            return int(batch.row_counts(0).sum()), int(sum(edges))
-
         alone = problem.minibatches(tuple(range(problem.ranks)))
         pairs = zip(alone.first(), fastest.batches(problem).first(), strict=False)
-        counts = [[rows_and_edges(batch) for batch in pair] for pair in pairs]
+        totals = [[batch.totals() for batch in pair] for pair in pairs]
+        counts = [[(rows[0], sum(edges)) for rows, edges in pair] for pair in totals]
         (rows, edges), (shared_rows, shared_edges) = np.sum(counts, axis=0).tolist()
         return [
             f"Sampling each for itself, ranks read {rows / max(shared_rows, 1):.2f} times the rows"
@@ -276,17 +268,11 @@ class GSplit(OnRows):
             self.groups(problem), self.splitter, self.presample, self.imbalance, self.split
         )
 
-    def store(self, problem: Problem) -> batchwise.Features | None:
-        return feature_store(
-            problem,
-            self.batches(problem),
-            self.cache,
-            self.hot,
-            self.features,
-            epochs=self.presample,
-        )
+    def store(self, problem: Problem) -> Features:
+        asked = problem, self.batches(problem), self.cache, self.hot, self.features
+        return feature_store(*asked, epochs=self.presample)
 
-    def lists(self, problem: Problem) -> batchwise.Lists | None:
+    def lists(self, problem: Problem) -> Lists | None:
         return owned(self.batches(problem), self.structure)
 
     @property

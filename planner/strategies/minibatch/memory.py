@@ -2,6 +2,11 @@
 
 It has a batch's features, blocks and activations (layerwise/memory.py), the blocks of batches that
 wait for their turn, what the feature store caches, and what evaluation needs.
+
+Graph data are in servers' memories, whose ranks share one copy:
+
+    features    all rows, or those at home at the server; P3: the columns of its ranks
+    lists       all adjacency lists, or those at home or cached there; offsets and degrees of all
 """
 
 from __future__ import annotations
@@ -13,23 +18,15 @@ import numpy as np
 
 from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.gnn.products import PIECES
-from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
+from gnnplan.planner.graph.sampling import Ids
+from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise.memory import blocks, constant
 from gnnplan.planner.strategies.minibatch import device_sampler
-from gnnplan.planner.strategies.minibatch.adjacency_store import (
-    ENTRY,
-    NEIGHBOUR,
-    EstimatedStructure,
-)
-from gnnplan.planner.strategies.minibatch.step import (
-    Features,
-    Lists,
-    lays_there,
-    lists_there,
-    picks_there,
-)
+from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, Lists, bytes_at
+from gnnplan.planner.strategies.minibatch.feature_store import Features, Store
+from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 from gnnplan.planner.strategies.program.program import Program
 
@@ -38,37 +35,30 @@ PLACE_IN_CACHE = 4  # [B] of a vertex's, on a GPU that lays out its batches
 PLACE_AMONG_SOURCES = 4  # [B] of a vertex
 
 
-def memory(
-    problem: Problem,
-    program: Program,
-    batches: Batches,
-    prefetch: int,
-    store: Features | None = None,
-    lists: Lists | None = None,
-) -> Memory:
+def memory(program: Program, supply: Supply) -> Memory:
     """Bytes per rank by use: the batch in training, blocks of batches that wait, and caches.
 
     The graph in a server's memory is not included.
     """
-    zero, on_cpu = np.zeros(problem.ranks), problem.cluster.device.kind == "cpu"
-    known = list(dict.fromkeys(batches.first()))  # estimated ones are one, many times
-
-    def most(held: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
-        return np.asarray(np.max([held(batch) for batch in known], axis=0))
-
-    features, graph = most(partial(constant, problem)), most(partial(blocks, problem))
-    there = lays_there(problem, batches.splits, lists)
-    sampling = most(lambda batch: of_sampling(problem, batch, there))
-    elsewhere = features + most(lambda batch: _arriving(problem, batch, store)) if store else zero
+    problem, store, prefetch = supply.problem, supply.store, supply.prefetch
+    on_cpu = problem.cluster.device.kind == "cpu"
+    features = most(supply, partial(constant, problem))
+    graph = most(supply, partial(blocks, problem))
+    sampling, elsewhere = most(supply, partial(of_sampling, supply)), 0.0 * features
+    if not supply.is_plain:
+        elsewhere = features + most(supply, partial(_arriving, supply))
+    buffers = 0.0 * features
     if prefetch:  # samplers of their own have their own memory; the next batch is loaded
-        buffers = np.maximum(sampling - graph, 0.0) * there
-        coming = most(lambda b: store.loads_of(problem, b).host) if store else features
-        features, graph = features + coming, graph * (2 + prefetch * on_cpu)
+        buffers = np.maximum(sampling - graph, 0.0) * supply.lays_there
+        coming = features
+        if not supply.is_plain:
+            coming = most(supply, lambda batch: store.loads_of(problem, batch).host)
+        features = features + coming
+        graph = graph * (2 + prefetch * on_cpu)
     else:
-        buffers, elsewhere = zero, np.maximum(elsewhere, sampling - graph)
-    graph = graph + of_structure(problem, prefetch, lists, store, there)
-    cache = zero + (store.held(problem) if store else 0)
-    if there and store and picks_there(problem, store):
+        elsewhere = np.maximum(elsewhere, sampling - graph)
+    cache = 0.0 * features + store.held(problem)
+    if supply.lays_there and supply.picks_there:
         cache = cache + PLACE_IN_CACHE * problem.stats.vertices
     return on_ranks(
         problem,
@@ -76,32 +66,33 @@ def memory(
         code=machine_code(problem, PIECES),
         features=features,
         cache=cache,
-        graph=graph,
+        graph=graph + of_structure(supply),
         buffers=buffers,
         elsewhere=elsewhere,
     )
 
 
-def of_samplers(problem: Problem, batches: Batches, prefetch: int) -> Memory:
+def most(supply: Supply, held: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
+    """The most that is held of any known batch [ranks]."""
+    known = dict.fromkeys(supply.batches.first())  # estimated ones are one, many times
+    return np.asarray(np.max([held(batch) for batch in known], axis=0))
+
+
+def of_samplers(supply: Supply) -> Memory:
     """Bytes of batches that are made and wait in each server's memory, and of what each of their
     samplers has [servers]."""
-    if not prefetch:
+    problem, waiting = supply.problem, 0 if supply.lays_there else supply.prefetch
+    if not waiting:
         return {}
-    made = np.max([_on_host(problem, batch) for batch in dict.fromkeys(batches.first())], axis=0)
-    links = problem.workload.task == "link"
-    each = made + PLACE_AMONG_SOURCES * problem.stats.vertices + links * PLACE * problem.stats.edges
+    stats, links = problem.stats, problem.workload.task == "link"
+    of_draws = PLACE_AMONG_SOURCES * stats.vertices + links * PLACE * stats.edges
+    each = most(supply, partial(_on_host, problem)) + of_draws
     place = {server: i for i, server in enumerate(dict.fromkeys(problem.servers))}
     servers = [place[server] for server in problem.servers]
-    return {"batches": np.bincount(servers, weights=prefetch * each)}
+    return {"batches": np.bincount(servers, weights=waiting * each)}
 
 
-def of_structure(
-    problem: Problem,
-    prefetch: int,
-    lists: Lists | None,
-    store: Features | None,
-    there: bool = False,
-) -> np.ndarray:
+def of_structure(supply: Supply) -> np.ndarray:
     """Bytes in a rank's own memory of what its sampler draws from [ranks].
 
     On a CPU: degrees, the place of each vertex among the sources, the order of an epoch's edges
@@ -109,41 +100,35 @@ def of_structure(
     their own share a rank's degrees. With a GPU all is in the server's memory, unless the GPU
     samples and has room for all of its lists.
     """
-    stats, zero = problem.stats, np.zeros(problem.ranks)
+    problem, lists, inline = supply.problem, supply.lists, not supply.prefetch
+    stats, ranks = problem.stats, range(problem.ranks)
     degrees = ENTRY * (1 + stats.directed) * stats.vertices
-    copied = lists is not None and _copied(problem, lists) - degrees
+    copied = np.array([bytes_at(problem, lists, [rank]) for rank in ranks]) - degrees
     if problem.cluster.device.kind != "cpu":
-        draws_there = lists_there(problem, store, lists) == 1.0 and (there or not prefetch)
-        every_list = NEIGHBOUR * stats.edges + ENTRY * (stats.vertices + 1)
-        return zero + (every_list if lists is None else copied) * draws_there
-    inline = not prefetch
+        return copied * (supply.lists_there == 1.0 and (supply.lays_there or inline))
     order = PLACE * stats.edges * (1 + inline) * (problem.workload.task == "link")
-    return zero + degrees + PLACE_AMONG_SOURCES * stats.vertices * inline + order + copied
+    own = degrees + PLACE_AMONG_SOURCES * stats.vertices * inline + order
+    return own + copied * (lists is not None)
 
 
-def _copied(problem: Problem, lists: Lists) -> np.ndarray:
-    if isinstance(lists, EstimatedStructure):
-        return lists.copied(problem.stats)
-    return lists.copied(problem.data)
-
-
-def _arriving(problem: Problem, batch: MiniBatch, store: Features) -> np.ndarray:
+def _arriving(supply: Supply, batch: MiniBatch) -> np.ndarray:
     """Bytes while rows arrive [ranks]: rows by class, next to where they are put, and rows sent."""
-    loads = store.loads_of(problem, batch)
+    loads = supply.store.loads_of(supply.problem, batch)
     return np.asarray(
         loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1), dtype=float
     )
 
 
-def of_sampling(problem: Problem, batch: MiniBatch, there: bool = False) -> np.ndarray:
+def of_sampling(supply: Supply, batch: MiniBatch) -> np.ndarray:
     """The most bytes that a sampler holds in a rank's own memory [ranks].
 
     On a CPU these are all drawn edges while it lays out a layer. With a GPU they are in the
-    server's memory, unless the GPU lays out `there` what it draws.
+    server's memory, unless the GPU lays out what it draws.
     """
-    if problem.cluster.device.kind != "cpu":
-        return device_sampler.held(problem, batch) if there else np.zeros(problem.ranks)
-    return _on_host(problem, batch)
+    problem = supply.problem
+    if problem.cluster.device.kind == "cpu":
+        return _on_host(problem, batch)
+    return device_sampler.held(problem, batch) if supply.lays_there else np.zeros(problem.ranks)
 
 
 def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
@@ -163,3 +148,36 @@ def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
         done = done + block(model, spec, f.rows, f.sources, f.edges)
         drawn = drawn + 4 * batch.sampled(layer)
     return np.asarray(drawn + 2 * problem.stats.vertices + most)
+
+
+# -- in servers' memories
+
+
+def of_rows(problem: Problem, store: Features, features: str) -> np.ndarray:
+    """Bytes of the features in each server's memory [servers]; rows may be spread."""
+    servers = list(dict.fromkeys(problem.servers))
+    if isinstance(store, Store) and store.home is not None:
+        rows = [np.flatnonzero(store.home == server) for server in servers]
+        return np.array([float(problem.features_bytes(ids).sum()) for ids in rows])
+    spread = features == "spread" and problem.graph is None
+    share = 1 / len(servers) if spread else 1.0
+    return np.full(len(servers), share * of_all_rows(problem, problem.features_bytes))
+
+
+def of_all_rows(problem: Problem, sizes: Callable[[Ids], np.ndarray]) -> int:
+    """Bytes of all vertices' rows; sizes: those of some."""
+    n = problem.stats.vertices
+    return (
+        int(sizes(np.zeros(1, np.int64))[0]) * n
+        if problem.graph is None
+        else int(sizes(np.arange(n)).sum())
+    )
+
+
+def of_lists(problem: Problem, lists: Lists | None) -> np.ndarray:
+    """Bytes of adjacency lists, offsets and degrees in each server's memory [servers]."""
+    servers = np.array(problem.servers)
+    at_server = (
+        np.flatnonzero(servers == server).tolist() for server in dict.fromkeys(problem.servers)
+    )
+    return np.array([bytes_at(problem, lists, ranks) for ranks in at_server])

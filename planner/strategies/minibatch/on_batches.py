@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
@@ -13,7 +16,9 @@ from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.minibatch.host_memory import of_lists, of_rows
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists
+from gnnplan.planner.strategies.minibatch.feature_store import Features
+from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -24,23 +29,37 @@ class OnBatches(Strategy):
     """A rank samples batches, or its share of them, in line, or with `prefetch` samplers ahead."""
 
     mode: ClassVar[str] = "mini"
+    pushes: ClassVar[bool] = False
     prefetch: int
 
     def batches(self, problem: Problem) -> Batches:
         """Who samples what: each rank for itself."""
         return problem.minibatches(tuple(range(problem.ranks)))
 
-    @abstractmethod
-    def store(self, problem: Problem) -> batchwise.Features | None:
-        """Which rows each GPU caches, and who provides the others; None: servers have all."""
+    def settle(self, problem: Problem) -> Self:
+        return self
 
     @abstractmethod
-    def lists(self, problem: Problem) -> batchwise.Lists | None:
+    def store(self, problem: Problem) -> Features:
+        """Which rows each GPU caches, and who provides the others."""
+
+    @abstractmethod
+    def lists(self, problem: Problem) -> Lists | None:
         """Where adjacency lists are; None: with every sampler."""
+
+    def supply(self, problem: Problem) -> Supply:
+        """Where its batches come from."""
+
+        def make() -> Supply:
+            stored = self.store(problem), self.lists(problem)
+            return Supply(problem, self.batches(problem), self.prefetch, *stored, self.pushes)
+
+        return problem.known.recent("supply", (self, problem), make, most=1)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
-        batchwise.check(problem)
+        without = "use another graph" if problem.workload.task == "link" else "use --mode full"
+        check_batches(problem.workload, problem.stats, problem.ranks, without)
         if not 0 <= self.prefetch <= MOST_AHEAD:
             raise SpecError(
                 f"{self.family}: prefetch is a number of batches, each made by a process of its"
@@ -48,13 +67,13 @@ class OnBatches(Strategy):
             )
 
     def steps(self, problem: Problem) -> int:
-        return batchwise.steps(problem)
+        return per_epoch(problem.workload, problem.stats)
 
     def drawn_steps(self, problem: Problem) -> int:
         return self.batches(problem).known
 
     def preparation(self, problem: Problem) -> dict[str, float]:
-        return batchwise.filling(problem, self.store(problem))
+        return self.supply(problem).filling()
 
 
 class OnRows(OnBatches):
@@ -80,30 +99,36 @@ class OnRows(OnBatches):
         return None if self.checkpoint else replace(self, checkpoint=True)  # type: ignore[call-arg]
 
     def memory(self, problem: Problem) -> Memory:
-        return batchwise_memory.memory(
-            problem,
-            self.built(problem),
-            self.batches(problem),
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
-        )
+        return batchwise_memory.memory(self.built(problem), self.supply(problem))
 
     def host_memory(self, problem: Problem) -> Memory:
-        batches, lists = self.batches(problem), self.lists(problem)
-        waiting = 0 if batchwise.lays_there(problem, batches.splits, lists) else self.prefetch
+        supply = self.supply(problem)
         return {
-            "features": of_rows(problem, self.store(problem), self.features),
-            "lists": of_lists(problem, lists),
-            **batchwise_memory.of_samplers(problem, batches, waiting),
+            "features": batchwise_memory.of_rows(problem, supply.store, self.features),
+            "lists": batchwise_memory.of_lists(problem, supply.lists),
+            **batchwise_memory.of_samplers(supply),
         }
 
     def program(self, problem: Problem) -> Program:
-        return batchwise.program(
-            problem,
-            self.batches(problem),
-            self.exchange_options,
-            self.prefetch,
-            self.store(problem),
-            self.lists(problem),
+        return batchwise.program(self.supply(problem), self.exchange_options)
+
+
+def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> None:
+    """Raises SpecError if the graph has no such batches for so many ranks.
+
+    `without`: the remedy if the graph has no training vertices.
+    """
+    items = count_items(w, stats)
+    each, name = ("an edge", "edges") if w.task == "link" else ("a seed", "training vertices")
+    if not items:
+        raise SpecError(f"mini-batches are drawn from {name}, and {stats.name} has none; {without}")
+    if w.batch > items:
+        raise SpecError(
+            f"a batch is at most the {name} (batch: {w.batch:,}, {name}: {items:,}); use --batch"
+            f" {items}"
+        )
+    if w.batch < ranks:
+        raise SpecError(
+            f"a batch has {each} for every rank (batch: {w.batch}, ranks: {ranks}); use --batch"
+            f" {ranks} or more, or fewer ranks"
         )

@@ -15,7 +15,7 @@ split are not known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,12 @@ from numpy.typing import NDArray
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.sampling import Frontier, items_of, per_epoch
 from gnnplan.planner.graph.splitting import owners
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
-from gnnplan.planner.ownership.minibatch import (
-    MOST_BATCHES,
-    MOST_EDGES,
-    MiniBatch,
-    frontiers,
-)
+from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
-from gnnplan.planner.strategies.minibatch.step import ID, check_batches
+from gnnplan.planner.strategies.minibatch.on_batches import check_batches
+from gnnplan.planner.strategies.minibatch.supply import ID
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -54,85 +49,50 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
     stats = graph.stats if isinstance(graph, Graph) else graph
     check_batches(workload, stats, max(ranks), "leave --batch out")
     model = describe(workload, stats.features, stats.classes, stats.nonzeros / stats.vertices)
-    by_ranks: dict[str, Any]
-    if isinstance(graph, Graph):
-        whole, micro = _drawn(graph, workload, ranks)
-        counts = [_counts([found]) for found in whole]
-        by_ranks = {}
-        for count in ranks:
+    varying = model.first_varying
+    each: dict[int, Batches] = {}  # each rank's batches are its own
+    for count in (1, *ranks):
+        notify("drawing mini-batches", show_count(count, "rank"))
+        groups = tuple(range(count))
+        each[count] = (
+            Batches(graph, workload, groups, None, varying)
+            if isinstance(graph, Graph)
+            else EstimatedBatches(graph, workload, groups, varying)
+        )
+    steps = each[1].steps
+    # expected ones are alike
+    probed = min(steps, *(b.known for b in each.values())) if isinstance(graph, Graph) else 1
+    counts = {count: _counts(batches, probed) for count, batches in each.items()}
+    by_ranks = {}
+    for count in ranks:
+        hits = split = None
+        if isinstance(graph, Graph):
             notify("comparing what ranks share", show_count(count, "rank"))
-            by_ranks[str(count)] = {
-                "overlap": _overlap(counts, [_counts(parts) for parts in micro[count]]),
-                "hits": _hits(graph, workload, micro[count]),
-                "split": _split(graph, workload, model, whole, count) if count > 1 else None,
-            }
-    else:
-        counts = [_expected(graph, workload, 1, model)]
-        by_ranks = {
-            str(count): {
-                "overlap": _overlap(counts, [_expected(graph, workload, count, model)]),
-                "hits": None,
-                "split": None,
-            }
-            for count in ranks
-        }
-    rows, edges = (np.array([pair[i] for pair in counts]) for i in (0, 1))
+            hits = _hits(graph, workload, each[count], probed)
+        if isinstance(graph, Graph) and count > 1:
+            member = owners(graph, count, "gsplit", workload)
+            split = _split(model, Batches(graph, workload, (0,) * count, member, varying), probed)
+        # micro-batches together over their mini-batch
+        (rows, edges), (of_rows, of_edges) = counts[count], counts[1]
+        features = float(rows[:, 0].sum() / max(of_rows[:, 0].sum(), 1))
+        overlap = {"features": features, "edges": float(edges.sum() / max(of_edges.sum(), 1))}
+        by_ranks[str(count)] = {"overlap": overlap, "hits": hits, "split": split}
     return {
         "batch": workload.batch,
         "fanouts": ["all" if f == ALL else f for f in workload.fanouts],
-        "batches": per_epoch(workload, stats),
-        "probed": len(counts),
+        "batches": steps,
+        "probed": probed,
         "estimated": not isinstance(graph, Graph),
-        "rows": _spread(rows),
-        "edges": _spread(edges),
+        "rows": _spread(counts[1][0]),
+        "edges": _spread(counts[1][1]),
         "ranks": by_ranks,
     }
 
 
-def _drawn(
-    graph: Graph, w: Workload, ranks: Sequence[int]
-) -> tuple[list[Frontier], dict[int, list[list[Frontier]]]]:
-    """Batches of the first epoch, whole and as micro-batches for each number of ranks.
-
-    It stops after MOST_BATCHES batches or MOST_EDGES edges.
-    """
-    whole: list[Frontier] = []
-    micro: dict[int, list[list[Frontier]]] = {count: [] for count in ranks}
-    drawn = 0
-    for number, items in enumerate(items_of(graph, w, 0)[:MOST_BATCHES]):
-        if drawn > MOST_EDGES:
-            break
-        notify("drawing mini-batches", str(number + 1))
-        whole += frontiers(graph, w, items, 1, 0, number)
-        for count in ranks:
-            micro[count].append(
-                frontiers(graph, w, items, count, 0, number) if count > 1 else [whole[-1]]
-            )
-        drawn += sum(
-            int(_counts(parts)[1].sum())
-            for parts in ([whole[-1]], *(micro[count][-1] for count in ranks))
-        )
-    return whole, micro
-
-
-def _counts(parts: Sequence[Frontier]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of h_0 .. h_L and edges of layers 1 .. L, summed over all parts."""
-    return (
-        np.sum([[nodes.size for nodes in found.nodes] for found in parts], axis=0),
-        np.sum([[places.size for _, places in found.edges] for found in parts], axis=0),
-    )
-
-
-def _expected(
-    stats: GraphStats, w: Workload, ranks: int, model: Model
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As `_counts`, expected of a random graph."""
-    batch = EstimatedBatches(stats, w, tuple(range(ranks)), model.first_varying).at(0)
-    facts = [batch.facts(layer) for layer in range(1, w.layers + 1)]
-    return (
-        np.array([facts[0].sources.sum(), *(fact.rows.sum() for fact in facts)]),
-        np.array([fact.edges.sum() for fact in facts]),
-    )
+def _counts(batches: Batches, probed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of all ranks: rows of h_0 .. h_L [batches, L + 1], edges of layers 1 .. L [batches, L]."""
+    rows, edges = zip(*(batches.at(step).totals() for step in range(probed)), strict=True)
+    return np.array(rows), np.array(edges)
 
 
 def _spread(counts: NDArray[np.int64]) -> dict[str, list[float]]:
@@ -143,51 +103,32 @@ def _spread(counts: NDArray[np.int64]) -> dict[str, list[float]]:
     }
 
 
-def _overlap(
-    whole: Sequence[tuple[Any, Any]], micro: Sequence[tuple[Any, Any]]
-) -> dict[str, float]:
-    """Micro-batches together over their mini-batch: rows of h_0, and edges."""
-
-    def ratio(pick: Callable[[tuple[Any, Any]], int]) -> float:
-        return sum(map(pick, micro)) / max(sum(map(pick, whole)), 1)
-
-    return {
-        "features": ratio(lambda counts: counts[0][0]),
-        "edges": ratio(lambda counts: counts[1].sum()),
-    }
-
-
-def _hits(
-    graph: Graph, w: Workload, micro: Sequence[Sequence[Frontier]]
-) -> dict[str, dict[str, float]]:
+def _hits(graph: Graph, w: Workload, batches: Batches, probed: int) -> dict[str, dict[str, float]]:
     """Share of reads that hit, by how rows are ranked (HOT) and by the share of rows cached."""
-    n, out = graph.stats.vertices, {}
+    n, ranks, out = graph.stats.vertices, range(len(batches.groups)), {}
     for hot in HOT:
         turn = np.empty(n, np.int64)
-        turn[hottest(graph, w, hot, len(micro[0]))] = np.arange(n)
-        reads = np.sum(
-            [np.bincount(turn[found.nodes[0]], minlength=n) for parts in micro for found in parts],
-            axis=0,
-        )
+        turn[hottest(graph, w, hot, len(ranks))] = np.arange(n)
+        reads = np.zeros(n, np.int64)
+        for step in range(probed):
+            for rank in ranks:
+                reads[turn[batches.at(step).rows(rank, 0)]] += 1
         below = np.concatenate([[0], np.cumsum(reads)])
         out[hot] = {f"{share:g}": float(below[round(share * n)] / below[-1]) for share in CACHED}
     return out
 
 
-def _split(
-    graph: Graph, w: Workload, model: Model, whole: Sequence[Frontier], ranks: int
-) -> dict[str, Any]:
+def _split(model: Model, batches: Batches, probed: int) -> dict[str, Any]:
     """How GSplit would split these batches.
 
     Per layer 1 .. L: the share of edges that cross, and the most edges of a rank over the mean.
     Bytes per batch [ranks, ranks]: ids, rows of the forward pass, gradients of the backward pass.
     """
-    member = owners(graph, ranks, "gsplit", w)
-    layers = range(1, w.layers + 1)
-    edges, crossing = np.zeros((w.layers, ranks), np.int64), np.zeros((w.layers, ranks), np.int64)
+    ranks, layers = len(batches.groups), range(1, batches.workload.layers + 1)
+    edges, crossing = np.zeros((2, len(layers), ranks), np.int64)
     sent = np.zeros((ranks, ranks))
-    for found in whole:
-        batch = MiniBatch(graph, [found], (0,) * ranks, member, model.first_varying)
+    for step in range(probed):
+        batch = batches.at(step)
         for layer in layers:
             facts, constant = batch.facts(layer), layer <= model.first_varying
             edges[layer - 1] += facts.edges
@@ -206,5 +147,5 @@ def _split(
     return {
         "cross_edges": (crossing.sum(1) / np.maximum(edges.sum(1), 1)).tolist(),
         "balance": (edges.max(1) / np.maximum(edges.mean(1), 1e-9)).tolist(),
-        "bytes": (sent / len(whole)).tolist(),
+        "bytes": (sent / probed).tolist(),
     }

@@ -10,8 +10,7 @@ before that: three batches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -22,9 +21,8 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
-from gnnplan.planner.strategies.minibatch.host_memory import features_bytes
-from gnnplan.planner.strategies.minibatch.memory import of_sampling, of_structure
-from gnnplan.planner.strategies.p3.slices import Slices
+from gnnplan.planner.strategies.minibatch.memory import most, of_sampling, of_structure
+from gnnplan.planner.strategies.p3.slices import Slices, all_columns
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 from gnnplan.planner.vocabulary.numbers import Number
@@ -36,19 +34,18 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     In the pipeline each batch in flight, and the batch whose gradients are reduced, has weights and
     gradients of its own.
     """
-    versions, store = 4 if p3.pipelined else 0, p3.store(problem)
+    versions, supply = 4 if p3.pipelined else 0, p3.supply(problem)
     model, b = problem.model, problem.model.itemsize
     sliced = p3.sliced_weights(problem)
     columns = [each.columns for each in p3.slices(problem)]
     own = model.weights - sliced + np.array([sliced * len(its) / model.features for its in columns])
     copied = {its: _columns_copied(problem, its) for its in set(columns)}
-    known = dict.fromkeys(p3.batches(problem).first())
-    graph, elsewhere = of_structure(problem, p3.prefetch, p3.lists(problem), store), 0.0 * own
+    graph, elsewhere = of_structure(supply), 0.0 * own
     if not p3.prefetch:
-        elsewhere = np.max([of_sampling(problem, each) for each in known], axis=0)
+        elsewhere = most(supply, partial(of_sampling, supply))
     elif problem.cluster.device.kind == "cpu":  # or they wait in a server's memory
-        waiting = [np.asarray(Batch(p3, problem, each).blocks) for each in known]
-        graph = graph + p3.prefetch * np.max(waiting, axis=0)
+        blocks = most(supply, lambda batch: np.asarray(Batch(p3, problem, batch).blocks))
+        graph = graph + p3.prefetch * blocks
     use = on_ranks(
         problem,
         p3.built(problem),
@@ -57,7 +54,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         code=machine_code(problem, PIECES),
         elsewhere=elsewhere,
         features=np.array([copied[its] for its in columns]),
-        cache=0.0 * own + (store.held(problem) if store else 0),
+        cache=0.0 * own + supply.store.held(problem),
         graph=graph,
     )
     use["parameters"] = use["parameters"] + model.weights * b  # the whole model, for evaluation
@@ -76,7 +73,7 @@ def _columns_copied(problem: Problem, columns: range) -> float:
     is_all = isinstance(x, np.ndarray) and len(columns) == x.shape[1]
     if problem.cluster.device.kind != "cpu" or isinstance(x, np.memmap) or is_all:
         return 0.0
-    return features_bytes(problem, columns)
+    return all_columns(problem, columns)
 
 
 class Batch:
@@ -86,36 +83,26 @@ class Batch:
     """
 
     def __init__(self, p3: Slices, problem: Problem, batch: MiniBatch) -> None:
-        model, rails = problem.model, [list(rail) for rail in p3.rails(problem)]
+        model = problem.model
         facts = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
         first, last = facts[1], facts[len(facts)]
-        rows, sources, edges = (
-            _over_peers(counts, rails) for counts in (first.rows, first.sources, first.edges)
-        )
+        rows, sources, edges = p3.of_peers(problem, first.rows, first.sources, first.edges)
         sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
         spec = sliced.layers[0]
         self.first = footprint(sliced.without_ends(1), 1, rows, sources, edges)
-        self.rest = Holds(
-            problem,
-            model,
-            facts,
-            0.0 * first.rows,
-            ExchangeOptions(),
-            batch.scored,
-        )
+        layers = problem, model, facts, 0.0 * first.rows, ExchangeOptions(), batch.scored
+        self.rest = Holds(*layers)
         width = model.layers[0].h_out * model.itemsize
         self.own, self.all = first.rows * width, rows * width
         self.peers = self.all - self.own
-        self.applied = self.own * model.layers[0].bias
-        self.pulled = self.own * (len(rails[0]) - 1)
+        self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
         # in the pipeline the rank goes on while its messages leave
         self.leaving = self.peers * p3.pipelined
         self.loaded: Number = sliced.features_held(sources)
         self.sorted: Number = 0.0  # sparse rows by column, when their gradient comes
         if model.nonzeros:
-            numbers = p3.loaded_bytes(problem, batch) / model.sparse_itemsize
-            self.sorted = 8 * numbers + 4 * sliced.features
-            self.loaded = sliced.features_held(sources, numbers) - self.sorted
+            self.sorted = sliced.features_sorted(sources)
+            self.loaded = self.loaded - self.sorted
             # own rows, a cut of those read, have a product of their own
             if model.layers[0].matrices > 1:
                 self.sorted = self.sorted + sliced.features_sorted(rows)
@@ -124,15 +111,11 @@ class Batch:
             saved = spec.counted.keeps_inputs
         # what was loaded stays for the tail, not a copy of it
         self.reads_on = bool(model.nonzeros) or (saved and not (model.dropout and spec.drops))
-        above = [
-            block(model, model.layers[layer - 1], f.rows, f.sources, f.edges)
-            for layer, f in facts.items()
-            if layer > 1
-        ]
         # with labels, and the places of peers' rows
-        self.blocks = block(model, model.layers[0], rows, sources, edges) + sum(
-            above, 16.0 * last.rows + 8 * (rows - first.rows)
-        )
+        self.blocks = 16.0 * last.rows + 8 * (rows - first.rows)
+        counts = [(f.rows, f.sources, f.edges) for f in facts.values()]
+        for each, of in zip(model.layers, [(rows, sources, edges), *counts[1:]], strict=True):
+            self.blocks = self.blocks + block(model, each, *of)
 
     def load(self, held: Held) -> None:
         held.keep(self.blocks, use="graph")
@@ -145,12 +128,10 @@ class Batch:
             held.free(self.loaded, use="features")
 
     def pull_forward(self, held: Held) -> None:
-        # partial sums in the order in which they leave, and those that come
-        held.at(self.peers, self.pulled)
         held.keep(self.pulled, self.leaving)
 
     def forward(self, held: Held) -> None:
-        held.keep(self.own, self.applied)
+        held.keep(self.own)
         held.free(self.pulled)
         for layer in range(2, len(self.rest.facts) + 1):
             self.rest.forward(layer, held)
@@ -161,13 +142,10 @@ class Batch:
     def backward(self, held: Held) -> None:
         for layer in range(len(self.rest.facts), 1, -1):
             self.rest.backward(layer, held)
-        held.at(2 * self.own)  # through ReLU
-        held.free(self.applied, self.rest.logits, self.leaving)
+        held.free(self.rest.logits, self.leaving)
 
     def pull_backward(self, held: Held) -> None:
-        # the sum's gradient for every peer, and those that come
-        held.at(self.own, self.pulled, self.peers)
-        held.keep(self.peers)  # and the own one, in the sum's place
+        held.keep(self.peers)  # the gradients that come; the own one is in the sum's place
 
     def first_backward(self, held: Held) -> None:
         held.keep(self.sorted, use="features")
@@ -177,21 +155,3 @@ class Batch:
         if self.reads_on:
             held.free(self.loaded, use="features")
         held.free(self.blocks, use="graph")
-
-
-def _over_peers(counts: np.ndarray, rails: Sequence[list[int]]) -> np.ndarray:
-    """The sum of each rank's and its peers' counts [ranks]."""
-    out = np.empty_like(counts)
-    for rail in rails:
-        out[rail] = counts[rail].sum()
-    return out
-
-
-class Later:
-    """What operations of a batch hold; its sizes are computed when memory is asked for."""
-
-    def __init__(self, p3: Slices, problem: Problem, batch: MiniBatch) -> None:
-        self._batch = cache(partial(Batch, p3, problem, batch))
-
-    def __call__(self, holds: Callable[[Batch, Held], None]) -> Callable[[Held], None]:
-        return lambda held: holds(self._batch(), held)

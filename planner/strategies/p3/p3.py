@@ -68,11 +68,9 @@ program/ for operations; executor/strategies/p3/.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -81,9 +79,10 @@ from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.p3.memory import Batch, Later, memory
+from gnnplan.planner.strategies.minibatch.supply import told
+from gnnplan.planner.strategies.p3.memory import Batch, memory
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
+from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
@@ -91,26 +90,10 @@ from gnnplan.planner.strategies.program.program import (
     Order,
     Program,
     Queued,
-    Sampling,
     Step,
 )
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Label
-
-
-class _Crossing(NamedTuple):
-    """What peers compute for each other in a batch's first layer.
-
-    blocks: rows, sources and edges of all blocks that a rank computes on [3, ranks]. peers: whether
-    two ranks are peers; pushed: numbers of a block; pulled, returned: rows of partial sums, and of
-    their gradients; all [ranks, ranks].
-    """
-
-    blocks: np.ndarray
-    peers: Outer
-    pushed: Outer
-    pulled: Outer
-    returned: Outer
 
 
 @dataclass(frozen=True)
@@ -130,28 +113,28 @@ class P3(Slices):
         model, b = problem.model, problem.model.itemsize
         layers = range(1, problem.workload.layers + 1)
         facts = {layer: batch.facts(layer) for layer in layers}
-        e1 = facts[1].edges
-        blocks, peers, pushed, pulled, returned = self._crossing(problem, batch)
+        f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
+        rails, blocks = self.rail_of(problem), self.of_peers(problem, f1, f2, e1)
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
+        sizes = cache(lambda: Batch(self, problem, batch))  # when memory is asked for
 
-        lists, store = self.lists(problem), self.store(problem)
-        drawn = e1 + edges_above
-        host = list(batchwise.drawing(problem, batch, drawn, lists, store, self.prefetch))
+        def holds(play: Callable[[Batch, Held], None]) -> Callable[[Held], None]:
+            return lambda held: play(sizes(), held)
+
+        supply = self.supply(problem)
+        host = list(supply.drawing(batch, e1 + edges_above))
         if has_peers:
-            host += batchwise.told("push", pushed, peers, ahead="host", itemsize=INT)
-        holds, laid = Later(self, problem, batch), edges_above + blocks[2]
-        lays = Sampling("lay", laid, batchwise.samplers(problem, self.prefetch))
-        host.append(Op("lay", work=lays, ahead="host"))
+            peers, pushed = (Outer.of(rails, True, each) for each in (1, HEADER + f1 + f2 + e1))
+            host += told("push", pushed, peers, ahead="host", itemsize=INT)
+        host.append(supply.sampled("lay", edges_above + blocks[2]))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 
         sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
         of_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
         of_layers = list((facts | {1: of_peers}).values())
-        loaded = store.loads_of(problem, batch).host if store else self.loaded_bytes(problem, batch)
-        front = [Op("load", work=batchwise.copied(problem, loaded, of_layers, self.prefetch))]
-        front += batchwise.gathered(problem, batch, store)
+        front = [Op("load", work=supply.copied(batch, of_layers)), *supply.gathered(batch)]
         front[-1] = replace(front[-1], holds=holds(Batch.load))
         backward = sliced.backward(1, *blocks)
         tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]
@@ -163,8 +146,8 @@ class P3(Slices):
         front.append(Op("forward", layer=1, work=forward, holds=holds(Batch.first_forward)))
         body = self._body(problem, facts, holds, batch.scored)
         if has_peers:
-            row_bytes = model.layers[0].h_out * b
-            there, back = Exchange(pulled, row_bytes), Exchange(returned, row_bytes)
+            sums = Exchange(Outer.of(rails, True, f1), model.layers[0].h_out * b)
+            there, back = replace(sums, items=sums.items.T), sums
             front.append(Op("pull", "f", 1, work=there, holds=holds(Batch.pull_forward)))
             body.append(Op("pull", "b", 1, work=back, holds=holds(Batch.pull_backward)))
         reduce, update = self._end(problem)
@@ -177,24 +160,6 @@ class P3(Slices):
             "update": [update],
         }
         return [replace(op, phase=phase) for phase, ops in phases.items() for op in ops]
-
-    def _crossing(self, problem: Problem, batch: MiniBatch) -> _Crossing:
-        """What peers compute for each other, the same with and without a cache or a pipeline."""
-
-        def make() -> _Crossing:
-            first = batch.facts(1)
-            f1, f2, e1 = first.rows, first.sources, first.edges
-            blocks, rails = np.zeros((3, problem.ranks)), np.zeros(problem.ranks, dtype=np.int64)
-            for number, rail in enumerate(self.rails(problem)):
-                at = np.array(rail)
-                rails[at] = number
-                blocks[:, at] = np.array([f1, f2, e1])[:, at].sum(axis=1, keepdims=True)
-            pushed = Outer.of(rails, True, HEADER + f2 + f1 + e1)
-            returned = Outer.of(rails, True, f1)
-            return _Crossing(blocks, Outer.of(rails, True, 1), pushed, returned.T, returned)
-
-        asked = self.over, self.copies, problem.servers, batch
-        return problem.known.recent("crossing", asked, make, most=2)
 
     def _attention(self, problem: Problem, blocks: np.ndarray) -> tuple[Compute, Op, Op]:
         """Projection of the blocks' source rows, and the all-reduces of logits over peers."""
@@ -213,7 +178,7 @@ class P3(Slices):
         self,
         problem: Problem,
         facts: Mapping[int, LayerFacts],
-        holds: Later,
+        holds: Callable[[Callable[[Batch, Held], None]], Callable[[Held], None]],
         scored: Scored | None,
     ) -> list[Op]:
         """Partial sums are added and applied; then layers 2 .. L and the loss."""
@@ -255,7 +220,7 @@ class P3(Slices):
             batches.at,
             step,
             lead=self.prefetch,
-            samplers=batchwise.samplers(problem, self.prefetch),
+            samplers=self.supply(problem).samplers,
         )
         if self.pipelined:
             program = replace(program, order=pipelined(self.prefetch), in_flight=DELAY)
@@ -297,42 +262,35 @@ def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, 
 
 
 def pipelined(prefetch: int) -> Order:
-    """The order of batches whose samplers may be so many batches ahead."""
+    """The order of batches whose samplers may be so many batches ahead.
+
+    An operation waits for the one before it of the same batch, and loads for the rank."""
 
     def order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
-        waits, ended = _Waits(), list[Label]()  # the last computation or load of each period
-        under_way: dict[int, dict[str, list[Op]]] = {}  # batch -> phase -> operations
+        ended = list[Label]()  # the last computation or load of each period
+        chains: dict[int, tuple[Label, ...]] = {}  # what a batch's next operation waits for
+        last: tuple[Label, ...] = ()  # the rank's last computation or load
+
+        def queued(batch: int, phase: str) -> Iterator[Queued]:
+            nonlocal last
+            for op in (op for op in at(batch) if op.phase == phase):
+                label, chain = op.label(batch), chains[batch]
+                if op.idle:  # it is the wait, and begins at once
+                    yield Queued(op, batch, ())
+                    chains[batch] = (*chain, label)
+                else:
+                    yield Queued(op, batch, chain + last if op.lane == "copy" else chain)
+                    chains[batch] = (label,)
+                if op.lane in ("compute", "copy"):
+                    last = (label,)
+
         for t in range(steps + DELAY):
             for phase, batch in period(t, epoch, steps):
                 if phase == "front":
-                    phases = under_way[batch] = defaultdict(list)
-                    for op in at(batch):
-                        phases[op.phase].append(op)
                     start = len(ended) - 1 - prefetch  # the period that sampling follows
-                    waits.chain[batch] = (ended[start],) if start >= 0 else ()
-                    yield from waits.of(batch, phases["host"])
-                yield from waits.of(batch, under_way[batch][phase])
-            ended += waits.last  # one label
+                    chains[batch] = (ended[start],) if start >= 0 else ()
+                    yield from queued(batch, "host")
+                yield from queued(batch, phase)
+            ended += last  # one label
 
     return order
-
-
-class _Waits:
-    """What operations wait for: the one before them of the same batch, and loads for the rank."""
-
-    def __init__(self) -> None:
-        self.chain: dict[int, tuple[Label, ...]] = {}  # what a batch's next operation waits for
-        self.last: tuple[Label, ...] = ()  # the rank's last computation or load
-
-    def of(self, batch: int, ops: Sequence[Op]) -> Iterator[Queued]:
-        """A batch's operations of one phase."""
-        for op in ops:
-            label, chain = op.label(batch), self.chain[batch]
-            if op.idle:  # it is the wait, and begins at once
-                yield Queued(op, batch, ())
-                self.chain[batch] = (*chain, label)
-            else:
-                yield Queued(op, batch, chain + self.last if op.lane == "copy" else chain)
-                self.chain[batch] = (label,)
-            if op.lane in ("compute", "copy"):
-                self.last = (label,)

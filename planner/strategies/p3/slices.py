@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import ClassVar, Self
 
 import numpy as np
@@ -22,30 +22,30 @@ import numpy as np
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.ownership.estimated_batches import EstimatedBatch
-from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
-from gnnplan.planner.strategies.minibatch import step as batchwise
-from gnnplan.planner.strategies.minibatch.adjacency_store import check_structure, hashed
-from gnnplan.planner.strategies.minibatch.ahead import enough_ahead, one_ahead
-from gnnplan.planner.strategies.minibatch.feature_store import Slice, check_store, feature_store
-from gnnplan.planner.strategies.minibatch.host_memory import (
-    features_bytes,
-    lists_cache,
-    of_lists,
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, hashed
+from gnnplan.planner.strategies.minibatch.feature_store import (
+    Features,
+    Slice,
+    check_store,
+    feature_store,
 )
-from gnnplan.planner.strategies.minibatch.memory import of_samplers
+from gnnplan.planner.strategies.minibatch.memory import of_all_rows, of_lists, of_samplers
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
+from gnnplan.planner.strategies.minibatch.proposals import (
+    enough_ahead,
+    lists_cache,
+    one_ahead,
+    worth_caching,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.outer import sums
 from gnnplan.planner.vocabulary.units import show_bytes
 
 OVER = ("server", "rank")
 # models whose first layer is a sum over feature columns (but for attention's softmax)
 MODELS = [name for name, kind in KINDS.items() if kind.by_columns]
-# by which a closed form may exceed its simulation: groups with all-reduces of their own (logits,
-# twins' slices) do not wait for other groups
-UNEVEN = 0.03
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
 DELAY = 3  # updates by which a pipelined batch's weights lag
 HEADER = 3  # numbers before a pushed block: how many sources, destinations and edges
@@ -83,6 +83,7 @@ class Slices(OnBatches):
     cache: Bytes = 0
 
     family: ClassVar[str] = "p3"
+    pushes: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.p3"
     examples: ClassVar[tuple[Example, ...]] = (Example("p3"),)
     claim: ClassVar[float] = 0.10  # pipelined: transfers of several batches meet
@@ -108,7 +109,7 @@ class Slices(OnBatches):
             tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
             for plain in dict.fromkeys(one_ahead(problem, strategy) for strategy in tried):
                 yield enough_ahead(problem, plain)
-                if cache := _worth_caching(problem, plain.settle(problem)):
+                if cache := worth_caching(problem, plain):
                     yield enough_ahead(problem, replace(plain, cache=cache))
 
     @classmethod
@@ -178,6 +179,15 @@ class Slices(OnBatches):
         starts = range(0, len(lines[0]), slices)
         return [line[start : start + slices] for line in lines for start in starts]
 
+    def rail_of(self, problem: Problem) -> np.ndarray:
+        """The number of each rank's rail [ranks]."""
+        numbers = {rank: i for i, rail in enumerate(self.rails(problem)) for rank in rail}
+        return np.array([numbers[rank] for rank in range(problem.ranks)])
+
+    def of_peers(self, problem: Problem, *counts: np.ndarray) -> np.ndarray:
+        """What each rank's peers have together, itself included [counts, ranks]."""
+        return sums(self.rail_of(problem), np.array(counts, dtype=float))
+
     def slices(self, problem: Problem) -> tuple[Slice, ...]:
         """The peers of each rank, itself included, and its feature columns [ranks]."""
         of = {
@@ -203,21 +213,6 @@ class Slices(OnBatches):
         """The ranks with the same columns, itself included."""
         return next(alike for alike in self.all_twins(problem) if rank in alike)
 
-    def loaded_bytes(self, problem: Problem, batch: MiniBatch) -> np.ndarray:
-        """Bytes of each rank's columns of its peers' rows of h_0 [ranks]."""
-        slices = self.slices(problem)
-        if not isinstance(batch, EstimatedBatch):
-            return np.array(
-                [batchwise.row_bytes_read(problem, batch, s.ranks, s.columns) for s in slices]
-            )
-        counts, one = batch.row_counts(0), np.zeros(1, np.int64)
-        rows = {rail: counts[list(rail)].sum() for rail in self.rails(problem)}
-        row_bytes = {
-            columns: int(problem.features_bytes(one, columns)[0])
-            for columns in {s.columns for s in slices}
-        }
-        return np.array([rows[s.ranks] * row_bytes[s.columns] for s in slices])
-
     def sliced(self, problem: Problem, rank: int) -> Model:
         """The model as a rank has it: its first layer reads its columns only."""
         share = len(self.columns(problem, rank))
@@ -229,11 +224,11 @@ class Slices(OnBatches):
         columns_at: dict[int, set[range]] = {}
         for server, of_rank in zip(problem.servers, self.slices(problem), strict=True):
             columns_at.setdefault(server, set()).add(of_rank.columns)
-        size_of = cache(partial(features_bytes, problem))
+        size_of, supply = cache(lambda its: all_columns(problem, its)), self.supply(problem)
         return {
             "features": np.array([sum(map(size_of, at)) for at in columns_at.values()]),
-            "lists": of_lists(problem, self.lists(problem)),
-            **of_samplers(problem, self.batches(problem), self.prefetch),
+            "lists": of_lists(problem, supply.lists),
+            **of_samplers(supply),
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
@@ -247,20 +242,11 @@ class Slices(OnBatches):
                     spread = replace(fewer, structure="spread", structure_cache=0)
                     yield replace(spread, structure_cache=lists_cache(problem, spread))
 
-    def lists(self, problem: Problem) -> batchwise.Lists | None:
-        """Where adjacency lists are; None: with every sampler."""
-        return hashed(
-            problem,
-            self.batches(problem),
-            self.structure,
-            self.over == "rank",
-            self.structure_cache,
-        )
+    def lists(self, problem: Problem) -> Lists | None:
+        by_rank, batches = self.over == "rank", self.batches(problem)
+        return hashed(problem, batches, self.structure, by_rank, self.structure_cache)
 
-    def store(self, problem: Problem) -> batchwise.Features | None:
-        """Which rows' columns each GPU caches; None: none."""
-        if not self.cache:
-            return None
+    def store(self, problem: Problem) -> Features:
         slices = self.slices(problem)
         return feature_store(problem, self.batches(problem), self.cache, slices=slices)
 
@@ -275,6 +261,11 @@ class Slices(OnBatches):
         return problem.servers if self.over == "server" else ()
 
 
+def all_columns(problem: Problem, columns: range) -> int:
+    """Bytes of these columns of all vertices' features."""
+    return of_all_rows(problem, lambda ids: problem.features_bytes(ids, columns))
+
+
 def _copies(problem: Problem) -> list[int]:
     """How many copies of the columns to propose: 1, and more where host memory may have room.
 
@@ -284,14 +275,6 @@ def _copies(problem: Problem) -> list[int]:
     servers = len(set(problem.servers))
     most = servers if problem.cluster.graph_room < np.inf else 2
     return [c for c in range(1, max(most, 2)) if servers % c == 0]
-
-
-def _worth_caching(problem: Problem, plain: Slices) -> int:
-    """Bytes of columns to propose for each GPU's cache; 0 where the strategy cannot be."""
-    if not plain.suits(problem):
-        return 0
-    widest = plain.columns(problem, plain.rail(problem, 0)[-1])
-    return batchwise.worth_caching(problem, plain, widest)
 
 
 def _why_whole(problem: Problem) -> str:
