@@ -190,7 +190,7 @@ class Holds:
             held.keep(self._made(0))  # their gradient
         if layer > model.first_varying:
             f, width = self.facts[layer], self._row_bytes(layer)
-            held.at(gradient, f.sources * width)
+            held.at(gradient, (f.sources + self._unpicked(layer)) * width)
             held.at(f.present * width, self._crossing(layer))
         held.free(self._copied(layer))
         if self.options.checkpoint and layer > 1:
@@ -269,6 +269,11 @@ class Holds:
         kept = self.options.checkpoint and self.options.narrow and self.model.narrow_at(layer)
         copied = (self._halo(layer) > 0) | kept | (f.made is not None)
         return f.sources * self._row_bytes(layer) * copied
+
+    def _unpicked(self, layer: int) -> Number:
+        """Rows that are there, of which the layer reads some, and those that it adds up."""
+        f = self.facts[layer]
+        return (0.0 if f.made is None else f.present) + (0.0 if f.added is None else f.added)
 
     def _need(self, layer: int) -> Footprint:
         model, f = self.model, self.facts[layer]
