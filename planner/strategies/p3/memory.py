@@ -95,6 +95,7 @@ class Batch:
         width = model.layers[0].h_out * model.itemsize
         self.own, self.all = first.rows * width, rows * width
         self.peers = self.all - self.own
+        self.applied = self.own * model.layers[0].bias
         self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
         # in the pipeline the rank goes on while its messages leave
         self.leaving = self.peers * p3.pipelined
@@ -131,7 +132,7 @@ class Batch:
         held.keep(self.pulled, self.leaving)
 
     def forward(self, held: Held) -> None:
-        held.keep(self.own)
+        held.keep(self.own, self.applied)
         held.free(self.pulled)
         for layer in range(2, len(self.rest.facts) + 1):
             self.rest.forward(layer, held)
@@ -142,7 +143,7 @@ class Batch:
     def backward(self, held: Held) -> None:
         for layer in range(len(self.rest.facts), 1, -1):
             self.rest.backward(layer, held)
-        held.free(self.rest.logits, self.leaving)
+        held.free(self.applied, self.rest.logits, self.leaving)
 
     def pull_backward(self, held: Held) -> None:
         held.keep(self.peers)  # the gradients that come; the own one is in the sum's place
