@@ -72,9 +72,11 @@ class Search:
         if self.may_use_fewer:
             ranked += self._on_fewer(problem, ranked)
         if not ranked:
-            reasons = "\n  ".join(f"{name}: {reason}" for name, reason in rejected)
+            reasons = "\n  ".join(["", *(f"{name}: {reason}" for name, reason in rejected)])
+            if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
+                reasons = f" {rejected[0][1]}"
             change = smallest_change(problem, self.options)
-            raise Infeasible(f"nothing fits:\n  {reasons}\n{change}")
+            raise Infeasible(f"nothing fits:{reasons}\n{change}")
         return SearchResult(problem, sorted(ranked, key=_value), rejected, self)
 
     def candidates(self, problem: Problem) -> Iterator[Strategy]:

@@ -160,6 +160,15 @@ def test_a_mode_in_which_nothing_fits_is_said():
     assert "the full graph is refused: nothing fits" in plan.document["summary"]["answer"]
 
 
+def test_what_refuses_all_strategies_of_a_mode_is_said():
+    """The answer said that nothing fits, and meant a batch beyond the training vertices."""
+    plan = planned("synthetic:community?vertices=300&edges=2000", "l4_box?gpus_per_server=2")
+    assert (
+        "mini-batches are refused: nothing fits: a batch is at most the training vertices"
+        in (plan.document["summary"]["answer"])
+    )
+
+
 @pytest.mark.slow
 def test_the_epoch_alone_is_one_option():
     plan = planned(*ARXIV, per="epoch")
