@@ -20,7 +20,7 @@ import scipy.sparse as sp
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
 from gnnplan.planner.graph.labels import MASKS, class_ids
-from gnnplan.planner.graph.npy import must_be_ids, reading
+from gnnplan.planner.graph.npy import must_be_ids, reading, typed
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
@@ -114,7 +114,8 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         if str(value.layout) != "torch.strided":
             raise SpecError(
-                f"{path}: {name}: must be a dense tensor, is {value.layout}; save its .to_dense()"
+                f"{path}: {name}: must be a dense tensor, is {value.layout}; save its .to_dense(),"
+                " or its .indices() if it is a matrix of edges"
             )
         nbytes, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
         must_fit(path, f"{name} of shape {list(value.shape)}", nbytes)
@@ -288,9 +289,10 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
     arrays: dict[str, Array] = dict(parts.masks)
     arrays |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
     if parts.y is not None:
+        y = typed(parts.path, "y", parts.y, "biuf", (1, 2))
         # NaN stays, for -1 may be a number to predict
-        lacking = parts.y.dtype.kind == "f" and np.isnan(parts.y).any()
-        arrays["y"] = parts.y if lacking else class_ids(parts.path, "y", parts.y)
+        lacking = y.dtype.kind == "f" and np.isnan(y).any()
+        arrays["y"] = y if lacking else class_ids(parts.path, "y", y)
     if sp.issparse(parts.x):
         x = cast(sp.csr_matrix, parts.x).tocsr()
         arrays |= {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}

@@ -426,6 +426,17 @@ def test_of_isolated_vertices_a_position_tells():
     assert built(pyg.of_mapping(data, "it")).stats.vertices == 5
 
 
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_columns_whose_names_say_nothing_are_said(tmp_path: Path, ending: str):
+    """Edges were numbers of edges and their sources, unsaid, and their targets a field."""
+    (tmp_path / "e.csv").write_text("eid,node1,node2\n0,5,1\n1,1,2\n")
+    if ending == "parquet":
+        table = quiet("pyarrow.csv").read_csv(tmp_path / "e.csv")
+        quiet("pyarrow.parquet").write_table(table, tmp_path / "e.parquet")
+    notes = parts_of(str(tmp_path / f"e.{ending}")).notes
+    assert notes == ["of 3 columns eid and node1 are taken, and 1 as fields"]
+
+
 def test_columns_without_names_are_no_fields(tmp_path: Path):
     (tmp_path / "e.txt").write_text("0 1 0.5\n1 2 0.25\n")
     graph = load(str(tmp_path / "e.txt"))

@@ -211,7 +211,17 @@ def test_nodes_with_names_are_numbered_in_their_order():
     parts = formats.of_object(graph)
     assert in_order(arrays_of(parts)).T.tolist() == [[0, 1], [1, 2]]
     assert "vertices are numbered in the order of the nodes" in parts.notes
-    assert "ignored: label, which is text" in parts.notes
+    assert "ignored: label" in parts.notes
+
+
+def test_of_two_names_of_labels_the_second_is_a_field():
+    """It was dropped, unsaid; of a Data and a DGLGraph it is a field."""
+    graph = nx.DiGraph([(0, 1), (1, 2)])
+    nx.set_node_attributes(graph, {0: 1, 1: 0, 2: 1}, "y")
+    nx.set_node_attributes(graph, {0: 0.5, 1: 1.5, 2: 2.5}, "label")
+    parts = formats.of_object(graph)
+    assert parts.y is not None and parts.y.tolist() == [1, 0, 1]
+    assert parts.vertex_fields["label"].tolist() == [0.5, 1.5, 2.5]
 
 
 def test_a_transposed_adjacency_of_pyg_is_turned():
@@ -257,6 +267,14 @@ def test_of_several_splits_the_first_is_taken_and_said():
     assert [note for note in graph.stats.notes if "split" in note] == [
         "train_mask holds 3 splits; the first is taken"
     ]
+
+
+def test_numbers_in_quotes_are_numbers(tmp_path: Path):
+    """As Python's csv.QUOTE_ALL writes them: the first line of them was refused."""
+    (tmp_path / "e.csv").write_text('"src","dst","weight"\n"0","1","0.5"\n"1","2","1.5"\n')
+    graph = load(str(tmp_path / "e.csv"), directed=True)
+    assert graph.indices.tolist() == [0, 1]
+    assert graph.edge_fields["edge_weight"].tolist() == [0.5, 1.5]
 
 
 def test_text_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -321,7 +339,14 @@ def extras_json(folder: Path) -> tuple[Path, Path, Path]:
     return x, folder / "y.json", folder / "role.json"
 
 
-@pytest.mark.parametrize("make", [extras_npy, extras_text, extras_torch, extras_json])
+def extras_lists(folder: Path) -> tuple[Path, Path, Path]:
+    """A list of labels was taken for names of columns above no rows."""
+    x, y, roles = extras_json(folder)
+    y.write_text(json.dumps(GRAPH["y"].tolist()))
+    return x, y, roles
+
+
+@pytest.mark.parametrize("make", [extras_npy, extras_text, extras_torch, extras_json, extras_lists])
 def test_files_add_what_an_edge_list_lacks(
     tmp_path: Path, make: Callable[[Path], tuple[Path, Path, Path]]
 ):
@@ -518,6 +543,12 @@ def expanded_tensor(folder: Path) -> Path:
     return folder / "wide.pt"
 
 
+def texts(folder: Path) -> Path:
+    """convert ended in a traceback."""
+    np.savez(folder / "bad.npz", src=[0], dst=[1], y=["a", "b"])
+    return folder / "bad.npz"
+
+
 def hostile_pt(folder: Path) -> Path:
     quiet("torch").save(Hostile(), folder / "hostile.pt")
     return folder / "hostile.pt"
@@ -654,6 +685,11 @@ BAD = {
     "csv: a name": (put("src,dst\n0,1\n1,alice\n"), r"bad:3: .*found '1,alice'"),
     "csv: names first": (put("source,target\nbob,alice\n"), r"bad:2: .*found 'bob,alice'"),
     "csv: a line too short": (put("0,1\n1,2\n3\n4,5\n"), r"bad:3: .*found '3'"),
+    "csv: fewer names than columns, as R writes rows' names": (
+        put("src dst\n1 0 1\n2 1 2\n"),
+        r"bad:2: .* in 2 columns as above, found '1 0 1'",
+    ),
+    "csv: neighbours": (put("0 1\n1 2 3\n"), r"bad:2: .* in 2 columns as above, found '1 2 3'"),
     "csv: a fraction": (put("# x\n\n0 1\n1.5 2\n"), r"bad:4: .*found '1\.5 2'"),
     "csv: a negative id": (put("0,1\n0,-1\n"), r"dst\[1\].*found -1; ids count from 0"),
     "csv: a huge id": (put("0,1\n0,4294967296\n"), r"dst\[1\].*found 4294967296"),
@@ -676,9 +712,11 @@ BAD = {
     ),
     "mtx: ids from 0": (
         put("%%MatrixMarket matrix coordinate real general\n2 2 1\n0 1 1\n"),
-        r"src\[0\].*\[0, 1\]",
+        "ids of MatrixMarket count from 1, found 0; add 1",
     ),
+    "konect: ids from 0": (put("% sym\n1 0\n"), "ids of KONECT count from 1, found 0; add 1"),
     "parquet: cut off": (cut(parquet), "cannot be read as Parquet"),
+    "npz: labels of text": (texts, "y: must hold .*, has dtype <U1"),
     "npz: petabytes": (lying_sparse, "would take"),
     "npz: pointers": (broken_pointers, "cannot be read as a sparse matrix"),
     "npy: petabytes": (put(claiming((2, 2**50))), "needs .* B but only 64 B are stored"),

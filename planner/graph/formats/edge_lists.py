@@ -66,7 +66,8 @@ def fields_beside(
     for i, name in enumerate(names):
         if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name) and is_number(i):
             fields.setdefault("edge_weight" if name.lower() in WEIGHTS else name, i)
-    if columns == 2 + len(fields):
+    known = columns == 2 or {names[i].lower() for i in ends if names} & {*SOURCES, *TARGETS}
+    if columns == 2 + len(fields) and known:
         return fields, []
     taken = [names[i] for i in ends] if names else ["the first", "the second"]
     shown = ascii(" and ".join(name[:MOST_SHOWN] for name in taken))[1:-1]
@@ -99,18 +100,26 @@ def edge_list(path: str) -> Parts:
         )
     if konect:
         notes.append("KONECT's ids count from 1, here from 0: its vertex 1 is vertex 0")
-    first = 1 if konect else 0
 
     def edges() -> Iterator[tuple[Array, ...]]:
         for src, dst, *others in edge_tables(path, head, [*columns, *fields.values()]):
             pairs = zip(fields, others, strict=True)
             yield (
-                src - first,
-                dst - first,
+                *(from_zero(path, "KONECT", src, dst) if konect else (src, dst)),
                 *(column if name == "edge_weight" else narrow(column) for name, column in pairs),
             )
 
     return Parts(path, edges(), notes=notes, columns=tuple(fields))
+
+
+def from_zero(path: str, format: str, *ends: Array) -> Iterator[Array]:
+    """Ids that count from 1 in such files. Raises SpecError for others."""
+    for ids in ends:
+        if ids.size and (least := int(ids.min())) < 1:
+            raise SpecError(
+                f"{path}: ids of {format} count from 1, found {least}; add {1 - least} to all"
+            )
+        yield ids - 1
 
 
 def matrix_market(path: str) -> Parts:
@@ -145,7 +154,7 @@ def matrix_market(path: str) -> Parts:
     def edges() -> Iterator[tuple[Array, ...]]:
         count = 0
         for src, dst, *weights in edge_tables(path, head, range(2 + weighs)):
-            src, dst = src - 1, dst - 1  # ids count from 1
+            src, dst = from_zero(path, "MatrixMarket", src, dst)
             count += len(src)
             yield src, dst, *weights
             if symmetry != "general":  # one triangle is written

@@ -115,14 +115,15 @@ def _features(path: str) -> Matrix:
 
 
 def _labels(path: str, parts: Parts) -> Array:
-    """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a text: a table, or a JSON object of a
-    class or a list for every vertex."""
+    """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a text: a table, or a JSON list or
+    object of a class or a list for every vertex."""
     if (saved := _saved(path, "labels")) is not None:
         return np.asarray(saved)
-    if not (text.start_of(path, 64) or "").lstrip().startswith("{"):
+    if not (text.start_of(path, 64) or "").lstrip().startswith(("{", "[")):
         return text.whole_matrix(path, _vertices(parts) if _has_ids(path) else 0)
     with reading(path, "classes of vertices"):
-        found: dict[str, Any] = read_json(path, LARGEST_JSON, 'write {"vertex": class}')
+        found: Any = read_json(path, LARGEST_JSON, 'write {"vertex": class}')
+        found = found if isinstance(found, dict) else dict(enumerate(found))
         ids = np.array([int(key) for key in found])
         values = np.array(list(found.values()))
     if not found or values.ndim > 2 or values.dtype.kind not in "iuf":

@@ -26,7 +26,6 @@ from gnnplan.planner.graph.parts import (
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 
-TAKEN = (*FEATURES, *LABELS, *MASKS)
 PER_BYTE = 10  # [B] of Python objects per byte of GraphML, at least
 
 
@@ -72,15 +71,14 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
                     " give it to all or to none"
                 )
             if any(isinstance(value, str) for value in found):
-                notes.append(f"ignored: {name}, which is text")  # Gephi's label is a name
-                continue
+                continue  # Gephi's label is a name
             none = np.full(np.shape(found[0]), missing)
             rows = [np.asarray(of.get(name, none)).tolist() for of in on_nodes]
             array = tensor_array(path, name, rows)
             data[name] = array[:, None] if names == FEATURES and array.ndim == 1 else array
             break
     take_vertex_data(parts, data)
-    parts.vertex_fields, others = _columns(on_nodes, TAKEN)
+    parts.vertex_fields, others = _columns(on_nodes, data)
     notes += ignored([*left, *others])
     return parts
 

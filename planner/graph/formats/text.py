@@ -105,11 +105,15 @@ def tables(
 
     Without `columns` a row's place counts, so no line without numbers may stand between rows."""
     gap = 0  # the first line without numbers after which no row was found yet
+    # where all columns are asked for, numpy says which row has more or fewer
+    few = None if columns == tuple(range(head.columns)) else columns
 
     def numbers(lines: list[str], comment: str | None) -> Array:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return np.loadtxt(lines, dtype, comment, head.delimiter, usecols=columns, ndmin=2)
+            return np.loadtxt(
+                lines, dtype, comment, head.delimiter, usecols=few, ndmin=2, quotechar='"'
+            )
 
     for number, lines in lines_of(path, head.before):
         with suppress(ValueError, OverflowError, Warning):
@@ -140,6 +144,7 @@ def tables(
             if columns:
                 rule = "source and target must be whole numbers that count vertices from 0"
                 rule += ", fields of edges numbers" * (len(columns) > 2)
+                rule += f", in {head.columns} columns as above" * (few is None)
             raise SpecError(
                 f"{path}:{number + at}: {rule}, found {ascii(lines[at])[1:-1][:MOST_SHOWN]!r};"
                 " mend this line"
