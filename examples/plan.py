@@ -2,7 +2,7 @@
 
 import gnnplan
 
-plan = gnnplan.plan("reddit", "dgx_a100", model="gcn", layers=4, hidden=128)
+plan = gnnplan.plan("reddit", "dgx_a100", model="gcn", layers=4, hidden=128, per="epoch")
 print(plan)  # what to use, how sure that is, what it costs, what was close
 
 best = plan.best

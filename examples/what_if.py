@@ -1,8 +1,8 @@
-"""What if the cluster were another? A plan is played in virtual time."""
+"""What if the cluster were another? A plan of all GPUs is played in virtual time."""
 
 import gnnplan
 
-plan = gnnplan.plan("flickr", "p3_p100", model="sage", layers=2, hidden=64)
+plan = gnnplan.plan("flickr", "p3_p100", model="sage", layers=2, hidden=64, per="epoch")
 print(plan.best.strategy, "on", plan.cluster.name)
 
 print(f"as it is:         {plan.simulate().epoch_s * 1e3:6.2f} ms per epoch")

@@ -159,6 +159,16 @@ def test_commands_in_documents_have_options_that_exist():
     assert count > 50
 
 
+def test_commands_in_documents_have_a_fanout_for_each_layer():
+    """The first command about links gave two of three layers, and was refused."""
+    for document in DOCUMENTS:
+        for verb, *words in commands(document):
+            given = dict(pairwise(words))
+            if verb == "plan" and "--fanout" in given:
+                layers = int(given.get("--layers", Workload().layers))
+                assert given["--fanout"].count(",") + 1 == layers, f"{document.name}: {words}"
+
+
 def test_every_argument_says_what_it_is_good_for():
     """The help is read from docstrings, of the API too; `name` in one is the option's."""
     for name, verb in get_command(app).commands.items():

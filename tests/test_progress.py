@@ -3,9 +3,14 @@
 import io
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import gnnplan
+from gnnplan.executor.measure import measure as measuring
+from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.progress import inner_phase, progress, say
 
 
@@ -54,6 +59,26 @@ def test_a_terminal_keeps_one_line_that_is_cleared(monkeypatch: pytest.MonkeyPat
     told = screen.getvalue()
     assert told.count("\n") == 1 and told.startswith("\r\x1b[Kreading: graph ... 0 s")
     assert told.endswith("\r\x1b[K")
+
+
+def test_measure_tells_what_it_is_doing_as_other_calls_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`with gnnplan.progress()` said nothing for the minute that `gnnplan.measure` takes."""
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
+
+    def of_ranks(ranks: int, notify: Callable[[str], None], *how: object) -> gnnplan.Cluster:
+        for what in ("matrix products", "aggregation"):
+            notify(what)
+        return read_cluster("l4_box")
+
+    monkeypatch.setattr(measuring, "measure", of_ranks)
+    with progress(every_s=0.0):
+        gnnplan.measure()
+    assert capsys.readouterr().err == "matrix products: 0 s\naggregation: 0 s\n"
+    heard = list[str]()
+    gnnplan.measure(notify=lambda phase, detail="": heard.append(phase))
+    assert heard == ["matrix products", "aggregation"]
 
 
 def test_a_failure_ends_the_telling(capsys: pytest.CaptureFixture[str]) -> None:

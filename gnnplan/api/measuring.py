@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from gnnplan.api.running import rate_of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
+from gnnplan.planner.vocabulary.progress import Notify, silent, tells
 
 KEPT = "local.yaml"  # in the cache: the preset 'local'
 
 
+@tells
 def measure(
     ranks: int = 2,
     *,
@@ -20,7 +21,7 @@ def measure(
     seconds: float = 0.2,
     dtype: str = "float32",
     output: str | Path | None = None,
-    notify: Callable[[str], None] = lambda what: None,
+    notify: Notify = silent,
 ) -> Cluster:
     """Measure this machine with all ranks active; takes a minute or two.
 
@@ -34,17 +35,18 @@ def measure(
         dtype: bfloat16: measure products and aggregation of such rows too, for `gnnplan plan
             --dtype bfloat16`. Without AVX-512 BF16 or AMX that takes a core minutes.
         output: A YAML file for the result.
-        notify: Is told what is measured.
+        notify: Is told what is being done.
 
     Raises:
         SpecError: An argument is wrong.
         LostRank: A rank was lost.
     """
     from gnnplan.executor.measure.measure import measure as measured_by_ranks
+    from gnnplan.planner.vocabulary.progress import notify as tell
 
     if output:
         must_be_writable(Path(output))
-    found = measured_by_ranks(ranks, notify, servers, rate_of(emulate), seconds, dtype)
+    found = measured_by_ranks(ranks, tell, servers, rate_of(emulate), seconds, dtype)
     keep(found, Path(output) if output else None, local=servers == 1)
     return found
 

@@ -98,7 +98,7 @@ def plan(
         directed: Keep the edges' direction; otherwise graphs are made undirected.
         features: Features that the graph's file lacks: a .npy, sparse .npz, .pt or text of
             [vertices, features]; or the width of stand-ins.
-        labels: Labels that the file lacks: a .npy, .pt or text.
+        labels: Labels that the file lacks: a .npy, .pt, text, or a .json of {"vertex": class}.
         split: The split that the file lacks: a folder, .npz or .pt with train, val and test (masks
             or ids), or a .json of ids.
         task: What is learned: node (labels of vertices), link (which vertices an edge links; with
@@ -287,7 +287,8 @@ class Plan(View):
             where = "" if in_order else f" on GPU {place['gpu']}"
             on_server[place["server"]].append(f"{place['rank']}{where}")
         servers = (
-            f"server {server}: ranks {', '.join(r)}" for server, r in sorted(on_server.items())
+            f"server {server}: rank{'s' * (len(r) > 1)} {', '.join(r)}"
+            for server, r in sorted(on_server.items())
         )
         return Blocks(
             [

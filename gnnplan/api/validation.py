@@ -276,10 +276,11 @@ class Validations(View):
         ]
         if report := result.get("refit"):
             factors = ", ".join(f"{name} x {by:.2f}" for name, by in report["factors"].items())
+            fitted, scored = (show_count(len(report[name]), "run") for name in ("fitted", "scored"))
+            before, after = (show_percent(report[w]["mean"], 1) for w in ("before", "after"))
             lines.append(
-                f"refit on {len(report['fitted'])} runs ({factors}); the other"
-                f" {len(report['scored'])} were {show_percent(report['before']['mean'], 1)} off and"
-                f" are {show_percent(report['after']['mean'], 1)} off; written to {self.refit}"
+                f"refit on {fitted} ({factors}); scored on {scored}: {before} off before,"
+                f" {after} off now; written to {self.refit}"
             )
         return lines
 

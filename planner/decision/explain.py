@@ -62,7 +62,8 @@ def why_these_gpus(found: SearchResult) -> list[str]:
         if found.objective.is_plain:
             too_little = ": the graph gives more of them too little to do"
         less = found.objective.less
-        told = f"{used} of {problem.ranks} GPUs are {less} than all{too_little}; on all"
+        are = "is" if used == 1 else "are"
+        told = f"{used} of {problem.ranks} GPUs {are} {less} than all{too_little}; on all"
         if used == problem.ranks:
             told = f"All {used} GPUs are worth using: on {other.problem.ranks}"
         out.append(f"{told} of them the {least} is {other.strategy}, {show_percent(slower)} {more}")
@@ -248,8 +249,8 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
     chance = show_percent(candidate.chance_faster(best))
     if used > best.problem.ranks and candidate.value * best.objective.slack > best.value:
         return (
-            f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less} by prediction, and less"
-            f" than {show_percent(best.objective.slack - 1)} is not worth more GPUs"
+            f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less}; below"
+            f" {show_percent(best.objective.slack - 1)} is not worth more GPUs"
         )
     return (
         f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less} by prediction, within"

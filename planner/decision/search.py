@@ -72,11 +72,8 @@ class Search:
         if self.may_use_fewer:
             ranked += self._on_fewer(problem, ranked)
         if not ranked:
-            reasons = "\n  ".join(["", *(f"{name}: {reason}" for name, reason in rejected)])
-            if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
-                reasons = f" {rejected[0][1]}"
             change = smallest_change(problem, self.options)
-            raise Infeasible(f"nothing fits:{reasons}\n{change}")
+            raise Infeasible(f"nothing fits:{_reasons(rejected)}\n{change}")
         return SearchResult(problem, sorted(ranked, key=_value), rejected, self)
 
     def candidates(self, problem: Problem) -> Iterator[Strategy]:
@@ -259,6 +256,13 @@ class SearchResult:
         return [candidate for candidate in self.ranked if candidate is not best]
 
 
+def _reasons(rejected: Sequence[tuple[str, str]]) -> str:
+    """Why strategies were rejected, a line each; what several have in common alone is said once."""
+    if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
+        return f" {rejected[0][1]}"
+    return "".join(f"\n  {name}: {reason}" for name, reason in rejected)
+
+
 def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
     """The candidates' numbers to minimise in each draw [candidates, DRAWS]."""
     return np.stack([candidate.drawn for candidate in candidates])
@@ -308,7 +312,7 @@ def each_of(
 
 
 def search(problem: Problem, exact: bool = False, **how: Any) -> SearchResult:
-    """`Search` of a problem."""
+    """Search a problem: `how` names fields of `Search`."""
     return Search(exact, **how)(problem)
 
 

@@ -173,5 +173,6 @@ def compare(
         if len(refused) == 1 or not all(isinstance(why, Infeasible) for why in refused.values()):
             raise first
         raise Infeasible("\n".join(f"{MODES[mode]}: {why}" for mode, why in refused.items()))
-    reasons = {mode: str(why).splitlines()[0].rstrip(":") for mode, why in refused.items()}
+    first_lines = {mode: str(why).splitlines()[0] for mode, why in refused.items()}
+    reasons = {m: w.removeprefix("nothing fits: ").rstrip(":") for m, w in first_lines.items()}
     return Whole(answers, reasons)

@@ -160,13 +160,16 @@ def test_a_mode_in_which_nothing_fits_is_said():
     assert "the full graph is refused: nothing fits" in plan.document["summary"]["answer"]
 
 
-def test_what_refuses_all_strategies_of_a_mode_is_said():
-    """The answer said that nothing fits, and meant a batch beyond the training vertices."""
-    plan = planned("synthetic:community?vertices=300&edges=2000", "l4_box?gpus_per_server=2")
-    assert (
-        "mini-batches are refused: nothing fits: a batch is at most the training vertices"
-        in (plan.document["summary"]["answer"])
-    )
+def test_a_rule_that_no_strategy_of_a_mode_keeps_is_said_once():
+    """Cora has 140 training vertices, and "mini-batches are refused: nothing fits" was all of it;
+    with --mode mini thirteen lines said one thing."""
+    rule = "a batch is at most the training vertices (batch: 1,024, training vertices: 140)"
+    answer = planned("cora", "dgx_a100").document["summary"]["answer"]
+    assert answer.endswith(f"mini-batches are refused: {rule}; use --batch 140")
+    with pytest.raises(gnnplan.Infeasible) as alone:
+        planned("cora", "dgx_a100", mode="mini")
+    assert str(alone.value).startswith(f"nothing fits: {rule}")
+    assert str(alone.value).count("a batch is") == 1
 
 
 @pytest.mark.slow

@@ -298,7 +298,7 @@ class Worker(base.Worker):
         if self.is_first:
             return []
         if x0 is None:
-            return [gradient.clone()]  # it may be a part of the slope
+            return [gradient.clone()]  # it may be a part of the history's `slope`
         return [gradient, torch.zeros_like(x0) if x0.grad is None else x0.grad]
 
     # -- evaluation -------------------------------------------------------------------------------
