@@ -92,7 +92,7 @@ def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(
     assert short[:last] == long[:last]
     told = [line for line in long if line.startswith("- ")]
     assert len(told) == len(document["explanation"]) + len(document["rejected"])
-    assert any(line.startswith("placement: server 0: ranks") for line in long)
+    assert "placement: server 0: rank 0 on GPU 0" in long  # one was "ranks 0"
     for label, line in zip(LABELS, document["summary"].values(), strict=True):
         assert any(printed.startswith(label) and printed.endswith(line) for printed in short)
 

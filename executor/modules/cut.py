@@ -186,6 +186,7 @@ class _Cutter:
     # -- kinds and pieces ------------------------------------------------------------------------
 
     def classify(self, node: Node) -> None:
+        """Find a call's kind, and of rows and inner values the first piece that can make them."""
         if node.call is None:
             is_rows, is_free = node.name.startswith("vertex "), node.name == "vertices"
             self.kind[node] = ROWS if is_rows else FREE if is_free else STRUCTURE
@@ -306,7 +307,7 @@ class _Cutter:
         for read in node.reads:
             if self.kind[read] == INNER:
                 at = max(at, self.at[read])
-            elif self.kind[read] == ROWS:
+            elif self.kind[read] == ROWS:  # what was gathered, only the next gather can read
                 made, is_gathered = self.at[read], self.at[read] % 3 == GATHER
                 stays = is_gathered and self._reads_own(node, read)
                 at = max(at, made if stays else made + 3 if is_gathered else made + 1)

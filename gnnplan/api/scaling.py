@@ -341,7 +341,9 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
         )
     if found.enough is not fastest:
         slower = show_percent(found.enough.time_s / fastest.time_s - 1, 1)
-        lines.append(f"nearly as fast: {count(found.enough.gpus)}, {slower} slower")
+        lines.append(
+            f"nearly as fast as {fastest.gpus}: {count(found.enough.gpus)}, {slower} slower"
+        )
     if size := found.slower_from:
         use = f": use {fastest.gpus}" if found.best is fastest else ""
         chance = float((fastest.best.drawn_time_s < size.best.drawn_time_s).mean())

@@ -152,7 +152,7 @@ class Search:
             known = [*on_all, *found, *exact_ones]
             limits = {kind: least_of(known, kind) for kind in (True, False)}
             limit = objective.slack * (limits[True] if np.isfinite(limits[True]) else limits[False])
-            if not is_told and objective.at_least(smaller, least(problem, len(gpus))) >= limit:
+            if not is_told and objective.at_least(smaller, bound_s(problem, len(gpus))) >= limit:
                 continue
             for strategy in self.candidates(smaller):
                 where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
@@ -372,8 +372,8 @@ def _halvings(count: int) -> list[int]:
     return [count >> times for times in range(count.bit_length())]
 
 
-def least(problem: Problem, ranks: int) -> float:
-    """A bound for the epoch [s]: its computation shared equally by so many ranks, nothing sent.
+def bound_s(problem: Problem, ranks: int) -> float:
+    """No epoch is shorter [s]: its computation shared equally by so many ranks, and nothing sent.
 
     Ranks compute no fewer rows together than one rank would alone, which computes what training
     vertices need: of the graph, or of every batch.

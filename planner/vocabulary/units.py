@@ -123,10 +123,10 @@ def show_long(seconds: float) -> str:
 def show_time(value: float) -> str:
     """Seconds as people read them.
 
-    >>> show_time(0.0123), show_time(2.5), show_time(4e-6), show_time(0)
+    >>> show_time(0.0123), show_time(2.5), show_time(4e-6), show_time(-1e-19)
     ('12.3 ms', '2.50 s', '4.0 us', '0 s')
     """
-    if value == 0:
+    if abs(value) < 5e-8:
         return "0 s"
     if abs(value) >= 1:
         return f"{value:.2f} s"

@@ -24,7 +24,7 @@ from gnnplan.planner.decision.objective import (
     Training,
 )
 from gnnplan.planner.decision.scale import scale
-from gnnplan.planner.decision.search import Search, least, parts, search
+from gnnplan.planner.decision.search import Search, bound_s, parts, search
 from gnnplan.planner.decision.search import families as families_of
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.workload import Workload
@@ -413,4 +413,4 @@ def test_fewer_gpus_are_asked_where_few_vertices_train():
     for part in range(1, problem.ranks + 1):
         alone = problem.placed(tuple(range(part)))
         trimmed = parse("graph_parallel(trim=True)")
-        assert least(alone, part) <= float(trimmed.predict(alone).epoch_s)
+        assert bound_s(alone, part) <= float(trimmed.predict(alone).epoch_s)

@@ -2,7 +2,8 @@
 
 Stages pass each other a chunk's rows; members of a stage exchange the rows that their sub-chunks
 read of each other (the halo), when the chunk is processed. Gradients go the same ways back.
-executor/train.py adds up weight gradients in `reduce_group` and updates the weights.
+After a step executor/ranks/learner.py adds weight gradients up over the members of a stage, and
+updates the weights.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, Label
-from gnnplan.planner.vocabulary.schedule import Copy as Copy
+from gnnplan.planner.vocabulary.schedule import Copy as Copy  # work, beside that below
 from gnnplan.planner.vocabulary.schedule import Exchange as Exchange
 from gnnplan.planner.vocabulary.schedule import Sampling as Sampling
 from gnnplan.planner.vocabulary.values import Value
@@ -81,15 +81,15 @@ class Op:
     without rows is not handed on, and one of which nobody sends anything is not exchanged. Where
     the order of chunks is another, each has an operation of its own, named by `chunk`.
 
-    Readers know three names: 'halo' is an exchange of rows between their owners, 'loss' ends a
-    forward pass, 'update' ends a step. Any other is free; `validate` has words for some (MOVED in
-    evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and `layer`. What is
-    `ahead` is done on that lane, on the host up to `lead` steps before its own begins, a copy
-    one step before. An all-reduce is `beside` the backward pass if only later all-reduces and the
-    update wait for it. An `idle` operation has empty work: it is how long a rank waits. `phase` is
-    the part of its step that it belongs to, for a pipeline that has phases of several steps under
-    way. `holds` plays on all ranks' memory what it keeps, frees and needs besides
-    (memory.py calls it).
+    Who reads a program knows three names: 'halo' is an exchange of rows between their owners,
+    'loss' ends a forward pass, 'update' ends a step. Any other is free; `validate` has words for
+    some (MOVED in evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and
+    `layer`. What is `ahead` is done on that lane, on the host up to `lead` steps before its own
+    begins, a copy one step before. An all-reduce is `beside` the backward pass if only later
+    all-reduces and the update wait for it. An `idle` operation has empty work: it is how long a
+    rank waits. `phase` is the part of its step that it belongs to, for a pipeline that has phases
+    of several steps under way. `holds` plays on all ranks' memory what it keeps, frees and needs
+    besides (memory.py calls it).
     """
 
     op: str
@@ -202,8 +202,10 @@ class Program:
 
 
 def traffic(program: Program, ranks: int) -> list[Pairs]:
-    """Bytes of rows that owners send each other in the first PLACED_BY known steps, of equal
-    exchanges together, and all that groups of ranks send, each [ranks, ranks].
+    """What decides where ranks sit: bytes that they send each other, each [ranks, ranks].
+
+    Of the first PLACED_BY known steps: one matrix for all exchanges of rows that are equal, and
+    one for all that groups of ranks send.
 
     What ranks send because of where they sit (rows from another server's memory) is not counted:
     it would be other traffic elsewhere.
