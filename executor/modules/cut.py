@@ -67,6 +67,16 @@ PAIRS = (
 )
 
 
+class Turned(Unfit):
+    """Rows that are not in the first dimension. within: the part of the module that turns them, as
+    torch.nn.MultiheadAttention does; a part that is called as a whole hands rows on as it got
+    them."""
+
+    def __init__(self, words: str, within: str) -> None:
+        super().__init__(words)
+        self.within = within
+
+
 # rows, the edges that they are added up along, and what these weigh
 _Sum = tuple[Node, Node, Node | None]
 
@@ -256,9 +266,10 @@ class _Cutter:
         if not self._has_rows(node):
             shapes = [list(v.shape) for v in tensors(node.value)]
             if shapes and self.n in shapes[0]:
-                raise Unfit(
-                    f"{node.what} makes {shapes[0]} of {self.n} vertices; keep vertices in the"
-                    " first dimension"
+                raise Turned(
+                    f"{node.place}{node.what} makes {shapes[0]} of {self.n} vertices; keep vertices"
+                    " in the first dimension",
+                    node.within,
                 )
             raise Unfit(
                 f"{node.what} makes {shapes[0] if shapes else 'no rows'} of the rows of all"
@@ -364,6 +375,8 @@ class _Cutter:
         for node in self.live:
             try:
                 self.classify(node)
+            except Turned:
+                raise
             except Unfit as unfit:
                 raise Unfit(f"{node.place}{unfit}") from None
         self._sum_up()
@@ -597,6 +610,28 @@ def _same(value: Any) -> Any:
 def is_batch_norm(node: Node) -> bool:
     """Whether it normalises by moments of all rows."""
     return node.call is F.batch_norm
+
+
+def keep_still(nodes: Iterable[Node], is_training: bool, still: set[Any]) -> None:
+    """Have a batch norm that evaluates in training scale each row, in both modes, by moments that
+    stay. still: running means of these, which training adds to. Raises Unfit of the converse."""
+    for node in nodes:
+        if not is_batch_norm(node):
+            continue
+        told = told_of(node)
+        if is_training and not told["training"]:
+            still.add(told["running_mean"])
+        if told["running_mean"] in still:
+            node.call = _scaled
+        elif not is_training and told["training"] and told["running_mean"] is not None:
+            raise Unfit(
+                f"{node.place}a batch norm takes moments of all rows in evaluation too; let eval()"
+                " reach it, and give training=self.training"
+            )
+
+
+def _scaled(*args: Any, **kwargs: Any) -> Tensor:
+    return F.batch_norm(*args, **kwargs)
 
 
 def told_of(norm: Node) -> dict[str, Any]:
