@@ -24,6 +24,7 @@ another, or nothing that was gathered, makes a layer that gathers nothing."""
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -482,7 +483,11 @@ class _Cutter:
         weight, edges = None, self.set_of(messages)
         if messages.what in ("mul", "multiply") and len(messages.reads) == 2:
             weight, read = sorted(messages.reads, key=lambda each: self.kind[each] == INNER)
-        rows = [each for each in read.reads if self.kind[each] == ROWS and each.value.ndim == 2]
+        rows = [
+            each
+            for each in read.reads
+            if self.kind[each] == ROWS and isinstance(each.value, Tensor) and each.value.ndim == 2
+        ]
         is_picked = read.what in ("index_select", "getitem") and len(read.reads) == 2
         if edges is None or len(rows) != 1 or not is_picked or self.learned & {*node.reads}:
             return None
@@ -516,7 +521,9 @@ class _Cutter:
         for node in self.live:
             if kind[node] != ROWS or node.call is None:
                 continue
-            if at[node] == 0:  # gathered too, if it is made of structure
+            if _is_one_of_several(node) and node.reads[0] in made:
+                made[node] = made[node.reads[0]]
+            elif at[node] == 0:  # gathered too, if it is made of structure
                 reads = [made[read] for read in node.reads if read in made]
                 made[node] = max([GATHER if node in gathered else PREPARE, *reads])
             else:
@@ -534,6 +541,8 @@ class _Cutter:
                 readers.setdefault(read, []).append(node)
         for node in reversed(self.live):
             if node not in readers or made.get(node, GATHER) % 3 == GATHER or is_batch_norm(node):
+                continue
+            if _is_one_of_several(node) or not isinstance(node.value, Tensor):
                 continue
             first = min(at[reader] for reader in readers[node])
             update = first - (first % 3 == PREPARE)  # the last before
@@ -605,6 +614,13 @@ class _Cutter:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _is_one_of_several(node: Node) -> bool:
+    """Whether it is a tensor of those that a call makes together, and stays in its piece: rows that
+    are handed on are tensors."""
+    is_item = node.call is operator.getitem and isinstance(node.args[0], Node)
+    return is_item and isinstance(node.args[0].value, (tuple, list))
 
 
 def is_batch_norm(node: Node) -> bool:

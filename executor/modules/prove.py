@@ -149,9 +149,13 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
 
     training, evaluation = program(True), program(False)
     if training.widths != evaluation.widths:
+        told = [
+            f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
+            for mode in (training, evaluation)
+        ]
         raise Unfit(
-            "forward hands on other rows in evaluation than in training; let both modes read the"
-            " same edges and rows"
+            f"forward hands on {told[0]} in training, and {told[1]} in evaluation; let both modes"
+            " read the same edges and rows, and drop weights of edges after their norm"
         )
     for node in evaluation.live:
         if node.drops:

@@ -50,6 +50,16 @@ class Noise(Twice):
     def forward(ctx, x):
         return x + torch.rand_like(x)
 
+class Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, src, dst):
+        ctx.save_for_backward(src, dst)
+        return torch.zeros_like(x).index_add(0, dst, x[src]), x * 2
+    @staticmethod
+    def backward(ctx, gradient, other):
+        src, dst = ctx.saved_tensors
+        return torch.zeros_like(other).index_add(0, src, gradient[dst]) + 2 * other, None, None
+
 twice = Twice.apply
 
 class M(nn.Module):
@@ -255,6 +265,14 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
     "a gradient of its own, kept by a name": ("h = twice(h) + Twice.apply(self.lin.bias)", True),
     "a gradient of its own, of edges": ("h = self.c(h, edge_index, Twice.apply(other))", True),
     "a gradient of its own, of noise": ("h = Noise.apply(h)", False),
+    "several rows of one call through edges": (
+        "a, b = Pair.apply(h, src, dst)\nh = self.c(a, edge_index) + b",
+        True,
+    ),
+    "several rows of one call, read later": (
+        "v, i = h.topk(3, 1)\nh = self.c(self.c(h, edge_index), edge_index).scatter_add(1, i, v)",
+        True,
+    ),
     "attention over hops": (
         "h = torch.stack([h, self.c(h, edge_index)], 1)\nh = self.att(h, h, h)[0].sum(1)",
         True,
