@@ -155,11 +155,16 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
 
 def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
     """Parameters of forward, and whether each is needed. Raises Unfit."""
-    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
-        raise Unfit(
-            "its forward is compiled, and its calls of torch cannot be seen; give the module from"
-            " before torch.jit.script, torch.jit.trace or torch.compile"
+    for path, part in module.named_modules():
+        is_script = isinstance(part, torch.jit.ScriptModule) and any(
+            True for _ in part.parameters()
         )
+        if is_script or (part is module and hasattr(module, "_orig_mod")):
+            raise Unfit(
+                f"{path and f'{path}: '}its forward is compiled, and its calls of torch cannot be"
+                " seen; give the module from before torch.jit.script, torch.jit.trace or"
+                " torch.compile"
+            )
     own: Any = getattr(module, "signature", None)
     if hasattr(own, "param_dict"):  # PyG's Sequential
         return [(name, True) for name in own.param_dict]

@@ -24,6 +24,7 @@ another, or nothing that was gathered, makes a layer that gathers nothing."""
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,16 @@ PAIRS = (
     " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
     " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
 )
+
+
+class Turned(Unfit):
+    """Rows that are not in the first dimension. within: the part of the module that turns them, as
+    torch.nn.MultiheadAttention does; a part that is called as a whole hands rows on as it got
+    them."""
+
+    def __init__(self, words: str, within: str) -> None:
+        super().__init__(words)
+        self.within = within
 
 
 # rows, the edges that they are added up along, and what these weigh
@@ -257,9 +268,10 @@ class _Cutter:
         if not self._has_rows(node):
             shapes = [list(v.shape) for v in tensors(node.value)]
             if shapes and self.n in shapes[0]:
-                raise Unfit(
-                    f"{node.what} makes {shapes[0]} of {self.n} vertices; keep vertices in the"
-                    " first dimension"
+                raise Turned(
+                    f"{node.place}{node.what} makes {shapes[0]} of {self.n} vertices; keep vertices"
+                    " in the first dimension",
+                    node.within,
                 )
             raise Unfit(
                 f"{node.what} makes {shapes[0] if shapes else 'no rows'} of the rows of all"
@@ -365,6 +377,8 @@ class _Cutter:
         for node in self.live:
             try:
                 self.classify(node)
+            except Turned:
+                raise
             except Unfit as unfit:
                 raise Unfit(f"{node.place}{unfit}") from None
         self._sum_up()
@@ -470,7 +484,11 @@ class _Cutter:
         weight, edges = None, self.set_of(messages)
         if messages.what in ("mul", "multiply") and len(messages.reads) == 2:
             weight, read = sorted(messages.reads, key=lambda each: self.kind[each] == INNER)
-        rows = [each for each in read.reads if self.kind[each] == ROWS and each.value.ndim == 2]
+        rows = [
+            each
+            for each in read.reads
+            if self.kind[each] == ROWS and isinstance(each.value, Tensor) and each.value.ndim == 2
+        ]
         is_picked = read.what in ("index_select", "getitem") and len(read.reads) == 2
         if edges is None or len(rows) != 1 or not is_picked or self.learned & {*node.reads}:
             return None
@@ -504,7 +522,9 @@ class _Cutter:
         for node in self.live:
             if kind[node] != ROWS or node.call is None:
                 continue
-            if at[node] == 0:  # gathered too, if it is made of structure
+            if _is_one_of_several(node) and node.reads[0] in made:
+                made[node] = made[node.reads[0]]
+            elif at[node] == 0:  # gathered too, if it is made of structure
                 reads = [made[read] for read in node.reads if read in made]
                 made[node] = max([GATHER if node in gathered else PREPARE, *reads])
             else:
@@ -522,6 +542,8 @@ class _Cutter:
                 readers.setdefault(read, []).append(node)
         for node in reversed(self.live):
             if node not in readers or made.get(node, GATHER) % 3 == GATHER or is_batch_norm(node):
+                continue
+            if _is_one_of_several(node) or not isinstance(node.value, Tensor):
                 continue
             first = min(at[reader] for reader in readers[node])
             update = first - (first % 3 == PREPARE)  # the last before
@@ -595,9 +617,38 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _is_one_of_several(node: Node) -> bool:
+    """Whether it is a tensor of those that a call makes together, and stays in its piece: rows that
+    are handed on are tensors."""
+    is_item = node.call is operator.getitem and isinstance(node.args[0], Node)
+    return is_item and isinstance(node.args[0].value, (tuple, list))
+
+
 def is_batch_norm(node: Node) -> bool:
     """Whether it normalises by moments of all rows."""
     return node.call is F.batch_norm
+
+
+def keep_still(nodes: Iterable[Node], is_training: bool, still: set[Any]) -> None:
+    """Have a batch norm that evaluates in training scale each row, in both modes, by moments that
+    stay. still: running means of these, which training adds to. Raises Unfit of the converse."""
+    for node in nodes:
+        if not is_batch_norm(node):
+            continue
+        told = told_of(node)
+        if is_training and not told["training"]:
+            still.add(told["running_mean"])
+        if told["running_mean"] in still:
+            node.call = _scaled
+        elif not is_training and told["training"] and told["running_mean"] is not None:
+            raise Unfit(
+                f"{node.place}a batch norm takes moments of all rows in evaluation too; let eval()"
+                " reach it, and give training=self.training"
+            )
+
+
+def _scaled(*args: Any, **kwargs: Any) -> Tensor:
+    return F.batch_norm(*args, **kwargs)
 
 
 def told_of(norm: Node) -> dict[str, Any]:

@@ -25,7 +25,14 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import elsewhere
 from gnnplan.executor.modules.bind import MANY_VERTICES, VERTICES, GraphFields, Small, block_of
-from gnnplan.executor.modules.cut import Program, cut, differing, live_nodes
+from gnnplan.executor.modules.cut import (
+    Program,
+    Turned,
+    cut,
+    differing,
+    keep_still,
+    live_nodes,
+)
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
@@ -60,6 +67,7 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
     try:
         with (
             _one_product(),
+            _as_written(),
             warnings.catch_warnings(action="ignore"),
             torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
         ):
@@ -111,21 +119,43 @@ def _one_product() -> Iterator[None]:
         backend.use_segment_matmul = before
 
 
+def _as_written() -> AbstractContextManager[Any]:
+    """What a file has given to torch.compile runs as it is written: compiled, it hides its calls,
+    and the compiler would follow ours. Only such a file has imported it, which takes a second."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
     """The module in pieces, in both of its modes. Raises Unfit, with the line."""
     small = Small(VERTICES[0], module, graph)
     shared: dict[Hashable, Node] = {}
+    whole: set[str] = set()  # parts that turn rows
+    still: set[Any] = set()  # running means of batch norms that evaluate in training
 
     def program(is_training: bool) -> Program:
-        seen, recorded = recorded_of(module, small, is_training, dtype)
+        seen, recorded = recorded_of(module, small, is_training, dtype, whole=whole)
+        keep_still(recorded.nodes, is_training, still)
         trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-        return cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
+        try:
+            return cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
+        except Turned as turned:
+            if not turned.within or turned.within in whole:
+                raise
+            whole.add(turned.within)
+            return program(is_training)
 
     training, evaluation = program(True), program(False)
     if training.widths != evaluation.widths:
+        told = [
+            f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
+            for mode in (training, evaluation)
+        ]
         raise Unfit(
-            "forward hands on other rows in evaluation than in training; let both modes read the"
-            " same edges and rows"
+            f"forward hands on {told[0]} in training, and {told[1]} in evaluation; let both modes"
+            " read the same edges and rows, and drop weights of edges after their norm"
         )
     for node in evaluation.live:
         if node.drops:
@@ -147,12 +177,14 @@ def recorded_of(
     is_training: bool,
     dtype: torch.dtype,
     parts: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> tuple[nn.Module, Recorded]:
-    """A copy of the module, and what its forward computes. parts: as of `record`. Raises Unfit."""
+    """A copy of the module, and what its forward computes. parts, whole: as of `record`. Raises
+    Unfit."""
     seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
     given = small.given(dtype)
     run = partial(small.binding.call, seen, given)
-    return seen, _guarded(small, lambda: record(seen, given, run, small.vertices, parts))
+    return seen, _guarded(small, lambda: record(seen, given, run, small.vertices, parts, whole))
 
 
 def must_make_the_same_calls(

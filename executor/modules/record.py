@@ -94,6 +94,7 @@ class Node:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: int = 0  # in the user's file; 0: unknown
+    within: str = ""  # the part of the module that makes it
     learns: bool = True  # autograd is on
     changes: bool = False  # the value of its first argument, in place
     value: Any = None  # on the small graph
@@ -111,6 +112,8 @@ class Node:
         """The name of what it calls."""
         if isinstance(self.call, Opaque):
             return self.call.kind
+        if isinstance(function := getattr(self.call, "__self__", None), type):
+            return function.__name__  # a torch.autograd.Function's `apply`
         return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
 
     @property
@@ -233,18 +236,19 @@ def record(
     call: Callable[[], Any],
     vertices: int,
     parts: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> Recorded:
     """What `call` computes, which runs the module's forward on what is `given`.
 
     given: by name, tensors that forward gets. vertices: rows of the small graph, by which a size is
-    known. parts: names of those that are noted as one call each, whatever they do. Raises Unfit
-    with the line."""
-    opaque = set(parts)
+    known. parts: names of those that are noted as one call each, whatever they do; whole: of those
+    that must not drop. Raises Unfit with the line."""
+    opaque = {*parts, *whole}
     while True:
         before = _states_outside_torch()
         try:
             recorder = _Recorder(module, given, vertices, opaque, parts)
-            with recorder, recorder.of_modules():
+            with recorder, recorder.of_modules(), recorder.of_functions():
                 recorded = recorder.finished(call())
             if before != _states_outside_torch():
                 raise Unfit(
@@ -327,7 +331,8 @@ class _Recorder(TorchFunctionMode):
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             raise Unfit(
                 f"{node.place}{node.what} draws random numbers, which other ranks would draw"
-                " otherwise; only dropout is drawn alike everywhere"
+                " otherwise; only dropout is drawn alike everywhere: where it has one inside, as"
+                " attention and LSTM, give it dropout=0 and drop its rows before"
             )
         if first is not None and first._version != version:
             self._must_not_be_learned(node, first)
@@ -403,6 +408,7 @@ class _Recorder(TorchFunctionMode):
             tree_map(self._argument, dict(kwargs)),
             name,
             line,
+            self.within[-1],
             torch.is_grad_enabled(),
         )
         self.nodes.append(node)
@@ -481,6 +487,27 @@ class _Recorder(TorchFunctionMode):
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
 
+    @contextmanager
+    def of_functions(self) -> Iterator[None]:
+        """Note calls of torch.autograd.Function, whose gradients are its own. Not of those that are
+        given more than tensors and numbers, as DGL's are a graph, and not of torch's, which bring
+        hooks."""
+        base: Any = torch.autograd.function._SingleLevelFunction  # `apply` may be kept by a name
+
+        def noted(function: Any, *args: Any) -> Any:
+            apply = super(base, function).apply  # type: ignore[misc]
+            plain = all(isinstance(a, (Tensor, int, float, str, type(None))) for a in _leaves(args))
+            is_torchs = function.__module__.startswith("torch.")
+            if self.is_within_opaque or is_torchs or not plain:
+                return apply(*args)
+            return self._whole(function.apply, args, {}, lambda: apply(*args))
+
+        base.apply = classmethod(noted)
+        try:
+            yield
+        finally:
+            del base.apply
+
     def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """A module's call, as a whole if torch did not see all of it before."""
         path = self.paths.get(id(part))
@@ -497,18 +524,25 @@ class _Recorder(TorchFunctionMode):
                 if not all(id(leaf) in self.names or self._is_seen(leaf) for leaf in made):
                     raise _Unseen(path)
             return result
+        opaque = Opaque(path, type(part).__name__)
+        return self._whole(opaque, args, kwargs, run, path in self.may_drop)
+
+    def _whole(
+        self, call: Any, args: Any, kwargs: Any, run: Callable[[], Any], may_drop: bool = False
+    ) -> Any:
+        """Note a call, and none that it makes."""
         with torch._C.DisableTorchFunction():
-            node = self._node(Opaque(path, type(part).__name__), args, kwargs)
+            node = self._node(call, args, kwargs)
             before = torch.get_rng_state()
             self.is_within_opaque = True
             try:
                 result = run()
             finally:
                 self.is_within_opaque = False
-            if path not in self.may_drop and not torch.equal(before, torch.get_rng_state()):
+            if not may_drop and not torch.equal(before, torch.get_rng_state()):
                 raise Unfit(
-                    f"{node.what} drops inside, where torch does not see it; drop its inputs before"
-                    " (torch.nn.functional.dropout)"
+                    f"{node.place}{node.what} drops inside, where torch does not see it; drop its"
+                    " inputs before (torch.nn.functional.dropout)"
                 )
             return self._made(node, result)
 

@@ -294,6 +294,36 @@ def test_a_compiled_module_is_refused_in_words(how: str) -> None:
         read(module, Workload(), GraphFields(6, 3))
 
 
+PART = """
+def net(in_channels, out_channels):
+    net = Net(in_channels, out_channels)
+    net.first = HOW(nn.Linear(8, 8))
+    return net
+"""
+
+
+def with_a_part(folder: Path, how: str) -> UserModule:
+    """A module of which a part is compiled."""
+    written(folder, "return self.c(self.first(self.a(x, edge_index)), edge_index)")
+    with (folder / "model.py").open("a") as file:
+        file.write(PART.replace("HOW", how))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        return read(f"{folder / 'model.py'}:net", Workload(), GraphFields(6, 3))
+
+
+def test_a_compiled_part_runs_as_it_is_written(tmp_path: Path) -> None:
+    """torch's compiler followed the calls that note calls, for half a minute, on every rank."""
+    assert with_a_part(tmp_path, "torch.compile").pieces
+    assert not torch._dynamo.utils.counters["frames"]
+
+
+def test_a_scripted_part_is_refused_in_words(tmp_path: Path) -> None:
+    """Its parameters were said to be a file's."""
+    with pytest.raises(SpecError, match="first: its forward is compiled, and its calls of torch"):
+        with_a_part(tmp_path, "torch.jit.script")
+
+
 @pytest.mark.slow
 def test_a_field_that_forward_could_do_without_is_said_once(tmp_path: Path) -> None:
     """forward(x, edge_index, edge_weight=None) got the graph's weights, and nobody was told."""

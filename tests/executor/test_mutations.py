@@ -45,11 +45,29 @@ class Twice(torch.autograd.Function):
     def backward(ctx, gradient):
         return gradient * 3
 
+class Noise(Twice):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.rand_like(x)
+
+class Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, src, dst):
+        ctx.save_for_backward(src, dst)
+        return torch.zeros_like(x).index_add(0, dst, x[src]), x * 2
+    @staticmethod
+    def backward(ctx, gradient, other):
+        src, dst = ctx.saved_tensors
+        return torch.zeros_like(other).index_add(0, src, gradient[dst]) + 2 * other, None, None
+
+twice = Twice.apply
+
 class M(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.a, self.b = GraphConv(in_channels, 8), GraphConv(8, out_channels)
         self.c, self.lin, self.norm = GCNConv(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.att = nn.MultiheadAttention(8, 2, batch_first=True)
         self.calls, self.kept = 0, None
         self.register_buffer("seen", torch.zeros(1))
         {more}
@@ -243,7 +261,26 @@ FORWARD: dict[str, tuple[str, bool | None]] = {
     "through numpy": ("h = h + torch.from_numpy(np.tanh(h.detach().numpy()))", False),
     "through a list": ("h = h + torch.tensor(x.tolist())[:, :8]", False),
     "numpy of edges": ("h = self.c(h, torch.from_numpy(edge_index.numpy().copy()))", False),
-    "a gradient of its own": ("h = Twice.apply(h)", None),
+    "a gradient of its own": ("h = Twice.apply(h)", True),
+    "a gradient of its own, kept by a name": ("h = twice(h) + Twice.apply(self.lin.bias)", True),
+    "a gradient of its own, of edges": ("h = self.c(h, edge_index, Twice.apply(other))", True),
+    "a gradient of its own, of noise": ("h = Noise.apply(h)", False),
+    "several rows of one call through edges": (
+        "a, b = Pair.apply(h, src, dst)\nh = self.c(a, edge_index) + b",
+        True,
+    ),
+    "several rows of one call, read later": (
+        "v, i = h.topk(3, 1)\nh = self.c(self.c(h, edge_index), edge_index).scatter_add(1, i, v)",
+        True,
+    ),
+    "attention over hops": (
+        "h = torch.stack([h, self.c(h, edge_index)], 1)\nh = self.att(h, h, h)[0].sum(1)",
+        True,
+    ),
+    "attention of all to all by a module": (
+        "h = self.att(h[None], h[None], h[None])[0][0]",
+        False,
+    ),
     "batch norm": ("h = self.norm(h)", True),
     "batch norm of batches alone": ("h = F.batch_norm(h, None, None, training=True)", False),
     "two batch norms": ("h = self.norm(self.norm(h))", True),
@@ -307,9 +344,13 @@ MADE: dict[str, tuple[str, bool | None]] = {
     "spectral norm": ("nn.utils.parametrizations.spectral_norm(self.a.lin_rel)", None),
     "another forward": ("old = self.a.forward; self.a.forward = lambda *x: old(*x) * 2", False),
     "a hook of a parameter": ("self.lin.weight.register_hook(lambda g: g.clamp(-1, 1))", False),
-    "always in training": ("self.norm.train = lambda mode=True: self.norm", None),
+    "always in training": ("self.norm.train = lambda mode=True: self.norm", False),
+    "never in training": (
+        "self.norm.running_mean.normal_(); self.norm.eval().train = lambda mode=True: self.norm",
+        True,
+    ),
 }
-SHOWN = "h = self.lin(self.c(h, edge_index))"  # so that a change of any part shows
+SHOWN = "h = self.norm(self.lin(self.c(h, edge_index)))"  # so that a change of any part shows
 STEP = "n = [0]\n        def step():\n            n[0] += 1\n            return 1 + n[0] // 99\n        "
 # both: what it keeps, and what forward does with it
 KEPT: dict[str, tuple[str, str]] = {

@@ -155,6 +155,16 @@ def test_shared_parameters_are_kept_and_gone_on_with(
     assert all(torch.equal(w, unbroken.weights[name]) for name, w in resumed.weights.items())
 
 
+def test_rows_that_nothing_learns_from_go_back_as_zeros(
+    graphs: dict[str, str], tmp_path: Path, run_ranks: Ranks
+) -> None:
+    """Hops under torch.no_grad had no gradient, of which ranks died; with them all of `check`."""
+    keeper = Keeper(graphs["rough"], tmp_path, run_ranks)
+    strategies = "graph_parallel(narrow=True)", "gnnpipe(stages=2,chunks=3)"
+    found = keeper.outcomes("zoo HopsLookedUp", strategies)
+    assert [outcome.answer for outcome in found.values()] == ["equal", "runs"], found
+
+
 @pytest.mark.slow
 def test_a_stage_of_several_ranks_may_compute_nothing_before_its_first_layer(
     graphs: dict[str, str],

@@ -36,8 +36,10 @@ def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """The gradient of a leaf, after a backward pass that reads it."""
-    assert leaf.grad is not None
+    """The gradient of a leaf, after a backward pass; 0 if nothing that learns has read it, as where
+    a module looks at rows under torch.no_grad."""
+    if leaf.grad is None:
+        leaf.grad = torch.zeros_like(leaf)
     return leaf.grad
 
 
