@@ -85,7 +85,10 @@ def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
         if len(found) < 2:
             continue
         kept, printed_s, candidates, theirs = zip(*found, strict=True)
-        sure = outlooks(np.stack([candidate.drawn_s for candidate in candidates]))
+        sure = outlooks(
+            [candidate.epoch_s for candidate in candidates],
+            np.stack([candidate.drawn_s for candidate in candidates]),
+        )
         out.append(
             Choice(
                 tuple(kept[0][name] for name in JOB),

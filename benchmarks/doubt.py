@@ -66,7 +66,7 @@ def told(name: str, asked: list[list[Measured]]) -> list[tuple[float, bool]]:
         drawn_s = np.stack([one.candidate.drawn_s for one in measured])
         epochs_s = [one.epoch_s for one in measured]
         exact = [one.candidate.strategy.exact for one in measured]
-        looks = outlooks(drawn_s)
+        looks = outlooks([one.candidate.epoch_s for one in measured], drawn_s)
         inside += [o.low_s <= s <= o.high_s for o, s in zip(looks, epochs_s, strict=True)]
         if len(measured) < 3:
             continue

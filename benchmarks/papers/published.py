@@ -94,7 +94,7 @@ def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
     asked = question(row, testbeds=testbeds)
     problem = asked.problem
     ours_s = Candidate(asked.strategy, asked.prediction, problem).drawn_s
-    low_s, high_s = range_of(ours_s * figure / asked.prediction.epoch_s)
+    low_s, high_s = range_of(ours_s * figure / asked.prediction.epoch_s, figure)
     trained_on = {"full": "full graph", "mini": "mini-batches"}[problem.workload.mode]
     gpus = "one GPU" if problem.ranks == 1 else "several GPUs"
     return {"kind": f"{trained_on}, {gpus}", "low_s": low_s, "high_s": high_s}

@@ -140,7 +140,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
 
     def say(what: str, value: float, drawn: Array) -> None:
         names = (what.format(end) for end in ("", "_low", "_high"))
-        out.update(zip(names, (value, *range_of(drawn)), strict=True))
+        out.update(zip(names, (value, *range_of(drawn, value)), strict=True))
 
     if epochs != ONE:
         to = "epochs_to_accuracy{}", "time_to_accuracy{}_s"

@@ -12,6 +12,7 @@ other than the epoch's time is asked for, its number takes the place of the epoc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +51,7 @@ class Outlook(NamedTuple):
     Fastest is what has least of the objective (objective.py), which is the epoch's time by default.
     """
 
-    low_s: float  # of its epoch: 10th percentile [s]
+    low_s: float  # of its epoch: 10th percentile [s] (`range_of`)
     high_s: float  # 90th percentile [s]
     chance_fastest: float  # of all candidates
     expected_regret: float  # of choosing it: mean of its number / the least one - 1
@@ -80,13 +81,18 @@ def regrets(drawn: Array) -> Array:
     return np.asarray(drawn / drawn.min(axis=0) - 1)
 
 
-def range_of(drawn: Array) -> tuple[float, float]:
-    """The 10th and 90th percentile of numbers [draws]."""
+def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
+    """The 10th and 90th percentile of a number [draws], or the prediction itself, if it is beyond.
+
+    Ranges of constants may be lopsided, and then most draws may be on one side of it.
+    """
     low, high = np.quantile(drawn, (MARGIN, 1 - MARGIN))
-    return float(low), float(high)
+    return min(float(low), predicted), max(float(high), predicted)
 
 
-def outlooks(drawn_s: Array, drawn: Array | None = None) -> list[Outlook]:
+def outlooks(
+    predicted_s: Sequence[float], drawn_s: Array, drawn: Array | None = None
+) -> list[Outlook]:
     """Return the candidates' outlooks, from epochs and numbers to minimise [candidates, draws].
 
     Without `drawn` the epochs are minimised.
@@ -95,8 +101,10 @@ def outlooks(drawn_s: Array, drawn: Array | None = None) -> list[Outlook]:
     chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
     regret = regrets(drawn).mean(axis=1)
     return [
-        Outlook(*range_of(epochs), float(chance), float(expected))
-        for epochs, chance, expected in zip(drawn_s, chances, regret, strict=True)
+        Outlook(*range_of(epochs, predicted), float(chance), float(expected))
+        for predicted, epochs, chance, expected in zip(
+            predicted_s, drawn_s, chances, regret, strict=True
+        )
     ]
 
 

@@ -269,7 +269,8 @@ def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
 
 
 def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
-    return outlooks(np.stack([c.drawn_s for c in candidates]), _side_by_side(candidates))
+    drawn_s = np.stack([candidate.drawn_s for candidate in candidates])
+    return outlooks([c.epoch_s for c in candidates], drawn_s, _side_by_side(candidates))
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate:

@@ -111,12 +111,12 @@ def where_ranks_sit(best: Candidate) -> str:
 def ranges(found: SearchResult) -> str:
     """In what range an epoch and what is counted lie, and how many epochs are."""
     best, objective = found.best, found.objective
-    words = [f"an epoch takes {show_range(*range_of(best.drawn_s))}"]
+    words = [f"an epoch takes {show_range(*range_of(best.drawn_s, best.epoch_s))}"]
     if best.epochs != ONE:
-        low, high = map(show_long, range_of(best.drawn_time_s))
+        low, high = map(show_long, range_of(best.drawn_time_s, best.time_s))
         words.append(f"the training {low} to {high}")
     if objective.of in ("cost", "energy"):
-        low, high = (objective.show(value) for value in range_of(best.drawn))
+        low, high = (objective.show(value) for value in range_of(best.drawn, best.value))
         words.append(f"{objective.of} {objective.span}: {low} to {high}")
     epochs = f"; epochs: {best.epochs}" if best.epochs != ONE else ""
     return f"{', '.join(words)}, in 80 of 100 cases{epochs}"

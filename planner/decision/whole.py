@@ -20,7 +20,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.epochs import MODES, Epochs, with_fields
 from gnnplan.planner.decision.objective import watts
 from gnnplan.planner.decision.recommendation import range_of
-from gnnplan.planner.decision.search import SearchResult, each_of, recommend
+from gnnplan.planner.decision.search import SearchResult, each_of, least_of, recommend
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.units import show_count, show_long
@@ -35,9 +35,16 @@ class Whole:
 
     @cached_property
     def mode(self) -> str:
-        """The mode that is recommended."""
-        bests = [found.best for found in self.answers.values()]
-        return recommend(sorted(bests, key=lambda one: one.value)).problem.workload.mode
+        """The mode that is recommended.
+
+        Each mode's best may be nearly as good as its least only (`slack`); it is compared with the
+        least of both, so that what is given up does not add up.
+        """
+        answers = self.answers.values()
+        least = min(least_of(found.ranked, comparable=True) for found in answers)
+        bests = sorted((found.best for found in answers), key=lambda one: one.value)
+        near = [best for best in bests if best.value <= best.objective.slack * least]
+        return recommend(near).problem.workload.mode
 
     @property
     def found(self) -> SearchResult:
@@ -115,7 +122,7 @@ class Whole:
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         """A size's numbers, JSON-ready."""
         problem, epochs = candidate.problem, candidate.epochs
-        low, high = range_of(candidate.drawn_time_s)
+        low, high = range_of(candidate.drawn_time_s, candidate.time_s)
         dollars, power = candidate.dollars, watts(problem)
         return {
             "mode": problem.workload.mode,

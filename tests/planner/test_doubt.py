@@ -200,7 +200,9 @@ def test_ranges_that_are_none_are_refused(ranges: dict[str, list[float]], told: 
 
 def test_regret_and_chance_are_those_of_the_draws():
     drawn_s = np.array([[1.0, 1.0, 1.0, 1.0], [0.5, 2.0, 2.0, 2.0], [4.0, 4.0, 4.0, 0.5]])
-    first, second, third = outlooks(drawn_s)
+    first, second, third = outlooks([1.0, 2.0, 3.0], drawn_s)
+    assert third.low_s < 3.0 < third.high_s
+    assert outlooks([1.0, 2.0, 5.0], drawn_s)[2].high_s == 5.0  # where no draw is
     assert [o.chance_fastest for o in (first, second, third)] == [0.5, 0.25, 0.25]
     assert first.expected_regret == pytest.approx((1 + 0 + 0 + 1) / 4)
     assert second.expected_regret == pytest.approx((0 + 1 + 1 + 3) / 4)
