@@ -18,7 +18,6 @@ from scipy.optimize import lsq_linear
 from gnnplan.executor.layers.kernels import code_of
 from gnnplan.executor.measure.microbench import PRODUCTS
 from gnnplan.executor.measure.rehearsal import held_to
-from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.compute import BFLOAT16
 from gnnplan.planner.cluster.link_fit import beyond, fit, shapes
@@ -36,11 +35,12 @@ OPERATIONS = ("exchange", "send", "all_reduce")
 
 
 def cluster_of(
-    found: dict[str, Any], servers: int, each: int, memory: float, one_machine: bool
+    found: dict[str, Any], servers: int, each: int, memory: float, cores: int, one_machine: bool
 ) -> Cluster:
     """A cluster from what `Bench.all` found, with the provenance of every number.
 
-    each: ranks of a server. memory: of a device [B]. one_machine: the servers are emulated.
+    each: ranks of a server. memory: of a device [B]. cores: of a server. one_machine: the servers
+    are emulated.
     """
     active = found["active"]
     source = (
@@ -68,7 +68,7 @@ def cluster_of(
         device=Device(**device),
         host=host,
         host_rates={work: 1 / median(found[work][0][0]) for work in HOST_WORK},
-        cores=cores(),
+        cores=cores,
         one_machine=one_machine,
         **network,
     )

@@ -25,7 +25,7 @@ from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
 from gnnplan.executor.ranks.activity import Activity, read, seen
 from gnnplan.executor.ranks.comm import gather_all
-from gnnplan.executor.ranks.machine import free_memory
+from gnnplan.executor.ranks.machine import cores, free_memory
 from gnnplan.executor.ranks.meeting import launcher_env, store_of_all
 from gnnplan.executor.ranks.opening import connect, place_rank
 from gnnplan.planner.cluster.spec import Cluster
@@ -125,6 +125,7 @@ def _measured(
 ) -> Cluster | None:
     """Measure as one rank. Rank 0 returns the cluster that all have measured. Raises SpecError."""
     memory = free_memory() / int(launcher_env().get("LOCAL_WORLD_SIZE", "1"))
+    available = cores()  # before this rank stays on its own
     rank = place_rank(STUCK)
     rank.groups.nccl_least_s = 0.0  # its messages wait for no step of a training
     if rank.device.type == "cuda":  # before this process fills any
@@ -139,11 +140,11 @@ def _measured(
             f"a cluster has equally many ranks on every server, and here are {ranks}; start as"
             " many on each"
         )
-    found = Bench(rank, places, one_machine, seconds, getattr(torch, dtype)).all(notify)
+    found = Bench(rank, places, one_machine, available, seconds, getattr(torch, dtype)).all(notify)
     dist.barrier()
     if rank.rank:
         return None
-    return cluster_of(found, len(counts), counts[0], memory, one_machine)
+    return cluster_of(found, len(counts), counts[0], memory, available, one_machine)
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from gnnplan.executor.ranks.comm import Exchange, gather_all
 from gnnplan.executor.ranks.device_clock import DeviceClock
-from gnnplan.executor.ranks.machine import cores
 from gnnplan.executor.ranks.rank import Rank
 
 SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
@@ -62,10 +61,13 @@ class Messages:
         me: Rank,
         places: Sequence[int],
         one_machine: bool,
+        cores: int,
         seconds: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """places: the server of every rank. one_machine: all servers are played by one machine.
+
+        cores: that a machine's ranks have together, before each stays on its own.
 
         seconds: spent on each number. dtype: of rows that are measured besides those in float32.
         """
@@ -73,7 +75,7 @@ class Messages:
         self.places, self.seconds = places, seconds
         self.rounds = 1 if seconds < HURRY else ROUNDS
         device = me.device
-        each = None if device.type == "cuda" else cores()  # that a machine's ranks share
+        each = None if device.type == "cuda" else cores
         self.other = torch.zeros(OTHER_BYTES[device.type] // 4, device=device)
         self.everyone = tuple(range(len(places)))
         members: dict[int, Group] = {

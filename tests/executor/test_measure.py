@@ -18,6 +18,7 @@ from gnnplan.executor.measure.fitting import aggregation, cluster_of
 from gnnplan.executor.measure.measure import measure
 from gnnplan.executor.measure.microbench import GRAPHS, WIDTHS, Bench
 from gnnplan.executor.measure.rehearsal import PIECES, held_to
+from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.link_fit import Shape, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -48,6 +49,17 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, {min(several)})
     yield
     os.sched_setaffinity(0, several)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("sizes")
+def test_ranks_that_stay_on_cores_of_their_own_count_all_of_them() -> None:
+    """Each counted its own: plans had one core for two ranks, and epochs twice as long."""
+    cluster = measure(2, seconds=0.02)
+    assert cluster.cores == cores()
+    active = "2 ranks active" if cores() > 1 else "1 rank active"
+    assert active in cluster.provenance["device.gemm"]
 
 
 @pytest.mark.nightly
@@ -305,7 +317,7 @@ def test_what_ranks_have_found_becomes_a_cluster(
         "steps": [([0.01],)] * 6,
         "exchange.intra_node": samples,
     }
-    cluster = cluster_of(found, 1, 2, 1e9, one_machine=True)
+    cluster = cluster_of(found, 1, 2, 1e9, 2, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
     # a sample of gemm is of three products, which read and write rows
     reads_s = 0.0 if cuda else 3 * 1000 * 128 * 4 * 1e-10
@@ -315,7 +327,7 @@ def test_what_ranks_have_found_becomes_a_cluster(
     assert 0 < low <= 0.96 and 1.05 <= high <= 2
     # a GPU loads rows from the server's memory: without a link of its own plans took intra_node's
     loads = {"load": [(4e7, [1.1e-2]), (5e5, [1.1e-3])]}
-    host = cluster_of(found | loads, 1, 2, 1e9, one_machine=True).host
+    host = cluster_of(found | loads, 1, 2, 1e9, 2, one_machine=True).host
     assert cluster.host is None and host is not None
     assert (host.bandwidth, host.latency) == pytest.approx((3.99e9, 0.975e-3), rel=1e-2)
     assert link.latency == fit(samples)[0].latency
