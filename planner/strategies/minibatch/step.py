@@ -88,10 +88,11 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
         yield Op("wait", work=Compute(), idle=True)
     yield from supply.gathered(batch)
     if batch.meets(1) and problem.model.first_varying == 1:
-        row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
-        halo = Op("halo", work=Exchange(facts[0].sends, row_bytes))
         if problem.model.nonzeros and problem.graph:  # rows differ in length
             halo = layerwise.send_features(problem, batch, facts[0].sends, "halo")
+        else:
+            row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
+            halo = Op("halo", work=Exchange(facts[0].sends, row_bytes))
         yield replace(halo, way="f", layer=1)
     yield from layerwise.step(problem, batch, options, scored=batch.scored)
 
