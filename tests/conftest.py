@@ -6,13 +6,12 @@ import multiprocessing.process
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from examples import NIGHT, examples
 from hypothesis import settings
-from started import Start, starting
+from started import starting
 
 # Machines are busy, so no test is on time. By day examples are the same everywhere. At night they
 # are new ones each time; those that fail are printed as a line to put above the
@@ -45,7 +44,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_processes(request, monkeypatch):
     """Only tests that are marked so start processes: `make quick` does without them."""
     if request.node.get_closest_marker("processes"):
         return
@@ -58,7 +57,7 @@ def no_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def dataset() -> Callable[[str], str]:
+def dataset():
     """dataset('squirrel') -> path of the real graph; skips where it is absent.
 
     Looks in $GNNPLAN_DATASETS, else in shared/datasets beside the repository or one of its parents.
@@ -82,7 +81,7 @@ def dataset() -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_cache(tmp_path_factory):
     """One cache for all tests of a session, other workers' too: METIS cuts a graph once. It is not
     the user's, for what `gnnplan measure` has found of this machine is none of their business, nor
     are its GPUs: 'local' is of two CPU ranks."""
@@ -100,7 +99,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch):
     """An empty cache, for tests of what is kept there."""
     folder = tmp_path / "own_cache"
     folder.mkdir()
@@ -109,7 +108,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     """start(plan, ...) begins a `gnnplan run`; whatever is left of it at the end of the test is
     killed and fails the test."""
     yield from starting(tmp_path)

@@ -25,19 +25,19 @@ STAND_INS = {"task": "none", "features": "8"}
 
 
 @pytest.fixture(scope="module")
-def plan() -> gnnplan.Plan:
+def plan():
     """The plan of GRAPH on CLUSTER with FIELDS; nobody changes it."""
     return gnnplan.plan(GRAPH, CLUSTER, **FIELDS)
 
 
 @pytest.fixture(scope="module")
-def epoch() -> gnnplan.Plan:
+def epoch():
     """The same by the epoch alone, without sizes and modes: simulations and sweeps need no more."""
     return gnnplan.plan(GRAPH, CLUSTER, per="epoch", **FIELDS)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> gnnplan.Run:
+def run(tmp_path_factory):
     """Six epochs of an object in memory on two ranks."""
     edges = torch.randint(0, 200, (2, 2000), generator=torch.Generator().manual_seed(1))
     plan = gnnplan.plan(edges, ranks=2, strategy="graph_parallel", seed=4, **STAND_INS, **FAST)
@@ -62,7 +62,7 @@ def test_all_that_is_listed_is_there_and_documented():
 
 
 @pytest.mark.slow
-def test_a_plan_of_python_is_the_plan_of_the_command_line(plan: gnnplan.Plan, tmp_path: Path):
+def test_a_plan_of_python_is_the_plan_of_the_command_line(plan, tmp_path):
     theirs = command("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, "-o", tmp_path / "p")
     plan.write(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == (tmp_path / "p").read_text()
@@ -83,9 +83,7 @@ def test_a_plan_of_python_is_the_plan_of_the_command_line(plan: gnnplan.Plan, tm
 
 
 @pytest.mark.slow
-def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(
-    epoch: gnnplan.Plan, tmp_path: Path
-):
+def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(epoch, tmp_path):
     epoch.write(tmp_path / "p")
     played = epoch.simulate(jitter=0.1, stragglers={0: 2.0}, overrides={"hidden": 16})
     noise = ("--jitter", "0.1", "--straggler", "0=2.0")
@@ -99,7 +97,7 @@ def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(
 
 
 @pytest.mark.slow
-def test_a_scale_of_python_is_that_of_the_command_line(epoch: gnnplan.Plan):
+def test_a_scale_of_python_is_that_of_the_command_line(epoch):
     asked = ("--per", "epoch", "--scale", "1..4")
     words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, *asked)
     fields = {**FIELDS, "per": "epoch"}
@@ -170,7 +168,7 @@ def test_where_nothing_fits_on_one_cluster_the_others_are_offered():
 
 
 @pytest.mark.slow
-def test_an_objective_of_python_is_that_of_the_command_line(epoch: gnnplan.Plan):
+def test_an_objective_of_python_is_that_of_the_command_line(epoch):
     asked = ("--objective", "energy", "--per", "epoch")
     words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, *asked)
     plan = gnnplan.plan(GRAPH, CLUSTER, objective="energy", per="epoch", **FIELDS)
@@ -185,9 +183,7 @@ def test_an_objective_of_python_is_that_of_the_command_line(epoch: gnnplan.Plan)
     assert found.worse_from == 4 and "4 GPUs are dearer in energy than 1" in str(found)
 
 
-def test_a_tuning_of_python_is_that_of_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_tuning_of_python_is_that_of_the_command_line(tmp_path, capsys):
     plan = gnnplan.plan(GRAPH, CLUSTER, strategy="graph_parallel", **FIELDS)
     plan.write(tmp_path / "p")
     tuned = gnnplan.tune(plan, tmp_path / "runs")
@@ -197,7 +193,7 @@ def test_a_tuning_of_python_is_that_of_the_command_line(
     assert json.loads((tmp_path / "tuned").read_text()) == tuned.document
 
 
-def test_a_tuned_plan_shows_what_its_runs_took(tmp_path: Path):
+def test_a_tuned_plan_shows_what_its_runs_took(tmp_path):
     plan = gnnplan.plan(GRAPH, CLUSTER, strategy="graph_parallel", **FIELDS)
     row = {"exact": True, "predicted_s": 1.0, "turns": 2, "epochs": 8, "cost_s": 30.0}
     ran = {"measured_s": 1.1, "certain": True, "failed": ""}
@@ -215,7 +211,7 @@ def test_a_tuned_plan_shows_what_its_runs_took(tmp_path: Path):
     assert f"gnnplan validate {tmp_path / 'runs'}/*" in text
 
 
-def test_inputs_are_files_mappings_and_objects(tmp_path: Path):
+def test_inputs_are_files_mappings_and_objects(tmp_path):
     fields = {**FIELDS, "mode": "full", "epochs": 50}
     by_name = gnnplan.plan(GRAPH, CLUSTER, strategy="gnnpipe", **fields)
     cluster, workload = by_name.cluster, by_name.workload
@@ -244,7 +240,7 @@ def test_errors_are_exceptions_with_the_words_of_the_command_line():
     assert issubclass(gnnplan.Infeasible, gnnplan.GnnplanError)
 
 
-def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache: Path):
+def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
     """A ring with chords as four libraries hold it: one graph, kept once per content."""
     n = 60
     src, dst = (
@@ -273,7 +269,7 @@ def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache: Path):
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_from_an_object_in_memory_to_a_validated_run(run: gnnplan.Run, tmp_path: Path):
+def test_from_an_object_in_memory_to_a_validated_run(run, tmp_path):
     assert len(run.metrics) == run.document["epochs"] == 6 and run.weights.is_file()
     report = gnnplan.validate(run)
     assert report.ok and str(run.validate()) == str(report)
@@ -292,7 +288,7 @@ def test_from_an_object_in_memory_to_a_validated_run(run: gnnplan.Run, tmp_path:
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_run_goes_on(tmp_path: Path):
+def test_a_run_goes_on(tmp_path):
     plan = gnnplan.plan("synthetic:community?vertices=60&edges=400", ranks=2, **FIELDS)
     run = plan.run(tmp_path / "run", epochs=3, checkpoint_every=2)
     onwards = gnnplan.load_plan(run.out / "plan.json").resume(run, epochs=4)
@@ -312,7 +308,7 @@ def test_a_run_goes_on(tmp_path: Path):
         (lambda plan: gnnplan.validate([Path("a"), "./a"]), "is given twice"),
     ],
 )
-def test_arguments_of_other_types_are_refused_in_words(plan: gnnplan.Plan, wrong, words: str):
+def test_arguments_of_other_types_are_refused_in_words(plan, wrong, words):
     with pytest.raises(gnnplan.SpecError, match=words):
         wrong(plan)
 
@@ -325,14 +321,14 @@ def test_defaults_of_a_run_are_those_of_its_options():
 
 
 @pytest.mark.slow
-def test_numbers_of_numpy_paths_and_single_names_are_taken(plan: gnnplan.Plan):
+def test_numbers_of_numpy_paths_and_single_names_are_taken(plan):
     assert gnnplan.plan(GRAPH, CLUSTER, ranks=np.int64(2), **FIELDS).document["best"]["gpus"] <= 2
     alone = plan.simulate(overrides="servers=2")
     assert alone.document == plan.simulate(overrides=["servers=2"]).document
     assert gnnplan.offers(GRAPH, CLUSTER, gpus=[1], **FIELDS).best == (CLUSTER, 1)
 
 
-def test_a_strategy_that_no_plan_proposes_moves_to_other_ranks() -> None:
+def test_a_strategy_that_no_plan_proposes_moves_to_other_ranks():
     """bns "cannot run there: no variant fits", it said, for it was looked for among proposals."""
     plan = gnnplan.plan(GRAPH, CLUSTER, strategy="bns(p=0.5)", **FIELDS)
     moved = plan.simulate(overrides={"servers": 2}).document["strategy"]
@@ -341,7 +337,7 @@ def test_a_strategy_that_no_plan_proposes_moves_to_other_ranks() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_run_says_in_how_many_epochs_an_accuracy_is_reached(run: gnnplan.Run):
+def test_a_run_says_in_how_many_epochs_an_accuracy_is_reached(run):
     """A run on two ranks counts for exact strategies on one, and for a longer training."""
     graph = gnnplan.load_plan(run.out / "plan.json").problem.stats.source
     accuracies = [row["val_accuracy"] for row in run.metrics]
@@ -360,7 +356,7 @@ def test_a_run_says_in_how_many_epochs_an_accuracy_is_reached(run: gnnplan.Run):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyG
-def test_a_live_module_is_planned_with_its_own_shape(own_cache: Path):
+def test_a_live_module_is_planned_with_its_own_shape(own_cache):
     """A class of no file, as a notebook's cell makes it, and an instance of it."""
     from torch_geometric.nn import GCNConv
 

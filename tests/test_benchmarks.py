@@ -11,9 +11,7 @@ PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if "__main__" in path.rea
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_a_benchmark_says_what_it_is_for(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

@@ -49,7 +49,7 @@ Call = Callable[..., Answer]
 
 
 @pytest.fixture
-def gnnplan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def gnnplan(monkeypatch, capsys):
     """gnnplan("plan --json -o", path, ...) in this process; text is several words, as in a shell."""
 
     def call(*words: object) -> Answer:
@@ -65,7 +65,7 @@ def gnnplan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture(scope="module")
-def good_plan(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def good_plan(tmp_path_factory):
     """A plan of graph parallel on two ranks."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     planned(path, "--graph", GRAPH, "--ranks 2 --hidden 8 --strategy graph_parallel")
@@ -73,7 +73,7 @@ def good_plan(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def plan_file(good_plan: bytes, tmp_path: Path) -> Path:
+def plan_file(good_plan, tmp_path):
     """A copy of it."""
     path = tmp_path / "plan.json"
     path.write_bytes(good_plan)
@@ -83,7 +83,7 @@ def plan_file(good_plan: bytes, tmp_path: Path) -> Path:
 # -- every verb ------------------------------------------------------------------------------------
 
 
-def test_profile(gnnplan: Call):
+def test_profile(gnnplan):
     answer = gnnplan("profile", GRAPH, "--parts 2,4 --hops 2 --json")
     assert answer.code == 0
     graph, parts = answer.document["graph"], answer.document["parts"]
@@ -107,7 +107,7 @@ def test_profile(gnnplan: Call):
     )
 
 
-def test_plan_of_statistics_for_mini_batches(gnnplan: Call, tmp_path: Path):
+def test_plan_of_statistics_for_mini_batches(gnnplan, tmp_path):
     """From estimated frontiers; there is no graph to run on."""
     stats, path = tmp_path / "stats.yaml", tmp_path / "plan.json"
     stats.write_text(
@@ -121,7 +121,7 @@ def test_plan_of_statistics_for_mini_batches(gnnplan: Call, tmp_path: Path):
     assert gnnplan("run", path, "--out", tmp_path / "run").code == 2
 
 
-def test_plan(gnnplan: Call, tmp_path: Path):
+def test_plan(gnnplan, tmp_path):
     path = tmp_path / "plan.json"
     answer = gnnplan("plan --graph", GRAPH, "--ranks 2 -o", path, "--json")
     document = answer.document
@@ -149,7 +149,7 @@ def test_plan(gnnplan: Call, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_plan_options_reach_the_question(gnnplan: Call, tmp_path: Path):
+def test_plan_options_reach_the_question(gnnplan, tmp_path):
     (tmp_path / "workload.yaml").write_text("model: sage\nlayers: 4\nlr: 0.02\n")
     document = gnnplan(
         "plan --graph",
@@ -185,7 +185,7 @@ def test_plan_options_reach_the_question(gnnplan: Call, tmp_path: Path):
     assert forced["best"]["strategy"]["chunks"] == 4 and forced["alternatives"] == []
 
 
-def test_simulate(gnnplan: Call, plan_file: Path, tmp_path: Path):
+def test_simulate(gnnplan, plan_file, tmp_path):
     answer = gnnplan("simulate", plan_file, "--steps 4 --trace", tmp_path / "trace", "--json")
     told = answer.document
     assert answer.code == 0 and told["strategy"]["name"] == "graph_parallel" and told["steps"] == 4
@@ -214,7 +214,7 @@ def test_simulate(gnnplan: Call, plan_file: Path, tmp_path: Path):
     assert more["ranks"] == 4 and more["strategy"]["name"] == "graph_parallel"
 
 
-def test_simulate_by_flows(gnnplan: Call, plan_file: Path):
+def test_simulate_by_flows(gnnplan, plan_file):
     """Two ranks send each other one message at a time; on a ring of seven servers messages wait for
     each other."""
     ring = "--set servers=7 --set gpus_per_server=1 --set fabric.kind=ring"
@@ -236,7 +236,7 @@ def test_simulate_by_flows(gnnplan: Call, plan_file: Path):
     assert gnnplan("simulate", plan_file, "--flows --sweep servers=1,2").code == 2
 
 
-def test_a_sweep(gnnplan: Call, plan_file: Path):
+def test_a_sweep(gnnplan, plan_file):
     answer = gnnplan("simulate", plan_file, "--sweep servers=1,2,64 --json")
     told = answer.document
     assert answer.code == 0 and (told["sweep"], told["strategy"]) == (
@@ -264,9 +264,7 @@ def test_a_sweep(gnnplan: Call, plan_file: Path):
     )
 
 
-def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(
-    gnnplan: Call, plan_file: Path, tmp_path: Path
-):
+def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, plan_file, tmp_path):
     fields = "--sweep hidden=16,32 --sweep layers=1,3 --set price=2.5"
     shown = gnnplan(
         "simulate",
@@ -301,7 +299,7 @@ def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(
     ]
 
 
-def test_jitter_and_stragglers(gnnplan: Call, plan_file: Path):
+def test_jitter_and_stragglers(gnnplan, plan_file):
     plain, quiet = (
         gnnplan("simulate", plan_file, words, "--json").document for words in ("", "--seed 3")
     )
@@ -322,9 +320,7 @@ def test_jitter_and_stragglers(gnnplan: Call, plan_file: Path):
 
 
 @pytest.mark.slow
-def test_a_plan_tells_what_an_epoch_costs_where_the_cluster_has_prices(
-    gnnplan: Call, tmp_path: Path
-):
+def test_a_plan_tells_what_an_epoch_costs_where_the_cluster_has_prices(gnnplan, tmp_path):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     words = ["plan --graph", GRAPH, "--cluster", tmp_path / "cluster.yaml"]
     for answer in [
@@ -341,7 +337,7 @@ def test_a_plan_tells_what_an_epoch_costs_where_the_cluster_has_prices(
     )
 
 
-def test_a_plan_on_several_numbers_of_ranks(gnnplan: Call, tmp_path: Path):
+def test_a_plan_on_several_numbers_of_ranks(gnnplan, tmp_path):
     """The rows are plans of their own, with their names, and nothing else is printed."""
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     settings = ["--set price=3 --set intra_node.bandwidth=100MB/s"]
@@ -375,7 +371,7 @@ def test_a_plan_on_several_numbers_of_ranks(gnnplan: Call, tmp_path: Path):
     assert "2 CPU ranks are slower than 1" in shown.out and "$/epoch" in shown.out
 
 
-def test_a_number_of_gpus_on_which_nothing_fits_is_a_row_that_says_what_is_missing(gnnplan: Call):
+def test_a_number_of_gpus_on_which_nothing_fits_is_a_row_that_says_what_is_missing(gnnplan):
     # with too little memory in a server to train chunk by chunk
     there = "--cluster l4_box?host_memory=1GB --exact --mode full --scale 4,64"
     shown = gnnplan("plan --graph ogbn-papers100M", there)
@@ -386,9 +382,7 @@ def test_a_number_of_gpus_on_which_nothing_fits_is_a_row_that_says_what_is_missi
     assert "the full graph first fits on 64 GPUs" in shown.out
 
 
-def test_measure_is_kept_and_written(
-    gnnplan: Call, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_measure_is_kept_and_written(gnnplan, tmp_path, own_cache, monkeypatch):
     import gnnplan.executor.measure.measure as module
     from gnnplan.planner.problem.inputs import overridden, read_cluster
 
@@ -416,7 +410,7 @@ def test_measure_is_kept_and_written(
     assert "provenance:" in gnnplan("measure").out
 
 
-def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan: Call, monkeypatch: pytest.MonkeyPatch):
+def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = gnnplan("--help").out.partition("Commands:")[2].splitlines()[1:]
     assert len(lines) == 13 and not [line for line in lines if line.endswith("...")]
@@ -448,9 +442,7 @@ assert not {"torch", "scipy", "numpy", "simpy", "pymetis", "networkx", "dgl"} & 
 @pytest.mark.parametrize(
     ("words", "offered"), [("gnnplan em", ["emit"]), ("gnnplan run --strat", ["--strategy"])]
 )
-def test_a_shell_completes_verbs_and_options(
-    words: str, offered: list[str], gnnplan: Call, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_shell_completes_verbs_and_options(words, offered, gnnplan, monkeypatch):
     """As the line that `gnnplan --install-completion` writes for bash asks."""
     monkeypatch.setenv("_GNNPLAN_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
@@ -486,7 +478,7 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+def trained(tmp_path_factory):
     """The same question, trained by real ranks in these ways at once."""
     folder = tmp_path_factory.mktemp("trained")
     env = os.environ | {"GNNPLAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
@@ -514,7 +506,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 
 
 @pytest.mark.timeout(150)
-def test_run_says_one_document_and_leaves_all_files(trained: dict[str, Trained]):
+def test_run_says_one_document_and_leaves_all_files(trained):
     for name, (ranks, _, _) in RUNS.items():
         run = trained[name]
         assert run.code == 0, run.stderr
@@ -543,7 +535,7 @@ def test_run_says_one_document_and_leaves_all_files(trained: dict[str, Trained])
         )
 
 
-def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(trained: dict[str, Trained]):
+def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(trained):
     one = trained["one"].losses
     assert len(set(one)) == EPOCHS
     for name in RUNS:
@@ -552,7 +544,7 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(trained: dic
         assert trained["torchrun"].losses == trained["two"].losses
 
 
-def test_weights_are_those_of_every_layer(trained: dict[str, Trained]):
+def test_weights_are_those_of_every_layer(trained):
     from safetensors.torch import load_file
 
     states = {name: load_file(run.out / "weights.safetensors") for name, run in trained.items()}
@@ -565,9 +557,7 @@ def test_weights_are_those_of_every_layer(trained: dict[str, Trained]):
     assert (trained["two"].out / "weights.safetensors").stat().st_mode & 0o044
 
 
-def test_a_report_shows_what_runs_measured(
-    trained: dict[str, Trained], copied: Path, gnnplan: Call, tmp_path: Path
-):
+def test_a_report_shows_what_runs_measured(trained, copied, gnnplan, tmp_path):
     """Losses are the file's, errors are validate's, and the measured epoch is under the simulated
     one."""
     two, output = trained["two"].out, tmp_path / "report.html"
@@ -586,9 +576,7 @@ def test_a_report_shows_what_runs_measured(
     assert (diamonds["name"], diamonds["y"]) == ("measured", [0])
 
 
-def test_a_report_refuses_a_run_of_another_plan(
-    trained: dict[str, Trained], gnnplan: Call, tmp_path: Path
-):
+def test_a_report_refuses_a_run_of_another_plan(trained, gnnplan, tmp_path):
     output = tmp_path / "report.html"
     plan, other = trained["two"].out / "plan.json", trained["one"].out
     answer = gnnplan("report", plan, other, "-o", output)
@@ -598,7 +586,7 @@ def test_a_report_refuses_a_run_of_another_plan(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path: Path):
+def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path):
     """The first two warm up; a slow one among the others says nothing of an epoch."""
     accuracies = {f"{part}_accuracy": None for part in ("train", "val", "test")}
     rows = [
@@ -612,7 +600,7 @@ def test_a_runs_epoch_is_the_median_of_all_but_its_first_two(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_validate(name: str, trained: dict[str, Trained], gnnplan: Call):
+def test_validate(name, trained, gnnplan):
     answer = gnnplan("validate", trained[name].out, "--json")
     told = answer.document
     assert answer.code == 0 and told["bytes"]["equal"] and told["order"]["equal"], told
@@ -635,7 +623,7 @@ def test_validate(name: str, trained: dict[str, Trained], gnnplan: Call):
 
 
 @pytest.fixture
-def copied(trained: dict[str, Trained], tmp_path: Path) -> Path:
+def copied(trained, tmp_path):
     """A run that may be damaged."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -655,7 +643,7 @@ def swap_first_computations(path: Path) -> None:
     path.write_text(json.dumps(trace))
 
 
-def test_validate_says_1_where_bytes_or_order_differ(copied: Path, gnnplan: Call):
+def test_validate_says_1_where_bytes_or_order_differ(copied, gnnplan):
     path = copied / "rank0.json"
     rank = json.loads(path.read_text())
     path.write_text(
@@ -673,9 +661,7 @@ def test_validate_says_1_where_bytes_or_order_differ(copied: Path, gnnplan: Call
     assert answer.code == 1 and "rank 1, lane compute, place 0: planned " in answer.out
 
 
-def test_validate_of_several_runs_says_1_where_the_order_of_one_differs(
-    copied: Path, trained: dict[str, Trained], gnnplan: Call
-):
+def test_validate_of_several_runs_says_1_where_the_order_of_one_differs(copied, trained, gnnplan):
     """All their bytes are as predicted."""
     runs = [trained["two"].out, copied]
     answer = gnnplan("validate", *runs, "--json")
@@ -686,7 +672,7 @@ def test_validate_of_several_runs_says_1_where_the_order_of_one_differs(
     assert (answer.document["bytes_equal"], answer.document["order_equal"]) == (2, 1)
 
 
-def test_validate_says_first_that_a_run_was_on_another_kind_of_device(copied: Path, gnnplan: Call):
+def test_validate_says_first_that_a_run_was_on_another_kind_of_device(copied, gnnplan):
     """A plan for GPUs that ran on CPUs: its seconds say nothing of the prediction."""
     path = copied / "plan.json"
     plan = json.loads(path.read_text())
@@ -720,9 +706,7 @@ def test_validate_says_first_that_a_run_was_on_another_kind_of_device(copied: Pa
         ("plan.json", "{}", "plan.json: not a plan"),
     ],
 )
-def test_a_damaged_run_is_bad_input(
-    name: str, content: str | None, words: str, copied: Path, gnnplan: Call
-):
+def test_a_damaged_run_is_bad_input(name, content, words, copied, gnnplan):
     (copied / name).unlink()
     if content is not None:
         (copied / name).write_text(content)
@@ -730,14 +714,14 @@ def test_a_damaged_run_is_bad_input(
     assert answer.code == 2 and re.search(words, answer.document["error"]), answer
 
 
-def test_a_run_is_not_overwritten(copied: Path, gnnplan: Call):
+def test_a_run_is_not_overwritten(copied, gnnplan):
     before = {path: path.read_bytes() for path in copied.iterdir()}
     answer = gnnplan("run", copied / "plan.json", "--out", copied)
     assert answer.code == 2 and f"{copied} holds a run already; give another --out" in answer.err
     assert {path: path.read_bytes() for path in copied.iterdir()} == before
 
 
-def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Call, tmp_path: Path):
+def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path):
     """Answers before anything starts, and leaves the folder as it is. What a good one does is in
     tests/executor/test_resume.py."""
     from safetensors.torch import save_file
@@ -815,9 +799,7 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file: Path, gnnplan: Ca
     assert answer.code == 2 and "options.json is damaged or of another version" in answer.err
 
 
-def test_where_a_run_goes_by_default(
-    plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_a_run_goes_by_default(plan_file, gnnplan, tmp_path, monkeypatch):
     from gnnplan.api import running
     from gnnplan.executor.launch import launcher as launch
 
@@ -834,9 +816,7 @@ def test_where_a_run_goes_by_default(
     assert json.loads((out / "plan.json").read_text()) == json.loads(plan_file.read_text())
 
 
-def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
-    gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monkeypatch):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
     That a run of it is predicted right is tested with the launch files (test_launch_files.py)."""
     from gnnplan.api import running
@@ -857,15 +837,13 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(
     assert answer.code == 2 and "give the plan too (gnnplan run PLAN --strategy" in answer.err
 
 
-def test_what_is_to_be_typed_next_is_quoted(gnnplan: Call, tmp_path: Path):
+def test_what_is_to_be_typed_next_is_quoted(gnnplan, tmp_path):
     out = tmp_path / "a plan.json"
     told = gnnplan("plan --graph", GRAPH, "--ranks 2 --per epoch -o", out)
     assert f"written to {out}; next: gnnplan simulate '{out}'" in told.out
 
 
-def test_the_plan_before_is_kept_where_another_goes_on(
-    plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_plan_before_is_kept_where_another_goes_on(plan_file, gnnplan, tmp_path, monkeypatch):
     from gnnplan.api import running
     from gnnplan.executor.launch import asked
     from gnnplan.executor.launch import launcher as launch
@@ -897,18 +875,14 @@ def test_the_plan_before_is_kept_where_another_goes_on(
         ),
     ],
 )
-def test_a_launcher_that_forgot_something(
-    env: dict[str, str], words: str, plan_file: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_launcher_that_forgot_something(env, words, plan_file, gnnplan, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     answer = gnnplan("run", plan_file)
     assert answer.code == 2 and words in answer.err
 
 
-def test_a_started_rank_says_what_is_wrong(
-    plan_file: Path, gnnplan: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_started_rank_says_what_is_wrong(plan_file, gnnplan, tmp_path, monkeypatch):
     """One rank of torchrun for a plan of two; and a folder that holds a run. Nothing is written."""
     from gnnplan.executor.launch import launcher as launch
 
@@ -1139,9 +1113,7 @@ def everything(folder: Path) -> dict[Path, bytes | None]:
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input(
-    what: str, gnnplan: Call, tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bad_input(what, gnnplan, tmp_path, plan_file, monkeypatch):
     """Exit 2, a line for people and a document for programs that say where, what and what to do;
     nothing written."""
     monkeypatch.chdir(tmp_path)
@@ -1158,9 +1130,7 @@ def test_bad_input(
     assert everything(tmp_path) == before
 
 
-def test_more_ranks_than_this_machine_holds(
-    plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
-):
+def test_more_ranks_than_this_machine_holds(plan_file, tmp_path, gnnplan, monkeypatch):
     from gnnplan.executor.launch import preflight
 
     monkeypatch.setattr(preflight, "free_memory", lambda: 300e6)
@@ -1174,9 +1144,7 @@ def test_more_ranks_than_this_machine_holds(
     )
 
 
-def test_a_dry_run_prints_what_the_plan_asks_for(
-    plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_dry_run_prints_what_the_plan_asks_for(plan_file, tmp_path, gnnplan, monkeypatch):
     """The table ends with what would happen, and nothing does."""
     from gnnplan.executor.launch import preflight
 
@@ -1198,9 +1166,7 @@ def test_a_dry_run_prints_what_the_plan_asks_for(
 
 
 @pytest.mark.slow
-def test_a_dry_run_refuses_what_a_run_refuses(
-    plan_file: Path, tmp_path: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_dry_run_refuses_what_a_run_refuses(plan_file, tmp_path, gnnplan, monkeypatch):
     """It said `it would run as planned` of folders, options and plans that the run then refused."""
     from gnnplan.executor.launch import emulation, preflight
 
@@ -1244,9 +1210,7 @@ def _with_bits(plan_file: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_an_old_plan_stays_when_a_new_one_fails(
-    plan_file: Path, gnnplan: Call, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_old_plan_stays_when_a_new_one_fails(plan_file, gnnplan, monkeypatch):
     before = everything(plan_file.parent)
     for words in ("--set device.memory=1MB", "--set servers=x"):
         assert gnnplan("plan --graph", GRAPH, "-o", plan_file, words).code in (2, 3)
@@ -1260,7 +1224,7 @@ def test_an_old_plan_stays_when_a_new_one_fails(
     assert everything(plan_file.parent) == before
 
 
-def test_wrong_use_without_json(gnnplan: Call):
+def test_wrong_use_without_json(gnnplan):
     answer = gnnplan("plan --grap x")
     assert (
         answer.code == 2
@@ -1273,7 +1237,7 @@ def test_wrong_use_without_json(gnnplan: Call):
     assert nothing.code == 2 and "Usage: gnnplan" in nothing.out + nothing.err
 
 
-def test_our_own_mistakes_keep_their_traceback(gnnplan: Call, monkeypatch: pytest.MonkeyPatch):
+def test_our_own_mistakes_keep_their_traceback(gnnplan, monkeypatch):
     import gnnplan.planner.graph.load as module
 
     monkeypatch.setattr(module, "load", lambda *_: 1 / 0)
@@ -1281,7 +1245,7 @@ def test_our_own_mistakes_keep_their_traceback(gnnplan: Call, monkeypatch: pytes
         gnnplan("profile", GRAPH)
 
 
-def test_interrupted(gnnplan: Call, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted(gnnplan, monkeypatch):
     import gnnplan.planner.graph.load as module
 
     def interrupted(*_: object) -> None:
@@ -1299,7 +1263,7 @@ LARGE += " --cluster gnnpipe_a5000 --hidden 256 --layers 8 --strategy gnnpipe(st
 
 
 @pytest.mark.slow
-def test_nothing_fits(gnnplan: Call):
+def test_nothing_fits(gnnplan):
     """Exit 3, what fills the memory, and a remedy that works."""
     answer = gnnplan(LARGE, "--set device.memory=1MB")
     assert answer.code == 3 and answer.document["exit_code"] == 3
@@ -1319,7 +1283,7 @@ def test_nothing_fits(gnnplan: Call):
 
 
 @pytest.mark.slow
-def test_more_servers_as_the_remedy(gnnplan: Call):
+def test_more_servers_as_the_remedy(gnnplan):
     graph = "synthetic:community?vertices=20000&edges=60000&features=64&classes=8&seed=0"
     how = "--cluster gnnpipe_a5000 --hidden 8000 --strategy graph_parallel --json"
     words = ["plan --graph", graph, how]
@@ -1334,7 +1298,7 @@ def test_more_servers_as_the_remedy(gnnplan: Call):
 
 
 @pytest.mark.processes
-def test_mini_batches_from_plan_to_validate(gnnplan: Call, tmp_path: Path):
+def test_mini_batches_from_plan_to_validate(gnnplan, tmp_path):
     """The four verbs on sampled batches, the sampler in a process of its own."""
     plan, out = tmp_path / "plan.json", tmp_path / "run"
     how = "--ranks 2 --hidden 8 --layers 2 --mode mini --batch 8 --fanout 4,2 --json"

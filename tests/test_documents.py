@@ -21,7 +21,7 @@ from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.gnn.fields import Fields
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies import FAMILIES, Strategy, names
+from gnnplan.planner.strategies import FAMILIES, names
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -45,7 +45,7 @@ ROOMS = [
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document: Path):
+def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         assert target.startswith("http") or (document.parent / target).exists(), target
 
@@ -55,7 +55,7 @@ def test_the_readme_is_read_in_one_sitting():
 
 
 @pytest.mark.parametrize("name", ["Cluster", "Link", "Fabric", "Device", "Fields"])
-def test_the_table_of_a_specification_is_what_its_fields_say(name: str):
+def test_the_table_of_a_specification_is_what_its_fields_say(name):
     """The command line's help says the same of a workload's."""
     file = "gnn/fields.py" if name == "Fields" else "cluster/spec.py"
     tree = ast.parse((ROOT / "planner" / file).read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def test_the_table_of_a_specification_is_what_its_fields_say(name: str):
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_strategy_has_its_page(name: str):
+def test_every_strategy_has_its_page(name):
     """A variant is on the page of its family: pipegcn_gf on pipegcn's."""
     pages = [
         page for page in (ROOT / "docs" / "strategies").glob("*.md") if name.startswith(page.stem)
@@ -89,7 +89,7 @@ def test_every_strategy_has_its_page(name: str):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_strategy_s_page_names_its_files_and_tests(name: str):
+def test_a_strategy_s_page_names_its_files_and_tests(name):
     """pipegcn's page named none, and said of graph_parallel's `checkpoint` nothing."""
     text = (ROOT / "docs" / "strategies" / f"{name}.md").read_text(encoding="utf-8")
     for room in ("planner/strategies", "executor/strategies", "tests"):
@@ -97,7 +97,7 @@ def test_a_strategy_s_page_names_its_files_and_tests(name: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_knob_is_explained(family: type[Strategy]):
+def test_every_knob_is_explained(family):
     """On a page of the family; what a name sets (`staleness` of pipegcn) needs no explanation."""
     pages = [name for name in PAGES if names()[name][0] is family]
     text = "".join((ROOT / "docs" / "strategies" / f"{n}.md").read_text("utf-8") for n in pages)
@@ -112,7 +112,7 @@ def test_every_preset_is_listed():
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
-def test_a_room_names_its_files(room: Path):
+def test_a_room_names_its_files(room):
     """Eleven lists of files had fallen behind."""
     listed = set(re.findall(r"(?<![\w/])\w+\.py", docstring_of(room / "__init__.py")))
     assert listed == {path.name for path in room.glob("*.py")} - {"__init__.py"}
@@ -183,7 +183,7 @@ def test_every_public_name_is_in_the_reference_of_python():
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_the_site_is_whole_and_fetches_nothing(tmp_path: Path):
+def test_the_site_is_whole_and_fetches_nothing(tmp_path):
     """`--strict` refuses links that lead nowhere, and pages that the navigation leaves out."""
     pytest.importorskip("mkdocs")
     for name in ("mkdocs.yml", "docs"):

@@ -37,7 +37,7 @@ DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("page", DRAWN)
-def test_a_page_has_the_drawing_of_its_program(page: str):
+def test_a_page_has_the_drawing_of_its_program(page):
     name, ranks, layers, steps, what = DRAWN[page]
     drawing = drawing_of(parse(name), ranks, layers, steps, **what)
     text = (PAGES / f"{page.split(',')[0]}.md").read_text(encoding="utf-8")

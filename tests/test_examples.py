@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples"
     "name",  # what the others call is tested in test_api.py every time
     ["train", *(pytest.param(name, marks=NIGHTLY) for name in EXAMPLES if name != "train")],
 )
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_an_example_runs(name, tmp_path):
     if name == "train":
         pytest.importorskip("torch_geometric")
     program = FOLDER / f"{name}.py"
@@ -45,7 +45,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_a_package_runs_the_kit_on_its_strategy(tmp_path: Path) -> None:
+def test_a_package_runs_the_kit_on_its_strategy(tmp_path):
     """`delayed`, installed with its entry point: less than a page of code, all tests of the kit."""
     package, site = FOLDER / "delayed", tmp_path / "site"
     assert len((package / "gnnplan_delayed.py").read_text(encoding="utf-8").splitlines()) <= 80
@@ -68,5 +68,5 @@ def test_a_package_runs_the_kit_on_its_strategy(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_example_is_run() -> None:
+def test_every_example_is_run():
     assert {path.stem for path in FOLDER.glob("*.py")} == set(EXAMPLES)

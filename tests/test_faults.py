@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from calls import call, planned
 from examples import NIGHT
-from started import Start
 
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -36,7 +35,7 @@ def plan(folder: Path, ranks: int, *more: str) -> Path:
     return planned(folder / "plan.json", "--graph", GRAPH, how, *more)
 
 
-def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
+def test_a_killed_rank_ends_all_and_is_named(tmp_path, start):
     """At any moment: between two operations the one that ended last is named."""
     victim = 0  # who writes the metrics
     run = start(plan(tmp_path, 2, "--strategy", "gnnpipe"), "--epochs", str(FOREVER), "--json")
@@ -56,7 +55,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, start: Start):
     assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == kept
 
 
-def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
+def test_ranks_that_all_stop_end_the_run(tmp_path, start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
     world = 2 if NIGHT else 1
     run = start(
@@ -77,7 +76,7 @@ def test_ranks_that_all_stop_end_the_run(tmp_path: Path, start: Start):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["p3(pipelined=True,prefetch=2)", "gsplit(prefetch=3)"])
-def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strategy: str):
+def test_samplers_that_all_stop_end_the_run(tmp_path, start, strategy):
     """Those of a pipelined P3 were waited for for ever, and those of others three times as long as
     the user had allowed."""
     mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
@@ -98,7 +97,7 @@ def test_samplers_that_all_stop_end_the_run(tmp_path: Path, start: Start, strate
 
 
 @pytest.mark.nightly  # the rank's words are heard every time (executor/test_sampler.py)
-def test_a_sampler_that_is_killed_is_named(tmp_path: Path, start: Start):
+def test_a_sampler_that_is_killed_is_named(tmp_path, start):
     """It ended in torch's traceback."""
     mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
     planned = plan(tmp_path, 2, *mini, "--strategy", "gsplit(prefetch=2)")
@@ -133,9 +132,7 @@ main()
         ),
     ],
 )
-def test_too_few_files_are_refused_before_ranks_start(
-    tmp_path: Path, start: Start, files: int, strategy: str
-):
+def test_too_few_files_are_refused_before_ranks_start(tmp_path, start, files, strategy):
     mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
     planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
     run = start(planned, "--epochs", "2", launcher=("-c", LIMITED.format(files)))
@@ -148,7 +145,7 @@ def test_too_few_files_are_refused_before_ranks_start(
 
 
 @pytest.mark.nightly  # as faults of executor/test_injected.py are
-def test_too_few_files_amid_training(tmp_path: Path, start: Start):
+def test_too_few_files_amid_training(tmp_path, start):
     """Ranks leave notes without opening a file."""
     run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), "--checkpoint-every", "100")
     run.until_training()
@@ -163,7 +160,7 @@ def test_too_few_files_amid_training(tmp_path: Path, start: Start):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
-def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path: Path, start: Start):
+def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path, start):
     """Training goes on where nobody reads of its progress; an answer that is lost is said."""
     planned = plan(tmp_path, 1)
     called = f"{sys.executable} -m gnnplan"
@@ -188,7 +185,7 @@ def parent(pid: int) -> int:
 
 
 @pytest.mark.nightly  # every time so ends the run of executor/test_meeting.py
-def test_interrupted_as_in_a_terminal(tmp_path: Path, start: Start):
+def test_interrupted_as_in_a_terminal(tmp_path, start):
     run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
     run.until_training()
     os.killpg(run.process.pid, signal.SIGINT)
@@ -207,7 +204,7 @@ class Gone:
         self.exitcode, self.timestamp = exitcode, timestamp
 
 
-def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
+def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path):
     from gnnplan.executor.launch.failure import account, blame
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
@@ -302,7 +299,7 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path: Path):
         ({0: Gone(-15), 1: Gone(2)}, {1: "the plan is for 3 ranks"}, "the plan is for 3 ranks", 2),
     ],
 )
-def test_the_blame(failures: dict, notes: dict, words: str, code: int, tmp_path: Path):
+def test_the_blame(failures, notes, words, code, tmp_path):
     from gnnplan.executor.launch.failure import Failure, blame
     from gnnplan.executor.ranks.activity import Activity, seen
 

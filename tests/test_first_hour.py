@@ -43,7 +43,7 @@ Verb = Callable[..., Result]
 
 
 @pytest.fixture
-def gnnplan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verb:
+def gnnplan(monkeypatch, tmp_path):
     """Calls a verb, with a cache of its own."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path / "cache"))
     runner = CliRunner()
@@ -57,14 +57,14 @@ def gnnplan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verb:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Path:
+def cluster(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
     return path
 
 
 @pytest.fixture(scope="module")
-def explained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def explained(tmp_path_factory):
     """What a plan says with --explain, and its document."""
     folder = tmp_path_factory.mktemp("explained")
     (folder / "cluster.yaml").write_text(CLUSTER)
@@ -79,9 +79,7 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, 
 
 
 @pytest.mark.slow
-def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(
-    gnnplan: Verb, cluster: Path, explained: tuple[str, dict[str, Any]]
-):
+def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(gnnplan, cluster, explained):
     """A plan printed dozens of lines; the answer was among them."""
     short = gnnplan("plan", "--graph", GRAPH, "--cluster", cluster).stdout.splitlines()
     long, document = explained[0].splitlines(), explained[1]
@@ -97,9 +95,7 @@ def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(
         assert any(printed.startswith(label) and printed.endswith(line) for printed in short)
 
 
-def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(
-    gnnplan: Verb, explained: tuple[str, dict[str, Any]]
-):
+def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(gnnplan, explained):
     """'less than predictions were off when measured (median 8 %)' stood in plans for A100s."""
     measured = json.loads(gnnplan("plan", "--graph", GRAPH, "--cluster", MEASURED, "--json").stdout)
     on_gpus, on_cpus = explained[1]["summary"], measured["summary"]
@@ -111,9 +107,7 @@ def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(
 
 
 @pytest.mark.slow
-def test_what_is_known_by_statistics_is_not_offered_to_run(
-    gnnplan: Verb, cluster: Path, tmp_path: Path
-):
+def test_what_is_known_by_statistics_is_not_offered_to_run(gnnplan, cluster, tmp_path):
     """The last line said 'next: gnnplan run', which refuses such a plan; and 'partitioning 0 s',
     which nobody knows."""
     (tmp_path / "stats.yaml").write_text(STATISTICS)
@@ -126,7 +120,7 @@ def test_what_is_known_by_statistics_is_not_offered_to_run(
     gnnplan("simulate", plan)
 
 
-def test_conditions_of_other_epochs_are_not_shown_as_times(explained: tuple[str, dict[str, Any]]):
+def test_conditions_of_other_epochs_are_not_shown_as_times(explained):
     """'T_prev = 3.99 s' stood beside an epoch of 40 ms."""
     told = explained[0]
     assert "T_prev" not in told and "Eq." not in told
@@ -139,7 +133,7 @@ def document_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_more_servers_are_not_recommended_at_a_loss(gnnplan: Verb, tmp_path: Path):
+def test_more_servers_are_not_recommended_at_a_loss(gnnplan, tmp_path):
     """ogbn-papers100M on servers of four A100: 8 GPUs 1.06 s, 16 GPUs 530 ms, 32 GPUs 729 ms. Two
     batches take 266 ms on 32 GPUs, but were tried only where the whole graph did not fit."""
     (tmp_path / "a100.yaml").write_text(
@@ -161,7 +155,7 @@ def test_more_servers_are_not_recommended_at_a_loss(gnnplan: Verb, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan: Verb):
+def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan):
     """GNNPipe's own case got PipeGCN: the preset's datasheet values were used, and the factors that
     had been fitted to the paper's figures were not. `validate --published` starts from the file."""
     ask = ("plan", "--graph", "reddit", "--model", "gcn", "--layers", 32, "--hidden", 100)
@@ -189,9 +183,7 @@ def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan: Verb
 
 
 @pytest.mark.slow
-def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(
-    gnnplan: Verb, cluster: Path, tmp_path: Path
-):
+def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(gnnplan, cluster, tmp_path):
     """`--exact` was forgotten by plan.json, and the sweep recommended PipeGCN."""
     plan, exact = tmp_path / "plan.json", tmp_path / "exact.json"
     ask = (
@@ -220,7 +212,7 @@ def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(
     assert named(there["strategy"].pop("name"), there["strategy"]).exact
 
 
-def test_the_trace_of_a_straggler_shows_it(gnnplan: Verb, cluster: Path, tmp_path: Path):
+def test_the_trace_of_a_straggler_shows_it(gnnplan, cluster, tmp_path):
     """`--straggler --trace` wrote the run in which nobody straggled."""
     plan = tmp_path / "plan.json"
     ask = ("plan", "--graph", GRAPH, "--cluster", cluster, "--strategy", "graph_parallel")
@@ -246,7 +238,7 @@ def test_the_trace_of_a_straggler_shows_it(gnnplan: Verb, cluster: Path, tmp_pat
     assert "traces of the first repetition with rank 1 3 times as slow in" in told
 
 
-def test_a_plan_of_a_graph_without_labels_offers_no_run(gnnplan: Verb, tmp_path: Path) -> None:
+def test_a_plan_of_a_graph_without_labels_offers_no_run(gnnplan, tmp_path):
     """It ended in 'next: gnnplan run', which then refused the graph."""
     src = np.arange(20)
     np.savez(tmp_path / "bare.npz", src=src, dst=(src + 1) % 20)
@@ -254,7 +246,7 @@ def test_a_plan_of_a_graph_without_labels_offers_no_run(gnnplan: Verb, tmp_path:
     assert "cannot be run: the graph has no labels" in told and "gnnplan run" not in told
 
 
-def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan: Verb) -> None:
+def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan):
     """The error of measured machines was quoted for it as if it were its own."""
     told = gnnplan("plan", "--graph", "synthetic:community?vertices=300&edges=900").output
     assert "tested: this machine has not been measured\n" in told and "in the median" not in told
@@ -264,7 +256,7 @@ def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan: Verb) -> N
 # -- how it is said ----------------------------------------------------------------------------
 
 
-def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan: Verb, cluster: Path, tmp_path: Path):
+def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan, cluster, tmp_path):
     """The operations' seconds were more than the epoch, for some are hidden behind others."""
     plan = tmp_path / "plan.json"
     gnnplan("plan", "--graph", GRAPH, "--cluster", cluster, "--strategy", "pipegcn", "-o", plan)
@@ -282,7 +274,7 @@ def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan: Verb, cluster: Pa
 
 
 @pytest.mark.nightly
-def test_what_is_close_is_one_line(gnnplan: Verb) -> None:
+def test_what_is_close_is_one_line(gnnplan):
     """Four strategies with all their knobs and reasons filled three lines."""
     ask = ("plan", "--graph", "reddit", "--cluster", "dgx_a100", "--model", "gcn", "--layers", 64)
     told = gnnplan(*ask).stdout
@@ -291,7 +283,7 @@ def test_what_is_close_is_one_line(gnnplan: Verb) -> None:
     assert "(8, 8" not in told
 
 
-def test_a_long_list_of_layers_is_shortened_and_read_again() -> None:
+def test_a_long_list_of_layers_is_shortened_and_read_again():
     """32 numbers in a strategy's name broke all tables."""
     given = parse(f"gnnpipe(stages=32,chunks=8,layers_per_stage={(1, *(4,) * 30, 7)})")
     assert str(given) == "gnnpipe(stages=32,chunks=8,layers_per_stage='1,4x30,7')"
@@ -300,7 +292,7 @@ def test_a_long_list_of_layers_is_shortened_and_read_again() -> None:
         parse("gnnpipe(layers_per_stage='4y8')")
 
 
-def test_a_graphs_name_is_known_in_any_case_and_suggested_to_no_path(tmp_path: Path) -> None:
+def test_a_graphs_name_is_known_in_any_case_and_suggested_to_no_path(tmp_path):
     """REDDIT was unknown, all names were listed twice, and for a folder that was not there
     another graph was suggested."""
     assert load("REDDIT").hash == load("reddit").hash
@@ -313,7 +305,7 @@ def test_a_graphs_name_is_known_in_any_case_and_suggested_to_no_path(tmp_path: P
 
 
 @pytest.mark.parametrize("verb", ["plan", "run", "profile"])
-def test_help_states_every_default_in_brackets(gnnplan: Verb, verb: str) -> None:
+def test_help_states_every_default_in_brackets(gnnplan, verb):
     """Some stood in round brackets, some after 'default:', some nowhere."""
     told = " ".join(gnnplan(verb, "--help").stdout.split())
     assert not re.search(r"\(\d+[;)]|[Dd]efault: ", re.sub(r"\[default: [^]]*\]", "", told))

@@ -695,7 +695,7 @@ def test_closed_files_are_named(tmp_path, monkeypatch, name):
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory) -> Path:
+def run_folder(tmp_path_factory):
     """What a run of a small graph leaves behind, its measured traces those of the simulation."""
     folder = tmp_path_factory.mktemp("run")
     zipped(folder / "graph.npz", files_of(ARRAYS))
@@ -721,7 +721,7 @@ def run_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(run_folder, tmp_path) -> Path:
+def run(run_folder, tmp_path):
     """A copy, to be spoilt."""
     folder = tmp_path / "run"
     folder.mkdir()

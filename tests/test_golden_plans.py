@@ -213,7 +213,7 @@ def others_at_night(chosen: list[tuple[str, str]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "graph"), others_at_night(BY_DAY))
-def test_every_strategy_is_predicted_as_ever(name: str, graph: str):
+def test_every_strategy_is_predicted_as_ever(name, graph):
     number = CASES.index((name, graph)) // 2
     same_by_day(of_preset(name, graph), f"{name}.{graph}", first=number, every=8)
 
@@ -226,7 +226,7 @@ def test_every_model_is_predicted_as_ever():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "graph"), others_at_night(BY_DAY[::5]))
-def test_every_preset_ranks_as_ever(name: str, graph: str):
+def test_every_preset_ranks_as_ever(name, graph):
     same(ranking(name, graph), read("rankings")[name][graph], f"{name}, {graph}", 1e-9)
 
 

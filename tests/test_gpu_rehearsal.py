@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ Stage = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[Any]:
+def gpu():
     """The program benchmarks/gpu.py as a module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
@@ -38,7 +38,7 @@ def gpu() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def stage(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def stage(gpu, tmp_path_factory):
     """stage(name) -> what the stage has left; it runs once."""
     from gpu_stages.record import Setting
 
@@ -61,7 +61,7 @@ def whole(document: dict[str, Any]) -> list[dict[str, Any]]:
     return document["rows"]
 
 
-def test_kernels(stage: Stage) -> None:
+def test_kernels(stage):
     document = stage("kernels")
     rows = whole(document)
     by_kernel: dict[str, list[dict[str, Any]]] = {}
@@ -94,7 +94,7 @@ def test_kernels(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_drawn_graphs_are_graphs(gpu: Any, local: bool) -> None:
+def test_drawn_graphs_are_graphs(gpu, local):
     """As planner/graph/graph.py promises of a graph."""
     from gpu_stages.graphs import HUBS, csr
 
@@ -112,7 +112,7 @@ def test_drawn_graphs_are_graphs(gpu: Any, local: bool) -> None:
 
 
 @pytest.mark.nightly  # what `gnnplan measure` does is tested every time
-def test_measure(stage: Stage) -> None:
+def test_measure(stage):
     rows = {row["constant"]: row for row in whole(stage("measure"))}
     assert {"device.gemm", "device.memory_bandwidth", "device.launch", "host_rates"} <= set(rows)
     low, high = rows["device.gemm"]["range"]
@@ -128,7 +128,7 @@ def compared(stage: Stage, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.nightly
-def test_one_rank(stage: Stage) -> None:
+def test_one_rank(stage):
     rows = compared(stage, "one")
     assert [row["strategy"] for row in rows] == ["graph_parallel", "data_parallel"]
     for row in rows:
@@ -138,7 +138,7 @@ def test_one_rank(stage: Stage) -> None:
 
 
 @pytest.mark.nightly
-def test_modules_of_users(stage: Stage) -> None:
+def test_modules_of_users(stage):
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     (row,) = compared(stage, "modules")
     assert (row["strategy"], row["model"], row["ranks"]) == ("graph_parallel", "Gat", 1)
@@ -147,7 +147,7 @@ def test_modules_of_users(stage: Stage) -> None:
 
 
 @pytest.mark.nightly
-def test_ranks_that_share_the_card(stage: Stage) -> None:
+def test_ranks_that_share_the_card(stage):
     (row,) = compared(stage, "shared")
     assert (row["strategy"], row["ranks"], row["backend"]) == ("pipegcn", 2, "gloo")
     assert row["bytes_equal"] and row["bytes"] > 0 and row["order_equal"]
@@ -157,7 +157,7 @@ def test_ranks_that_share_the_card(stage: Stage) -> None:
 
 
 @pytest.mark.nightly
-def test_rounded_rows_and_rows_in_the_servers_memory(stage: Stage) -> None:
+def test_rounded_rows_and_rows_in_the_servers_memory(stage):
     """The latter in less memory than graph_parallel needs."""
     rows = whole(stage("further"))
     assert [(row["strategy"], row["ranks"]) for row in rows] == [
@@ -168,7 +168,7 @@ def test_rounded_rows_and_rows_in_the_servers_memory(stage: Stage) -> None:
     assert rows[0]["predicted_bytes"] > 0 < rows[0]["declared_bytes"]
 
 
-def test_losses_that_are_not_the_cpus_are_failures(gpu: Any) -> None:
+def test_losses_that_are_not_the_cpus_are_failures(gpu):
     from gpu_stages.table import compare
 
     def row(case: str, *losses: float) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_losses_that_are_not_the_cpus_are_failures(gpu: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_streams(stage: Stage) -> None:
+def test_streams(stage):
     document = stage("streams")
     rows = whole(document)
     recording = [row for row in rows if row["what"] == "recording"]
@@ -194,7 +194,7 @@ def test_streams(stage: Stage) -> None:
     assert left_out == ["CUDA graph, 200 vertices", "two communicators under way"]
 
 
-def test_sampling(stage: Stage) -> None:
+def test_sampling(stage):
     rows = whole(stage("sampling"))
     assert [row["where"] for row in rows] == ["host", "device"]
     for row in rows:
@@ -202,7 +202,7 @@ def test_sampling(stage: Stage) -> None:
 
 
 @pytest.mark.nightly
-def test_peers(stage: Stage) -> None:
+def test_peers(stage):
     rows = whole(stage("peers"))
     assert {row["by"] for row in rows} >= {"ours", "pyg", "pyg_edges", "ours_batches"}
     assert {row["model"] for row in rows} == {"sage", "gcn", "sage, batches"}
@@ -211,7 +211,7 @@ def test_peers(stage: Stage) -> None:
 
 @pytest.mark.nightly  # that they are found and skip is seen every time
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run the tests of a GPU")
-def test_marked_tests(tmp_path: Path) -> None:
+def test_marked_tests(tmp_path):
     """In a process of their own, where pytest is not yet at work."""
     command = [sys.executable, BENCHMARKS / "gpu.py", "tests", "--device", "cpu", "--small"]
     subprocess.run([*command, "--out", tmp_path], check=True, capture_output=True)
@@ -223,7 +223,7 @@ def test_marked_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_stage_that_fails_or_hangs_stops_no_other(gpu: Any, tmp_path: Path) -> None:
+def test_a_stage_that_fails_or_hangs_stops_no_other(gpu, tmp_path):
     """The first is killed at its limit, the second finds no GPU, and for the third no time is left.
     All that there is lies packed beside the page, also what an earlier command had left."""
     work, out = tmp_path / "work", tmp_path / "out"
@@ -253,7 +253,7 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(gpu: Any, tmp_path: Path) ->
         assert {"earlier.json", "kernels.json", "sampling.log"} <= set(tar.getnames())
 
 
-def test_a_stage_tries_what_is_asked_for(gpu: Any, tmp_path: Path) -> None:
+def test_a_stage_tries_what_is_asked_for(gpu, tmp_path):
     from gpu_stages.record import Record, Setting
 
     record = Record(Setting(tmp_path, "cpu", only=("gcn", "2 ranks")), "shared")
@@ -262,7 +262,7 @@ def test_a_stage_tries_what_is_asked_for(gpu: Any, tmp_path: Path) -> None:
     assert [row["what"] for row in record.rows] == ["gcn, 1 rank", "sage, 2 ranks"]
 
 
-def test_an_error_is_kept_with_its_words_and_the_rest_goes_on(gpu: Any, tmp_path: Path) -> None:
+def test_an_error_is_kept_with_its_words_and_the_rest_goes_on(gpu, tmp_path):
     from gpu_stages.record import LeftOut, Record, Setting
 
     def broken() -> None:
@@ -288,7 +288,7 @@ def test_an_error_is_kept_with_its_words_and_the_rest_goes_on(gpu: Any, tmp_path
 
 
 @pytest.mark.nightly
-def test_the_page_has_every_figure_and_is_no_result(gpu: Any, stage: Stage) -> None:
+def test_the_page_has_every_figure_and_is_no_result(gpu, stage):
     from gpu_stages.table import is_result, page
 
     names = ("kernels", "one", "shared", "streams", "sampling", "peers")
@@ -308,7 +308,7 @@ def test_the_page_has_every_figure_and_is_no_result(gpu: Any, stage: Stage) -> N
     assert widths == {10}
 
 
-def test_what_ran_on_a_gpu_at_full_size_is_a_result(gpu: Any) -> None:
+def test_what_ran_on_a_gpu_at_full_size_is_a_result(gpu):
     from gpu_stages.table import is_result
 
     def stage(small: bool, device: str) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def test_what_ran_on_a_gpu_at_full_size_is_a_result(gpu: Any) -> None:
     assert not is_result({"kernels": {"small": False}}) and not is_result({})
 
 
-def test_the_digest_has_figures_and_failures(gpu: Any, stage: Stage) -> None:
+def test_the_digest_has_figures_and_failures(gpu, stage):
     from gpu_stages.table import digest
 
     failed = {"failed": [{"what": "all of it", "error": "no such\nkernel", "trace": ""}]}
@@ -331,7 +331,7 @@ def test_the_digest_has_figures_and_failures(gpu: Any, stage: Stage) -> None:
     assert max(map(len, text.splitlines())) <= 250
 
 
-def test_the_list_says_what_is_there(gpu: Any) -> None:
+def test_the_list_says_what_is_there(gpu):
     from gpu_stages.wheels import lines
 
     text = "\n".join(lines())

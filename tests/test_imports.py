@@ -102,7 +102,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_no_file_imports_what_its_package_may_not(package: str):
+def test_no_file_imports_what_its_package_may_not(package):
     files = [
         (module, path)
         for module, path in sources().items()

@@ -20,7 +20,7 @@ def test_there_are_forty_spread_over_all_packages():
 
 
 @pytest.mark.parametrize("mutant", mutants(), ids=lambda each: each["name"])
-def test_a_mutants_place_is_there_once(mutant: dict):
+def test_a_mutants_place_is_there_once(mutant):
     text = (ROOT / mutant["file"]).read_text(encoding="utf-8")
     assert text.count(mutant["old"]) == 1, "the code has moved on: write the mutant anew"
     assert mutant["old"] != mutant["new"]
@@ -32,7 +32,7 @@ def test_a_mutants_place_is_there_once(mutant: dict):
 
 
 @pytest.mark.parametrize(("word", "code"), [("--help", 0), ("no fault has this name", 2)])
-def test_asking_for_help_runs_no_fault(word: str, code: int, monkeypatch: pytest.MonkeyPatch):
+def test_asking_for_help_runs_no_fault(word, code, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mutants.py", word])
     with pytest.raises(SystemExit) as end:
         main()

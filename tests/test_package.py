@@ -36,7 +36,7 @@ def build(sources: Path, out: Path, *options: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """A copy of the repository as git keeps it, links included: a build leaves files behind."""
     copy = tmp_path_factory.mktemp("sources") / "gnnplan"
     away = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
@@ -45,7 +45,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(sources, tmp_path_factory):
     """The wheel that `pip install .` makes, which follows the links."""
     return build(sources, tmp_path_factory.mktemp("dist"), "--wheel")
 
@@ -71,7 +71,7 @@ def names(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_a_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path):
+def test_a_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     """Data files and the folders behind links are what a wheel loses first."""
     expected = package_files()
     folders = {Path(name).parts[1] for name in expected}
@@ -84,7 +84,7 @@ def test_a_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path):
     assert f"{extra}licenses/LICENSE" in held
 
 
-def test_the_package_says_what_it_is_and_links_nowhere_into_the_repository(wheel: Path):
+def test_the_package_says_what_it_is_and_links_nowhere_into_the_repository(wheel):
     """The description stands alone on an index; an image of README.md would be missing there."""
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"gnnplan-{__version__}.dist-info/METADATA").decode()
@@ -99,7 +99,7 @@ def test_the_package_says_what_it_is_and_links_nowhere_into_the_repository(wheel
 
 
 @pytest.mark.nightly
-def test_a_source_distribution_makes_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path):
+def test_a_source_distribution_makes_the_same_wheel(sources, wheel, tmp_path):
     """What others build from, without git and links: it has copied them."""
     assert names(build(sources, tmp_path)) == names(wheel)
 
@@ -164,7 +164,7 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(wheel, tmp_path_factory):
     """A virtual environment with the wheel and today's dependencies, which an index need not give
     again. A `.pth` file of a folder that is named by one is not read: no editable install is."""
     pytest.importorskip("torch_geometric")
@@ -181,7 +181,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(environment: Path, tmp_path: Path) -> Run:
+def run(environment, tmp_path):
     """run('gnnplan', 'plan', ...) of the environment, in an empty folder."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -204,7 +204,7 @@ def run(environment: Path, tmp_path: Path) -> Run:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_who_has_only_the_wheel_plans_trains_and_validates(run: Run, environment: Path):
+def test_who_has_only_the_wheel_plans_trains_and_validates(run, environment):
     where = run("python", "-c", "import gnnplan; print(gnnplan.__file__)")
     assert Path(where).is_relative_to(environment)
     run("gnnplan", "plan", "-o", "plan.json")
@@ -221,7 +221,7 @@ def test_who_has_only_the_wheel_plans_trains_and_validates(run: Run, environment
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_a_script_of_pyg_is_planned_and_trained_as_it_is(run: Run, tmp_path: Path):
+def test_a_script_of_pyg_is_planned_and_trained_as_it_is(run, tmp_path):
     """Three commands after the script that everybody has: on two ranks it learns what it learned,
     bytes and memory are as planned, and its library's memory is not counted as training's.
 

@@ -4,7 +4,6 @@ import io
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,7 @@ from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.progress import inner_phase, progress, say
 
 
-def test_a_slow_phase_is_one_line_with_its_seconds_and_a_fast_one_is_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_slow_phase_is_one_line_with_its_seconds_and_a_fast_one_is_none(capsys):
     """'asking what would change the choice: 8 layers ... 4 s' was printed six times."""
     with progress(every_s=0.05) as notify:
         for name in ("graph", "cluster", "workload"):
@@ -31,7 +28,7 @@ def test_a_slow_phase_is_one_line_with_its_seconds_and_a_fast_one_is_none(
     assert capsys.readouterr().err == ""
 
 
-def test_a_part_of_a_phase_is_told_and_timed_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_a_phase_is_told_and_timed_apart(capsys):
     """65 of 68 s stood under 'evaluating candidates', and were METIS's."""
     with progress(every_s=0.2) as notify:
         notify("evaluating", "all")
@@ -42,7 +39,7 @@ def test_a_part_of_a_phase_is_told_and_timed_apart(capsys: pytest.CaptureFixture
         pass
 
 
-def test_a_terminal_keeps_one_line_that_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_keeps_one_line_that_is_cleared(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -61,9 +58,7 @@ def test_a_terminal_keeps_one_line_that_is_cleared(monkeypatch: pytest.MonkeyPat
     assert told.endswith("\r\x1b[K")
 
 
-def test_measure_tells_what_it_is_doing_as_other_calls_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_measure_tells_what_it_is_doing_as_other_calls_do(capsys, monkeypatch, tmp_path):
     """`with gnnplan.progress()` said nothing for the minute that `gnnplan.measure` takes."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
 
@@ -81,7 +76,7 @@ def test_measure_tells_what_it_is_doing_as_other_calls_do(
     assert heard == ["matrix products", "aggregation"]
 
 
-def test_a_failure_ends_the_telling(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_ends_the_telling(capsys):
     with pytest.raises(ValueError, match="broken"), progress(every_s=0.02) as notify:
         notify("reading")
         raise ValueError("broken")

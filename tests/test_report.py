@@ -15,7 +15,7 @@ from gnnplan.cli import main
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.report import decision, page, report, traffic
-from gnnplan.report.facts import Facts, gather
+from gnnplan.report.facts import gather
 from gnnplan.report.timeline import MOST_MARKS, marks, steady, thinned, timeline
 
 GRAPH = "synthetic:community?vertices=400&edges=4000&features=8&classes=3&seed=0"
@@ -38,7 +38,7 @@ def gnnplan(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     (folder / "cluster.yaml").write_text(CLUSTER)
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def facts(plan: Path) -> Facts:
+def facts(plan):
     return gather(plan, [])
 
 
@@ -64,7 +64,7 @@ class Outside(HTMLParser):
 
 
 @pytest.mark.slow
-def test_the_page_is_one_small_file_that_fetches_nothing(plan: Path, tmp_path: Path):
+def test_the_page_is_one_small_file_that_fetches_nothing(plan, tmp_path):
     output = report(plan, output=tmp_path / "report.html")
     text = output.read_text(encoding="utf-8")
     outside = Outside()
@@ -84,7 +84,7 @@ def test_the_page_is_one_small_file_that_fetches_nothing(plan: Path, tmp_path: P
     assert text.count("gnnplan run plan.json --out run") == 2  # how to get the other two
 
 
-def test_bars_add_up_to_epochs(facts: Facts):
+def test_bars_add_up_to_epochs(facts):
     drawn = decision.epochs(facts).figure
     bars = [trace for trace in drawn.data if trace.type == "bar"]
     unit = {"ms of an epoch": 1e3, "s of an epoch": 1.0, "µs of an epoch": 1e6}
@@ -95,7 +95,7 @@ def test_bars_add_up_to_epochs(facts: Facts):
         assert together == pytest.approx(answer["predicted"]["epoch_s"], rel=1e-9)
 
 
-def test_memory_adds_up_to_what_the_plan_says(facts: Facts):
+def test_memory_adds_up_to_what_the_plan_says(facts):
     drawn = decision.memory(facts).figure
     scale = {"MB": 1e6, "GB": 1e9}[drawn.layout.yaxis.title.text]
     fullest = max(sum(bar.y[rank] for bar in drawn.data) for rank in range(facts.problem.ranks))
@@ -103,7 +103,7 @@ def test_memory_adds_up_to_what_the_plan_says(facts: Facts):
     assert fullest * scale == pytest.approx(said, rel=1e-3)
 
 
-def test_the_matrix_adds_up_to_the_bytes_and_links_carry_them(facts: Facts):
+def test_the_matrix_adds_up_to_the_bytes_and_links_carry_them(facts):
     said = facts.document["best"]["predicted"]
     sent = traffic.sent_between(facts.candidate, facts.epoch)
     assert sent.sum() == pytest.approx(said["bytes_total"], rel=1e-12)
@@ -120,7 +120,7 @@ def test_the_matrix_adds_up_to_the_bytes_and_links_carry_them(facts: Facts):
     assert {"NIC 0 -> network 0", "network 0 -> NIC 1"} <= set(bars.y)
 
 
-def test_the_timeline_shows_one_epoch_of_every_rank_and_lane(facts: Facts):
+def test_the_timeline_shows_one_epoch_of_every_rank_and_lane(facts):
     window = steady("simulated", facts.simulated, 1)
     assert window.seconds == pytest.approx(facts.document["best"]["predicted"]["epoch_s"], rel=0.3)
     drawn = {(mark.rank, mark.lane) for mark in marks(window)}
@@ -166,7 +166,7 @@ def test_what_no_screen_shows_is_joined_and_nothing_else():
 
 
 @pytest.mark.slow
-def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path: Path):
+def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         words = "plan --graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"
         forced = ["--strategy", "gnnpipe(stages=8,chunks=32)", "-o", tmp_path / "plan.json"]
@@ -182,12 +182,7 @@ def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path: Path):
     assert len(page.page(facts, pictures, {}).encode()) <= MOST_BYTES
 
 
-def test_without_plotly_the_error_says_what_to_install(
-    plan: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_without_plotly_the_error_says_what_to_install(plan, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(page, "find_spec", lambda name: None)
     assert gnnplan(monkeypatch, "report", plan, "-o", tmp_path / "report.html") == 2
     assert "plotly" in (err := capsys.readouterr().err) and "pip install 'gnnplan[report]'" in err
@@ -215,14 +210,7 @@ def no_json(folder: Path, document: dict) -> None:
         (no_candidates, r"bad.json: alternatives.0.(exact|predicted)\S*: Field required"),
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing(
-    spoil,
-    said: str,
-    plan: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_bad_input_is_named_and_leaves_nothing(spoil, said, plan, tmp_path, monkeypatch, capsys):
     spoil(tmp_path, plans.read(plan))
     output = tmp_path / "out" / "report.html"
     output.parent.mkdir()
@@ -235,7 +223,7 @@ def test_bad_input_is_named_and_leaves_nothing(
 @pytest.mark.processes
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_draws_every_picture(width: int, scheme: str, plan: Path, tmp_path: Path):
+def test_a_browser_draws_every_picture(width, scheme, plan, tmp_path):
     """Chromium, offline: no error on its console, every picture drawn, nothing to scroll sideways."""
     programs = shutil.which("chromium"), shutil.which("chromedriver")
     if None in programs:

@@ -69,7 +69,7 @@ def can_play_servers() -> bool:
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_a_tutorial_does_what_it_shows(page: Path, tmp_path: Path) -> None:
+def test_a_tutorial_does_what_it_shows(page, tmp_path):
     pytest.importorskip("torch_geometric")
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = os.environ | {"PATH": programs, "GNNPLAN_CACHE": str(tmp_path / "cache")}

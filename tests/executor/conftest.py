@@ -1,7 +1,6 @@
 """Ranks and graphs that tests of the executor share."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import a_tenth
@@ -21,13 +20,13 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     """Tiny tensors: more threads only wait for each other, and for the ranks beside them."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def tests_are_no_files_of_the_users() -> Iterator[None]:
+def tests_are_no_files_of_the_users():
     """What a module keeps from call to call is looked for in all files of the user's that are loaded.
     Here these were all tests: their tables took three fifths of the time that a module is read in."""
     tests, is_the_users = str(Path(__file__).parents[1]), kept.is_the_users
@@ -41,7 +40,7 @@ def tests_are_no_files_of_the_users() -> Iterator[None]:
 
 
 @pytest.fixture(params=["a tenth", pytest.param("as they are", marks=pytest.mark.nightly)])
-def sizes(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def sizes(request, tmp_path, monkeypatch):
     """Those of the graphs that ranks measure on."""
     if request.param == "as they are":
         return

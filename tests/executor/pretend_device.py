@@ -452,7 +452,7 @@ def _on_host(arg: Any) -> Any:
 
 
 @pytest.fixture
-def pretend_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def pretend_device(monkeypatch):
     """The pretend device, in place of CUDA."""
     global DEVICE
     DEVICE = Device()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-def test_the_file_says_what_every_lane_is_in(tmp_path: Path) -> None:
+def test_the_file_says_what_every_lane_is_in(tmp_path):
     path = seen(tmp_path, 1)
     assert read(path) == ""
     rank = Rank(1, 2, torch.device("cpu"), "gloo")
@@ -46,7 +44,7 @@ def test_the_file_says_what_every_lane_is_in(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path: Path) -> None:
+def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path):
     """The launcher has made the file, so a rank on a full disk says why it failed."""
     begin(tmp_path, 1)
     path = seen(tmp_path, 0)
@@ -64,7 +62,7 @@ def test_a_note_needs_neither_a_disk_nor_a_file(tmp_path: Path) -> None:
     assert read_note(path) == read(path) == ""
 
 
-def test_an_error_of_a_lane_while_another_went_on(tmp_path: Path) -> None:
+def test_an_error_of_a_lane_while_another_went_on(tmp_path):
     rank = Rank(0, 2, torch.device("cpu"), "gloo")
     rank.recorder.activity.begin("phase", "epoch 1")
 

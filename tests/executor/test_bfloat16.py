@@ -17,7 +17,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.strategies.base import ROUNDING
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -29,8 +29,8 @@ def case_of(strategy: str, graph: str, **more: Any) -> Case:
 
 @pytest.mark.parametrize(("graph", "features"), [("rough", 1 / 2), ("sparse", 6 / 8)])
 def test_half_the_bytes_nearly_the_losses_and_weights_in_float32(
-    graph: str, features: float, run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+    graph, features, run_ranks, graphs
+):
     """Losses of ten epochs within 1 % of float32's; weights finer than bfloat16, and moments. A
     column of sparse `features` takes 4 bytes with either type."""
     rounded = case_of("graph_parallel", graphs[graph])
@@ -51,7 +51,7 @@ def test_half_the_bytes_nearly_the_losses_and_weights_in_float32(
     assert all(not torch.equal(w, w.bfloat16().float()) for w in half.weights.values())
 
 
-def test_sums_of_rows_and_gradients_of_weights_are_rounded_once() -> None:
+def test_sums_of_rows_and_gradients_of_weights_are_rounded_once():
     """1003 ones added up in bfloat16 would stay at 256. The nearest number of 8 bits is 1004."""
     rows = 1003
     block = Block(np.array([0, rows]), np.arange(rows), rows)
@@ -64,7 +64,7 @@ def test_sums_of_rows_and_gradients_of_weights_are_rounded_once() -> None:
     assert bias.grad is not None and bias.grad.unique().tolist() == [1004.0]
 
 
-def test_products_of_sparse_rows_are_rounded_once() -> None:
+def test_products_of_sparse_rows_are_rounded_once():
     """As above, forward over the numbers of a row and backward over those of a column. A weight's
     gradient is float32."""
     n = 1003
@@ -78,7 +78,7 @@ def test_products_of_sparse_rows_are_rounded_once() -> None:
     assert (out.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_rows_take_half_the_memory_and_weights_all_of_it(graphs: dict[str, str]) -> None:
+def test_rows_take_half_the_memory_and_weights_all_of_it(graphs):
     half = case_of("graph_parallel", graphs["rough"])
     full = replace(half, workload={**half.workload, "dtype": "float32"})
     (rounded, whole) = (
@@ -101,9 +101,7 @@ def test_rows_take_half_the_memory_and_weights_all_of_it(graphs: dict[str, str])
         ({"model": "gcn", "mode": "mini", "task": "link"}, "scores of edges are compared"),
     ],
 )
-def test_workloads_that_need_more_than_8_bits_are_refused(
-    more: dict[str, Any], refusal: str
-) -> None:
+def test_workloads_that_need_more_than_8_bits_are_refused(more, refusal):
     with pytest.raises(ValidationError, match=refusal):
         Workload(dtype="bfloat16", **more)
 
@@ -117,16 +115,14 @@ def test_workloads_that_need_more_than_8_bits_are_refused(
         ("pipegcn_gf", "rough", "too few for a moving average"),
     ],
 )
-def test_what_has_no_such_rows_is_refused(
-    graphs: dict[str, str], strategy: str, graph: str, refusal: str
-) -> None:
+def test_what_has_no_such_rows_is_refused(graphs, strategy, graph, refusal):
     mini = {"mode": "mini", "batch": 4} if strategy == "p3" else {}
     problem = case_of(strategy, graphs[graph], model="gcn", **mini).problem(2)
     with pytest.raises(SpecError, match=refusal):
         parse(strategy).settle(problem).check(problem)
 
 
-def test_refusals_name_those_that_have_such_rows() -> None:
+def test_refusals_name_those_that_have_such_rows():
     for mode, named in ROUNDING.items():
         told = {type(parse(name)) for name in named.replace(" or ", ", ").split(", ")}
         ours = {family for family in families() if family.__module__.startswith("gnnplan.")}

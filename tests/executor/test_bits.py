@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnnplan.planner.strategies import parse
 from gnnplan.testing.plain import Plain, difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -41,9 +41,7 @@ def workload(model: str, **more: object) -> dict[str, object]:
         ("sage", 3, 1, "graph_parallel(bits='adaptive')"),
     ],
 )
-def test_it_is_training_on_rounded_rows(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, strategy: str
-) -> None:
+def test_it_is_training_on_rounded_rows(run_ranks, graphs, model, world, servers, strategy):
     case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2, servers=servers)
     if "adaptive" in strategy:  # bits are chosen twice
         case = replace(case, epochs=13)
@@ -73,9 +71,7 @@ def late(
 @pytest.mark.parametrize(
     ("model", "world", "bits"), [("gcn", 2, 2), ("sage", 3, 4), ("gcn", 3, "adaptive")]
 )
-def test_stale_rows_are_rounded_when_they_leave(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, bits: int | str
-) -> None:
+def test_stale_rows_are_rounded_when_they_leave(run_ranks, graphs, model, world, bits):
     """PipeGCN's recursion (test_recursions.py): what is rounded in a step is used in the next."""
     strategy = f"pipegcn(bits={bits!r})"
     epochs = 13 if bits == "adaptive" else 4
@@ -109,7 +105,7 @@ def test_stale_rows_are_rounded_when_they_leave(
     assert difference(result.weights, plain.state) <= 1e-9
 
 
-def test_narrow_rounds_projected_rows(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_narrow_rounds_projected_rows(run_ranks, graphs):
     """GCN, whose last layer alone shrinks its rows: of it x W crosses."""
     strategy = "graph_parallel(bits=4,narrow=True)"
     case = Case(strategy, graphs["rough"], workload("gcn"), epochs=4)
@@ -127,7 +123,7 @@ def test_narrow_rounds_projected_rows(run_ranks: Ranks, graphs: dict[str, str]) 
     assert difference(result.weights, plain.state) <= 1e-9
 
 
-def test_the_gradient_error_is_that_of_rounding(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_the_gradient_error_is_that_of_rounding(run_ranks, graphs):
     """Against a pass with whole rows at the same weights; training goes on as if nobody measured."""
     case = Case(
         "graph_parallel(bits=4)", graphs["rough"], workload("sage"), epochs=3, gradient_errors=True

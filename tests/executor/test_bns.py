@@ -11,7 +11,7 @@ from torch import Tensor
 from gnnplan.planner.strategies.layerwise.bns import Sample
 from gnnplan.planner.strategies.layerwise.exchange import Crossing
 from gnnplan.testing.plain import Plain, Read, difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -57,9 +57,7 @@ def reading(plain: Plain, part: np.ndarray, p: float, seed: int, step: int) -> R
         ("gcn", 3, "bns(p=0)", 0.0),
     ],
 )
-def test_it_is_training_on_samples_of_the_boundary(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, strategy: str, p: float
-) -> None:
+def test_it_is_training_on_samples_of_the_boundary(run_ranks, graphs, model, world, strategy, p):
     case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2)
     part, plain, losses = case.problem(world).layout().owner, Plain(case), []
     for step in range(case.epochs):
@@ -72,9 +70,7 @@ def test_it_is_training_on_samples_of_the_boundary(
     assert difference(result.weights, plain.state) <= 1e-9
 
 
-def test_the_whole_boundary_is_graph_parallelism_to_the_bit(
-    run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+def test_the_whole_boundary_is_graph_parallelism_to_the_bit(run_ranks, graphs):
     of_all, plainly = (
         Case(strategy, graphs["rough"], workload("sage"), epochs=3)
         for strategy in ("bns(p=1)", "graph_parallel")

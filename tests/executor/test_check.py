@@ -22,7 +22,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
-from gnnplan.testing.ranks import ForkServer, meeting
+from gnnplan.testing.ranks import meeting
 
 OWN = """
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(110)
-def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_path: Path) -> None:
+def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_path):
     pytest.importorskip("dgl", exc_type=ImportError)
     (tmp_path / "model.py").write_text(f"{OWN}\nprint('hello')\n")
     done = run("model.py:M", "--json", cwd=tmp_path)
@@ -86,7 +86,7 @@ Prove = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def prove(fork_server: ForkServer, tmp_path: Path) -> Prove:
+def prove(fork_server, tmp_path):
     """prove(question, before='') -> the answer of the ranks that compare, after some lines; or the
     notes of how they failed."""
 
@@ -119,7 +119,7 @@ def prove(fork_server: ForkServer, tmp_path: Path) -> Prove:
 GIN = {"model": "gin", "fields": {"hidden": 8, "layers": 2}, "features": None, "classes": None}
 
 
-def test_a_strategy_that_cannot_carry_a_model_says_what_is_missing(prove: Prove) -> None:
+def test_a_strategy_that_cannot_carry_a_model_says_what_is_missing(prove):
     answer = prove({**GIN, "features": 7})
     found = {each["strategy"]: each for each in answer["strategies"]}
     assert found["p3"]["answer"] == "cannot" and found["p3"]["gap"] is None
@@ -133,7 +133,7 @@ def test_a_strategy_that_cannot_carry_a_model_says_what_is_missing(prove: Prove)
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (7, 4)
 
 
-def test_a_rank_that_fails_says_in_which_strategy(prove: Prove) -> None:
+def test_a_rank_that_fails_says_in_which_strategy(prove):
     fails = """
 train = check.train
 def breaks(rank, problem, strategy, *more):
@@ -150,9 +150,7 @@ check.train = breaks
 
 @pytest.mark.processes
 @pytest.mark.timeout(110)
-def test_a_rank_that_is_lost_is_named_and_none_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_lost_is_named_and_none_is_left(tmp_path, monkeypatch):
     broken, left = tmp_path / "python", tmp_path / "pid"
     words = f'[ "$RANK" = 1 ] && exit 3\necho $$ > {left}\nexec {sys.executable} "$@"\n'
     broken.write_text(f"#!/bin/sh\n{words}")
@@ -163,7 +161,7 @@ def test_a_rank_that_is_lost_is_named_and_none_is_left(
     assert not left.exists() or not Path(f"/proc/{left.read_text().strip()}").exists()
 
 
-def test_a_gradient_that_differs_is_not_called_equal(prove: Prove) -> None:
+def test_a_gradient_that_differs_is_not_called_equal(prove):
     """Ranks of one strategy train with a rate that is a little larger than the one process's."""
     other = """
 from dataclasses import replace
@@ -195,7 +193,7 @@ def live_sage() -> Any:
 
 
 @pytest.mark.nightly
-def test_a_live_module_is_compared_at_its_own_widths(prove: Prove, tmp_path: Path) -> None:
+def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     workload = checking.workload_of(live_sage(), {}, None, None, tmp_path)
     answer = prove({"workload": workload.model_dump(mode="json")})
@@ -208,7 +206,7 @@ def test_a_live_module_is_compared_at_its_own_widths(prove: Prove, tmp_path: Pat
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(60)
-def test_python_shows_what_the_command_line_prints(tmp_path: Path) -> None:
+def test_python_shows_what_the_command_line_prints(tmp_path):
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     found = gnnplan.check(live_sage())
     assert found.ok and found.document["model"] == "Live"
@@ -225,7 +223,7 @@ def test_python_shows_what_the_command_line_prints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("off", "answer"), [(0.0, "equal"), (1e-11, "equal"), (1e-8, "differs"), (math.nan, "differs")]
 )
-def test_a_gradient_that_is_off_is_found(tmp_path: Path, off: float, answer: str) -> None:
+def test_a_gradient_that_is_off_is_found(tmp_path, off, answer):
     """Also of a tensor whose gradient is a thousandth of the largest; not where it is rounding."""
     graph = load("synthetic:community?vertices=60&edges=400&features=12&classes=4&seed=0")
     assert isinstance(graph, Graph)

@@ -4,7 +4,6 @@ that were predicted."""
 from __future__ import annotations
 
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.trace import (
     recorded_order,
 )
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import Played
 
@@ -232,9 +231,7 @@ _played: dict[tuple, Played] = {}
     params=covered(SETTINGS, needs, several=False),
     ids=lambda setting: f"{setting[2]}-{setting[3]}-{setting[0]}x{setting[1]}-{setting[4]}",
 )
-def played(
-    request: pytest.FixtureRequest, run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
-) -> Played:
+def played(request, run_ranks, graphs, tmp_path):
     """Each setting runs once for all tests."""
     world, servers, strategy, model, graph, dropout = request.param
     if request.param not in _played:
@@ -258,7 +255,7 @@ def played(
     return _played[request.param]
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_is_here():
     assert {type(parse(setting[2])) for setting in SETTINGS} == set(families())
     assert any(getattr(parse(setting[2]), "staleness", 0) for setting in SETTINGS)
 
@@ -267,9 +264,7 @@ def test_every_family_is_here() -> None:
     "strategy", ["graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "granndis", "gnnpipe"]
 )
 @pytest.mark.parametrize("model", ["gcn", "gcnii"])
-def test_one_rank_sends_nothing(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str
-) -> None:
+def test_one_rank_sends_nothing(run_ranks, graphs, model, strategy):
     """Nor does it record an exchange or an all-reduce; and it trains as one process does."""
     case = Case(
         strategy,

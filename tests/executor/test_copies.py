@@ -62,7 +62,7 @@ class Late:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+def late(monkeypatch):
     """Copies that need not wait are late."""
     module, copy = Late(), Tensor.copy_
 
@@ -79,9 +79,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 64, 203])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_scattered_rows_come_and_go_through_two_buffers(
-    late: Late, rows: int, dtype: torch.dtype
-) -> None:
+def test_scattered_rows_come_and_go_through_two_buffers(late, rows, dtype):
     """13 rows to a buffer, which three threads fill; those of features are converted there."""
     staging = Staging(CPU, size=13 * 7 * 8)
     staging.threads = 3
@@ -108,7 +106,7 @@ def test_scattered_rows_come_and_go_through_two_buffers(
 
 
 @pytest.mark.parametrize("model", ["sage", "gcn", "sgc"])
-def test_chunks_whose_copies_go_beside_computation(model: str) -> None:
+def test_chunks_whose_copies_go_beside_computation(model):
     """The same numbers, and the order that is planned for GPUs."""
     graph = "synthetic:community?vertices=600&edges=3000&features=24&classes=5"
     case = Case(

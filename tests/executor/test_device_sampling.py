@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pretend_device import Device, pretend_device
+from pretend_device import pretend_device
 from test_launches import on_a_gpu
 
 from gnnplan.executor.minibatch import device_sampling as sampling
@@ -19,7 +19,7 @@ from gnnplan.planner.graph import sampling as planned
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, Strategy
+from gnnplan.planner.strategies import P3, DataParallel
 from gnnplan.planner.strategies.layerwise.memory import blocks
 from gnnplan.planner.strategies.minibatch.device_sampler import held
 from gnnplan.testing.ranks import Case
@@ -44,9 +44,7 @@ def same(vertices: np.ndarray, fanout: int, key: tuple[int, int, int, int], devi
     fanout=st.sampled_from([1, 2, 5, 17, 1000, planned.ALL]),
     key=st.tuples(*[st.integers(0, 2**31 - 1)] * 4),
 )
-def test_tensors_draw_what_arrays_draw(
-    vertices: list[int], fanout: int, key: tuple[int, int, int, int]
-) -> None:
+def test_tensors_draw_what_arrays_draw(vertices, fanout, key):
     same(np.array(vertices, dtype=np.int64), fanout, key, "cpu")
 
 
@@ -60,7 +58,7 @@ cuda = pytest.param(
 
 
 @pytest.mark.parametrize("device", [cuda])
-def test_a_gpu_draws_what_a_cpu_draws(device: str) -> None:
+def test_a_gpu_draws_what_a_cpu_draws(device):
     same(np.random.default_rng(0).permutation(300), 7, (1, 2, 3, 4), device)
 
 
@@ -72,14 +70,7 @@ ARRAYS = ("indptr", "indices", "weight", "t_indptr", "t_indices", "t_weight", "o
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", ["cpu", cuda])
-def test_a_device_lays_out_the_same_blocks(
-    device: str,
-    kind: str,
-    directed: bool,
-    fanout: object,
-    graphs: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_lays_out_the_same_blocks(device, kind, directed, fanout, graphs, monkeypatch):
     """To the bit: rows and edges in the same order, weights, and the transpose."""
     work = WORK | {"fanout": fanout, "batch": 9}
     problem = Case("data_parallel", graphs["rough"], work, directed=directed).problem(1)
@@ -115,7 +106,7 @@ def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Problem:
     )
 
 
-def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str]) -> None:
+def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs):
     def drawing(kind: str, asked: str, memory: float, **how: Any) -> torch.device | None:
         rank, supply = Rank(0, 1, torch.device(kind), "gloo"), DataParallel().supply
         return drawing_device(rank, replace(supply(on_gpus(graphs, asked, memory)), **how))
@@ -131,7 +122,7 @@ def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs: dict[str, str
     assert drawing("cuda", "device", 1e9, **ahead) is None, "a fork has no CUDA"
 
 
-def test_a_sampler_on_the_host_takes_none_of_a_gpu(graphs: dict[str, str]) -> None:
+def test_a_sampler_on_the_host_takes_none_of_a_gpu(graphs):
     """Its degrees, places and drawn edges were taken for the GPU's, 20 bytes a vertex and more: for
     ogbn-papers100M 2.2 GB."""
     problem = on_gpus(graphs, "host", 1e9)
@@ -144,9 +135,7 @@ def test_a_sampler_on_the_host_takes_none_of_a_gpu(graphs: dict[str, str]) -> No
 
 @pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
 @pytest.mark.parametrize("fanout", [(5, 15), (12, 9)])
-def test_a_sampler_on_a_gpu_holds_what_is_planned(
-    fanout: tuple[int, int], model: str, pretend_device: Device
-) -> None:
+def test_a_sampler_on_a_gpu_holds_what_is_planned(fanout, model, pretend_device):
     """What torch's own sorts take is not seen here."""
     work = WORK | {"fanout": fanout, "batch": 200, "model": model, "heads": 1}
     source = "synthetic:community?vertices=5000&edges=80000&features=4&classes=3&seed=0"
@@ -171,9 +160,7 @@ def test_a_sampler_on_a_gpu_holds_what_is_planned(
         (P3(over="rank", prefetch=1), 1e9, False),  # a process
     ],
 )
-def test_lists_take_memory_of_gpus_that_draw(
-    graphs: dict[str, str], strategy: Strategy, memory: float, there: bool
-) -> None:
+def test_lists_take_memory_of_gpus_that_draw(graphs, strategy, memory, there):
     use = {
         asked: strategy.memory(problem := on_gpus(graphs, asked, memory))["graph"]
         for asked in ("device", "host")

@@ -20,7 +20,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, Joined, named
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result
+from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import must_go_on_from_another_plan
 
 pytestmark = pytest.mark.timeout(110)
@@ -65,14 +65,8 @@ def losses(run: Result) -> torch.Tensor:
 
 @pytest.mark.parametrize(("before", "ranks_before", "after", "ranks", "workload"), CASES)
 def test_another_plan_goes_on_as_if_it_had_begun(
-    before: str,
-    ranks_before: int,
-    after: str,
-    ranks: int,
-    workload: dict[str, Any],
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-) -> None:
+    before, ranks_before, after, ranks, workload, run_ranks, graphs
+):
     """Checkpoints of epochs 2 and 4, broken off after 5. Adam's moments go on too: begun anew they
     change the loss by percents."""
     workload = dict(workload)
@@ -90,7 +84,7 @@ def test_another_plan_goes_on_as_if_it_had_begun(
         assert left["epochs"] == LAST - 4
 
 
-def test_a_trace_begins_with_the_plan(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_a_trace_begins_with_the_plan(run_ranks, graphs):
     """However many epochs another has trained: spans are kept of the first 60 steps."""
     case = Case("graph_parallel", graphs["rough"], FULL, epochs=62, checkpoint_every=62)
     begun = run_ranks.alone(case)
@@ -100,15 +94,11 @@ def test_a_trace_begins_with_the_plan(run_ranks: Ranks, graphs: dict[str, str]) 
 
 
 @pytest.mark.parametrize("after", ["pipegcn", "pipegcn_gf(buckets=2,narrow=True)"])
-def test_stale_rows_are_made_of_the_weights_that_go_on(
-    after: str, run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+def test_stale_rows_are_made_of_the_weights_that_go_on(after, run_ranks, graphs):
     must_go_on_from_another_plan(run_ranks, after, 3, graphs["rough"], NORMED)
 
 
-def test_history_is_made_of_the_weights_that_go_on(
-    run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+def test_history_is_made_of_the_weights_that_go_on(run_ranks, graphs):
     """Without dropout the loss of the first epoch after it is exact; initial weights' rows are off."""
     case = Case("graph_parallel", graphs["rough"], {**FULL, "dropout": 0.0}, epochs=4)
     unbroken = run_ranks.alone(replace(case, epochs=5))
@@ -118,9 +108,7 @@ def test_history_is_made_of_the_weights_that_go_on(
     torch.testing.assert_close(losses(resumed), losses(unbroken), rtol=1e-5, atol=0)
 
 
-def test_both_plans_go_on_until_the_next_has_checkpoints_of_its_own(
-    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
-) -> None:
+def test_both_plans_go_on_until_the_next_has_checkpoints_of_its_own(run_ranks, graphs, tmp_path):
     """Three ranks died in their first epoch: nothing of the two before them is lost, and both can
     go on. Once the three have two checkpoints, nothing is left of those before."""
     case = Case("graph_parallel", graphs["rough"], FULL, epochs=LAST)
@@ -144,7 +132,7 @@ def test_both_plans_go_on_until_the_next_has_checkpoints_of_its_own(
     assert kept == {"epoch8.rank0.safetensors", "epoch9.rank0.safetensors"}
 
 
-def test_torchrun_ranks_go_on_with_another_plan(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
     """As srun starts them; the plan before is kept, and its options are inherited."""
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
     out = tmp_path / "run"
@@ -211,7 +199,7 @@ def saved(out: Path, *ranks: int, **changed: Any) -> None:
         process.close()
 
 
-def test_columns_are_put_side_by_side(tmp_path: Path) -> None:
+def test_columns_are_put_side_by_side(tmp_path):
     saved(tmp_path, 0, 1)
     ours = Checkpoints(tmp_path, 0, 10, {**QUESTION, "ranks": 1})
     others = handed_over(tmp_path, ours.question)
@@ -233,7 +221,7 @@ def test_columns_are_put_side_by_side(tmp_path: Path) -> None:
         Held(part, {}, Optimizer([], Workload(optimizer="sgd"))).take(whole)
 
 
-def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path: Path) -> None:
+def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path):
     ours = {**QUESTION, "ranks": 3}
     saved(tmp_path, 0)
     assert handed_over(tmp_path, ours) == {} and last_stored(tmp_path, range(3)) == 0
@@ -249,7 +237,7 @@ def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path: Path) ->
     assert handed_over(tmp_path, ours) == {}
 
 
-def test_what_is_saved_twice_is_read_once() -> None:
+def test_what_is_saved_twice_is_read_once():
     """Ranks that train the same weights have the same: the first gives them."""
     read: list[str] = []
     about = {"weights": {"bias": None}, "optimizer": ["bias"], "kinds": ["mean"]}

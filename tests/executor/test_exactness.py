@@ -6,7 +6,6 @@ an error that all ranks share shows too."""
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies import parse
 from gnnplan.testing.plain import difference, train_plainly
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 from gnnplan.testing.runs import must_train_as_one_process, one_process
 
 pytestmark = pytest.mark.timeout(110)
@@ -77,14 +76,8 @@ ONE_PROCESS = list(
     covered(ONE_PROCESS, lambda row: pairs(dict(enumerate(row)))),
 )
 def test_one_process_is_plain_training(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    model: str,
-    graph: str,
-    directed: bool,
-    dropout: float,
-    optimizer: str,
-) -> None:
+    run_ranks, graphs, model, graph, directed, dropout, optimizer
+):
     how = workload(model, dtype="float64", dropout=dropout, optimizer=optimizer)
     case = Case("graph_parallel", graphs[graph], how, directed=directed)
     losses, weights = train_plainly(case)
@@ -93,7 +86,7 @@ def test_one_process_is_plain_training(
     assert difference(alone.weights, weights) <= 1e-9, str(case)
 
 
-def test_the_graphs_are_as_awkward_as_they_claim(graphs: dict[str, str]) -> None:
+def test_the_graphs_are_as_awkward_as_they_claim(graphs):
     rough, directed = load(graphs["rough"]), load(graphs["rough"], directed=True)
     assert (rough.degree == 0).sum() >= 6
     assert any("self-loops" in note for note in rough.stats.notes) and any(
@@ -130,16 +123,7 @@ TRAININGS = [
         lambda row: {row[2], (*row[:2], type(parse(row[2]))), row[3:]},
     ),
 )
-def test_float64_weights(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    strategy: str,
-    model: str,
-    dropout: float,
-    optimizer: str,
-) -> None:
+def test_float64_weights(run_ranks, graphs, world, servers, strategy, model, dropout, optimizer):
     how = workload(model, dtype="float64", dropout=dropout, optimizer=optimizer)
     case = Case(strategy, graphs["rough"], how, servers, eval_every=2)
     must_train_as_one_process(run_ranks, world, [case], weights=1e-9, losses=1e-9)
@@ -148,9 +132,7 @@ def test_float64_weights(
 @pytest.mark.parametrize(
     NAMES, covered(SETTINGS, lambda setting: {setting[:2], type(parse(setting[2]))})
 )
-def test_float32_losses(
-    run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str
-) -> None:
+def test_float32_losses(run_ranks, graphs, world, servers, strategy):
     """Weights under plain SGD only, since Adam divides rounding by rounding."""
     model = MODELS[SETTINGS.index((world, servers, strategy)) % len(MODELS)]
     sgd = Case(strategy, graphs["rough"], workload(model, dropout=0.5, optimizer="sgd"), servers)
@@ -170,9 +152,7 @@ ROUNDED = [
 
 
 @pytest.mark.parametrize(NAMES, ROUNDED)
-def test_bfloat16_losses(
-    run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str
-) -> None:
+def test_bfloat16_losses(run_ranks, graphs, world, servers, strategy):
     """Rows that cross are rounded once more: 2^-9 of their value. Where that turns the sign of a
     number before ReLU, a gradient of these few rows changes by some percent, as it does between
     float32 and bfloat16 in one process. PipeGCN's are a fifth off."""
@@ -184,9 +164,7 @@ def test_bfloat16_losses(
     assert difference(ranks.weights, alone.weights) <= 0.01
 
 
-def test_columns_that_bfloat16_does_not_hold_cross_whole(
-    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
-) -> None:
+def test_columns_that_bfloat16_does_not_hold_cross_whole(run_ranks, graphs, tmp_path):
     """Those above 256 would become even, and gradients go to their neighbours' weights."""
     with np.load(graphs["sparse"]) as file:
         arrays = dict(file)
@@ -220,16 +198,8 @@ SHARED_OUT = [  # three of the five to every setting
     covered(SHARED_OUT, lambda row: {(*row[:2], type(parse(row[2]))), row[3:]}),
 )
 def test_awkward_graphs(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    strategy: str,
-    graph: str,
-    directed: bool,
-    model: str,
-    optimizer: str,
-) -> None:
+    run_ranks, graphs, world, servers, strategy, graph, directed, model, optimizer
+):
     how = workload(model, dtype="float64", dropout=0.5, optimizer=optimizer)
     case = Case(strategy, graphs[graph], how, servers, directed=directed)
     must_train_as_one_process(run_ranks, world, [case], weights=1e-9, losses=1e-9)
@@ -242,9 +212,7 @@ ALL_MODELS = (*MODELS, "gat", "resgcn", "sgc", "gin", "gatv2")
 
 
 @pytest.mark.parametrize("model", ALL_MODELS)
-def test_sparse_features_in_one_process(
-    run_ranks: Ranks, graphs: dict[str, str], model: str
-) -> None:
+def test_sparse_features_in_one_process(run_ranks, graphs, model):
     """Training on dense matrices, dropout's masks included. By day each model in one way."""
     # wider than the features: multiplied first all the same
     ways = ((0.0, 8), (0.5, 8), (0.5, 48))
@@ -276,15 +244,7 @@ TWO_EACH = [
         lambda row: {(row[0], type(parse(row[2]))), row[3:]},
     ),
 )
-def test_sparse_features_on_ranks(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    strategy: str,
-    model: str,
-    dropout: float,
-) -> None:
+def test_sparse_features_on_ranks(run_ranks, graphs, world, servers, strategy, model, dropout):
     how = workload(model, dtype="float64", dropout=dropout)
     case = Case(strategy, graphs["sparse"], how, servers, eval_every=2)
     must_train_as_one_process(run_ranks, world, [case], weights=1e-9, losses=1e-9)
@@ -330,9 +290,7 @@ def block_id(how: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("how", BLOCKS, ids=block_id)
-def test_one_process_is_plain_training_of_blocks(
-    run_ranks: Ranks, graphs: dict[str, str], how: dict[str, object]
-) -> None:
+def test_one_process_is_plain_training_of_blocks(run_ranks, graphs, how):
     """Batch norm's running moments are among the weights. By day each in one of the ways."""
     ways = (("rough", False, 0.0), ("rough", True, 0.5), ("multi", False, 0.5))
     for graph, directed, dropout in ways if NIGHT else [ways[BLOCKS.index(how) % 3]]:
@@ -371,14 +329,7 @@ BLOCKS_ON_RANKS = [
     ),
     ids=lambda value: block_id(value) if isinstance(value, dict) else str(value),
 )
-def test_ranks_train_blocks_as_one_process(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    strategy: str,
-    how: dict[str, object],
-) -> None:
+def test_ranks_train_blocks_as_one_process(run_ranks, graphs, world, servers, strategy, how):
     """Attention's logits and batch norm's moments cross, or are made again from rows that do."""
     graph, dropout = ("rough", 0.5) if world < 4 else ("multi", 0.0)
     work = workload(dtype="float64", dropout=dropout, optimizer=optimizer_for(how), **how)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, Store
 from gnnplan.planner.vocabulary.files import cache_dir
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -56,9 +55,7 @@ def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **mor
         (f"p3(cache={9 * ROW})", {"hit", "host"}),
     ],
 )
-def test_ranks_leave_rows_by_class(
-    run_ranks: Ranks, graphs: dict[str, str], strategy: str, classes: set[str]
-) -> None:
+def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
     """Of all steps, as the planner counts them."""
     result = run_ranks(4, [case(strategy, graphs["rough"], 2)])[0]
     problem = result.case.problem(4)
@@ -78,7 +75,7 @@ def test_ranks_leave_rows_by_class(
 
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
 @pytest.mark.parametrize("cache", [ROW, 20 * ROW, 10**6])
-def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int) -> None:
+def test_rows_read_are_the_graphs(graphs, graph, cache):
     """In their order, by class as the planner counts them, and bytes in the span are those of the
     server's memory."""
     problem = case(f"data_parallel(cache={cache})", graphs[graph], layers=1, fanout=(3,)).problem(1)
@@ -106,7 +103,7 @@ def test_rows_read_are_the_graphs(graphs: dict[str, str], graph: str, cache: int
     assert store.rows["hit"] and store.rows["peer"] == store.rows["remote"] == 0
 
 
-def test_a_server_has_no_other_servers_rows(graphs: dict[str, str]) -> None:
+def test_a_server_has_no_other_servers_rows(graphs):
     problem = case("", graphs["rough"], servers=2).problem(2)
     supply = DataParallel(features="spread").supply(problem)
     planned = supply.store
@@ -117,9 +114,7 @@ def test_a_server_has_no_other_servers_rows(graphs: dict[str, str]) -> None:
         store._host(np.flatnonzero(planned.home == 1)[:1])
 
 
-def test_a_file_of_features_takes_the_place_of_a_copy(
-    graphs: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_file_of_features_takes_the_place_of_a_copy(graphs, tmp_path):
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
     copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
@@ -137,9 +132,7 @@ def test_a_file_of_features_takes_the_place_of_a_copy(
 
 
 @pytest.mark.parametrize("damage", ["shorter", "other shape", "not an array", "folder closed"])
-def test_a_bad_file_of_features_is_not_used(
-    graphs: dict[str, str], tmp_path: Path, damage: str
-) -> None:
+def test_a_bad_file_of_features_is_not_used(graphs, tmp_path, damage):
     graph = load(graphs["rough"])
     assert isinstance(graph, Graph)
     copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
@@ -161,7 +154,7 @@ def test_a_bad_file_of_features_is_not_used(
     assert map_features(path, graph) and np.array_equal(graph.x, copy)
 
 
-def test_ranks_of_a_server_share_large_features(run_ranks: Ranks) -> None:
+def test_ranks_of_a_server_share_large_features(run_ranks):
     """22 MB: one file for both, and training as ever."""
     source = "synthetic:community?vertices=22000&edges=60000&features=256&classes=5&seed=0"
     large = case("data_parallel", source, layers=1, hidden=4, batch=8000, fanout=(2,))
@@ -175,7 +168,7 @@ def test_ranks_of_a_server_share_large_features(run_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse: bool) -> None:
+def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
     """As torch counts it: what the cache leaves, and the most that there is while rows are put
     together."""
     graph = load("synthetic:community?vertices=6000&edges=9000&features=200&classes=5&seed=0")

@@ -36,9 +36,7 @@ def crossed(rows: torch.Tensor, bits: int, *numbers: int) -> torch.Tensor:
     st.sampled_from([1e-30, 1.0, 1e30]),
     st.sampled_from([0.0, 1.0, -300.0]),
 )
-def test_no_number_is_off_by_more_than_the_spacing(
-    dtype: torch.dtype, count: int, width: int, bits: int, size: float, shift: float
-) -> None:
+def test_no_number_is_off_by_more_than_the_spacing(dtype, count, width, bits, size, shift):
     """Which is the row's range over 2^bits - 1, and what bfloat16 (8 digits) adds to it: of the
     lowest number, and twice of the spacing."""
     rows = (torch.randn(count, width, dtype=dtype) + shift) * size
@@ -53,7 +51,7 @@ def test_no_number_is_off_by_more_than_the_spacing(
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shift", [0.0, -7.3, 100.3])
-def test_the_mean_over_draws_is_the_number(bits: int, shift: float) -> None:
+def test_the_mean_over_draws_is_the_number(bits, shift):
     """Over 4,000 draws, of 100 vertices in 40 steps, within five standard errors of it, or of what 20
     draws add, for a number may be so near to a level that no draw leaves it. The lowest and highest
     are no exception: a parameter that is rounded the wrong way would clamp them."""
@@ -68,7 +66,7 @@ def test_the_mean_over_draws_is_the_number(bits: int, shift: float) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_zeros_and_rows_of_one_number_lose_nothing(bits: int) -> None:
+def test_zeros_and_rows_of_one_number_lose_nothing(bits):
     """Nor do rows of numbers too small for a spacing of their own; zeros behind ReLU stay zeros."""
     rows = torch.randn(50, 20).relu()
     rows[:3] = torch.tensor([0.0, 1.0, -0.375])[:, None]
@@ -79,14 +77,14 @@ def test_zeros_and_rows_of_one_number_lose_nothing(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_has_diverged_says_so(bits: int, bad: float) -> None:
+def test_a_row_that_has_diverged_says_so(bits, bad):
     rows = torch.ones(3, 8)
     rows[1, 4] = bad
     finite = crossed(rows, bits, 0).isfinite().all(1)
     assert finite.tolist() == [True, False, True]
 
 
-def test_draws_are_the_vertexs_whoever_packs() -> None:
+def test_draws_are_the_vertexs_whoever_packs():
     """In any order, among others, and in parts; another step, layer, way or vertex draws anew."""
     rows = torch.randn(70_000, 9)
     ids = torch.randperm(len(rows))
@@ -102,7 +100,7 @@ def test_draws_are_the_vertexs_whoever_packs() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_its_work_is_what_torch_counts(bits: int, dtype: torch.dtype) -> None:
+def test_its_work_is_what_torch_counts(bits, dtype):
     """Bytes that element-wise operations read and write, without the hash and picking rows."""
     width, count = 256, 1000
     rows, ids = torch.randn(count, width, dtype=dtype), torch.arange(count)
@@ -132,7 +130,7 @@ def variance(ranges: torch.Tensor, bits: torch.Tensor) -> float:
 
 @settings(max_examples=examples(100))
 @given(RANGES, RANGES)
-def test_no_bits_in_as_many_bytes_have_less_variance(one: list[float], other: list[float]) -> None:
+def test_no_bits_in_as_many_bytes_have_less_variance(one, other):
     """Among all of a peer's rows, so not 4 for all either; and every peer's rows fill its bytes."""
     ranges = torch.tensor(one + other, dtype=torch.float64)
     bits = assigned(ranges, [len(one), len(other)])
@@ -150,7 +148,7 @@ def test_no_bits_in_as_many_bytes_have_less_variance(one: list[float], other: li
 
 @pytest.mark.parametrize("width", [1, 6, 7, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_row_arrives_as_it_does_among_rows_of_its_bits(width: int, dtype: torch.dtype) -> None:
+def test_a_row_arrives_as_it_does_among_rows_of_its_bits(width, dtype):
     rows, ids = torch.randn(50, width, dtype=dtype), torch.randperm(50)[:30]
     bits = torch.tensor([8, 2, 2, 4, 2, 8, 2, 4, 4, 4] * 3, dtype=torch.uint8)
     packed = pack_mixed(rows, ids, Mix(bits, 1), ids, 5, 2)
@@ -164,7 +162,7 @@ def test_a_row_arrives_as_it_does_among_rows_of_its_bits(width: int, dtype: torc
         assert (arrived[bits == each] == alone[bits == each]).all()
 
 
-def test_both_ends_choose_from_what_crossed() -> None:
+def test_both_ends_choose_from_what_crossed():
     """Wide rows rise after the first exchange, and bits stay for ten."""
     rows = torch.ones(12, 8) * torch.linspace(0, 1, 8)
     rows[:2] *= 100
@@ -179,7 +177,7 @@ def test_both_ends_choose_from_what_crossed() -> None:
     assert chosen.after(again, [6, 6]).bits[6:].tolist() == [2, 2, 2, 2, 8, 8]
 
 
-def test_work_of_rows_of_their_own_bits_is_what_torch_counts() -> None:
+def test_work_of_rows_of_their_own_bits_is_what_torch_counts():
     """Bytes that operations read and write, without the hash and rows' ways back to their places."""
     width, count = 256, 1000
     rows, ids = torch.randn(count, width), torch.arange(count)

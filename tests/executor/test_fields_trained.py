@@ -24,7 +24,7 @@ from gnnplan.executor.modules.bind import GraphFields, bound
 from gnnplan.executor.modules.read import with_user_module
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 N, EPOCHS, LR = 40, 4, 0.05
 MODEL = """
@@ -100,7 +100,7 @@ def data_of() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("fields")
     torch.save(data_of(), path / "data.pt")
     (path / "model.py").write_text(MODEL)
@@ -140,9 +140,7 @@ def by_itself(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["Weighted", "Described", *at_night("Related", "Kinds")])
-def test_two_ranks_train_as_the_module_on_its_data(
-    name: str, folder: Path, run_ranks: Ranks
-) -> None:
+def test_two_ranks_train_as_the_module_on_its_data(name, folder, run_ranks):
     """Of all edges at once, and of batches that reach the ranks from another process."""
     cases = [
         case_of(folder, name, "graph_parallel"),
@@ -153,7 +151,7 @@ def test_two_ranks_train_as_the_module_on_its_data(
         assert result.losses == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_batch_does_not_carry_the_whole_graph(folder: Path) -> None:
+def test_a_batch_does_not_carry_the_whole_graph(folder):
     case = case_of(folder, "Weighted", "data_parallel", **FULL)
     problem = case.problem(2)
     batches = case.settled(problem).batches(problem)
@@ -168,7 +166,7 @@ def test_a_batch_does_not_carry_the_whole_graph(folder: Path) -> None:
 # -- what is said, and refused ---------------------------------------------------------------------
 
 
-def test_what_is_not_read_is_said_once(folder: Path) -> None:
+def test_what_is_not_read_is_said_once(folder):
     data = str(folder / "data.pt")
     unread = {
         "gcn": "gcn does not read kind, pos, edge_attr, edge_type, edge_weight of data",
@@ -179,13 +177,13 @@ def test_what_is_not_read_is_said_once(folder: Path) -> None:
         assert [said for said in question.notes if "does not read" in said] == [note]
 
 
-def test_a_field_that_the_graph_lacks_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_field_that_the_graph_lacks_is_named(folder, tmp_path):
     (tmp_path / "model.py").write_text(MODEL.replace("pos", "position"))
     with pytest.raises(SpecError, match=r"asks for position, and the graph has x, edge_index, k"):
         gnnplan.plan(str(folder / "data.pt"), model=f"{tmp_path / 'model.py'}:Weighted", ranks=2)
 
 
-def test_an_id_beyond_an_embedding_is_refused_before_training(folder: Path, tmp_path: Path) -> None:
+def test_an_id_beyond_an_embedding_is_refused_before_training(folder, tmp_path):
     data = data_of()
     data.kind[7] = 6
     torch.save(data, tmp_path / "data.pt")
@@ -198,9 +196,7 @@ def test_an_id_beyond_an_embedding_is_refused_before_training(folder: Path, tmp_
     ("dtype", "highest", "most"),
     [("float32", 2**24 + 1, "16,777,216"), ("float64", 2**53 + 1, "9,007,199,254,740,992")],
 )
-def test_whole_numbers_that_rows_do_not_hold_are_refused(
-    folder: Path, tmp_path: Path, dtype: str, highest: int, most: str
-) -> None:
+def test_whole_numbers_that_rows_do_not_hold_are_refused(folder, tmp_path, dtype, highest, most):
     """In float32 16,777,217 is 16,777,216."""
     data = data_of()
     data.kind[7] = highest
@@ -211,7 +207,7 @@ def test_whole_numbers_that_rows_do_not_hold_are_refused(
     assert f"kind: rows in {dtype} hold whole numbers up to {most}, found" in str(refused.value)
 
 
-def test_a_parameter_may_name_a_field_of_dgl() -> None:
+def test_a_parameter_may_name_a_field_of_dgl():
     """Edges' weight is given as edge_weight, and edges' feat is not taken for vertices'."""
 
     class Module(torch.nn.Module):
@@ -242,7 +238,7 @@ class GAT(nn.Module):
 """
 
 
-def test_coras_gat_trains_on_coras_words(tmp_path: Path, run_ranks: Ranks) -> None:
+def test_coras_gat_trains_on_coras_words(tmp_path, run_ranks):
     """1,433 columns, nearly all of them 0: a layer could not be counted, as its dropout was drawn in
     one piece or two, and sparse features were refused with a remedy that gave sparse ones."""
     rng = np.random.default_rng(0)

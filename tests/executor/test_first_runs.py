@@ -10,7 +10,6 @@ from pathlib import Path
 
 import calls
 import pytest
-from started import Start
 
 from gnnplan.executor.launch.rank_process import _progress_line
 
@@ -48,7 +47,7 @@ def installed_editable(folder: Path) -> dict[str, str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_run_from_the_folder_above_the_clone(tmp_path: Path) -> None:
+def test_a_run_from_the_folder_above_the_clone(tmp_path):
     """There `git clone` had left a folder gnnplan/, which is no package: all ranks imported that
     and died with "cannot import name '__version__' from 'gnnplan'"."""
     plan = planned(tmp_path, "--ranks", "1")
@@ -68,9 +67,7 @@ def test_a_run_from_the_folder_above_the_clone(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_plan_for_gpus_that_runs_on_processors_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path, monkeypatch, capfd):
     """A plan for A100s was trained on a laptop without a word: 1.3 ms per epoch predicted, 137
     measured."""
     one = ["--set", "servers=1", "--set", "gpus_per_server=1"]
@@ -88,9 +85,7 @@ def test_a_plan_for_gpus_that_runs_on_processors_is_noted(
 @pytest.mark.nightly
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks in /proc")
-def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(
-    tmp_path: Path, start: Start
-) -> None:
+def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(tmp_path, start):
     """The rank that was left said "its peers did not answer (Connection closed by peer)", neither
     who had died nor how to go on."""
     plan = planned(tmp_path, "--ranks", "2", "--strategy", "graph_parallel")
@@ -109,7 +104,7 @@ def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(
     assert re.search(rf"{resume} gnnplan run --resume {re.escape(str(run.out))}`", said[0]), said[0]
 
 
-def test_the_time_left_does_not_count_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_left_does_not_count_set_up(capsys):
     """50 epochs of 16 ms had "320 s left": ranks had taken 6 s to read the graph and the model."""
     report = _progress_line(epochs=100, first=0)
     time.sleep(0.1)  # reading the graph; times 99 epochs it was 10 s

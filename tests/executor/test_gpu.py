@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import torch.distributed as dist
 
 from gnnplan.executor.layers.copies import Staging
 from gnnplan.executor.ranks.opening import open_rank
-from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.train import train
@@ -25,7 +22,7 @@ from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import LANES, recorded_order
 from gnnplan.testing.plain import difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +34,7 @@ CYCLES = 200_000_000  # about 0.1 s
 
 
 @pytest.fixture
-def gpu_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+def gpu_rank(monkeypatch):
     """The only rank, on the device."""
     for name in (
         "RANK",
@@ -68,7 +65,7 @@ def workload(model: str, **more: object) -> dict[str, object]:
     }
 
 
-def test_nccl_with_one_rank(gpu_rank: Rank, tmp_path: Path) -> None:
+def test_nccl_with_one_rank(gpu_rank, tmp_path):
     """The library answers: sums, and a point-to-point batch of nothing, on device tensors."""
     dist.init_process_group(
         "nccl",
@@ -99,14 +96,8 @@ def test_nccl_with_one_rank(gpu_rank: Rank, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
 def test_one_rank_on_the_gpu_equals_the_cpu(
-    gpu_rank: Rank,
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    tmp_path: Path,
-    graph: str,
-    model: str,
-    strategy: str,
-) -> None:
+    gpu_rank, run_ranks, graphs, tmp_path, graph, model, strategy
+):
     """The same masks and weights, so the same training."""
     case = Case(strategy, graphs[graph], workload(model), eval_every=2)
     problem = case.problem(1)
@@ -120,12 +111,8 @@ def test_one_rank_on_the_gpu_equals_the_cpu(
 
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
 def test_steps_that_are_launched_as_one_equal_others(
-    gpu_rank: Rank,
-    graphs: dict[str, str],
-    tmp_path: Path,
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    gpu_rank, graphs, tmp_path, model, monkeypatch
+):
     """To the bit, with dropout and Adam: the first five of twelve epochs are recorded, and the
     others are launched as one, or are not."""
     found = []
@@ -156,14 +143,7 @@ def test_steps_that_are_launched_as_one_equal_others(
         ("data_parallel(prefetch=1)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
     ],
 )
-def test_rows_of_the_servers_memory(
-    gpu_rank: Rank,
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    tmp_path: Path,
-    strategy: str,
-    more: dict[str, object],
-) -> None:
+def test_rows_of_the_servers_memory(gpu_rank, run_ranks, graphs, tmp_path, strategy, more):
     """They pass the GPU, beside computation, and train it as those of a processor do."""
     case = Case(strategy, graphs["rough"], workload(**{"model": "sage", **more}), eval_every=2)
     problem = case.problem(1)
@@ -175,7 +155,7 @@ def test_rows_of_the_servers_memory(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_wait_for_what_they_read_and_write(gpu_rank: Rank, dtype: torch.dtype) -> None:
+def test_copies_wait_for_what_they_read_and_write(gpu_rank, dtype):
     """Through buffers of few rows, while the device is late with what it was given before."""
     staging = Staging(gpu_rank.device, size=1 << 16)
     kept = torch.randn(10_000, 64, dtype=dtype)
@@ -198,7 +178,7 @@ def test_copies_wait_for_what_they_read_and_write(gpu_rank: Rank, dtype: torch.d
         assert float(total) == pytest.approx(7.0 * 9_000 * 64)
 
 
-def test_chunks_are_copied_beside_computation(gpu_rank: Rank) -> None:
+def test_chunks_are_copied_beside_computation(gpu_rank):
     """In the order of the plan, and while another chunk is computed."""
     graph = "synthetic:community?vertices=100000&edges=2000000&features=256&classes=16&seed=0"
     how = {"model": "sage", "layers": 3, "hidden": 256, "dropout": 0.5}
@@ -228,9 +208,7 @@ def test_chunks_are_copied_beside_computation(gpu_rank: Rank) -> None:
     "strategy", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=1)"]
 )
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
-def test_two_ranks_on_one_gpu_equal_the_cpu(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, strategy: str
-) -> None:
+def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks, graphs, model, strategy):
     """NCCL refuses two ranks on a device, so rows go over Gloo, staged through the host;
     GraphSAGE's features are sparse."""
     servers = 2 if "granndis" in strategy else 1
@@ -254,7 +232,7 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(
             )
 
 
-def test_chunks_of_two_ranks_on_one_gpu(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_chunks_of_two_ranks_on_one_gpu(run_ranks, graphs):
     """Rows come beside computation, and halos through the host."""
     case = Case("offload(chunks=3)", graphs["rough"], workload("sage"), eval_every=2)
     on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
@@ -262,7 +240,7 @@ def test_chunks_of_two_ranks_on_one_gpu(run_ranks: Ranks, graphs: dict[str, str]
     assert on_gpu.rank(0)["bytes"] == on_cpu.rank(0)["bytes"]
 
 
-def test_float32_losses_on_the_gpu(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_float32_losses_on_the_gpu(run_ranks, graphs):
     for model in ("gcn", "sage", "gcnii"):
         case = Case("graph_parallel", graphs["rough"], workload(model, dtype="float32"))
         assert run_ranks(2, [case], cuda=True)[0].losses == pytest.approx(
@@ -280,9 +258,7 @@ def test_float32_losses_on_the_gpu(run_ranks: Ranks, graphs: dict[str, str]) -> 
         ("p3(pipelined=True)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
     ],
 )
-def test_ranks_with_a_gpu_each_equal_the_cpu(
-    run_ranks: Ranks, graphs: dict[str, str], strategy: str, more: dict[str, object]
-) -> None:
+def test_ranks_with_a_gpu_each_equal_the_cpu(run_ranks, graphs, strategy, more):
     """Over NCCL, with two communicators under way."""
     case = Case(strategy, graphs["rough"], workload("sage", **more), eval_every=2)
     on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
@@ -294,7 +270,7 @@ def test_ranks_with_a_gpu_each_equal_the_cpu(
 # -- lanes -----------------------------------------------------------------------------------------
 
 
-def test_a_lane_has_its_own_stream(gpu_rank: Rank) -> None:
+def test_a_lane_has_its_own_stream(gpu_rank):
     """Work on the comm lane runs beside work on the step's own stream, and after what that stream
     had computed before."""
 
@@ -324,7 +300,7 @@ def test_a_lane_has_its_own_stream(gpu_rank: Rank) -> None:
     assert stream != torch.cuda.current_stream().cuda_stream
 
 
-def test_a_lane_reads_what_was_computed_before(gpu_rank: Rank) -> None:
+def test_a_lane_reads_what_was_computed_before(gpu_rank):
     for value in range(5):
         rows = torch.zeros(1 << 20, device=gpu_rank.device)
         torch.cuda._sleep(CYCLES // 10)
@@ -333,7 +309,7 @@ def test_a_lane_reads_what_was_computed_before(gpu_rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_result_is_used_after_it_is_there(gpu_rank: Rank, streams: bool) -> None:
+def test_a_result_is_used_after_it_is_there(gpu_rank, streams):
     """Also what a lane computes after its last message, as PipeGCN's smoothing."""
     gpu_rank.lanes.are_streams = streams
 
@@ -349,7 +325,7 @@ def test_a_result_is_used_after_it_is_there(gpu_rank: Rank, streams: bool) -> No
         assert float(total) == 2 * value * (1 << 20)
 
 
-def test_spans_are_the_devices_time_and_nobody_waits_for_them(gpu_rank: Rank) -> None:
+def test_spans_are_the_devices_time_and_nobody_waits_for_them(gpu_rank):
     """Computation and a transfer of 0.1 s each, recorded, lie side by side; the host goes on."""
 
     def both() -> None:
@@ -377,7 +353,7 @@ def test_spans_are_the_devices_time_and_nobody_waits_for_them(gpu_rank: Rank) ->
     assert together > 0.7 * forward.seconds, "they were one after the other"
 
 
-def test_steps_that_are_not_recorded_have_no_spans(gpu_rank: Rank) -> None:
+def test_steps_that_are_not_recorded_have_no_spans(gpu_rank):
     gpu_rank.recorder.recording = False
     with gpu_rank.recorder.span(Label("forward", 0), "compute"):
         torch.cuda._sleep(CYCLES)
@@ -391,9 +367,7 @@ def test_steps_that_are_not_recorded_have_no_spans(gpu_rank: Rank) -> None:
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
 @pytest.mark.parametrize(("model", "dropout"), [("gcn", 0.0), ("sage", 0.5), ("gcnii", 0.5)])
-def test_peak_memory(
-    gpu_rank: Rank, tmp_path: Path, model: str, dropout: float, strategy: str
-) -> None:
+def test_peak_memory(gpu_rank, tmp_path, model, dropout, strategy):
     """What the caching allocator gave out at most, against what the plan says without the context.
     On a CPU the growth of the resident memory gives 0.87 to 0.93 for graph parallel and 0.71 to
     0.81 for GNNPipe; no GPU has said its own yet."""

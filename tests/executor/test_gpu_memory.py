@@ -3,11 +3,10 @@
 
 import json
 from collections.abc import Hashable
-from pathlib import Path
 
 import pytest
 from pairwise import covered
-from pretend_device import CUDA, Device, pretend_device
+from pretend_device import CUDA, pretend_device
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
@@ -62,9 +61,7 @@ def needs(row: tuple[str, str, str, float]) -> set[Hashable]:
         needs,
     ),
 )
-def test_a_plan_says_what_a_gpu_allocates(
-    pretend_device: Device, tmp_path: Path, strategy: str, kind: str, dtype: str, dropout: float
-) -> None:
+def test_a_plan_says_what_a_gpu_allocates(pretend_device, tmp_path, strategy, kind, dtype, dropout):
     batches = (
         {"mode": "mini", "batch": 400, "fanout": (10, 10, 5)}
         if strategy.startswith(OF_BATCHES)
@@ -90,9 +87,7 @@ def test_a_plan_says_what_a_gpu_allocates(
 @pytest.mark.parametrize(
     "strategy", ["gsplit(prefetch=2)", "data_parallel(cache=100000,prefetch=1)"]
 )
-def test_a_gpu_has_a_batch_that_is_loaded_ahead(
-    pretend_device: Device, tmp_path: Path, strategy: str
-) -> None:
+def test_a_gpu_has_a_batch_that_is_loaded_ahead(pretend_device, tmp_path, strategy):
     """One, however many wait: these are in the server's memory."""
     asked = pretend_device, tmp_path, strategy
     test_a_plan_says_what_a_gpu_allocates(*asked, "sage", "float32", 0.0)
@@ -108,5 +103,5 @@ def test_a_gpu_has_a_batch_that_is_loaded_ahead(
         (2_400_000, 256, 307.2),  # an eighth of the rows: no thread adds more than 256
     ],
 )
-def test_room_for_a_sum_over_rows(rows: int, width: int, megabytes: float) -> None:
+def test_room_for_a_sum_over_rows(rows, width, megabytes):
     assert summing(rows, width, 4) / 1e6 == pytest.approx(megabytes, rel=1e-3)

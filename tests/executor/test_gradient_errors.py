@@ -9,7 +9,7 @@ from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 
 
-def test_only_a_strategy_with_a_synchronous_twin_is_measured() -> None:
+def test_only_a_strategy_with_a_synchronous_twin_is_measured():
     asked = Options(gradient_errors=True)
     for name in ("graph_parallel", "pipegcn_gf"):
         must_be_measurable(asked, parse(name))
@@ -24,7 +24,7 @@ def test_only_a_strategy_with_a_synchronous_twin_is_measured() -> None:
         must_be_measurable(Options(staleness_errors=True), parse("pipegcn(bits=2)"))
 
 
-def test_what_a_run_says_is_relative_and_of_the_last_step() -> None:
+def test_what_a_run_says_is_relative_and_of_the_last_step():
     ranks = [{"gradient_errors": {"all": [[9, 9], [1, 4]], "layers.1.weight": [[0, 1]]}}]
     assert gradient_error(ranks) == {"error": 0.25}
     older = [{"gradient_errors": {"all": [[1, 4, 8]]}}]  # with PipeGCN's bound

@@ -45,7 +45,7 @@ def workload(model: str, **more: object) -> dict[str, object]:
 
 
 @pytest.fixture(scope="session")
-def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def skewed(tmp_path_factory):
     """300 vertices of which most have two neighbours and a few have a hundred, far apart from one
     another: 6 hops still grow."""
     n, random = 300, np.random.default_rng(5)
@@ -70,7 +70,7 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
-def test_islands_preload_exactly(run_ranks: Ranks, skewed: str, servers: int, islands: str) -> None:
+def test_islands_preload_exactly(run_ranks, skewed, servers, islands):
     """At every depth one process; and islands of one GPU are servers of one GPU, to the last
     bit. By day at the first depth and the last."""
     # shared out: every other one to either
@@ -209,8 +209,8 @@ BATCHES = (  # batches, model, more knobs, more of the workload
     covered([(*world, n) for world in (*WORLDS, (2, 1)) for n in range(len(BATCHES))], apart),
 )
 def test_batches_are_mini_batches_with_whole_neighbourhoods(
-    run_ranks: Ranks, skewed: str, world: int, servers: int, number: int
-) -> None:
+    run_ranks, skewed, world, servers, number
+):
     batches, model, more, how = BATCHES[number]
     text = f"granndis(batches={batches}{more})"
     case = Case(text, skewed, workload(model, **how), servers, epochs=3, eval_every=1)
@@ -231,9 +231,7 @@ SAMPLED = (  # knobs, model, directed
     ("world", "servers", "number"),
     covered([(*world, n) for world in (*WORLDS, (3, 3)) for n in range(len(SAMPLED))], apart),
 )
-def test_sampling_trains_on_each_servers_own_graph(
-    run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, number: int
-) -> None:
+def test_sampling_trains_on_each_servers_own_graph(run_ranks, graphs, world, servers, number):
     knobs, model, directed = SAMPLED[number]
     case = Case(
         f"granndis({knobs})",
@@ -248,9 +246,7 @@ def test_sampling_trains_on_each_servers_own_graph(
 
 
 @pytest.mark.parametrize(("servers", "islands"), [(1, CROSSED), (2, SINGLE)])
-def test_islands_sample_and_batch_as_servers_do(
-    run_ranks: Ranks, graphs: dict[str, str], servers: int, islands: str
-) -> None:
+def test_islands_sample_and_batch_as_servers_do(run_ranks, graphs, servers, islands):
     cases = [
         Case(
             f"granndis({knobs},group='island')",
@@ -272,9 +268,7 @@ def test_islands_sample_and_batch_as_servers_do(
         assert_plain_and_another(run_ranks, 4, case)
 
 
-def test_a_graph_with_a_server_that_has_nothing_to_evaluate(
-    run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+def test_a_graph_with_a_server_that_has_nothing_to_evaluate(run_ranks, graphs):
     """islands trains and validates on one component and tests on the other: one server has no
     target to train on."""
     case = Case(

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from faults import CASES, EVERY, PHASES, Fault, epochs_of, small_disk, train_through
-from started import Start
 
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -50,7 +49,7 @@ def shared_out(in_ranks: list[Fault], in_launcher: list[Fault], cases: int) -> l
 CHAINS = shared_out(IN_RANKS, IN_LAUNCHER, len(CASES))
 
 
-def test_they_are_fifty() -> None:
+def test_they_are_fifty():
     faults = [fault for chain in CHAINS for fault in chain]
     assert len(faults) == len(set(faults)) == 50
     assert {fault.phase for fault in faults} == set(PHASES)
@@ -63,17 +62,15 @@ def test_they_are_fifty() -> None:
     ids=lambda value: value.strategy if isinstance(value, Case) else f"{len(value)} faults",
 )
 def test_a_training_that_is_hit_again_and_again_is_the_unbroken_one(
-    case: Case, faults: list[Fault], run_ranks: Ranks, start: Start, tmp_path: Path
-) -> None:
+    case, faults, run_ranks, start, tmp_path
+):
     whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
     train_through(case, faults, run_ranks(2, [whole])[0], start, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="emulates servers, which takes root")
-def test_restarts_outlast_a_link_that_is_down(
-    run_ranks: Ranks, start: Start, tmp_path: Path
-) -> None:
+def test_restarts_outlast_a_link_that_is_down(run_ranks, start, tmp_path):
     """Twice, between servers that it plays: once of each of them."""
     case, faults = CASES[2], [Fault("no link", "exchange")] * 2
     whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
@@ -83,9 +80,7 @@ def test_restarts_outlast_a_link_that_is_down(
 
 @pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a small disk, which takes root")
-def test_a_disk_that_fills_amid_a_checkpoint(
-    run_ranks: Ranks, start: Start, tmp_path: Path
-) -> None:
+def test_a_disk_that_fills_amid_a_checkpoint(run_ranks, start, tmp_path):
     """And a rank that may open no more files: training goes on once there is room."""
     case, faults = CASES[0], [Fault("full disk", "checkpoint"), Fault("no files", "evaluation")]
     whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)

@@ -37,7 +37,7 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_every_time() -> None:
+def _same_numbers_every_time():
     torch.manual_seed(0)
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
@@ -81,9 +81,7 @@ blocks = st.builds(
 
 @given(blocks, st.integers(0, 7), st.sampled_from([torch.float32, torch.float64]))
 @settings(deadline=None)
-def test_aggregate_is_a_matrix_product_both_ways(
-    block: Block, width: int, dtype: torch.dtype
-) -> None:
+def test_aggregate_is_a_matrix_product_both_ways(block, width, dtype):
     block = block.to(dtype=dtype)
     x = torch.randn(block.n_src, width, dtype=dtype, requires_grad=True)
     out = aggregate(block, x)
@@ -95,7 +93,7 @@ def test_aggregate_is_a_matrix_product_both_ways(
 
 @given(blocks, st.integers(0, 7))
 @settings(deadline=None)
-def test_own_rows_beside_their_aggregate(block: Block, width: int) -> None:
+def test_own_rows_beside_their_aggregate(block, width):
     """They and the gradient are those of a slice, whichever is read."""
     block, x = block.to(dtype=torch.float64), torch.randn(block.n_src, width, dtype=torch.float64)
     of_sums, of_own = torch.randn(2, block.n_dst, width, dtype=torch.float64)
@@ -109,7 +107,7 @@ def test_own_rows_beside_their_aggregate(block: Block, width: int) -> None:
         torch.testing.assert_close(mine.grad, plain.grad)
 
 
-def test_means_and_weights_share_a_structure() -> None:
+def test_means_and_weights_share_a_structure():
     block = Block(np.array([0, 2, 2, 3]), np.array([1, 2, 0]), 3)
     x = torch.tensor([[1.0], [2.0], [4.0]])
     assert aggregate(block, x).tolist() == [[6.0], [0.0], [1.0]]
@@ -131,7 +129,7 @@ def test_means_and_weights_share_a_structure() -> None:
         ([0, 1], [-1], 2, None),
     ],
 )
-def test_a_block_refuses_what_would_read_foreign_memory(indptr, indices, n_src, weight) -> None:
+def test_a_block_refuses_what_would_read_foreign_memory(indptr, indices, n_src, weight):
     with pytest.raises(ValueError):
         Block(
             np.array(indptr), np.array(indices), n_src, None if weight is None else np.array(weight)
@@ -141,7 +139,7 @@ def test_a_block_refuses_what_would_read_foreign_memory(indptr, indices, n_src, 
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_what_gpus_use_gives_the_same_on_the_processor(weighted: bool) -> None:
+def test_what_gpus_use_gives_the_same_on_the_processor(weighted):
     """cuSPARSE's product and the transposition by sorting, whose rest is torch's anywhere."""
     block = random_block(300, 400, 5000, weighted=weighted).to(dtype=torch.float32)
     x = torch.randn(400, 33)
@@ -156,7 +154,7 @@ def test_what_gpus_use_gives_the_same_on_the_processor(weighted: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_computes_the_same() -> None:
+def test_a_gpu_computes_the_same():
     block = random_block(300, 400, 5000).to(dtype=torch.float32)
     x, vertices = torch.randn(400, 33), torch.arange(400)
     y = x.cuda().requires_grad_()
@@ -199,9 +197,7 @@ def dense_pairs(block: Block, rows: torch.Tensor, vectors: torch.Tensor) -> torc
 
 @pytest.mark.parametrize("at_once", [8, 1 << 18])
 @pytest.mark.parametrize(("n_dst", "n_src", "edges"), [(0, 0, 0), (3, 3, 0), (9, 12, 60)])
-def test_attention_by_pairs_of_rows(
-    n_dst: int, n_src: int, edges: int, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_by_pairs_of_rows(n_dst, n_src, edges, at_once, monkeypatch):
     """Where edges are taken two at a time, a row's edges are in several parts. A rank of a batch may
     have no rows."""
     monkeypatch.setitem(EDGE_NUMBERS, "cpu", at_once)
@@ -219,7 +215,7 @@ def test_attention_by_pairs_of_rows(
 
 @pytest.mark.parametrize("edges", [0, 1, 40, 900])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_softmax_and_attention_are_dense_ones(edges: int, dtype: torch.dtype) -> None:
+def test_softmax_and_attention_are_dense_ones(edges, dtype):
     """Values and all gradients, with rows without edges and edges that occur twice."""
     block, close = (
         random_block(30, 40, edges, weighted=False),
@@ -253,7 +249,7 @@ def test_softmax_and_attention_are_dense_ones(edges: int, dtype: torch.dtype) ->
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_softmax_and_attention_on_a_gpu(dtype: torch.dtype) -> None:
+def test_softmax_and_attention_on_a_gpu(dtype):
     block, close = (
         random_block(300, 400, 5000, weighted=False),
         ({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}),
@@ -278,7 +274,7 @@ def test_softmax_and_attention_on_a_gpu(dtype: torch.dtype) -> None:
             torch.testing.assert_close(y.cpu(), x, **close)
 
 
-def test_softmax_and_attention_survive_large_numbers() -> None:
+def test_softmax_and_attention_survive_large_numbers():
     """A destination whose messages all lie far below the column's largest keeps its softmax; logits
     of thousands do not overflow; messages further apart than float32's exponents stay finite."""
     block = Block(np.array([0, 2, 4]), np.array([0, 1, 2, 3]), 4)
@@ -307,7 +303,7 @@ def test_softmax_and_attention_survive_large_numbers() -> None:
     st.booleans(),
 )
 @settings(deadline=None, max_examples=examples(40))
-def test_linear_equals_torch(rows: int, h_in: int, h_out: int, with_bias: bool, relu: bool) -> None:
+def test_linear_equals_torch(rows, h_in, h_out, with_bias, relu):
     x, weight = (
         torch.randn(rows, h_in, requires_grad=True),
         torch.randn(h_out, h_in, requires_grad=True),
@@ -330,9 +326,7 @@ def test_linear_equals_torch(rows: int, h_in: int, h_out: int, with_bias: bool, 
 @pytest.mark.parametrize("rows", [999, 1000, 1001, 2500])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("library", ["MKL", "oneDNN"])
-def test_sums_of_linear_layers_by_blocks_of_rows(
-    rows: int, relu: bool, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_linear_layers_by_blocks_of_rows(rows, relu, library, monkeypatch):
     """Against torch's own in float64."""
     onednn = library == "oneDNN" and matmul.has_onednn()
     monkeypatch.setattr(matmul, "by_onednn", lambda: onednn)
@@ -351,7 +345,7 @@ def test_sums_of_linear_layers_by_blocks_of_rows(
         torch.testing.assert_close(a.grad, b.grad.float(), atol=2e-3, rtol=1e-4)
 
 
-def test_linear_without_onednn_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_without_onednn_is_the_same(monkeypatch):
     x, weight, bias = torch.randn(50, 7), torch.randn(5, 7), torch.randn(5)
     monkeypatch.setattr(matmul, "by_onednn", matmul.has_onednn)
     ours = linear(x, weight, bias, relu=True)
@@ -359,7 +353,7 @@ def test_linear_without_onednn_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(linear(x, weight, bias, relu=True), ours)
 
 
-def test_the_probe_survives_a_torch_without_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_survives_a_torch_without_the_operation(monkeypatch):
     def gone(*_: object) -> None:
         raise AttributeError("no such operation")
 
@@ -367,7 +361,7 @@ def test_the_probe_survives_a_torch_without_the_operation(monkeypatch: pytest.Mo
     assert matmul.has_onednn.__wrapped__() is False
 
 
-def test_linear_in_float64_by_differences_and_only_needed_gradients() -> None:
+def test_linear_in_float64_by_differences_and_only_needed_gradients():
     inputs = [
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((4, 3), (5, 3), (5,))
@@ -409,9 +403,7 @@ thin = st.builds(
 
 @settings(deadline=None)
 @given(thin, st.integers(1, 9), st.booleans(), st.booleans())
-def test_linear_of_sparse_rows_equals_that_of_dense_ones(
-    x: torch.Tensor, h_out: int, with_bias: bool, relu: bool
-) -> None:
+def test_linear_of_sparse_rows_equals_that_of_dense_ones(x, h_out, with_bias, relu):
     weight = torch.randn(h_out, x.shape[1], dtype=x.dtype, requires_grad=True)
     bias = torch.randn(h_out, dtype=x.dtype, requires_grad=True) if with_bias else None
     inputs = [t for t in (weight, bias) if t is not None]
@@ -429,9 +421,7 @@ def test_linear_of_sparse_rows_equals_that_of_dense_ones(
 
 @settings(deadline=None)
 @given(thin, st.data())
-def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(
-    x: torch.Tensor, data: st.DataObject
-) -> None:
+def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
     ours, rows = sparse_rows(x), st.integers(0, len(x))
     start, stop = sorted(data.draw(st.tuples(rows, rows)))
     chosen = torch.tensor(
@@ -460,7 +450,7 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(
         )
 
 
-def test_a_cut_is_sorted_once() -> None:
+def test_a_cut_is_sorted_once():
     """Rows with other numbers, as dropout makes them every epoch, share it."""
     x = sparse_rows(torch.eye(6))
     assert x[2:4].pattern is SparseRows(x.pattern, x.values * 2)[2:4].pattern and x[:6] is x
@@ -469,9 +459,7 @@ def test_a_cut_is_sorted_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0 - 1e-6])
-def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(
-    p: float, dtype: torch.dtype
-) -> None:
+def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p, dtype):
     """More numbers than are hashed at once."""
     x = torch.randn(700, 131, dtype=dtype)
     x[torch.rand(x.shape) < 0.1] = 0.0
@@ -486,7 +474,7 @@ def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(
 # -- dropout ---------------------------------------------------------------------------------------
 
 
-def test_masks_are_fixed_for_ever() -> None:
+def test_masks_are_fixed_for_ever():
     """Plans and papers compare losses between versions: the hash may never change."""
     mask = dropout_mask(0, 0, 0, torch.tensor([0, 1, 10**12]), 10, 0.5)
     assert ["".join("01"[b] for b in row) for row in mask.tolist()] == [
@@ -525,9 +513,7 @@ def reference_mask(
     st.floats(0.0, 0.999),
 )
 @settings(deadline=None)
-def test_masks_are_splitmix64(
-    seed: int, epoch: int, layer: int, vertex: int, width: int, p: float
-) -> None:
+def test_masks_are_splitmix64(seed, epoch, layer, vertex, width, p):
     assert dropout_mask(seed, epoch, layer, torch.tensor([vertex]), width, p)[
         0
     ].tolist() == reference_mask(seed, epoch, layer, vertex, width, p)
@@ -535,7 +521,7 @@ def test_masks_are_splitmix64(
 
 @given(st.permutations(range(12)), st.integers(0, 12))
 @settings(deadline=None)
-def test_masks_do_not_depend_on_which_rows_or_in_what_order(order: list[int], some: int) -> None:
+def test_masks_do_not_depend_on_which_rows_or_in_what_order(order, some):
     full, rows = (
         dropout_mask(1, 2, 3, torch.arange(12), 6, 0.4),
         torch.tensor(order[:some], dtype=torch.int64),
@@ -548,7 +534,7 @@ def test_masks_do_not_depend_on_which_rows_or_in_what_order(order: list[int], so
     )
 
 
-def test_dropout_scales_and_passes_the_same_gradient() -> None:
+def test_dropout_scales_and_passes_the_same_gradient():
     vertices = torch.arange(100, 150)
     x = torch.rand(50, 13, requires_grad=True)
     out, mask = dropout(x, 1, 2, 3, vertices, 0.25), dropout_mask(1, 2, 3, vertices, 13, 0.25)
@@ -559,15 +545,13 @@ def test_dropout_scales_and_passes_the_same_gradient() -> None:
     assert dropout(x[:0], 1, 2, 3, vertices[:0], 0.5).shape == (0, 13)
 
 
-def test_the_allocator_answers() -> None:
+def test_the_allocator_answers():
     assert keep_allocator() in (True, False)
 
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("rows", [1, 127, 128, 1000, 2500, 4093])
-def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(
-    monkeypatch: pytest.MonkeyPatch, rows: int, relu: bool
-) -> None:
+def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(monkeypatch, rows, relu):
     """A mini-batch has another number of rows at every step, and oneDNN kept 0.6 MB of code for
     each: 212 MB after three epochs where 129 were needed."""
     if not matmul.has_onednn():
@@ -598,9 +582,7 @@ def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(
 
 
 @pytest.mark.parametrize("rows", [1, 127, 2500, 4093])
-def test_products_in_bfloat16_that_vary_go_by_pieces_too(
-    monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_products_in_bfloat16_that_vary_go_by_pieces_too(monkeypatch, rows):
     """oneDNN multiplies them on all cores with AVX-512, and keeps 0.7 MB of code for each shape."""
     monkeypatch.setattr(matmul, "code_of", lambda dtype: 0.7e6)
     monkeypatch.setattr(matmul.Shapes, "vary", True)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from calls import call, planned
-from started import Start
 
 from gnnplan.executor.launch import emulation as lab
 from gnnplan.planner.decision.plan import question, read
@@ -112,7 +111,7 @@ def unbroken(plan: Path, epochs: int, run_ranks: Ranks) -> Result:
 
 
 @needs_namespaces
-def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks: Ranks):
+def test_training_across_emulated_servers_is_training(tmp_path, run_ranks):
     path, out = plan(tmp_path, 2, 1, "--strategy", "graph_parallel"), tmp_path / "lab"
     call("run", path, "--epochs 3 --out", out, "--emulate 100Mbit/s")
     told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -125,7 +124,7 @@ def test_training_across_emulated_servers_is_training(tmp_path: Path, run_ranks:
 @needs_namespaces
 @pytest.mark.nightly
 @pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Signals):
+def test_nothing_is_left_whatever_ends_it(tmp_path, signalled):
     """A SIGTERM left the folder of the samplers behind: nothing had the launcher unwind."""
     mark, temporary = f"MARK-{uuid.uuid4().hex}", tmp_path / "tmp"
     temporary.mkdir()
@@ -177,7 +176,7 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signalled: signal.Sign
 @needs_namespaces
 @pytest.mark.nightly  # as ranks that stop; what is said of it is tested every time (test_faults.py)
 def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(
-    tmp_path: Path, run_ranks: Ranks, start: Start
+    tmp_path, run_ranks, start
 ):
     """And once it is back in its place, training goes on to what an unbroken one comes to."""
     path = plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
@@ -222,7 +221,7 @@ def test_emulated_servers_are_measured_apart():
     assert any("between servers" in what for what in said)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.setattr(
         lab.shutil, "which", lambda tool: None if tool == "tc" else f"/usr/bin/{tool}"
     )
@@ -248,6 +247,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
     ("servers", "rate", "said"),
     [(0, None, "1 to 200"), (201, None, "1 to 200"), (2, 10.0, "slowest that can be")],
 )
-def test_no_such_lab(servers: int, rate: float | None, said: str):
+def test_no_such_lab(servers, rate, said):
     with pytest.raises(SpecError, match=said), lab.lab(servers, rate):
         pass

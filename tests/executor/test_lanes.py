@@ -11,10 +11,10 @@ from gnnplan.executor.ranks.lanes import Lanes
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.replay import Replay
 from gnnplan.testing.plain import difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 
-def test_lanes_without_threads_work_here_and_now() -> None:
+def test_lanes_without_threads_work_here_and_now():
     """Two communicators are under way in PipeGCN. Were their operations begun by two threads, each
     of two ranks could wait for the other's operation behind its own."""
 
@@ -36,7 +36,7 @@ def test_lanes_without_threads_work_here_and_now() -> None:
     assert {("comm", False), ("reduce", False)} < set(order(False))
 
 
-def test_nothing_follows_what_failed_on_a_lane() -> None:
+def test_nothing_follows_what_failed_on_a_lane():
     """Memory ran out before a message was sent. The next one went in its place, of another length,
     and Gloo ended the peer, which was then named as the rank that was lost."""
     lanes, done = Lanes(torch.device("cpu"), are_streams=False), []
@@ -57,7 +57,7 @@ def test_nothing_follows_what_failed_on_a_lane() -> None:
     lanes.close()
 
 
-def test_a_checkpoint_keeps_a_thread() -> None:
+def test_a_checkpoint_keeps_a_thread():
     """To wait for a disk would look like a lost peer."""
     lanes = Lanes(torch.device("cpu"), are_streams=True)
     thread = lanes.in_thread("disk", threading.current_thread).result()
@@ -76,9 +76,7 @@ def test_a_checkpoint_keeps_a_thread() -> None:
         ("p3(pipelined=True)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2)}),
     ],
 )
-def test_lanes_without_threads_train_the_same(
-    run_ranks: Ranks, graphs: dict[str, str], strategy: str, more: dict[str, object]
-) -> None:
+def test_lanes_without_threads_train_the_same(run_ranks, graphs, strategy, more):
     work = {"model": "sage", "layers": 3, "hidden": 8, "seed": 3, "dtype": "float64", **more}
     threads = Case(strategy, graphs["rough"], work, eval_every=2)
     with_threads, without = run_ranks(2, [threads, replace(threads, streams=True)])
@@ -87,13 +85,13 @@ def test_lanes_without_threads_train_the_same(
         assert with_threads.rank(rank)["bytes"] == without.rank(rank)["bytes"] != {}
 
 
-def test_nccl_needs_a_gpu_of_its_own_for_every_rank_on_all_servers() -> None:
+def test_nccl_needs_a_gpu_of_its_own_for_every_rank_on_all_servers():
     """A launcher may show each process one GPU and call it the first (Slurm's --gpus-per-task)."""
     assert backend_of(["a GPU-1", "a GPU-2", "b GPU-3"]) == "nccl"
     assert backend_of(["a GPU-1", "a GPU-2", "b GPU-3", "b GPU-3"]) == "gloo"
 
 
-def test_a_step_that_cannot_be_recorded_is_told_its_number_again() -> None:
+def test_a_step_that_cannot_be_recorded_is_told_its_number_again():
     """The clock stayed with the worker where a user's module could not be recorded: all later steps
     dropped the rows of step 0."""
 

@@ -45,7 +45,7 @@ wait -n && wait -n
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def graph(tmp_path_factory):
     """A graph in a file, whose name a shell would take apart."""
     rng, n = np.random.default_rng(0), 60
     path = tmp_path_factory.mktemp("my data") / "it's $HOME.npz"
@@ -62,7 +62,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plan(graph: Path) -> Plan:
+def plan(graph):
     """plan(words of `gnnplan plan`) -> a plan beside the graph."""
 
     def make(*words: object) -> Path:
@@ -103,7 +103,7 @@ def must_be_as_planned(run: Path, path: Path, place: int) -> None:
 
 
 @pytest.mark.processes
-def test_scripts_are_bash_and_name_every_file(plan: Plan, graph: Path, tmp_path: Path):
+def test_scripts_are_bash_and_name_every_file(plan, graph, tmp_path):
     path = two_servers(plan, tmp_path, "cuda", 2)
     launch = Launch.of(path, read(path))
     assert (launch.servers, launch.ranks, launch.gpus) == (2, 2, 2)
@@ -126,7 +126,7 @@ def test_scripts_are_bash_and_name_every_file(plan: Plan, graph: Path, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_a_manifest_is_what_kubernetes_takes(plan: Plan, graph: Path, tmp_path: Path, kind: str):
+def test_a_manifest_is_what_kubernetes_takes(plan, graph, tmp_path, kind):
     validator = pytest.importorskip("kubernetes_validate")
     path = two_servers(plan, tmp_path, kind, 2)
     text = kubernetes(Launch.of(path, read(path)), read(path), "registry/gnnplan:1")
@@ -148,7 +148,7 @@ def test_a_manifest_is_what_kubernetes_takes(plan: Plan, graph: Path, tmp_path: 
         validator.validate(job, validator.latest_version(), strict=True)
 
 
-def test_what_cannot_be_launched(plan: Plan, tmp_path: Path):
+def test_what_cannot_be_launched(plan, tmp_path):
     path = two_servers(plan, tmp_path, "cuda", 2)
     document = read(path)
     document["best"]["placement"] = document["best"]["placement"][:3]
@@ -165,9 +165,7 @@ def test_what_cannot_be_launched(plan: Plan, tmp_path: Path):
 
 
 @pytest.mark.parametrize("target", FILES)
-def test_the_verb_writes_what_it_prints(
-    plan: Plan, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
-):
+def test_the_verb_writes_what_it_prints(plan, tmp_path, target, capsys):
     path, out = two_servers(plan, tmp_path, "cpu", 1), tmp_path / "file"
     capsys.readouterr()
     call("emit", path, "--for", target)
@@ -179,7 +177,7 @@ def test_the_verb_writes_what_it_prints(
 
 @pytest.mark.processes
 @pytest.mark.nightly  # torchrun trains every time in test_elastic.py
-def test_torchrun_trains_what_the_plan_says(plan: Plan, tmp_path: Path):
+def test_torchrun_trains_what_the_plan_says(plan, tmp_path):
     """And its runner-up: more options of `gnnplan run` go through."""
     path = plan("--ranks", 2)
     script = tmp_path / "launch.sh"
@@ -200,7 +198,7 @@ def test_torchrun_trains_what_the_plan_says(plan: Plan, tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_torchrun_on_two_servers(plan: Plan, tmp_path: Path):
+def test_torchrun_on_two_servers(plan, tmp_path):
     path = two_servers(plan, tmp_path, "cpu", 1)
     script = tmp_path / "launch.sh"
     script.write_text(torchrun(Launch.of(path, read(path))))
@@ -227,7 +225,7 @@ def test_torchrun_on_two_servers(plan: Plan, tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_sbatch_on_two_servers(plan: Plan, tmp_path: Path):
+def test_sbatch_on_two_servers(plan, tmp_path):
     """Slurm itself is not here: srun is a few lines that start a process per task."""
     path = two_servers(plan, tmp_path, "cpu", 1)
     script = tmp_path / "job.sh"

@@ -30,7 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.minibatch.device_sampler import WAIT, drawing, laying
 from gnnplan.planner.vocabulary.schedule import Copy
-from gnnplan.testing.ranks import Case, Ranks, Result
+from gnnplan.testing.ranks import Case, Result
 
 __all__ = ["pretend_device"]
 
@@ -130,9 +130,7 @@ class TrainThere(Protocol):
 
 
 @pytest.fixture
-def train_there(
-    pretend_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> TrainThere:
+def train_there(pretend_device, tmp_path, monkeypatch):
     return partial(trained, device=pretend_device, out=tmp_path, monkeypatch=monkeypatch)
 
 
@@ -153,14 +151,7 @@ def needs(row: tuple[str, str, int]) -> set[Hashable]:
         needs,
     ),
 )
-def test_a_step_waits_for_nothing(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    train_there: TrainThere,
-    strategy: str,
-    model: str,
-    launches: int,
-) -> None:
+def test_a_step_waits_for_nothing(run_ranks, graphs, train_there, strategy, model, launches):
     case = case_of(strategy, model, graphs["rough"])
     alone = run_ranks.alone(case)
     found, counts, operations = train_there(case)
@@ -183,14 +174,7 @@ def test_a_step_waits_for_nothing(
         ("snp", "multi", {}),
     ],
 )
-def test_other_labels_features_and_numbers(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    train_there: TrainThere,
-    strategy: str,
-    graph: str,
-    more: dict[str, object],
-) -> None:
+def test_other_labels_features_and_numbers(run_ranks, graphs, train_there, strategy, graph, more):
     case = case_of(strategy, "sage", graphs[graph], **more)
     alone = run_ranks.alone(case)
     found, counts, operations = train_there(case)
@@ -208,13 +192,7 @@ def test_other_labels_features_and_numbers(
         ("snp", "gcn", {}),
     ],
 )
-def test_a_batch_is_loaded_as_planned(
-    graphs: dict[str, str],
-    train_there: TrainThere,
-    strategy: str,
-    model: str,
-    more: dict[str, object],
-) -> None:
+def test_a_batch_is_loaded_as_planned(graphs, train_there, strategy, model, more):
     """Its edges and their vertices' ids were copied before anything was recorded, and in no
     operation of the plan: a seventh of a step on an H200. They are loaded with the features. What
     is not counted is small: labels or pairs, and places of rows."""
@@ -239,13 +217,7 @@ SAMPLED = {"sage": 308, "gcn": 369, "gat": 386}  # launches of a step of three l
     ("model", "knobs"),
     covered(list(product(SAMPLED, ["", "prefetch=1", "cache=1500", "cache=9000"])), set),
 )
-def test_a_device_samples_with_few_waits(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    train_there: TrainThere,
-    model: str,
-    knobs: str,
-) -> None:
+def test_a_device_samples_with_few_waits(run_ranks, graphs, train_there, model, knobs):
     """Two in each layer, for how many edges and rows there are, and one for the rows' ids. Seeds
     and labels go there, with rows from the server's memory; ids come back. Losses are those of a
     sampler on the host. With prefetch a thread does all of it, beside the step before. Rows of a
@@ -276,14 +248,7 @@ def test_a_device_samples_with_few_waits(
         ("gsplit", "rough", {}),
     ],
 )
-def test_a_device_samples_other_batches(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    train_there: TrainThere,
-    strategy: str,
-    graph: str,
-    more: dict[str, object],
-) -> None:
+def test_a_device_samples_other_batches(run_ranks, graphs, train_there, strategy, graph, more):
     case = case_of(strategy, "sage", graphs[graph], **more)
     alone = run_ranks.alone(case_of(strategy.split("(")[0], "sage", graphs[graph], **more))
     found = train_there(case, may_wait=True, sampler="device")[0]
@@ -291,9 +256,7 @@ def test_a_device_samples_other_batches(
 
 
 @pytest.mark.parametrize("kind", ["mean", "gcn", "one", "loop"])
-def test_launches_and_waits_of_a_sampler_are_those_that_are_priced(
-    graphs: dict[str, str], pretend_device: Device, kind: str
-) -> None:
+def test_launches_and_waits_of_a_sampler_are_those_that_are_priced(graphs, pretend_device, kind):
     case = case_of("data_parallel", "sage", graphs["rough"])
     batches = parse("data_parallel").batches(case.problem(1))
     sampler = Sampler(batches, 0, [kind] * 3, device=CUDA)
@@ -310,12 +273,7 @@ def test_launches_and_waits_of_a_sampler_are_those_that_are_priced(
 
 
 @pytest.mark.parametrize("model", ["sage", "gat"])
-def test_offload_waits_for_its_copies_alone(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    train_there: TrainThere,
-    model: str,
-) -> None:
+def test_offload_waits_for_its_copies_alone(run_ranks, graphs, train_there, model):
     """Its rows come from the server's memory and go back there."""
     case = case_of("offload(chunks=3)", model, graphs["rough"])
     alone = run_ranks.alone(case)
@@ -326,7 +284,7 @@ def test_offload_waits_for_its_copies_alone(
 # -- the device itself -----------------------------------------------------------------------------
 
 
-def test_devices_do_not_mix(pretend_device: Device) -> None:
+def test_devices_do_not_mix(pretend_device):
     here, there = torch.arange(4.0), torch.arange(4.0, device=CUDA)
     assert there.is_cuda and there.device == CUDA
     with pytest.raises(RuntimeError, match="on one device"):
@@ -336,7 +294,7 @@ def test_devices_do_not_mix(pretend_device: Device) -> None:
     assert (there + torch.tensor(1.0)).cpu().tolist() == [1, 2, 3, 4]  # as CUDA has it
 
 
-def test_threads_share_the_device(pretend_device: Device, request: pytest.FixtureRequest) -> None:
+def test_threads_share_the_device(pretend_device, request):
     """As where rows are stored while the next ones are computed: nothing is lost, no list torn."""
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
@@ -350,7 +308,7 @@ def test_threads_share_the_device(pretend_device: Device, request: pytest.Fixtur
     assert pretend_device.counts["launches"] == 800
 
 
-def test_launches_copies_and_waits_are_counted(pretend_device: Device) -> None:
+def test_launches_copies_and_waits_are_counted(pretend_device):
     there = torch.arange(4.0, device=CUDA).requires_grad_()
     pretend_device.counts.clear()
     rows = there[1:].view(3, 1).t()
@@ -379,7 +337,7 @@ def test_launches_copies_and_waits_are_counted(pretend_device: Device) -> None:
         lambda rows: torch.cuda.current_stream().synchronize(),
     ],
 )
-def test_waits_are_noticed(pretend_device: Device, ask: Any) -> None:
+def test_waits_are_noticed(pretend_device, ask):
     rows = torch.arange(4.0, device=CUDA)
     with pretend_device.no_waits():
         torch.ones(4).pin_memory().to(CUDA, non_blocking=True)
@@ -387,7 +345,7 @@ def test_waits_are_noticed(pretend_device: Device, ask: Any) -> None:
             ask(rows)
 
 
-def test_what_crosses_together_crosses_once(pretend_device: Device) -> None:
+def test_what_crosses_together_crosses_once(pretend_device):
     """Tensors of several types and shapes, one of them empty and one transposed."""
     here = [
         torch.arange(3),
@@ -404,9 +362,7 @@ def test_what_crosses_together_crosses_once(pretend_device: Device) -> None:
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
 @pytest.mark.parametrize("model", MODELS)
-def test_launches_are_those_that_are_priced(
-    graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch, model: str, strategy: str
-) -> None:
+def test_launches_are_those_that_are_priced(graphs, monkeypatch, model, strategy):
     """By a device on which nothing else takes time; within a quarter."""
     monkeypatch.setattr(Problem, "replays", False)
     device = spec.Device(memory=1e12, gemm=1e18, memory_bandwidth=1e14, launch=1.0)

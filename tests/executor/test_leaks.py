@@ -3,7 +3,7 @@ of another case runs at night."""
 
 import pytest
 
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 GRAPH = "synthetic:community?vertices=4000&edges=24000&features=16&classes=5"
 DEEP = {"model": "gcnii", "layers": 4, "hidden": 48, "dropout": 0.5}
@@ -36,7 +36,7 @@ SETTLED, EPOCHS = 15, 50
     [*CASES, *(pytest.param(*row, marks=pytest.mark.nightly) for row in AT_NIGHT)],
     ids=str,
 )
-def test_memory_stays_flat(world: int, case: Case, run_ranks: Ranks) -> None:
+def test_memory_stays_flat(world, case, run_ranks):
     """A halo's rows kept from every epoch would be 12 MB and more in the end; pages that the
     allocator keeps come to 2 MB."""
     (result,) = run_ranks(world, [Case(**{**vars(case), "epochs": EPOCHS, "eval_every": 5})])

@@ -4,7 +4,6 @@ does; what is measured on held-out edges is what a plain count of comparisons gi
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.links import compared
 from gnnplan.planner.graph.sampling import Pairs, edges_of, frontier, held_out_pairs, pairs_of
 from gnnplan.testing.plain import Plain, difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -81,9 +80,7 @@ def plain_auc(rows: Tensor, pairs: Pairs) -> float:
 @pytest.mark.parametrize(
     ("model", "directed", "negatives"), [("sage", False, 2), ("gcn", True, 1), ("resgcn", False, 1)]
 )
-def test_one_process_is_plain_training(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, directed: bool, negatives: int
-) -> None:
+def test_one_process_is_plain_training(run_ranks, graphs, model, directed, negatives):
     asked = workload(model=model, negatives=negatives)
     case = Case("data_parallel", graphs["rough"], asked, directed=directed, eval_every=1)
     plain, losses, at = Plain(case), [], 0
@@ -113,9 +110,7 @@ def test_one_process_is_plain_training(
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[2]}-{split[0]}x{split[1]}")
-def test_ranks_train_as_one_process(
-    run_ranks: Ranks, graphs: dict[str, str], split: tuple[int, int, str, dict[str, object]]
-) -> None:
+def test_ranks_train_as_one_process(run_ranks, graphs, split):
     world, servers, strategy, more = split
     case = Case(strategy, graphs["rough"], workload(**more), servers, eval_every=2)
     (result,) = run_ranks(world, [case])
@@ -127,7 +122,7 @@ def test_ranks_train_as_one_process(
         assert "val_accuracy" not in found
 
 
-def test_training_ranks_unseen_edges(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_training_ranks_unseen_edges(run_ranks, tmp_path):
     """Of communities, whose members link to one another: 0.5 would be no better than chance."""
     graph = "synthetic:community?vertices=400&edges=6000&features=16&classes=4&seed=0"
     asked = workload(dropout=0.0, batch=1000, hidden=16, lr=0.01, fanout="full")
@@ -136,7 +131,7 @@ def test_training_ranks_unseen_edges(run_ranks: Ranks, tmp_path: Path) -> None:
     assert last["loss"] < np.log(2)  # of rows that say nothing
 
 
-def test_a_run_goes_on_as_if_it_had_not_ended(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_a_run_goes_on_as_if_it_had_not_ended(run_ranks, graphs):
     """Batches, negatives and held-out edges are functions of seed, epoch and graph."""
     case = Case("gsplit", graphs["rough"], workload(), checkpoint_every=1, eval_every=1, epochs=3)
     (whole,) = run_ranks(2, [case])
@@ -149,7 +144,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(run_ranks: Ranks, graphs: dict[str
     ]
 
 
-def test_ties_count_half() -> None:
+def test_ties_count_half():
     rows = torch.tensor([[1.0], [2.0], [2.0], [3.0], [1.0]])
     pairs = Pairs(np.array([0, 0]), np.array([[1, 2, 4], [1, 3, 3]]))
     assert compared(rows, pairs).tolist() == [1.5, 4.0]

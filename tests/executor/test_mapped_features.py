@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,16 +17,14 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.testing.plain import difference, train_plainly
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
 VERTICES, WIDTH = 4_000, 4_096  # 64 MiB of features
 
 
-def test_features_in_float64_are_trained_on_as_they_are(
-    run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path
-) -> None:
+def test_features_in_float64_are_trained_on_as_they_are(run_ranks, graphs, tmp_path):
     """They were rounded to float32 first, and weights were 3e-8 off. In float32 the numbers of the
     file, mapped or not, are rounded."""
     (tmp_path / "folder").mkdir()
@@ -61,7 +58,7 @@ def test_features_in_float64_are_trained_on_as_they_are(
 
 
 @pytest.mark.processes
-def test_only_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_rows_that_are_asked_for_are_read(tmp_path):
     """By what the process has resident: neither the first load, which looks at every number, nor
     the second keeps the features."""
     random = np.random.default_rng(0)
@@ -88,7 +85,7 @@ def test_only_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
     assert rows >= 8 * WIDTH * 4
 
 
-def test_columns_of_some_rows_are_read_alone(tmp_path: Path) -> None:
+def test_columns_of_some_rows_are_read_alone(tmp_path):
     """Of a mapped file numpy read and kept P3's columns of all rows, for every batch."""
     x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (5_000, 64))
     x[:] = np.arange(5_000)[:, None]

@@ -6,8 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -28,7 +26,7 @@ from gnnplan.planner.vocabulary.files import cache_dir
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen]:
+def started(monkeypatch, tmp_path):
     """Every process that is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     started: list[subprocess.Popen] = []
@@ -43,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.
 
 
 @pytest.fixture
-def one_core() -> Iterator[None]:
+def one_core():
     """That this process and those that it starts may use."""
     several = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(several)})
@@ -54,7 +52,7 @@ def one_core() -> Iterator[None]:
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("sizes")
-def test_ranks_that_stay_on_cores_of_their_own_count_all_of_them() -> None:
+def test_ranks_that_stay_on_cores_of_their_own_count_all_of_them():
     """Each counted its own: plans had one core for two ranks, and epochs twice as long."""
     cluster = measure(2, seconds=0.02)
     assert cluster.cores == cores()
@@ -66,7 +64,7 @@ def test_ranks_that_stay_on_cores_of_their_own_count_all_of_them() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux has it")
 @pytest.mark.usefixtures("one_core", "sizes")
-def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
+def test_two_ranks_that_share_a_core(started):
     said: list[str] = []
     cluster = measure(2, said.append, seconds=0.02, dtype="bfloat16")
     assert (cluster.servers, cluster.gpus_per_server, cluster.cores) == (1, 2, 1)
@@ -122,7 +120,7 @@ def test_two_ranks_that_share_a_core(started: list[subprocess.Popen]) -> None:
     assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
-def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart() -> None:
+def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart():
     """Known prices are found again: 20 ns a row and 10 GB/s to write it, and gathering by width and
     size; one size has one degree only. As it was, a graph with few edges to a row was a quarter too
     fast."""
@@ -171,13 +169,7 @@ def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart() -> None:
         pytest.param("export MASTER_PORT=none", "ValueError: .*'none'", marks=pytest.mark.nightly),
     ],
 )
-def test_a_rank_that_fails_is_named_and_nothing_stays(
-    started: list[subprocess.Popen],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    does: str,
-    said: str,
-) -> None:
+def test_a_rank_that_fails_is_named_and_nothing_stays(started, monkeypatch, tmp_path, does, said):
     broken = tmp_path / "python"
     broken.write_text(
         f'#!/bin/sh\nif [ "$RANK" = 1 ]; then {does}; fi\nexec {sys.executable} "$@"\n'
@@ -196,7 +188,7 @@ SIZES = [2**k for k in range(10, 25)]
 @pytest.mark.timeout(240)
 @pytest.mark.nightly  # trainings that srun starts are tested every time
 @pytest.mark.usefixtures("sizes")
-def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
+def test_ranks_that_srun_has_started_measure_together(tmp_path):
     """One on each of two servers, by Slurm's names alone; the first has the cluster, and the port
     is of the job."""
     srun = {
@@ -236,7 +228,7 @@ def test_ranks_that_srun_has_started_measure_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are() -> None:
+def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are():
     """Steps of a device that is 1.3 times as slow as its kernels, with 25 us of the framework for
     an operation; and one of them taken by a neighbour. An operation's price was once that of the
     smallest piece alone: where that was slow, all kernels were said to be fast."""
@@ -260,7 +252,7 @@ def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are() ->
     )
 
 
-def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same() -> None:
+def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same():
     """Six small sizes on a machine that does much else: the bandwidth that fits best had no end,
     and `measure` ended in a traceback."""
     link, errors = fit(
@@ -276,7 +268,7 @@ def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same() -> None:
     )
 
 
-def test_fit_survives_an_outlier() -> None:
+def test_fit_survives_an_outlier():
     samples = [(n, 2 * 50e-6 + 3 * n / 2e9, n * 1e-10) for n in SIZES]
     samples[4] = (SIZES[4], 10 * samples[4][1], 0.0)
     link, errors = fit(samples, Shape(latencies=2, wire=3, moved=2))
@@ -286,7 +278,7 @@ def test_fit_survives_an_outlier() -> None:
     )
 
 
-def test_an_exchange_among_all_costs_what_both_its_links_cost() -> None:
+def test_an_exchange_among_all_costs_what_both_its_links_cost():
     """Squirrel's epochs on two servers of two ranks were predicted 54 % too long: pairs inside and
     between servers, measured one after the other, waited for each other twice. Two servers of two
     ranks on two cores: what is told of both links adds up to the samples."""
@@ -301,9 +293,7 @@ def test_an_exchange_among_all_costs_what_both_its_links_cost() -> None:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_what_ranks_have_found_becomes_a_cluster(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool
-) -> None:
+def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
     found = {
@@ -333,7 +323,7 @@ def test_what_ranks_have_found_becomes_a_cluster(
     assert link.latency == fit(samples)[0].latency
 
 
-def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch):
     """In a hurry on a busy machine the first message of 1 KiB took longer than any may take:
     nothing was left to check the fit with."""
     bench, sent, times = (
@@ -348,7 +338,7 @@ def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch: pytest.MonkeyPatc
     assert fit([(size, *rounds[0]) for size, rounds in sent.items()])[1]
 
 
-def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
+def test_fit_finds_what_sizes_reach_and_is_right_between_them():
     """A link that is half as fast beyond 1 MiB (a cache is full), as loopback is."""
     truth = Link(bandwidth=4e9, latency=20e-6, efficiency={2**18: 1.0, 2**21: 0.5})
     link, errors = fit(
@@ -362,11 +352,11 @@ def test_fit_finds_what_sizes_reach_and_is_right_between_them() -> None:
     )
 
 
-def test_a_card_between_no_servers_is_refused() -> None:
+def test_a_card_between_no_servers_is_refused():
     with pytest.raises(SpecError, match="this is one server; give --servers 2"):
         measure(2, emulated=5e7)
 
 
-def test_no_ranks_is_refused() -> None:
+def test_no_ranks_is_refused():
     with pytest.raises(SpecError, match="at least 1"):
         measure(0)

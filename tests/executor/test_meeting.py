@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import planned
-from started import Start, Started
+from started import Started
 
 from gnnplan.executor.ranks import meeting
 from gnnplan.executor.ranks.comm import gather_all, gather_bytes
@@ -24,7 +24,6 @@ from gnnplan.executor.ranks.meeting import (
     store_of_this_machine,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import ForkServer
 
 GRAPH = "synthetic:community?vertices=2000&edges=20000&features=16&classes=4&seed=0"
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -54,7 +53,7 @@ def listening(run: Started) -> dict[tuple[str, int], set[int]]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds sockets in /proc")
-def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: Start) -> None:
+def test_only_this_machine_reaches_a_run_of_one_server(tmp_path, start):
     """The store, Gloo and the samplers' Gloo listened on all interfaces. Whoever reached the store
     could set keys of any run there."""
     mini = "--mode mini --batch 256 --fanout 5,5 --layers 2 --strategy gsplit"
@@ -81,7 +80,7 @@ def test_only_this_machine_reaches_a_run_of_one_server(tmp_path: Path, start: St
     assert "Traceback" not in run.stderr and "death signal" not in run.stderr
 
 
-def test_runs_at_one_store_do_not_meet() -> None:
+def test_runs_at_one_store_do_not_meet():
     store = store_of_this_machine()
     ours = join(on_this_machine(store.port, "ours"), LIMIT)
     ours.set("rank 0", "its address")
@@ -94,7 +93,7 @@ def test_runs_at_one_store_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.3"])
-def test_a_store_listens_where_ranks_were_told_to_meet(address: str) -> None:
+def test_a_store_listens_where_ranks_were_told_to_meet(address):
     """Not on all interfaces; 127.0.0.3 stands for one of two cards."""
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
@@ -107,7 +106,7 @@ def test_a_store_listens_where_ranks_were_told_to_meet(address: str) -> None:
         pass
 
 
-def test_a_store_with_a_name_listens_on_all() -> None:
+def test_a_store_with_a_name_listens_on_all():
     """On its own server a name may lead to 127.0.1.1, on the others to the server's address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -116,7 +115,7 @@ def test_a_store_with_a_name_listens_on_all() -> None:
         assert store.num_keys() >= 1
 
 
-def test_a_store_whose_address_is_elsewhere_listens_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_whose_address_is_elsewhere_listens_on_all(monkeypatch):
     """A container is reached by its host's address, which it cannot listen at."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -146,7 +145,7 @@ def say(rank: int, port: int, out: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_what_ranks_say_arrives_as_it_is(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_what_ranks_say_arrives_as_it_is(tmp_path, fork_server):
     store, out = store_of_this_machine(), tmp_path / "out"
     out.mkdir()
     script = tmp_path / "rank.py"
@@ -167,7 +166,7 @@ def test_what_ranks_say_arrives_as_it_is(tmp_path: Path, fork_server: ForkServer
             rank.close()
 
 
-def test_nothing_from_a_network_is_unpickled() -> None:
+def test_nothing_from_a_network_is_unpickled():
     """torch's collectives of objects run whatever code a peer has sent."""
     unpickling = re.compile(r"\b(?:\w+_object(?:_list)?|pickle\.loads?)\(")
     calls = [
@@ -178,7 +177,7 @@ def test_nothing_from_a_network_is_unpickled() -> None:
     assert calls == []
 
 
-def test_a_machine_without_a_loopback_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_loopback_is_told_in_seconds(monkeypatch):
     """Ranks waited five minutes for their store, deaf to SIGTERM; without IPv4 a traceback came.
     192.0.2.1 is nobody's address (RFC 5737)."""
     monkeypatch.setattr(meeting, "LOOPBACK", "192.0.2.1")
@@ -188,7 +187,7 @@ def test_a_machine_without_a_loopback_is_told_in_seconds(monkeypatch: pytest.Mon
     assert time.monotonic() - began < 10
 
 
-def test_a_node_of_slurm_has_its_own_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_slurm_has_its_own_number_of_ranks(monkeypatch):
     """Memory was divided by the tasks of all nodes, and b2u[05,02]n3 began with b2u05."""
     step = {
         "SLURM_JOB_ID": "1",

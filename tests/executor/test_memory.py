@@ -7,10 +7,9 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.testing.fixtures import fresh_ranks as fresh_ranks
-from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.ranks import Case, Ranks
 from gnnplan.testing.runs import must_fill_as_predicted
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not t
 
 @pytest.mark.slow
 @glibc
-def test_the_watch_sees_what_torch_counts() -> None:
+def test_the_watch_sees_what_torch_counts():
     """Of tensors large enough that Python's own objects do not matter. The peak lasts some tenths
     of a second: a busy machine may let the watch wait for several of its intervals."""
 
@@ -64,7 +63,7 @@ def test_the_watch_sees_what_torch_counts() -> None:
     assert most > 1.9 * left
 
 
-def test_what_is_left_out_after_the_peak_leaves_the_peak_as_it_was() -> None:
+def test_what_is_left_out_after_the_peak_leaves_the_peak_as_it_was():
     """The shared rows of a server are mapped when a rank has had its fullest moment."""
     gc.collect()
     watch = MemoryWatch(torch.device("cpu"))
@@ -81,7 +80,7 @@ def test_what_is_left_out_after_the_peak_leaves_the_peak_as_it_was() -> None:
     assert most == pytest.approx(fullest, rel=0.02)
 
 
-def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch):
     """train stops it after some epochs and asks again at the end: on CUDA, where no thread samples,
     the second answer was None."""
     peak = iter([700, 900])
@@ -126,9 +125,7 @@ MODELS: list[dict[str, Any]] = [
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
-def test_footprint_is_what_torch_allocates(
-    model: dict[str, Any], p: float, layer: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_footprint_is_what_torch_allocates(model, p, layer, in_place, monkeypatch):
     """What is kept to 0.1 %, peaks to 5 %: leaves out indices that operations make for themselves,
     and small numbers per row."""
     workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model)
@@ -176,7 +173,7 @@ def measure_footprint(shapes: Model, workload: Workload, layer: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("model", ["gcn", "sage", "sgc"])
-def test_footprint_of_sparse_rows(model: str, p: float, dtype: Any) -> None:
+def test_footprint_of_sparse_rows(model, p, dtype):
     """A step has sorted them before: that stays with the features."""
     workload = Workload(model=model, layers=3, hidden=HIDDEN, dropout=p, dtype=dtype)
     each, of_rows = 10, getattr(torch, dtype)
@@ -302,7 +299,7 @@ def uses(name: str) -> set[Hashable]:
 
 @glibc
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
-def test_the_watch_does_not_wait_for_its_turn() -> None:
+def test_the_watch_does_not_wait_for_its_turn():
     """Ranks' threads wait for a core until those that compute give it up: memory was read 250 times
     a second, not a thousand, and peaks were missed (attention's, 6 %) where ranks share cores."""
 
@@ -328,9 +325,7 @@ def test_the_watch_does_not_wait_for_its_turn() -> None:
 @glibc
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", covered(list(RUNS), uses))
-def test_predicted_memory_is_what_a_run_fills(
-    name: str, fresh_ranks: Ranks, dataset: Callable[[str], str]
-) -> None:
+def test_predicted_memory_is_what_a_run_fills(name, fresh_ranks, dataset):
     world, case = RUNS[name]
     case = replace(case, graph=case.graph if ":" in case.graph else dataset(case.graph))
     must_fill_as_predicted(world, case, fresh_ranks)
@@ -339,7 +334,7 @@ def test_predicted_memory_is_what_a_run_fills(
 @glibc
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_rows_of_eight_devices_pass_one(fresh_ranks: Ranks) -> None:
+def test_rows_of_eight_devices_pass_one(fresh_ranks):
     """The bar of offload: features, rows and gradients take eight times what its device holds."""
     graph = DENSE.replace("vertices=20000&edges=300000", "vertices=120000&edges=480000&mixing=0.01")
     case = Case("offload(chunks=24)", graph, {**SAGE, "dropout": 0.5})
@@ -414,9 +409,7 @@ def fullest_of_batches(case: Case) -> float:
     "name",
     [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in BATCHES],
 )
-def test_predicted_memory_of_batches(
-    name: str, fresh_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predicted_memory_of_batches(name, fresh_ranks, monkeypatch):
     """The fullest rank's to 5 %, in the second run of its processes. Where oneDNN multiplies, its code
     for products, which comes in few sizes of pieces although every batch has another number of rows,
     is there then: all of it, as the same batches were drawn. On a busy machine the watch sleeps
@@ -429,9 +422,7 @@ def test_predicted_memory_of_batches(
 
 @glibc
 @pytest.mark.timeout(120)
-def test_predicted_memory_of_a_processs_first_batches(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_predicted_memory_of_a_processs_first_batches(tmp_path, fork_server):
     """With oneDNN's code for products, to 5 %. In processes of this test alone: in those of the tests
     above some of that code is there already (54 of 57 MB were measured then). Data parallel alone:
     others split the graph in their first run, let go of their own copy of the features once the
@@ -467,7 +458,7 @@ STEPS = 4
         ),
     ],
 )
-def test_a_step_leaves_nothing_behind(strategy: str, workload: dict[str, Any]) -> None:
+def test_a_step_leaves_nothing_behind(strategy, workload):
     """Without the collector, which would take circles away later: what steps leave is less than a
     thousandth of what one needs."""
     case = Case(

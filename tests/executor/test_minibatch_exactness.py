@@ -169,9 +169,7 @@ def assert_as_one_process(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_process_is_plain_training_on_the_same_batches(
-    run_ranks: Ranks, graphs: dict[str, str], model: str
-) -> None:
+def test_one_process_is_plain_training_on_the_same_batches(run_ranks, graphs, model):
     """By day each model in one of the ways."""
     ways: list[tuple[str, bool, dict[str, object]]] = [
         ("rough", False, {}),
@@ -198,12 +196,7 @@ def test_one_process_is_plain_training_on_the_same_batches(
     ),
     ids=lambda value: "-".join(map(str, value)),
 )
-def test_ranks_train_as_one_process(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    split: tuple[int, int, str],
-    pair: tuple[str, str, dict[str, object]],
-) -> None:
+def test_ranks_train_as_one_process(run_ranks, graphs, split, pair):
     world, servers, strategy = split
     graph, model, more = pair
     case = Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
@@ -217,22 +210,13 @@ def test_ranks_train_as_one_process(
     ids=str,
 )
 def test_ranks_that_split_layer_1_alone_train_as_one_process(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    strategy: str,
-    graph: str,
-    model: str,
-    more: dict[str, object],
-) -> None:
+    run_ranks, graphs, world, servers, strategy, graph, model, more
+):
     case = Case(strategy, graphs[graph], workload(model, **more), servers, eval_every=2)
     assert_as_one_process(run_ranks, world, [case])
 
 
-def test_batch_norm_is_over_a_batchs_rows_of_all_ranks(
-    run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+def test_batch_norm_is_over_a_batchs_rows_of_all_ranks(run_ranks, graphs):
     """gsplit computes every row at one rank, so its moments are those of one process. A row that
     two ranks of data_parallel compute counts twice, as in torch.nn.SyncBatchNorm."""
     more = {"norm": "batch", "dropout": 0.5, "optimizer": "sgd"}

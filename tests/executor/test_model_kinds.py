@@ -7,7 +7,6 @@ A row per model kind. The whole table, in Markdown:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from test_user_modules import MODULES, libraries, loaded, logits_of, made, ours,
 import gnnplan
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.planner.vocabulary.units import show_bytes
-from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.ranks import Case, Ranks
 
 __all__ = ["libraries"]  # a fixture of all tests here
 
@@ -38,7 +37,7 @@ OFTEN = {"pyg sage", "dgl gat", "gin"}
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Ranks]:
+def watched(tmp_path_factory, fork_server):
     """As `run_ranks`, of ranks whose memory is looked at often enough to see its peak: by night."""
     ranks = Ranks(fork_server, tmp_path_factory.mktemp("watched"), memory=NIGHT)
     if NIGHT:
@@ -48,7 +47,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -
 
 
 @pytest.fixture(scope="module")
-def table() -> Iterator[list[list[str]]]:
+def table():
     """The rows so far; printed at the end."""
     rows: list[list[str]] = []
     yield rows
@@ -76,9 +75,7 @@ def model_of(name: str, tmp_path: Path) -> dict[str, Any]:
         for name in (*MODULES, *KINDS, "own layer")
     ],
 )
-def test_a_model_is_planned_trained_as_planned_and_used(
-    name: str, tmp_path: Path, watched: Ranks, table: list[list[str]]
-) -> None:
+def test_a_model_is_planned_trained_as_planned_and_used(name, tmp_path, watched, table):
     cluster = {
         "gpus_per_server": 2,
         "device": {

@@ -19,7 +19,7 @@ from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.testing.plain import Plain
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2")
 DTYPES = (torch.float64, torch.float32)
@@ -48,7 +48,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
+def test_batch_norm_is_torchs(dtype):
     """Rows of three ranks, by hand as the executor does it: outputs, gradients and running moments
     over several steps; then evaluation. The columns' means are far from zero, where a plain sum of
     squares would lose float32's digits."""
@@ -95,9 +95,7 @@ def test_batch_norm_is_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_net_is_the_plain_model(
-    graphs: dict[str, str], model: str, directed: bool, dtype: torch.dtype
-) -> None:
+def test_net_is_the_plain_model(graphs, model, directed, dtype):
     """Logits and every weight's gradient."""
     name = "float64" if dtype == torch.float64 else "float32"
     case = Case(
@@ -131,9 +129,7 @@ def test_net_is_the_plain_model(
     cut=st.integers(0, 9),
     seed=st.integers(0, 2**31 - 1),
 )
-def test_weights_do_not_depend_on_who_holds_them(
-    model: str, layers: int, cut: int, seed: int
-) -> None:
+def test_weights_do_not_depend_on_who_holds_them(model, layers, cut, seed):
     """A stage's layers start as they do in the whole model: together the stages have it all, and
     nothing twice."""
     cut = min(cut, layers)
@@ -153,7 +149,7 @@ def test_weights_do_not_depend_on_who_holds_them(
     assert sum(p.numel() for p in whole.values()) == shapes.weights
 
 
-def test_weights_are_drawn_apart() -> None:
+def test_weights_are_drawn_apart():
     """No two matrices of a model are alike, other seeds give others, and numbers lie within
     Glorot's bound."""
     draws = []
@@ -173,9 +169,7 @@ def test_weights_are_drawn_apart() -> None:
     ("aggregation", "norm"),
     [("softmax", "layer"), pytest.param("sum", "batch", marks=pytest.mark.nightly)],
 )
-def test_a_model_of_112_layers_trains(
-    run_ranks: Ranks, graphs: dict[str, str], aggregation: str, norm: str
-) -> None:
+def test_a_model_of_112_layers_trains(run_ranks, graphs, aggregation, norm):
     """ResGCN+ as deep as GraNNDis' deepest."""
     how = {
         "model": "resgcn",
@@ -201,9 +195,7 @@ def test_a_model_of_112_layers_trains(
         ("resgcn", ["encoder.weight"]),
     ],
 )
-def test_what_multiplies_sparse_features_lies_column_by_column(
-    model: str, turned: list[str]
-) -> None:
+def test_what_multiplies_sparse_features_lies_column_by_column(model, turned):
     """Every chunk of a pipeline turned the matrix and its gradient anew. The gradient, Adam's
     moments and the sum over ranks lie alike, and numbers are those of dense features."""
     workload = Workload(model=model, layers=3, hidden=4)

@@ -57,7 +57,7 @@ def asked(folder: Path, body: str, *words: str, **more: float) -> UserModule:
 
 
 @pytest.mark.slow
-def test_a_sum_with_a_number_is_a_sum(tmp_path: Path) -> None:
+def test_a_sum_with_a_number_is_a_sum(tmp_path):
     """It ended in an IndexError, and a sum with alpha was taken for one without."""
     body = "return self.c(self.a(x, edge_index).relu() + 1, edge_index)"
     assert asked(tmp_path, body).pieces
@@ -68,7 +68,7 @@ def test_a_sum_with_a_number_is_a_sum(tmp_path: Path) -> None:
     assert asked(tmp_path, body).pieces
 
 
-def test_log_softmax_over_vertices_is_none_over_classes(tmp_path: Path) -> None:
+def test_log_softmax_over_vertices_is_none_over_classes(tmp_path):
     """It was trained as if dim were 1."""
     body = "return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim={})"
     assert not asked(tmp_path, body.format(1)).pieces
@@ -76,7 +76,7 @@ def test_log_softmax_over_vertices_is_none_over_classes(tmp_path: Path) -> None:
         asked(tmp_path, body.format(0))
 
 
-def test_a_field_is_read_by_its_name(tmp_path: Path) -> None:
+def test_a_field_is_read_by_its_name(tmp_path):
     """`data.pos` was trained as `data.x`, and a second edge set as the first."""
     body = "a = SAGEConv(3, 8)\nreturn self.c(self.b(F.pad(data.pos, (0, 5)), data.edge_index), data.{})"
     user = asked(tmp_path, body.replace("a = SAGEConv(3, 8)\n", "").format("edge_index"), "pos")
@@ -87,9 +87,7 @@ def test_a_field_is_read_by_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [{"THETA": 0.0}, {"ALPHA": 1.5}], ids=str)
-def test_numbers_that_our_layers_lack_are_the_modules_own(
-    tmp_path: Path, numbers: dict[str, float]
-) -> None:
+def test_numbers_that_our_layers_lack_are_the_modules_own(tmp_path, numbers):
     """They ended in a traceback of the workload's rules."""
     body = (
         "h = h0 = self.first(x).relu()\n"
@@ -101,7 +99,7 @@ def test_numbers_that_our_layers_lack_are_the_modules_own(
     assert user.pieces and user.fields["layers"] == 2
 
 
-def test_a_dropout_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_dropout_that_leaves_nothing_is_refused(tmp_path):
     body = "return self.c(F.dropout(self.a(x, edge_index), 1.0, self.training), edge_index)"
     with pytest.raises(SpecError, match=r"line 15: dropout of p=1 leaves nothing; use p < 1"):
         asked(tmp_path, body)
@@ -120,9 +118,7 @@ TWO = "return self.c(self.norm(self.a(x, edge_index)).relu(), edge_index)"
     ],
     ids=str,
 )
-def test_a_rule_that_a_module_breaks_is_told_in_a_line(
-    tmp_path: Path, options: list[str], words: str
-) -> None:
+def test_a_rule_that_a_module_breaks_is_told_in_a_line(tmp_path, options, words):
     """A fanout of the module's own length was refused with the default's, and other rules ended in
     a traceback."""
     model = written(tmp_path, TWO)
@@ -135,7 +131,7 @@ def test_a_rule_that_a_module_breaks_is_told_in_a_line(
         assert json.loads(done.stdout)["workload"]["fanout"] == [2, 2], done.exception
 
 
-def test_what_a_file_prints_is_not_in_the_document(tmp_path: Path) -> None:
+def test_what_a_file_prints_is_not_in_the_document(tmp_path):
     model = written(tmp_path, f"print('forward')\n{TWO}")
     file = tmp_path / "model.py"
     file.write_text(f"print('loading my model')\n{file.read_text()}")
@@ -149,7 +145,7 @@ WEIGHTED = GraphFields(6, 3, edge={"edge_weight": ((), "<f4", 0)})
 MATRIX = "return self.c(self.a(x, adj_t).relu(), adj_t)"
 
 
-def test_a_matrix_that_holds_weights_is_not_taken_for_edges_without(tmp_path: Path) -> None:
+def test_a_matrix_that_holds_weights_is_not_taken_for_edges_without(tmp_path):
     """PyG's adj_t of a weighted graph was trained as edge_index: without the weights."""
     model = written(tmp_path, MATRIX, given="x, adj_t")
     with pytest.raises(SpecError, match="asks for adj_t, which holds the graph's edge_weight"):
@@ -157,7 +153,7 @@ def test_a_matrix_that_holds_weights_is_not_taken_for_edges_without(tmp_path: Pa
     assert read(model, Workload(), GraphFields(6, 3))
 
 
-def test_lazy_parameters_of_a_plan_in_float64_are_made_again(tmp_path: Path) -> None:
+def test_lazy_parameters_of_a_plan_in_float64_are_made_again(tmp_path):
     """Ranks made them from rows in float32, with parameters in float64, and ended."""
     model = written(tmp_path, "return self.c(self.lazy(x, edge_index).relu(), edge_index)")
     file = tmp_path / "model.py"
@@ -169,7 +165,7 @@ def test_lazy_parameters_of_a_plan_in_float64_are_made_again(tmp_path: Path) -> 
     assert read_again(workload)
 
 
-def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> None:
+def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path):
     (tmp_path / "model.py").write_text("import argparse\nargparse.ArgumentParser().exit(2)\n")
     with pytest.raises(SpecError, match=r"line 2: .*SystemExit: 2\); the file is imported, not"):
         read(f"{tmp_path / 'model.py'}:Net", Workload(), GraphFields(6, 3))
@@ -276,13 +272,13 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path: Path) -> 
         "ids",
     ],
 )
-def test_a_refusal_says_what_the_code_does(tmp_path: Path, body: str, words: str) -> None:
+def test_a_refusal_says_what_the_code_does(tmp_path, body, words):
     with pytest.raises(SpecError, match=words):
         asked(tmp_path, body)
 
 
 @pytest.mark.parametrize("how", ["torch.jit.script", "torch.jit.trace", "torch.compile"])
-def test_a_compiled_module_is_refused_in_words(how: str) -> None:
+def test_a_compiled_module_is_refused_in_words(how):
     """A scripted one ended in an AttributeError of torch's."""
     made = nn.Linear(6, 3)
     given = (torch.ones(4, 6),) if how.endswith("trace") else ()
@@ -312,20 +308,20 @@ def with_a_part(folder: Path, how: str) -> UserModule:
         return read(f"{folder / 'model.py'}:net", Workload(), GraphFields(6, 3))
 
 
-def test_a_compiled_part_runs_as_it_is_written(tmp_path: Path) -> None:
+def test_a_compiled_part_runs_as_it_is_written(tmp_path):
     """torch's compiler followed the calls that note calls, for half a minute, on every rank."""
     assert with_a_part(tmp_path, "torch.compile").pieces
     assert not torch._dynamo.utils.counters["frames"]
 
 
-def test_a_scripted_part_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_scripted_part_is_refused_in_words(tmp_path):
     """Its parameters were said to be a file's."""
     with pytest.raises(SpecError, match="first: its forward is compiled, and its calls of torch"):
         with_a_part(tmp_path, "torch.jit.script")
 
 
 @pytest.mark.slow
-def test_a_field_that_forward_could_do_without_is_said_once(tmp_path: Path) -> None:
+def test_a_field_that_forward_could_do_without_is_said_once(tmp_path):
     """forward(x, edge_index, edge_weight=None) got the graph's weights, and nobody was told."""
     body = (
         "h = self.a(x, edge_index) * (1 if w is None else 2)\nreturn self.c(h.tanh(), edge_index)"
@@ -341,14 +337,14 @@ def test_a_field_that_forward_could_do_without_is_said_once(tmp_path: Path) -> N
     assert note.startswith("forward of Net gets the graph's edge_weight as edge_weight, which has")
 
 
-def test_python_says_what_was_done_with_a_graph(tmp_path: Path) -> None:
+def test_python_says_what_was_done_with_a_graph(tmp_path):
     """gnnplan.plan was silent where the command line said that a graph was made undirected."""
     edges = np.array([[0, 1, 2, 2], [1, 2, 0, 2]])
     plan = gnnplan.plan(edges, "dgx_a100", task="none", features=4, ranks=1)
     assert "dropped 1 self-loops" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
 
 
-def test_an_error_without_words_is_told_by_its_code(tmp_path: Path) -> None:
+def test_an_error_without_words_is_told_by_its_code(tmp_path):
     """A GATConv without edge_dim that is given edge_attr said 'AssertionError' alone."""
     body = "assert x.dim() == 3\nreturn self.c(self.a(x, edge_index) + 1, edge_index)"
     with pytest.raises(SpecError, match=r"line 15: .*AssertionError: assert x.dim\(\) == 3"):
@@ -364,7 +360,7 @@ def test_an_error_without_words_is_told_by_its_code(tmp_path: Path) -> None:
     ],
     ids=["alpha", "fewer columns", "into a parameter"],
 )
-def test_what_only_looks_like_a_sum_is_run_as_it_is_written(tmp_path: Path, added: str) -> None:
+def test_what_only_looks_like_a_sum_is_run_as_it_is_written(tmp_path, added):
     """Our sum was taken for these, and the proof then refused them in words of something else."""
     body = f"h = torch.tanh(self.a(x, edge_index))\nm = {added}\nreturn self.c(h + m.sum(1, keepdim=True), edge_index)"
     assert asked(tmp_path, body).pieces

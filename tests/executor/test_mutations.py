@@ -389,7 +389,7 @@ NIGHTLY = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pyg() -> None:
+def pyg():
     os.environ.setdefault("DGLBACKEND", "pytorch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # at import, its own
@@ -460,7 +460,7 @@ def by_day(changes: dict[str, tuple[str, bool | None]]) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", by_day(FORWARD))
-def test_a_change_of_forward_is_carried_as_it_is_or_refused(change: str, tmp_path: Path) -> None:
+def test_a_change_of_forward_is_carried_as_it_is_or_refused(change, tmp_path):
     body, carried = FORWARD[change]
     found = outcome(tmp_path, body, "pass", directed=False)
     print(f"{change:40} {found.partition('M: ')[2] or found}")
@@ -469,7 +469,7 @@ def test_a_change_of_forward_is_carried_as_it_is_or_refused(change: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", by_day(MADE))
-def test_a_change_of_the_module_is_carried_as_it_is_or_refused(change: str, tmp_path: Path) -> None:
+def test_a_change_of_the_module_is_carried_as_it_is_or_refused(change, tmp_path):
     more, carried = MADE[change]
     found = outcome(tmp_path, SHOWN, more, directed=False)
     print(f"{change:40} {found.partition('M: ')[2] or found}")
@@ -477,7 +477,7 @@ def test_a_change_of_the_module_is_carried_as_it_is_or_refused(change: str, tmp_
 
 
 @pytest.mark.parametrize("change", KEPT)
-def test_what_is_kept_between_calls_is_refused(change: str, tmp_path: Path) -> None:
+def test_what_is_kept_between_calls_is_refused(change, tmp_path):
     more, body = KEPT[change]
     found = outcome(tmp_path, body, more, directed=False)
     print(f"{change:40} {found.partition('M: ')[2]}")
@@ -486,6 +486,6 @@ def test_what_is_kept_between_calls_is_refused(change: str, tmp_path: Path) -> N
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("change", FORWARD)
-def test_on_edges_one_way_none_is_something_else(change: str, tmp_path: Path) -> None:
+def test_on_edges_one_way_none_is_something_else(change, tmp_path):
     found = outcome(tmp_path, FORWARD[change][0], "pass", directed=True)
     assert_is_as_expected(found, None)

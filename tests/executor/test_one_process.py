@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 from gnnplan.testing.runs import must_train_as_one_process
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.processes]
@@ -60,7 +60,7 @@ LINES = [line.strip() for line in SETTINGS.strip().splitlines() if "#" not in li
     "line",
     [pytest.param(line, marks=pytest.mark.nightly if "nightly" in line else ()) for line in LINES],
 )
-def test_it_trains_as_one_process_does(line: str, run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_it_trains_as_one_process_does(line, run_ranks, graphs):
     ranks, servers, strategy, graph, model, *more = line.split()
     how = {"model": model, "layers": 3, "hidden": 8, "dropout": 0.0, "lr": 0.05, "seed": 3}
     fields = dict(word.split("=") for word in more if "=" in word)

@@ -1,7 +1,6 @@
 """The optimizers' functions against torch's classes, which a process of ours does not make."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, 
 
 from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.testing.ranks import ForkServer
 
 KINDS = [
     ({"optimizer": "sgd"}, torch.optim.SGD, {}),
@@ -27,9 +25,7 @@ KINDS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("fields", "kind", "options"), KINDS, ids=lambda value: str(value))
-def test_steps_are_those_of_torch(
-    fields: dict[str, object], kind: type, options: dict[str, float], dtype: torch.dtype
-) -> None:
+def test_steps_are_those_of_torch(fields, kind, options, dtype):
     torch.manual_seed(0)
     start = [torch.randn(shape, dtype=dtype) for shape in ((3, 4), (5,))]
     mine, other = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
@@ -50,7 +46,7 @@ def test_steps_are_those_of_torch(
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 @pytest.mark.parametrize("schedule", ["constant", "step", "cosine"])
-def test_learning_rates_are_those_of_torch(schedule: str, warmup: int) -> None:
+def test_learning_rates_are_those_of_torch(schedule, warmup):
     epochs = 15
     how = Workload(lr=0.3, warmup=warmup, schedule=schedule, step_size=3, gamma=0.5, epochs=epochs)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
@@ -73,7 +69,7 @@ def test_learning_rates_are_those_of_torch(schedule: str, warmup: int) -> None:
     assert how.varies_lr == (len({round(rate, 12) for rate in rates}) > 1)
 
 
-def test_a_step_does_not_import_the_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_a_step_does_not_import_the_compiler(tmp_path, fork_server):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, torch; from gnnplan.executor.ranks.learner import Optimizer; "

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 # what is begun at once: ends of operations, each with a name that all its ranks give it
 Begun = frozenset[tuple[Any, ...]]
@@ -128,9 +128,7 @@ def must_be_one_order(by_rank: list[list[Begun]]) -> int:
         (2, "offload(chunks=3)", {}, 2),
     ],
 )
-def test_all_ranks_begin_in_one_order(
-    world: int, strategy: str, more: dict[str, Any], communicators: int, monkeypatch: Any
-) -> None:
+def test_all_ranks_begin_in_one_order(world, strategy, more, communicators, monkeypatch):
     how = {"model": "sage", "layers": 3, "hidden": 8, "seed": 3, **more}
     by_rank = order_of(world, Case(strategy, GRAPH, how), monkeypatch)
     assert must_be_one_order(by_rank) >= communicators
@@ -138,7 +136,7 @@ def test_all_ranks_begin_in_one_order(
 
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize("model", ["sage", "gat"])
-def test_all_ranks_of_p3_begin_in_one_order(run_ranks: Ranks, model: str) -> None:
+def test_all_ranks_of_p3_begin_in_one_order(run_ranks, model):
     """Its samplers must have real answers. All ranks take part in all that it does."""
     how = {"model": model, "layers": 3, "hidden": 8, "seed": 3}
     how |= {"mode": "mini", "batch": 40, "fanout": (3, 3, 2)}
@@ -151,7 +149,7 @@ def test_all_ranks_of_p3_begin_in_one_order(run_ranks: Ranks, model: str) -> Non
     assert orders[0] == orders[1] == orders[2] and len(orders[0]) > 20
 
 
-def test_another_order_is_seen() -> None:
+def test_another_order_is_seen():
     """Two ranks, each of which begins what the other begins last."""
     a, b = frozenset({("all_reduce", "0", 4, 1)}), frozenset({("all_reduce", "1", 4, 1)})
     assert must_be_one_order([[a, b], [a, b]]) == 2

@@ -19,7 +19,7 @@ from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-model.md"
@@ -78,7 +78,7 @@ def workload_of(tmp_path: Path, code: str, name: str = "M", **more: Any) -> Work
 
 
 @pytest.mark.parametrize("layer", [1, 2])
-def test_graphsage_is_counted_as_its_formulas_say(layer: int, tmp_path: Path) -> None:
+def test_graphsage_is_counted_as_its_formulas_say(layer, tmp_path):
     """Products, gathers, weights, and what is kept are the same; the temporaries are near."""
     wide = {"layers": 3, "hidden": 64, "dropout": 0.5, "mode": "mini"}
     file = tmp_path / "layer.py"
@@ -98,7 +98,7 @@ def test_graphsage_is_counted_as_its_formulas_say(layer: int, tmp_path: Path) ->
         assert counted_memory.backward == pytest.approx(stated_memory.backward, rel=0.05)
 
 
-def test_p3_cuts_the_work_of_layer_1_by_columns(tmp_path: Path) -> None:
+def test_p3_cuts_the_work_of_layer_1_by_columns(tmp_path):
     """A quarter of the columns: what halves say of it is what that many columns are counted at."""
     whole = workload_of(tmp_path, EXAMPLE, "Contrast", hidden=64)
     file = f"{tmp_path / 'layer.py'}:Contrast"
@@ -132,7 +132,7 @@ class M(Layer):
 """
 
 
-def test_what_a_layer_does_to_its_inputs_is_counted_both_ways(tmp_path: Path) -> None:
+def test_what_a_layer_does_to_its_inputs_is_counted_both_ways(tmp_path):
     plain = NORMING.replace("drop(self.norm(x))", "drop(x)")
     normed, unnormed = (
         describe(workload_of(tmp_path, code), FEATURES, CLASSES) for code in (NORMING, plain)
@@ -163,7 +163,7 @@ class M(Layer):
 """
 
 
-def test_attention_of_a_layers_own_is_counted(tmp_path: Path) -> None:
+def test_attention_of_a_layers_own_is_counted(tmp_path):
     """The backward pass makes a sparse tensor of the edges, at which counting ended in an error:
     it multiplies two rows along every edge, and sums rows over the transposed edges."""
     model = describe(workload_of(tmp_path, ATTENDING, hidden=64), FEATURES, CLASSES)
@@ -188,14 +188,8 @@ RUNS = [
 @pytest.mark.parametrize(("servers", "strategy", "more"), RUNS)
 @pytest.mark.parametrize("code", ["Contrast", pytest.param("M", marks=pytest.mark.nightly)])
 def test_two_ranks_train_it_as_one_process_does(
-    code: str,
-    servers: int,
-    strategy: str,
-    more: dict[str, Any],
-    tmp_path: Path,
-    graphs: dict[str, str],
-    run_ranks: Ranks,
-) -> None:
+    code, servers, strategy, more, tmp_path, graphs, run_ranks
+):
     """Equal losses, and the bytes that were predicted."""
     if strategy == "p3" and code == "M":
         pytest.skip("without P3's calls; refused below")
@@ -216,7 +210,7 @@ def test_two_ranks_train_it_as_one_process_does(
     assert counted == {op: nbytes for op, nbytes in scheduled.items() if nbytes}
 
 
-def test_every_rank_makes_the_same_weights(tmp_path: Path, run_ranks: Ranks, graphs: Any) -> None:
+def test_every_rank_makes_the_same_weights(tmp_path, run_ranks, graphs):
     """Layer N starts from (seed, N), whichever layers a rank has and whatever was drawn before."""
     from gnnplan.executor.modules.nets import net_of
 
@@ -266,37 +260,37 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_planned_is_refused(what: str, tmp_path: Path) -> None:
+def test_what_cannot_be_planned_is_refused(what, tmp_path):
     code, words = REFUSED[what]
     with pytest.raises(SpecError, match=words):
         workload_of(tmp_path, code)
 
 
-def test_p3_says_what_a_layer_lacks(tmp_path: Path, graphs: dict[str, str]) -> None:
+def test_p3_says_what_a_layer_lacks(tmp_path, graphs):
     workload = workload_of(tmp_path, WEIGHING, mode="mini", batch=16, fanout="full")
     case = Case("p3", graphs["rough"], workload.model_dump())
     with pytest.raises(SpecError, match=r"give it by_columns, scatter, transform and apply"):
         case.settled(case.problem(2))
 
 
-def test_sparse_features_are_refused(tmp_path: Path, graphs: dict[str, str]) -> None:
+def test_sparse_features_are_refused(tmp_path, graphs):
     (tmp_path / "layer.py").write_text(EXAMPLE)
     problem = Case("graph_parallel", graphs["sparse"]).problem(2)
     with pytest.raises(SpecError, match=r"sparse.*gnnplan convert"):
         with_user_model(problem, f"{tmp_path / 'layer.py'}:Contrast")
 
 
-def test_a_norm_is_the_layers_own_affair(tmp_path: Path) -> None:
+def test_a_norm_is_the_layers_own_affair(tmp_path):
     with pytest.raises(SpecError, match=r"norms in its prepare or update.*leave norm out"):
         workload_of(tmp_path, EXAMPLE, "Contrast", norm="batch")
 
 
-def test_the_kind_alone_is_no_model() -> None:
+def test_the_kind_alone_is_no_model():
     with pytest.raises(ValueError, match=r"model=FILE\.py:MyLayer"):
         Workload(model="own")
 
 
-def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path: Path) -> None:
+def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path):
     from gnnplan.executor.modules.nets import net_of
 
     workload = workload_of(tmp_path, EXAMPLE, "Contrast")
@@ -306,7 +300,7 @@ def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path: Path) -
         net_of(describe(workload, FEATURES, CLASSES), workload)
 
 
-def test_a_live_layer_is_refused(graphs: dict[str, str]) -> None:
+def test_a_live_layer_is_refused(graphs):
     from gnnplan.layers import Layer
 
     problem = Case("graph_parallel", graphs["rough"]).problem(2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.plain import Plain, difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -60,9 +60,7 @@ def train_with_a_delay_of_three(case: Case) -> tuple[list[float], dict[str, Tens
         lambda row: {row[0], row[1:]},
     ),
 )
-def test_the_pipeline_is_the_recursion(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, servers: int, copies: int
-) -> None:
+def test_the_pipeline_is_the_recursion(run_ranks, graphs, model, world, servers, copies):
     """Every model with both optimizers and graphs."""
     optimizer, graph = (("sgd", "rough"), ("adam", "sparse"))[
         (servers + (model in ("gcn", "gat"))) % 2
@@ -81,7 +79,7 @@ def test_the_pipeline_is_the_recursion(
     assert difference(result.weights, weights) <= 1e-9, str(case)
 
 
-def test_a_kind_that_is_no_sum_over_columns_is_named(graphs: dict[str, str]) -> None:
+def test_a_kind_that_is_no_sum_over_columns_is_named(graphs):
     with pytest.raises(
         SpecError,
         match="that of resgcn reads an encoder's output: it has no scatter, transform and apply",

@@ -53,9 +53,7 @@ def set_up(tmp_path: Path, name: str, source: str, dropout: float) -> tuple[list
 @pytest.mark.parametrize(
     "dropout", [0.0, pytest.param(0.5, marks=pytest.mark.nightly)], ids=["aggregated once", "not"]
 )
-def test_the_set_up_of_a_rank_takes_little_more_than_its_part(
-    tmp_path: Path, dropout: float
-) -> None:
+def test_the_set_up_of_a_rank_takes_little_more_than_its_part(tmp_path, dropout):
     """By what processes had resident, against one whose part is next to nothing."""
     sizes = "features={}&classes=4&seed=0&vertices={}&edges={}"
     small = "synthetic:community?" + sizes.format(8, 100, 400)
@@ -69,7 +67,7 @@ def test_the_set_up_of_a_rank_takes_little_more_than_its_part(
         assert after - before <= 1.3 * part
 
 
-def test_a_rank_reads_its_own_part_only(graphs: dict[str, str], tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_part_only(graphs, tmp_path):
     """The others' files are gone when it looks."""
     folder = parts_of(graphs["rough"], tmp_path / "parts", 3)
     graph = load(folder)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -56,7 +54,7 @@ class Asked:
 
 
 @pytest.fixture
-def asked() -> Iterator[Asked]:
+def asked():
     graph = load(GRAPH)
     assert isinstance(graph, Graph)
     workload = Workload(model="gcn", layers=2, hidden=8)
@@ -73,7 +71,7 @@ def needed(name: str) -> ModuleType:
         pytest.skip(str(error))
 
 
-def test_dgl_reads_a_part_per_server_and_a_trainer_per_rank(asked: Asked, tmp_path: Path):
+def test_dgl_reads_a_part_per_server_and_a_trainer_per_rank(asked, tmp_path):
     dgl = needed("dgl")
     assert partitions.distdgl(asked.problem, asked.strategy, tmp_path / "parts") is None
     parts = [
@@ -100,7 +98,7 @@ def test_dgl_reads_a_part_per_server_and_a_trainer_per_rank(asked: Asked, tmp_pa
     assert edges == asked.edges
 
 
-def test_pyg_reads_a_part_per_rank(asked: Asked, tmp_path: Path):
+def test_pyg_reads_a_part_per_rank(asked, tmp_path):
     distributed = needed("torch_geometric.distributed")
     folder = tmp_path / "parts"
     assert partitions.pyg(asked.problem, asked.strategy, folder) is None
@@ -123,7 +121,7 @@ def test_pyg_reads_a_part_per_rank(asked: Asked, tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "library"), [("distdgl", "dgl"), ("pyg", "torch_geometric")])
-def test_parts_of_others_are_read_again(asked: Asked, tmp_path: Path, name: str, library: str):
+def test_parts_of_others_are_read_again(asked, tmp_path, name, library):
     """The graph that was written, cut as it was; and so it can become a folder of our parts."""
     needed(library)
     folder = tmp_path / "parts"
@@ -143,7 +141,7 @@ def test_parts_of_others_are_read_again(asked: Asked, tmp_path: Path, name: str,
         load(str(folder))
 
 
-def test_what_fails_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_fails_leaves_nothing(asked, tmp_path, monkeypatch):
     """And names the extra that is missing."""
     needed("torch_geometric")
     (tmp_path / "there").mkdir()
@@ -158,9 +156,7 @@ def test_what_fails_leaves_nothing(asked: Asked, tmp_path: Path, monkeypatch: py
         partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
 
 
-def test_a_library_that_partitions_by_itself_is_refused(
-    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_library_that_partitions_by_itself_is_refused(asked, tmp_path, monkeypatch):
     """A later version might not ask for the assignment where we give ours."""
     dgl = needed("dgl")
     monkeypatch.setattr(dgl.distributed, "partition_graph", lambda *_, **__: None)
@@ -169,7 +165,7 @@ def test_a_library_that_partitions_by_itself_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_strategy_that_owns_no_vertices_says_so(asked: Asked):
+def test_a_strategy_that_owns_no_vertices_says_so(asked):
     assigned, told = partitions.assignment(asked.problem, parse("gnnpipe(stages=4)"))
     assert np.array_equal(assigned, asked.gpu)
     assert told and "gnnpipe gives no rank vertices of its own" in told

@@ -37,7 +37,7 @@ QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2}
 
 
 @pytest.fixture(scope="module")
-def problem() -> Problem:
+def problem():
     return CASE.problem(2)
 
 
@@ -55,7 +55,7 @@ def found(
     return {**peers.found(rank, Ready(asked, checkpoints, [10, 20], {}, [])), **other}
 
 
-def test_ranks_that_agree(problem: Problem) -> None:
+def test_ranks_that_agree(problem):
     theirs = found(problem, rank=OTHER, checkpoints=[10], host="elsewhere")
     # processes are in the order of their GPUs
     agreed = peers.compare([theirs, found(problem)])
@@ -63,7 +63,7 @@ def test_ranks_that_agree(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("name", ["gnnplan", "torch", "data", "plan", "options"])
-def test_ranks_that_differ(name: str, problem: Problem) -> None:
+def test_ranks_that_differ(name, problem):
     theirs = found(problem, rank=OTHER, host="elsewhere", **{name: "other"})
     with pytest.raises(
         Mismatch,
@@ -75,7 +75,7 @@ def test_ranks_that_differ(name: str, problem: Problem) -> None:
         peers.compare([found(problem), theirs])
 
 
-def test_another_question_is_another_plan(problem: Problem) -> None:
+def test_another_question_is_another_plan(problem):
     """Of the data and the version other facts tell."""
 
     def plan(**more: Any) -> str:
@@ -85,7 +85,7 @@ def test_another_question_is_another_plan(problem: Problem) -> None:
     assert plan(graph="abd") == plan()
 
 
-def test_what_does_not_fit_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_a_gpu_is_refused(monkeypatch):
     """Two ranks on one GPU, of which 100 MB are free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100e6, 200e6))
     planned = CASE.problem(2)
@@ -143,7 +143,7 @@ def all_begin(*everyone: Found) -> list[list[str] | GnnplanError]:
         return list(threads.map(begin, range(len(everyone))))
 
 
-def test_what_differs_is_said_once(problem: Problem) -> None:
+def test_what_differs_is_said_once(problem):
     everyone = [found(problem, differs=differs) for differs in (["a"], ["a", "b"], ["a"])]
     assert all_begin(*everyone) == [["a", "b"]] * 3
     everyone[1] = {**everyone[1], "host": "second"}
@@ -151,7 +151,7 @@ def test_what_differs_is_said_once(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("refusing", [0, 2])
-def test_what_one_refuses_all_refuse(refusing: int, problem: Problem) -> None:
+def test_what_one_refuses_all_refuse(refusing, problem):
     everyone = [found(problem)] * 3
     everyone[refusing] = peers.refusal(refusing, SpecError("open files: too few"))
     words = f"rank {refusing} ({socket.gethostname()}) cannot train: open files: too few"
@@ -162,7 +162,7 @@ def test_what_one_refuses_all_refuse(refusing: int, problem: Problem) -> None:
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path: Path) -> None:
+def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path):
     """Rank 0, whose plan is of other data, hosts the store where they meet. Rank 1 waited for it
     until --timeout, and then did not know why."""
     how = "--hidden 8 --ranks 2 --strategy graph_parallel"

@@ -63,9 +63,7 @@ def module(tmp_path: Path, made: str, head: str = HEAD) -> tuple[UserModule, Pie
 
 
 @pytest.fixture(scope="module", params=MODULES)
-def of_a_kind(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[UserModule, Pieces]:
+def of_a_kind(request, tmp_path_factory):
     """A module of each kind, read once for all tests."""
     return module(tmp_path_factory.mktemp("module"), MODULES[request.param])
 
@@ -83,7 +81,7 @@ def a_block() -> Block:
 
 
 @pytest.mark.slow
-def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind: tuple[UserModule, Pieces]) -> None:
+def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind):
     """Before, what a module made of edges was in no plan (a GCN's rank held 99 MB, and 25 were
     predicted), and copies of operands of another type were not (SAGE's max)."""
     user, pieces = of_a_kind
@@ -113,7 +111,7 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind: tuple[UserModule, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
-def test_memory_of_edges_is_what_stays(of_a_kind: tuple[UserModule, Pieces]) -> None:
+def test_memory_of_edges_is_what_stays(of_a_kind):
     user, pieces = of_a_kind
     model, block = describe(with_module(Workload(), user, []), FEATURES, CLASSES), a_block()
     pieces.structure.on_whole(block.whole, pieces.place)
@@ -128,7 +126,7 @@ def test_memory_of_edges_is_what_stays(of_a_kind: tuple[UserModule, Pieces]) -> 
 
 
 @pytest.mark.slow
-def test_a_step_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_step_leaves_nothing_behind(tmp_path):
     """A function that calls itself held all values of a step, until Python looked for cycles."""
     _, pieces = module(tmp_path, MODULES["sage"])
     block, layer = a_block(), pieces.layer(1)
@@ -146,13 +144,13 @@ def test_a_step_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_rows_that_neighbours_read_are_exchanged(tmp_path: Path) -> None:
+def test_only_rows_that_neighbours_read_are_exchanged(tmp_path):
     """SAGE's product of a vertex's own row is made by that vertex's rank alone."""
     _, pieces = module(tmp_path, MODULES["sage"])
     assert [pieces.width(layer) for layer in range(3)] == [FEATURES, 64, CLASSES]
 
 
-def test_rows_that_only_their_vertex_reads_later_stay(tmp_path: Path) -> None:
+def test_rows_that_only_their_vertex_reads_later_stay(tmp_path):
     """APPNP's first rows were exchanged before each of its steps; `narrow` was for our kinds alone."""
     head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")
     user, _ = module(tmp_path, "Two(nn.Linear(f, c), APPNP(4, 0.1))", head)
@@ -161,7 +159,7 @@ def test_rows_that_only_their_vertex_reads_later_stay(tmp_path: Path) -> None:
     assert [model.exchanged_width(layer, narrow=True) for layer in (2, 3, 4)] == 3 * [CLASSES]
 
 
-def test_equal_calls_are_made_once(tmp_path: Path) -> None:
+def test_equal_calls_are_made_once(tmp_path):
     """APPNP makes alpha times its first rows in every step of its own."""
     head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")
     _, pieces = module(tmp_path, "Two(nn.Linear(f, c), APPNP(4, 0.1))", head)
@@ -182,18 +180,14 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("does", WAYS)
-def test_a_forward_that_does_not_come_back_is_refused(
-    does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_does_not_come_back_is_refused(does, tmp_path, monkeypatch):
     monkeypatch.setattr(elsewhere, "FORWARD_SECONDS", 1.0)
     head = f"{HEAD}\nclass Odd(Two):\n    def forward(self, x, edge_index):\n        h = {does}\n        return super().forward(x, edge_index)\n"
     with pytest.raises(SpecError, match=WAYS[does]):
         module(tmp_path, "Odd(GCNConv(f, 64), GCNConv(64, c))", head)
 
 
-def test_a_class_that_does_not_come_back_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_that_does_not_come_back_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(elsewhere, "MAKING_SECONDS", 10.0)
     with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 10 s"):
         module(tmp_path, "time.sleep(100)")

@@ -14,7 +14,7 @@ from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.vocabulary.trace import recorded_order
-from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result, meeting
+from gnnplan.testing.ranks import Case, Result, meeting
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -67,9 +67,7 @@ def assert_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
             assert recorded == [str(task.label) for task in tasks if task.lane == lane]
 
 
-def test_ranks_that_torchrun_starts(
-    run_ranks: Ranks, fork_server: ForkServer, graphs: dict[str, str], tmp_path: Path
-):
+def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
     """Four processes in the order of their GPUs, two servers of two, stages of two: rank 0 is not
     process 0."""
     case = Case(
@@ -107,7 +105,7 @@ def test_ranks_that_torchrun_starts(
 
 
 @pytest.mark.nightly  # torchrun's ranks are tested every time
-def test_ranks_that_a_run_starts(run_ranks: Ranks, graphs: dict[str, str], tmp_path: Path):
+def test_ranks_that_a_run_starts(run_ranks, graphs, tmp_path):
     case = Case(
         "gnnpipe(chunks=3)",
         graphs["rough"],

@@ -40,20 +40,20 @@ def made(case: Case) -> Asked:
 
 
 @pytest.fixture(scope="module")
-def asked() -> Asked:
+def asked():
     """Of two ranks on one server, without a file."""
     return made(Case("graph_parallel", GRAPH, {"hidden": 8, "layers": 2, "epochs": 50}))
 
 
 @pytest.fixture(scope="module")
-def ahead() -> Asked:
+def ahead():
     """Of mini-batches that a sampler makes two steps ahead."""
     mini = {"mode": "mini", "batch": 30, "fanout": (3, 2), "layers": 2, "hidden": 8}
     return made(Case("data_parallel(prefetch=2)", GRAPH, mini))
 
 
 @pytest.fixture(autouse=True)
-def this_machine(monkeypatch: Patch) -> None:
+def this_machine(monkeypatch):
     """Two cores without a GPU, with room for everything."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -76,7 +76,7 @@ def edited(asked: Asked, edit: Edit, **fields: Any) -> Asked:
     return replace(asked, document=document, **fields)
 
 
-def test_a_plan_for_this_machine_starts_without_a_word(asked: Asked, ahead: Asked) -> None:
+def test_a_plan_for_this_machine_starts_without_a_word(asked, ahead):
     for plan in (asked, ahead):
         assert [row for row in look(plan) if row.verdict != "ok"] == []
         assert must_start(plan) == []
@@ -122,7 +122,7 @@ EDITS: dict[str, tuple[str, Edit, str, str]] = {
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_what_the_plan_says(case: str, asked: Asked) -> None:
+def test_what_the_plan_says(case, asked):
     what, edit, verdict, says = EDITS[case]
     found = row(edited(asked, edit), what)
     assert found.verdict == verdict and says in found.says, found
@@ -172,14 +172,14 @@ LACKS: dict[str, tuple[str, Callable[[Patch], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", LACKS)
-def test_what_this_machine_lacks(case: str, asked: Asked, monkeypatch: Patch) -> None:
+def test_what_this_machine_lacks(case, asked, monkeypatch):
     what, lack, verdict, says = LACKS[case]
     lack(monkeypatch)
     found = row(asked, what)
     assert found.verdict == verdict and says in found.says, found
 
 
-def test_a_disk_is_asked_for_as_much_as_checkpoints_take(asked: Asked, monkeypatch: Patch) -> None:
+def test_a_disk_is_asked_for_as_much_as_checkpoints_take(asked, monkeypatch):
     """Weights and Adam's moments of two ranks, three times; once more where two are there."""
     one = asked.predicted["parameters"] * 3
     for options, needed in (
@@ -196,9 +196,7 @@ def test_a_disk_is_asked_for_as_much_as_checkpoints_take(asked: Asked, monkeypat
                 assert row(replace(asked, options=options), "disk").verdict == verdict
 
 
-def test_shared_memory_holds_the_batches_that_wait(
-    asked: Asked, ahead: Asked, monkeypatch: Patch
-) -> None:
+def test_shared_memory_holds_the_batches_that_wait(asked, ahead, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     assert row(asked, "shared memory").verdict == "ok"
     found = row(ahead, "shared memory")
@@ -208,7 +206,7 @@ def test_shared_memory_holds_the_batches_that_wait(
     assert row(ahead, "shared memory").verdict == "ok"
 
 
-def test_graph_data_in_a_servers_memory_is_asked_for(asked: Asked, monkeypatch: Patch) -> None:
+def test_graph_data_in_a_servers_memory_is_asked_for(asked, monkeypatch):
     """A plan that needs more than the server has started all the same: only ranks were counted."""
     plan = edited(asked, lambda d: (gpu_plan(d), d["best"]["predicted"].update(host_bytes=8.36e9)))
     assert row(plan, "memory").verdict == "ok"  # 7.6 GB at least, and 400 MB of ranks
@@ -220,7 +218,7 @@ def test_graph_data_in_a_servers_memory_is_asked_for(asked: Asked, monkeypatch: 
     assert found.says.endswith("plan again with --set host_memory=7.00GB")
 
 
-def test_gpus_of_a_plan_for_gpus(asked: Asked, monkeypatch: Patch) -> None:
+def test_gpus_of_a_plan_for_gpus(asked, monkeypatch):
     """Those of another size and form are the same GPU; too few are shared."""
     plan = edited(asked, gpu_plan)
     lacking(monkeypatch, "gpus", 2)
@@ -239,7 +237,7 @@ def launched(asked: Asked, monkeypatch: Patch, **env: str) -> Asked:
     return replace(asked, launched=True)
 
 
-def test_ranks_that_a_launcher_started(asked: Asked, monkeypatch: Patch) -> None:
+def test_ranks_that_a_launcher_started(asked, monkeypatch):
     assert must_start(launched(asked, monkeypatch)) == []
     three = row(launched(asked, monkeypatch, WORLD_SIZE="3"), "ranks")
     assert (three.verdict, three.says) == ("stops", "start 2, or plan again with --ranks 3")
@@ -249,7 +247,7 @@ def test_ranks_that_a_launcher_started(asked: Asked, monkeypatch: Patch) -> None
     assert row(one, "servers").verdict == "differs" and one.ranks_here == 2
 
 
-def test_where_ranks_meet(asked: Asked, monkeypatch: Patch) -> None:
+def test_where_ranks_meet(asked, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     plan = launched(asked, monkeypatch)
     must_meet()
@@ -269,7 +267,7 @@ def test_where_ranks_meet(asked: Asked, monkeypatch: Patch) -> None:
     assert row(replace(plan), "address").says == "use the address of rank 0's server"
 
 
-def test_all_that_stops_is_said_at_once(asked: Asked, monkeypatch: Patch) -> None:
+def test_all_that_stops_is_said_at_once(asked, monkeypatch):
     lacking(monkeypatch, "free_memory", 300e6)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (99, 99))
     plan = edited(asked, lambda d: d.update(gnnplan="9.9", torch="2.1.0"))

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from gnnplan.executor.ranks.opening import stay_on_own_cores
-from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.ranks import Case, Ranks
 
 
 @pytest.mark.timeout(110)
-def test_a_failed_case_ends_its_world_only(
-    tmp_path: Path, graphs: dict[str, str], fork_server: ForkServer
-) -> None:
+def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server):
     ranks = Ranks(fork_server, tmp_path)
     try:
         case = Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)
@@ -33,7 +31,7 @@ def test_a_failed_case_ends_its_world_only(
 
 @pytest.mark.timeout(110)
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
-def test_gloos_threads_wait_for_their_turn(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_gloos_threads_wait_for_their_turn(run_ranks, graphs):
     """Gloo's own thread displaced those that held its lock and span on it: an exchange of 1 KB
     among four ranks on two cores took 4 ms."""
     run_ranks(2, [Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)])
@@ -45,7 +43,7 @@ def test_gloos_threads_wait_for_their_turn(run_ranks: Ranks, graphs: dict[str, s
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 @pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"])
-def test_ranks_of_torchs_agent_stay_on_cores_of_their_own(launcher: str) -> None:
+def test_ranks_of_torchs_agent_stay_on_cores_of_their_own(launcher):
     """The kernel put both of two ranks on one core, and a step of 7.7 ms took 9.3."""
     cores = os.sched_getaffinity(0)
 

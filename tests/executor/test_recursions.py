@@ -21,7 +21,7 @@ from torch import Tensor
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.testing.plain import Plain, Read, difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -130,9 +130,7 @@ WAYS = (  # graph, dropout, optimizer
     ("model", "world", "way"),
     covered(list(itertools.product(MODELS, (2, 3, 4), WAYS)), set),
 )
-def test_staleness_one_is_pipegcn(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, way: tuple[str, float, str]
-) -> None:
+def test_staleness_one_is_pipegcn(run_ranks, graphs, model, world, way):
     graph, dropout, optimizer = way
     how = workload(model, dropout, optimizer=optimizer)
     strategy = "pipegcn(buckets=4)" if world == 3 else "pipegcn"
@@ -156,9 +154,7 @@ SMOOTHINGS = ("pipegcn_gf", "pipegcn_f(gamma=0.5)", "pipegcn_g(gamma=0.7)")
     ("model", "world", "strategy"),
     covered(list(itertools.product(("gcn", "sage", "gcnii"), (2, 3, 4), SMOOTHINGS)), set),
 )
-def test_smoothing_is_pipegcns(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, strategy: str
-) -> None:
+def test_smoothing_is_pipegcns(run_ranks, graphs, model, world, strategy):
     knobs = parse(strategy)
     case = Case(
         strategy, graphs["rough"], workload(model, 0.5, optimizer="sgd"), epochs=5, eval_every=3
@@ -172,7 +168,7 @@ def test_smoothing_is_pipegcns(
     assert difference(result.weights, unsmoothed) > 1e-3
 
 
-def test_narrow_and_stale_lags_projected_rows(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_narrow_and_stale_lags_projected_rows(run_ranks, graphs):
     """GCN, whose last layer alone shrinks its rows: of it the halo is x W of the step before, and
     so is its gradient."""
     case = Case(
@@ -207,7 +203,7 @@ def test_narrow_and_stale_lags_projected_rows(run_ranks: Ranks, graphs: dict[str
     assert difference(result.weights, plain.w) <= 1e-9
 
 
-def test_no_smoothing_at_gamma_zero(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_no_smoothing_at_gamma_zero(run_ranks, graphs):
     plain, smooth = (
         Case(name, graphs["rough"], workload("sage", 0.5), epochs=4)
         for name in ("pipegcn", "pipegcn_gf(gamma=0.0)")
@@ -217,9 +213,7 @@ def test_no_smoothing_at_gamma_zero(run_ranks: Ranks, graphs: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("strategy", ["pipegcn", "pipegcn_gf(gamma=0.5)"])
-def test_the_staleness_error_is_used_minus_true(
-    run_ranks: Ranks, graphs: dict[str, str], strategy: str
-) -> None:
+def test_the_staleness_error_is_used_minus_true(run_ranks, graphs, strategy):
     """Of every layer and step, over both ranks, for rows ('f') and gradients ('b')."""
     knobs = parse(strategy)
     case = Case(strategy, graphs["rough"], workload("gcnii", 0.5), epochs=5, staleness_errors=True)
@@ -272,15 +266,8 @@ MEASURED = [  # model, world, graph, dropout, norm
     ),
 )
 def test_the_gradient_error_is_that_of_brute_force(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    strategy: str,
-    model: str,
-    world: int,
-    graph: str,
-    dropout: float,
-    norm: str | None,
-) -> None:
+    run_ranks, graphs, strategy, model, world, graph, dropout, norm
+):
     """Of every parameter and step; training goes on as if nobody had measured."""
     knobs = parse(strategy)
     how = workload(model, dropout, norm=norm)
@@ -305,9 +292,7 @@ def test_the_gradient_error_is_that_of_brute_force(
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "graph_parallel(narrow=True)"])
-def test_without_staleness_the_gradient_error_is_zero(
-    run_ranks: Ranks, graphs: dict[str, str], strategy: str
-) -> None:
+def test_without_staleness_the_gradient_error_is_zero(run_ranks, graphs, strategy):
     how = workload("gcn", 0.5)
     case = Case(strategy, graphs["rough"], how, epochs=3, gradient_errors=True)
     left = run_ranks(2, [case])[0].rank(0)["gradient_errors"]
@@ -377,16 +362,8 @@ PIPELINES = [
     covered(PIPELINES, pairs_of),
 )
 def test_gnnpipe_is_algorithm_1(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    model: str,
-    world: int,
-    chunks: int,
-    shuffle: bool,
-    historical_gradients: bool,
-    period: int,
-    dropout: float,
-) -> None:
+    run_ranks, graphs, model, world, chunks, shuffle, historical_gradients, period, dropout
+):
     strategy = f"gnnpipe(chunks={chunks},shuffle={shuffle},historical_gradients={historical_gradients},period={period})"
     graph, optimizer = (
         ("multi", "adam") if period == 3 and dropout else ("rough" if shuffle else "sparse", "sgd")
@@ -427,9 +404,7 @@ class Handed(Plain):
         ("sage", 4, "gnnpipe(stages=2,chunks=3,period=1,bits=4)"),
     ],
 )
-def test_a_stage_hands_on_rounded_rows(
-    run_ranks: Ranks, graphs: dict[str, str], model: str, world: int, strategy: str
-) -> None:
+def test_a_stage_hands_on_rounded_rows(run_ranks, graphs, model, world, strategy):
     """And reads them, its own and historical ones."""
     how = workload(model, 0.5, optimizer="sgd")
     case = Case(strategy, graphs["rough"], how, epochs=4, eval_every=2)
@@ -446,9 +421,7 @@ def test_a_stage_hands_on_rounded_rows(
 
 
 @pytest.mark.parametrize("model", covered(MODELS, lambda model: {"any"}))
-def test_gnnpipe_with_the_papers_period(
-    run_ranks: Ranks, graphs: dict[str, str], model: str
-) -> None:
+def test_gnnpipe_with_the_papers_period(run_ranks, graphs, model):
     """alpha = 23: the first 23 epochs read epoch 0, the 24th and later ones epoch 23."""
     case = Case("gnnpipe(chunks=4)", graphs["rough"], workload(model, 0.5), epochs=26)
     losses, weights = gnnpipe(
@@ -475,13 +448,7 @@ HYBRIDS = [  # graph, directed, shuffle, historical gradients, period, dropout
         set,
     ),
 )
-def test_the_hybrid_is_the_pipeline(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    model: str,
-    groups: tuple[int, int, int],
-    hybrid: tuple[str, bool, bool, bool, int, float],
-) -> None:
+def test_the_hybrid_is_the_pipeline(run_ranks, graphs, model, groups, hybrid):
     """A row of another member is fresh or historical when one of its own would be, so the recursion
     does not know of groups."""
     world, stages, chunks = groups
@@ -505,9 +472,7 @@ def test_the_hybrid_is_the_pipeline(
 
 
 @pytest.mark.parametrize("model", ["sage", pytest.param("gcnii", marks=pytest.mark.nightly)])
-def test_members_may_go_without_a_share_of_a_chunk(
-    run_ranks: Ranks, graphs: dict[str, str], model: str
-) -> None:
+def test_members_may_go_without_a_share_of_a_chunk(run_ranks, graphs, model):
     """60 vertices in 24 chunks over groups of two: a member without rows has nothing to send or
     hand on, and still meets the other."""
     case = Case(
@@ -536,9 +501,7 @@ STALE = [
 
 
 @pytest.mark.parametrize("how", STALE, ids=lambda how: how["model"])
-def test_blocks_under_stale_rows_of_pipegcn(
-    run_ranks: Ranks, graphs: dict[str, str], how: dict[str, str]
-) -> None:
+def test_blocks_under_stale_rows_of_pipegcn(run_ranks, graphs, how):
     """A stale row is normalised with this step's weights and moments, and takes part in its
     reader's softmax."""
     work = workload(dropout=0.5, optimizer="sgd", **how)
@@ -565,14 +528,8 @@ GROUPED = (  # world, shuffle, period, checkpoint
     ),
 )
 def test_blocks_under_historical_rows_of_gnnpipe(
-    run_ranks: Ranks,
-    graphs: dict[str, str],
-    model: str,
-    world: int,
-    shuffle: bool,
-    period: int,
-    checkpoint: bool,
-) -> None:
+    run_ranks, graphs, model, world, shuffle, period, checkpoint
+):
     """GNNPipe has no batch norm. A historical row is normalised too, but nothing flows back through
     it, or where nothing but dropout prepares it, one step late."""
     gradients = model != "resgcn"

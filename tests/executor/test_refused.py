@@ -18,7 +18,7 @@ from gnnplan.executor.ranks.machine import ProcessRoom
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
 
-def test_what_memory_that_ran_out_looks_like() -> None:
+def test_what_memory_that_ran_out_looks_like():
     with pytest.raises(RuntimeError) as too_much:
         torch.empty(1 << 60)
     assert (
@@ -36,7 +36,7 @@ def explained(error: Exception, folder: Path) -> tuple[int, str]:
     return explain(error, folder, 0, torch.device("cpu"), {})
 
 
-def test_a_full_disk_is_no_lost_rank(tmp_path: Path) -> None:
+def test_a_full_disk_is_no_lost_rank(tmp_path):
     """It ended a run with 4, and was tried again (--restarts), unless a checkpoint met it."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/x")
     code, said = explained(error, tmp_path)
@@ -46,7 +46,7 @@ def test_a_full_disk_is_no_lost_rank(tmp_path: Path) -> None:
     assert explained(gloo, tmp_path)[0] == SpecError.exit_code
 
 
-def test_no_thread_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_told_as_what_it_is(tmp_path, monkeypatch):
     """It was told as memory that ran out, with the advice to plan a smaller workload."""
     error, few = RuntimeError("can't start new thread"), ProcessRoom(3, "ulimit -u is 90", "allow")
     monkeypatch.setattr(failure, "process_room", lambda: few)
@@ -59,7 +59,7 @@ def test_no_thread_is_told_as_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
         assert code == LostRank.exit_code and "memory ran out" in said
 
 
-def test_the_tightest_limit_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tightest_limit_of_processes(tmp_path, monkeypatch):
     """The user's, and those of the control groups around the process, of both versions."""
     (tmp_path / "own").write_text("8:pids:/job\n4:memory:/m\n0::/pod/container\n")
     for group, most in (
@@ -83,5 +83,5 @@ def test_the_tightest_limit_of_processes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
-def test_threads_of_the_user_are_counted() -> None:
+def test_threads_of_the_user_are_counted():
     assert machine._threads_of_user() >= len(os.listdir("/proc/self/task"))

@@ -18,7 +18,6 @@ from gnnplan.executor.launch.launcher import unwound_by_signals
 from gnnplan.executor.ranks.checkpoint import onwards
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import ForkServer
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -27,7 +26,7 @@ Attempt = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def plans(tmp_path: Path) -> list[Path]:
+def plans(tmp_path):
     """Two of one training: they go on from each other's checkpoints where a user asks for it."""
     made = {"one.json": "graph_parallel", "other.json": "granndis"}
     return [
@@ -37,7 +36,7 @@ def plans(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, fork_server: ForkServer) -> Attempt:
+def attempt(tmp_path, fork_server):
     """Be an attempt of a rank that torchrun started; returns its exit code, and what it said."""
 
     def run(restarts: int, *arguments: str) -> tuple[int, str]:
@@ -65,9 +64,7 @@ def files(out: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_a_restart_goes_on_with_its_own_run_alone(
-    plans: list[Path], attempt: Attempt, tmp_path: Path
-) -> None:
+def test_a_restart_goes_on_with_its_own_run_alone(plans, attempt, tmp_path):
     """The first attempt of the other plan was refused, and the second took over this one's weights:
     it was no longer a user's `--resume` that allowed it."""
     one, other = map(str, plans)
@@ -88,9 +85,7 @@ def test_a_restart_goes_on_with_its_own_run_alone(
     assert files(out)[str(out / "weights.safetensors")] == there[str(out / "weights.safetensors")]
 
 
-def test_a_restarted_resume_without_a_checkpoint_deletes_nothing(
-    plans: list[Path], attempt: Attempt, tmp_path: Path
-) -> None:
+def test_a_restarted_resume_without_a_checkpoint_deletes_nothing(plans, attempt, tmp_path):
     """A disk that was away for a moment cost all epochs: the restart began from the first."""
     out = tmp_path / "run"
     words = ["--epochs", "4", "--checkpoint-every", "2"]
@@ -103,14 +98,14 @@ def test_a_restarted_resume_without_a_checkpoint_deletes_nothing(
         assert (code, files(out)) == (2, there) and "has no checkpoint that all ranks" in said
 
 
-def test_checkpoints_alone_are_a_run(tmp_path: Path) -> None:
+def test_checkpoints_alone_are_a_run(tmp_path):
     """Of a server without rank 0. A new run kept these, which are later, and deleted its own."""
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(SpecError, match="holds a run already"):
         must_be_new(tmp_path)
 
 
-def test_ranks_with_disks_of_their_own_choose_one_plan() -> None:
+def test_ranks_with_disks_of_their_own_choose_one_plan():
     """Rank 0 has epoch 10 of both plans, rank 1 that of this one: each loaded what it had."""
     assert onwards([[10], [10]], [[(10, "other")], []]) == (10, False)
     assert onwards([[10], [10]], [[(10, "other")], [(10, "other")]]) == (10, False)
@@ -119,9 +114,7 @@ def test_ranks_with_disks_of_their_own_choose_one_plan() -> None:
     assert onwards([[], [10]], [[(10, "other")], []]) == (0, False)
 
 
-def test_a_plan_that_has_nothing_takes_over_all(
-    plans: list[Path], attempt: Attempt, tmp_path: Path
-) -> None:
+def test_a_plan_that_has_nothing_takes_over_all(plans, attempt, tmp_path):
     one, other = plans
     out = tmp_path / "run"
     words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]
@@ -149,9 +142,7 @@ def handled(number: int, handler: Any) -> Iterator[None]:
         (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
     ],
 )
-def test_a_signal_unwinds_a_launcher_where_it_looks(
-    number: int, handler: Any, raised: type[BaseException]
-) -> None:
+def test_a_signal_unwinds_a_launcher_where_it_looks(number, handler, raised):
     """Raised while the launcher asked for a rank's end, it kept a lock that the end waited for."""
     with handled(number, handler):
         with pytest.raises(raised) as ended, unwound_by_signals() as unwind:
@@ -168,7 +159,7 @@ def test_a_signal_unwinds_a_launcher_where_it_looks(
             raise AssertionError
 
 
-def test_a_launcher_goes_on_where_it_is_to_ignore_a_signal() -> None:
+def test_a_launcher_goes_on_where_it_is_to_ignore_a_signal():
     """`nohup gnnplan run` ended with its terminal."""
     with handled(signal.SIGHUP, signal.SIG_IGN), unwound_by_signals() as unwind:
         os.kill(os.getpid(), signal.SIGHUP)

@@ -26,7 +26,7 @@ from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import alone_in
-from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.ranks import Case
 from gnnplan.testing.runs import must_resume
 
 pytestmark = pytest.mark.timeout(110)
@@ -114,9 +114,7 @@ def world_of(case: Case) -> int:
     CASES,
     ids=lambda case: f"{case.strategy} {case.workload['model']} {case.workload.get('batch', '')}",
 )
-def test_broken_off_and_resumed_is_unbroken(
-    case: Case, run_ranks: Ranks, graphs: dict[str, str]
-) -> None:
+def test_broken_off_and_resumed_is_unbroken(case, run_ranks, graphs):
     """Broken off an epoch after its last checkpoint: that epoch is trained again. By night this is the
     second checkpoint."""
     case = replace(case, graph=graphs[case.graph])
@@ -125,8 +123,8 @@ def test_broken_off_and_resumed_is_unbroken(
 
 
 def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
-    run_ranks: Ranks, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_ranks, graphs, monkeypatch
+):
     """One with a slow disk was still at epoch 20's when a fast one had 20 and 30 and no longer 10:
     lost then, they had none in common."""
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
@@ -141,9 +139,7 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
     assert there == {1: [], 2: [1], 3: [1, 2], 4: [2, 3]}
 
 
-def test_servers_with_disks_of_their_own_resume_from_these(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server):
     """A rank on each of two, as srun starts them: each finds plan and options in its own folder."""
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
     how = "--hidden 8 --set servers=2 --set gpus_per_server=1 --strategy pipegcn"
@@ -216,7 +212,7 @@ def saved(out: Path, rank: int, *epochs: int) -> Checkpoints:
     return checkpoints
 
 
-def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path: Path) -> None:
+def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path):
     mine, other = saved(tmp_path, 0, 10, 20, 30), saved(tmp_path, 1, 10, 20)
     kept = [stored(tmp_path / "checkpoints", rank) for rank in (0, 1)]
     assert kept == [[20, 30], [10, 20]] and mine.epochs() == [20, 30]
@@ -234,7 +230,7 @@ def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("left", [0, 7, 8, 100, -1])
-def test_a_torn_file_is_as_none(left: int, tmp_path: Path) -> None:
+def test_a_torn_file_is_as_none(left, tmp_path):
     checkpoints = saved(tmp_path, 0, 10, 20)
     torn = checkpoints.folder / "epoch20.rank0.safetensors"
     torn.write_bytes(torn.read_bytes()[:left])
@@ -242,7 +238,7 @@ def test_a_torn_file_is_as_none(left: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [-1, -4, 0.5])
-def test_a_damaged_file_is_as_none_and_said(at: float, tmp_path: Path) -> None:
+def test_a_damaged_file_is_as_none_and_said(at, tmp_path):
     """A bit that a disk or a copy has turned, in a weight or in the header: the one before counts."""
     checkpoints = saved(tmp_path, 0, 10, 20)
     damaged = checkpoints.folder / "epoch20.rank0.safetensors"
@@ -256,7 +252,7 @@ def test_a_damaged_file_is_as_none_and_said(at: float, tmp_path: Path) -> None:
     assert told == [f"note: {damaged} is damaged; going on without it"]
 
 
-def test_a_checkpoint_without_a_checksum_is_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_checksum_is_taken(tmp_path):
     """As those of older versions are."""
     checkpoints = saved(tmp_path, 0, 10)
     path = checkpoints.folder / "epoch10.rank0.safetensors"
@@ -265,7 +261,7 @@ def test_a_checkpoint_without_a_checksum_is_taken(tmp_path: Path) -> None:
     assert "crc32" not in about and checkpoints.epochs() == [10]
 
 
-def test_metrics_that_another_program_cuts_are_noticed_at_the_next_epoch(tmp_path: Path) -> None:
+def test_metrics_that_another_program_cuts_are_noticed_at_the_next_epoch(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path, 0)
     metrics.append('{"epoch": 1}\n')
@@ -276,7 +272,7 @@ def test_metrics_that_another_program_cuts_are_noticed_at_the_next_epoch(tmp_pat
     metrics.close()
 
 
-def test_metrics_go_on_after_the_lines_that_count(tmp_path: Path) -> None:
+def test_metrics_go_on_after_the_lines_that_count(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
     with pytest.raises(SpecError, match="has 2 epochs, but the checkpoint is of epoch 3"):
@@ -287,7 +283,7 @@ def test_metrics_go_on_after_the_lines_that_count(tmp_path: Path) -> None:
     assert path.read_text() == '{"epoch": 1}\n{"epoch": 2, "again": 1}\n'
 
 
-def test_metrics_that_lack_epochs_refuse_before_anything_is_removed(tmp_path: Path) -> None:
+def test_metrics_that_lack_epochs_refuse_before_anything_is_removed(tmp_path):
     """The weights of a finished run were gone when its ranks refused."""
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
     with pytest.raises(SpecError, match="has 1 epochs, but the checkpoint is of epoch 2"):
@@ -296,7 +292,7 @@ def test_metrics_that_lack_epochs_refuse_before_anything_is_removed(tmp_path: Pa
     must_go_on(tmp_path, 1, 4)
 
 
-def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_has_one_run_at_a_time(tmp_path):
     """Two that began together ended both, and left metrics that nobody could read."""
     words = tmp_path, "another run trains in", "give another --out"
     again = alone_in(*words)
@@ -306,7 +302,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_another_training_is_refused(tmp_path: Path) -> None:
+def test_another_training_is_refused(tmp_path):
     saved(tmp_path, 0, 10)
     with pytest.raises(
         SpecError,
@@ -322,7 +318,7 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
         fill({"weight": torch.zeros(2)}, {"weight": torch.zeros(1)})
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_told(tmp_path):
     """A folder where the file should be: it cannot be replaced."""
     (tmp_path / "checkpoints" / "epoch10.rank0.safetensors").mkdir(parents=True)
     with pytest.raises(

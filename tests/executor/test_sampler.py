@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from gnnplan.executor.ranks.rank import Groups, Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.vocabulary.errors import LostRank
-from gnnplan.testing.ranks import Case, Forked, Ranks
+from gnnplan.testing.ranks import Case, Forked
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
@@ -86,16 +85,14 @@ KILLED = r"a process of its own, was killed by .*Killed"
         (Killed, 3, f"^its sampler 3 of 3, {KILLED}"),
     ],
 )
-def test_a_sampler_that_dies_ends_the_run_with_its_words(
-    kind: type[Sampler], samplers: int, words: str, graphs: dict[str, str]
-) -> None:
+def test_a_sampler_that_dies_ends_the_run_with_its_words(kind, samplers, words, graphs):
     shares = arriving(kind, graphs, samplers)
     with pytest.raises((ValueError, LostRank), match=words):
         for step in range(4):
             shares.next(step)
 
 
-def test_a_sampler_that_stops_is_named(graphs: dict[str, str]) -> None:
+def test_a_sampler_that_stops_is_named(graphs):
     """Of several, those that are alive wait for their turn."""
     shares = arriving(Sampler, graphs, 3, timeout_s=1)
     shares.next(0)
@@ -108,7 +105,7 @@ def test_a_sampler_that_stops_is_named(graphs: dict[str, str]) -> None:
     assert not samplers()
 
 
-def test_a_slow_load_is_not_the_samplers_fault(graphs: dict[str, str]) -> None:
+def test_a_slow_load_is_not_the_samplers_fault(graphs):
     """Its time counted as the sampler's, which was killed and named."""
 
     def load(step: int, made: Sampled) -> Sampled:
@@ -121,7 +118,7 @@ def test_a_slow_load_is_not_the_samplers_fault(graphs: dict[str, str]) -> None:
     ahead.close()
 
 
-def test_a_connection_that_ends_is_a_lost_sampler(graphs: dict[str, str]) -> None:
+def test_a_connection_that_ends_is_a_lost_sampler(graphs):
     """Of a sampler that is alive, a peer of its own may be gone."""
 
     class Cut(Sampler):
@@ -133,7 +130,7 @@ def test_a_connection_that_ends_is_a_lost_sampler(graphs: dict[str, str]) -> Non
     assert not samplers()
 
 
-def test_a_sampler_leaves_what_it_inherits_alone(graphs: dict[str, str], tmp_path: Path) -> None:
+def test_a_sampler_leaves_what_it_inherits_alone(graphs, tmp_path):
     """Once in some hundred runs a sampler hung at its start: it collected a process group of an
     earlier run, whose destructor waits for threads that a fork has not."""
     told = tmp_path / "told"
@@ -157,7 +154,7 @@ def test_a_sampler_leaves_what_it_inherits_alone(graphs: dict[str, str], tmp_pat
     assert told.read_text() == f"{os.getpid()}\n"
 
 
-def test_what_a_rank_has_frozen_stays_frozen(graphs: dict[str, str]) -> None:
+def test_what_a_rank_has_frozen_stays_frozen(graphs):
     """To fork a sampler thawed all that the rank had imported: to collect took 0.2 s from then on."""
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -165,9 +162,7 @@ def test_what_a_rank_has_frozen_stays_frozen(graphs: dict[str, str]) -> None:
     assert gc.get_freeze_count() > 0.9 * frozen > 0 and gc.isenabled()
 
 
-def test_samplers_begin_when_all_have_forked(
-    graphs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samplers_begin_when_all_have_forked(graphs, tmp_path, monkeypatch):
     """Once in some hundred runs a sampler hung at its start: its rank, which hosted the store, was
     looking up the name of another's sampler when it forked, and the lock of that look-up stayed
     taken."""
@@ -190,7 +185,7 @@ def test_samplers_begin_when_all_have_forked(
     assert told.read_text().splitlines()[:2] == ["all are here", "item 0"]
 
 
-def test_samplers_take_turns(graphs: dict[str, str], tmp_path: Path) -> None:
+def test_samplers_take_turns(graphs, tmp_path):
     """k of them, k batches ahead and no more; who is slow is waited for."""
     told = tmp_path / "told"
 
@@ -212,7 +207,7 @@ def test_samplers_take_turns(graphs: dict[str, str], tmp_path: Path) -> None:
     assert [by_step[step] for step in range(7)] == [pids[step % 3] for step in range(7)]
 
 
-def test_a_run_ends_its_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_its_samplers(monkeypatch):
     """That was left to the collector: of P3's pipeline, which is part of a circle, idle samplers
     stayed for runs."""
     graph = "synthetic:community?vertices=300&edges=1500&features=8&classes=3"
@@ -232,7 +227,7 @@ def test_a_run_ends_its_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept[0].arriving.sampler and not samplers()
 
 
-def test_the_next_batch_is_loaded_before_anybody_asks(graphs: dict[str, str]) -> None:
+def test_the_next_batch_is_loaded_before_anybody_asks(graphs):
     """One, and no more: its rows would be in memory."""
     loaded: list[int] = []
     come = threading.Semaphore(0)
@@ -252,7 +247,7 @@ def test_the_next_batch_is_loaded_before_anybody_asks(graphs: dict[str, str]) ->
     assert not samplers()
 
 
-def test_an_error_of_a_load_is_the_steps(graphs: dict[str, str]) -> None:
+def test_an_error_of_a_load_is_the_steps(graphs):
     def load(step: int, made: Sampled) -> Sampled:
         if step == 1:
             raise ValueError("no such row")
@@ -273,9 +268,7 @@ def test_an_error_of_a_load_is_the_steps(graphs: dict[str, str]) -> None:
         (2, "gsplit(splitter='random')", "splitter='random',prefetch=3"),
     ],
 )
-def test_batches_loaded_ahead_train_as_ever(
-    run_ranks: Ranks, graphs: dict[str, str], world: int, strategy: str, ahead: str
-) -> None:
+def test_batches_loaded_ahead_train_as_ever(run_ranks, graphs, world, strategy, ahead):
     """To the bit. Nothing is told of batches that come after the last one."""
     case = Case(strategy, graphs["rough"], {**WORK, "dropout": 0.5}, epochs=3, eval_every=1)
     name = strategy.partition("(")[0]
@@ -291,7 +284,7 @@ def test_batches_loaded_ahead_train_as_ever(
         assert in_line.rank(rank)["rows"] == beside.rank(rank)["rows"]
 
 
-def test_being_ahead_changes_nothing(graphs: dict[str, str]) -> None:
+def test_being_ahead_changes_nothing(graphs):
     line, ahead = (arriving(Sampler, graphs, prefetch) for prefetch in (0, 3))
     for step in range(6):
         here, there = line.next(step).share, ahead.next(step).share

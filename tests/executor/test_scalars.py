@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ TAGS = {
 
 
 @pytest.fixture(scope="module")
-def reader() -> ModuleType:
+def reader():
     return pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
@@ -38,9 +37,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_tensorboard_reads_what_a_run_recorded(
-    reader: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_tensorboard_reads_what_a_run_recorded(reader, tmp_path, monkeypatch):
     """A run of one rank in this process, and its resumption; and the guide's way to follow it."""
     for name, number in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, number)
@@ -68,7 +65,7 @@ def test_tensorboard_reads_what_a_run_recorded(
     assert list(followed["epochs"](str(out))) == rows
 
 
-def test_epochs_after_the_checkpoint_are_written_anew(reader: ModuleType, tmp_path: Path):
+def test_epochs_after_the_checkpoint_are_written_anew(reader, tmp_path):
     """A rank is lost in epoch 4; all go on from epoch 2."""
     row = dict.fromkeys(rank_process.TAGS, 1.0)
     first = rank_process.Scalars(str(tmp_path), 0)
@@ -82,7 +79,7 @@ def test_epochs_after_the_checkpoint_are_written_anew(reader: ModuleType, tmp_pa
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-def test_an_absent_tensorboard_is_named_with_pips_command(monkeypatch: pytest.MonkeyPatch):
+def test_an_absent_tensorboard_is_named_with_pips_command(monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     with pytest.raises(SpecError, match=r"pip install 'gnnplan\[tensorboard\]'"):
         preflight._installed("board")

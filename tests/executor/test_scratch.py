@@ -19,7 +19,7 @@ with tempfile.NamedTemporaryFile() as file:
 
 @pytest.mark.processes
 @pytest.mark.timeout(30)
-def test_a_killed_process_leaves_no_temporary_files(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_temporary_files(tmp_path):
     """torch opens some when it finds its sampler lost, and peers may end the rank just then."""
     with scratch(tmp_path) as folder:
         env = os.environ | {"TMPDIR": str(folder)}

@@ -53,9 +53,7 @@ def waiting(device: Device, path: Path, patch: pytest.MonkeyPatch) -> Rank:
     return rank
 
 
-def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(tmp_path, monkeypatch):
     rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
     assert rank.groups.patience == 600  # as torch has it
     rank.groups.timeout_s, rank.groups.nccl_least_s = 0.1, 0.2
@@ -70,18 +68,14 @@ def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(
     assert failure.activity == read(tmp_path / "activity") == "halo:f:l1:s7 of epoch 3"
 
 
-def test_a_device_that_is_late_leaves_the_activity_as_the_host_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_late_leaves_the_activity_as_the_host_has_it(tmp_path, monkeypatch):
     device = Device(reached=1, ends=time.monotonic() + 0.1)
     rank = waiting(device, tmp_path / "activity", monkeypatch)
     rank.settle()
     assert read(tmp_path / "activity").startswith("what follows")
 
 
-def test_over_gloo_the_device_waits_for_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_gloo_the_device_waits_for_nobody(tmp_path, monkeypatch):
     rank = waiting(Device(reached=1), tmp_path / "activity", monkeypatch)
     rank.communicate_over("gloo")
     synchronized: list[int] = []

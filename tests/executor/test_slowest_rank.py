@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gnnplan.testing.ranks import SECONDS, Case, ForkServer, _train, meeting
+from gnnplan.testing.ranks import SECONDS, Case, _train, meeting
 
 DELAY = 0.2  # [s] of rank 1 in every step, after all ranks have met
 
 
 @pytest.mark.timeout(SECONDS)
-def test_an_epochs_seconds_are_those_of_the_slowest_rank(
-    tmp_path: Path, graphs: dict[str, str], fork_server: ForkServer
-) -> None:
+def test_an_epochs_seconds_are_those_of_the_slowest_rank(tmp_path, graphs, fork_server):
     """Rank 0 waits for rank 1 outside its step: its own seconds are shorter than the delay."""
     _store, where = meeting(2)
     ranks = [

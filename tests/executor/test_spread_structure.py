@@ -45,9 +45,7 @@ def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
     ],
 )
 @pytest.mark.parametrize("directed", [False, True])
-def test_a_sampler_has_no_list_that_is_elsewhere(
-    graphs: dict[str, str], text: str, directed: bool
-) -> None:
+def test_a_sampler_has_no_list_that_is_elsewhere(graphs, text, directed):
     """Nor the graph that has; what it has is what is predicted of its memory, and it says whose
     list it lacks."""
     what = case(text, graphs["rough"], directed=directed)

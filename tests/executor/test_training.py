@@ -19,7 +19,7 @@ from gnnplan.planner.gnn.workload import PARTS, Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.plain import Plain, difference, train_plainly, trained
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -61,9 +61,7 @@ def name(how: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("how", HOW, ids=name)
-def test_full_graphs_train_as_torch_does(
-    run_ranks: Ranks, graphs: dict[str, str], how: dict[str, Any]
-) -> None:
+def test_full_graphs_train_as_torch_does(run_ranks, graphs, how):
     """SGC's first stage has no weights."""
     for world, servers, strategy in shared_out(ON_FULL_GRAPHS, HOW, how):
         model = "sgc" if "gnnpipe" in strategy else "sage"
@@ -75,9 +73,7 @@ def test_full_graphs_train_as_torch_does(
 
 
 @pytest.mark.parametrize("how", HOW, ids=name)
-def test_mini_batches_train_as_torch_does(
-    run_ranks: Ranks, graphs: dict[str, str], how: dict[str, Any]
-) -> None:
+def test_mini_batches_train_as_torch_does(run_ranks, graphs, how):
     for world, servers, strategy in shared_out(ON_BATCHES, HOW, how):
         case = Case(strategy, graphs["rough"], {**MINI, "model": "sage", **how}, epochs=4)
         losses, weights = train_plainly_in_batches(case)
@@ -133,9 +129,7 @@ METRICS = [
 
 
 @pytest.mark.parametrize(("graph", "asked", "metric"), METRICS)
-def test_metrics_are_counted_over_all_ranks(
-    run_ranks: Ranks, graphs: dict[str, str], graph: str, asked: str | None, metric: str
-) -> None:
+def test_metrics_are_counted_over_all_ranks(run_ranks, graphs, graph, asked, metric):
     how = {**FULL, "model": "sage", "dropout": 0.0, "metric": asked}
     case = Case("graph_parallel", graphs[graph], how, epochs=4, eval_every=2)
     plain = Plain(case)
@@ -157,9 +151,7 @@ def test_metrics_are_counted_over_all_ranks(
 
 
 @pytest.mark.parametrize(("graph", "asked", "metric"), METRICS)
-def test_metrics_of_batches_are_those_of_one_process(
-    run_ranks: Ranks, graphs: dict[str, str], graph: str, asked: str | None, metric: str
-) -> None:
+def test_metrics_of_batches_are_those_of_one_process(run_ranks, graphs, graph, asked, metric):
     case = Case("data_parallel", graphs[graph], {**MINI, "model": "sage", "metric": asked})
     alone = run_ranks.alone(case).metrics[-1]
     for world, servers, strategy in shared_out(ON_BATCHES, METRICS, (graph, asked, metric)):
@@ -173,7 +165,7 @@ def test_metrics_of_batches_are_those_of_one_process(
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory, graphs: dict[str, str]) -> dict[str, str]:
+def numbers(tmp_path_factory, graphs):
     """rough with numbers to predict: one of each vertex, of which five lack it, or three."""
     folder, random = tmp_path_factory.mktemp("numbers"), np.random.default_rng(4)
     with np.load(graphs["rough"]) as file:
@@ -195,9 +187,7 @@ NUMBERS = [("one", None), ("three", "mae"), ("whole", "mse")]
 
 
 @pytest.mark.parametrize(("graph", "loss"), NUMBERS)
-def test_numbers_are_learned_on_full_graphs(
-    run_ranks: Ranks, numbers: dict[str, str], graph: str, loss: str | None
-) -> None:
+def test_numbers_are_learned_on_full_graphs(run_ranks, numbers, graph, loss):
     how = {**FULL, "model": "sage", "loss": loss}
     case = Case("graph_parallel", numbers[graph], how, epochs=4)
     plain = Plain(case)
@@ -215,9 +205,7 @@ def test_numbers_are_learned_on_full_graphs(
 
 
 @pytest.mark.parametrize(("graph", "loss"), NUMBERS)
-def test_numbers_are_learned_in_batches(
-    run_ranks: Ranks, numbers: dict[str, str], graph: str, loss: str | None
-) -> None:
+def test_numbers_are_learned_in_batches(run_ranks, numbers, graph, loss):
     how = {**MINI, "model": "sage", "loss": loss, "patience": 2}
     case = Case("data_parallel", numbers[graph], how, epochs=4)
     losses, weights = train_plainly_in_batches(case)
@@ -227,7 +215,7 @@ def test_numbers_are_learned_in_batches(
         assert difference(run.weights, weights) <= 1e-9, strategy
 
 
-def test_the_smallest_error_is_the_best(run_ranks: Ranks, numbers: dict[str, str]) -> None:
+def test_the_smallest_error_is_the_best(run_ranks, numbers):
     how = {**FULL, "model": "sage", "lr": 0.05, "patience": 2}
     case = Case("graph_parallel", numbers["one"], how, epochs=20, eval_every=1)
     (run,) = run_ranks(2, [case])
@@ -266,9 +254,7 @@ def patient(graphs: dict[str, str], **more: Any) -> Case:
 @pytest.mark.parametrize(
     "more", [{}, {"model": "gcn", "norm": "batch", "optimizer": "sgd", "lr": 0.1}]
 )
-def test_the_best_weights_by_validation_are_left(
-    run_ranks: Ranks, graphs: dict[str, str], more: dict[str, Any]
-) -> None:
+def test_the_best_weights_by_validation_are_left(run_ranks, graphs, more):
     case = patient(graphs, **more)
     best, last, weights = train_patiently(case)
     assert best > 1 and last < 30
@@ -284,9 +270,7 @@ def test_the_best_weights_by_validation_are_left(
 
 
 @pytest.mark.parametrize(("world", "servers", "strategy"), ON_BATCHES)
-def test_batches_stop_where_one_process_does(
-    run_ranks: Ranks, graphs: dict[str, str], world: int, servers: int, strategy: str
-) -> None:
+def test_batches_stop_where_one_process_does(run_ranks, graphs, world, servers, strategy):
     case = Case("data_parallel", graphs["rough"], {**MINI, "model": "sage", **PATIENCE}, epochs=30)
     alone = run_ranks.alone(replace(case, eval_every=1))
     asked = replace(case, strategy=strategy, servers=servers, eval_every=1)
@@ -297,9 +281,7 @@ def test_batches_stop_where_one_process_does(
 
 
 @pytest.mark.parametrize("strategy", ["gnnpipe(stages=2,chunks=4)", "tensor3d(x=1,y=2,z=1)"])
-def test_a_resumed_run_remembers_its_best(
-    run_ranks: Ranks, graphs: dict[str, str], strategy: str
-) -> None:
+def test_a_resumed_run_remembers_its_best(run_ranks, graphs, strategy):
     """Broken off after the best epoch, it ends where the unbroken one does, with the same bits.
     Resumed once more it trains no more."""
     case = replace(patient(graphs), strategy=strategy)
@@ -315,7 +297,7 @@ def test_a_resumed_run_remembers_its_best(
         assert all(torch.equal(resumed.weights[n], p) for n, p in unbroken.weights.items())
 
 
-def test_another_plan_takes_over_the_best(run_ranks: Ranks, graphs: dict[str, str]) -> None:
+def test_another_plan_takes_over_the_best(run_ranks, graphs):
     case = patient(graphs)
     best, last, weights = train_patiently(case)
     (broken,) = run_ranks(2, [replace(case, epochs=best + 1, checkpoint_every=1)])
@@ -338,9 +320,7 @@ def test_another_plan_takes_over_the_best(run_ranks: Ranks, graphs: dict[str, st
     ],
     ids=str,
 )
-def test_plans_count_what_is_kept_of_each_weight(
-    graphs: dict[str, str], how: dict[str, Any], state: int
-) -> None:
+def test_plans_count_what_is_kept_of_each_weight(graphs, how, state):
     """Beside its gradient."""
     for plans, kind in ((ON_FULL_GRAPHS, FULL), (ON_BATCHES, MINI)):
         for world, servers, strategy in plans:
@@ -370,14 +350,12 @@ def test_plans_count_what_is_kept_of_each_weight(
         ("rough", {"class_weights": (1.0, 2.0)}, r"\(2 numbers, classes of rough: 4\)"),
     ],
 )
-def test_what_does_not_suit_the_targets_is_refused(
-    graphs: dict[str, str], graph: str, how: dict[str, Any], words: str
-) -> None:
+def test_what_does_not_suit_the_targets_is_refused(graphs, graph, how, words):
     with pytest.raises(SpecError, match=words):
         Case("graph_parallel", graphs[graph], how).problem(1)
 
 
-def test_a_cosine_has_no_more_epochs_than_planned() -> None:
+def test_a_cosine_has_no_more_epochs_than_planned():
     cosine = Workload(schedule="cosine", epochs=20)
     must_have_rates(Options(epochs=20), cosine)
     must_have_rates(Options(epochs=30), Workload(epochs=20))
@@ -385,7 +363,7 @@ def test_a_cosine_has_no_more_epochs_than_planned() -> None:
         must_have_rates(Options(epochs=30), cosine)
 
 
-def test_a_cosine_of_other_epochs_is_another_training(graphs: dict[str, str]) -> None:
+def test_a_cosine_of_other_epochs_is_another_training(graphs):
     """Of a constant rate more epochs are the same training."""
     for schedule, same in (("cosine", False), ("step", True)):
         asked = []

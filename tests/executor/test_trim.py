@@ -8,7 +8,7 @@ import pytest
 
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.testing.plain import difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -30,9 +30,7 @@ def with_all_rows(strategy: str) -> str:
 
 
 @pytest.mark.parametrize(("strategy", "model", "fields"), CASES)
-def test_rows_that_are_left_out_do_not_matter(
-    run_ranks: Ranks, strategy: str, model: str, fields: dict[str, object]
-) -> None:
+def test_rows_that_are_left_out_do_not_matter(run_ranks, strategy, model, fields):
     """Losses, weights and all accuracies, also where halo rows are stale or smoothed."""
     workload = {
         "model": model,
@@ -58,7 +56,7 @@ def test_rows_that_are_left_out_do_not_matter(
     )
 
 
-def test_gradients_are_as_far_from_exact_ones(run_ranks: Ranks) -> None:
+def test_gradients_are_as_far_from_exact_ones(run_ranks):
     """The exact pass that they are compared with leaves out the same rows."""
     workload = {"model": "gcn", "layers": 3, "hidden": 8, "dtype": "float64"}
     trimmed = Case("pipegcn(trim=True)", FEW, workload, gradient_errors=True)

@@ -59,7 +59,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 64, 300])
-def test_sums_over_edges(device: str, dtype: torch.dtype, width: int) -> None:
+def test_sums_over_edges(device, dtype, width):
     """Weighted, added to other rows, from a slice of wider rows; twice the same to the bit."""
     block = block_of(9, 12, 40)
     x, add = draw(12, width + 3)[:, 3:].to(dtype), draw(5, width, seed=1).to(dtype)
@@ -80,9 +80,7 @@ def test_sums_over_edges(device: str, dtype: torch.dtype, width: int) -> None:
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "first", "p"), [(13, 0, 0.5), (64, 6, 0.3), (300, 3, 0.75)])
-def test_dropout_is_that_of_cpus_to_the_bit(
-    device: str, dtype: torch.dtype, width: int, first: int, p: float
-) -> None:
+def test_dropout_is_that_of_cpus_to_the_bit(device, dtype, width, first, p):
     if device == "cpu" and dtype == torch.bfloat16 and p == 0.3:
         pytest.skip("the interpreter rounds to bfloat16 towards zero")
     x, vertices = draw(40, width).to(dtype), torch.randint(10**12, (40,))
@@ -124,7 +122,7 @@ def both(
 @pytest.mark.parametrize(
     ("heads", "width"), [(1, 7), (3, 64), pytest.param(2, 150, marks=pytest.mark.nightly)]
 )
-def test_attention(device: str, dtype: torch.dtype, heads: int, width: int) -> None:
+def test_attention(device, dtype, heads, width):
     block = block_of(9, 12, 40)
     there = block.to(device)
     leaves = [draw(12, heads * width), draw(12, heads, seed=1), draw(9, heads, seed=2)]
@@ -145,7 +143,7 @@ def test_attention(device: str, dtype: torch.dtype, heads: int, width: int) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_takes_them() -> None:
+def test_a_gpu_takes_them():
     """`spmm` by Triton equals torch.sparse, and own rows' gradient is added where sums are made."""
     block, x = block_of(300, 400, 5000).to("cuda"), draw(400, 100).cuda().requires_grad_()
     weight = block.weight
@@ -222,7 +220,7 @@ for arch in map(int, sys.argv[1:]):
 
 @pytest.mark.processes
 @pytest.mark.timeout(100)
-def test_they_compile_for_gpus_without_spills() -> None:
+def test_they_compile_for_gpus_without_spills():
     """For an H100, at night for an A100 too: registers, and bytes of stack, which are spilled."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, *(["80", "90"] if NIGHT else ["90"])]

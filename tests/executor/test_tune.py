@@ -98,13 +98,7 @@ def test_the_best_of_the_other_kind_is_always_among_those_that_run():
         (search(PROBLEM, forced=parse("pipegcn")), 10**6, "--strategy names one"),
     ],
 )
-def test_where_there_is_nothing_to_tune_the_plan_says_why(
-    result: SearchResult,
-    epochs: int,
-    why: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_where_there_is_nothing_to_tune_the_plan_says_why(result, epochs, why, tmp_path, capsys):
     document = tune(result, tmp_path / "runs", epochs=epochs)
     told = capsys.readouterr().err
     assert told.startswith("not tuned: ") and why in told
@@ -123,7 +117,7 @@ def test_training_that_is_said_to_be_long_enough_is():
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
-def test_a_share_is_a_share(share: float):
+def test_a_share_is_a_share(share):
     with pytest.raises(SpecError, match="above 0 and at most 1"):
         prospect(found(exact=1.0), share)
 
@@ -210,7 +204,7 @@ def gnnplan(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def plan_file(tmp_path: Path) -> Path:
+def plan_file(tmp_path):
     """Graph parallel and PipeGCN on two ranks, with `epochs` for a budget of minutes."""
     result = found(exact=1.0, lossy=1.0)
     plan.write(tmp_path / "plan.json", plan.make(result))
@@ -231,7 +225,7 @@ def left_behind(mark: str) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file: Path, tmp_path: Path):
+def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file, tmp_path):
     document = json.loads(plan_file.read_text())
     epoch_s = search(PROBLEM).best.predicted.epoch_s
     epochs = int(600 / float(epoch_s))  # 10 % of ten minutes
@@ -255,7 +249,7 @@ def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file: Path, tmp_pat
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_a_strategy_that_fails_is_left_out_with_its_words(plan_file: Path, tmp_path: Path):
+def test_a_strategy_that_fails_is_left_out_with_its_words(plan_file, tmp_path):
     """Here all do, since no rank is told its threads: the error has the words of each."""
     words = ["tune", plan_file, "--epochs", 10**7, "--out", tmp_path / "runs"]
     done = gnnplan(*words, GNNPLAN_THREADS="x")
@@ -266,9 +260,7 @@ def test_a_strategy_that_fails_is_left_out_with_its_words(plan_file: Path, tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_a_run_that_is_interrupted_leaves_its_epochs_and_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_is_interrupted_leaves_its_epochs_and_no_process(tmp_path, monkeypatch):
     monkeypatch.setenv("GNNPLAN_TEST_TUNE", "interrupted")
     candidates = found(exact=1.0).ranked
     runner = tuning._Runner(candidates, tmp_path / "runs", False, None)

@@ -41,7 +41,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case, ForkServer, Ranks
+from gnnplan.testing.ranks import Case
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
 GRAPH = GraphFields(FEATURES, CLASSES)
@@ -214,7 +214,7 @@ LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs w
 
 
 @pytest.fixture(scope="module", autouse=True)
-def libraries() -> None:
+def libraries():
     os.environ.setdefault("DGLBACKEND", "pytorch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # at import, their own
@@ -302,9 +302,7 @@ PLAIN = [name for name in MODULES if not re.search("residual|sum|cat", name)]
 
 # of residuals and rows that meet, every third by day
 @pytest.mark.parametrize("name", [*PLAIN, *every(3, [n for n in MODULES if n not in PLAIN])])
-def test_a_module_trains_here_as_in_its_own_library(
-    name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
-) -> None:
+def test_a_module_trains_here_as_in_its_own_library(name, tmp_path, graphs, run_ranks):
     """Three steps of Adam from the module's own parameters give those of torch, norms included."""
     case = case_of(tmp_path, name, graphs["rough"], 0.0)
     graph, user = loaded(graphs["rough"]), made(case)
@@ -357,9 +355,7 @@ def live(name: str) -> Any:
         pytest.param("dgl gat", marks=pytest.mark.nightly),
     ],
 )
-def test_two_ranks_train_a_live_module_of_a_notebook(
-    name: str, tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
-) -> None:
+def test_two_ranks_train_a_live_module_of_a_notebook(name, tmp_path, graphs, run_ranks):
     """They start from its parameters, have none of its code, and it evaluates what they leave."""
     graph = loaded(graphs["rough"])
     module = live(name)(FEATURES, CLASSES).eval()
@@ -416,9 +412,7 @@ class M(nn.Module):
 
 @pytest.mark.processes
 @pytest.mark.timeout(90)
-def test_two_ranks_train_a_live_module_as_it_is_written(
-    tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
-) -> None:
+def test_two_ranks_train_a_live_module_as_it_is_written(tmp_path, graphs, run_ranks):
     """No file has its class. Ranks have its code and its parameters from a file of ours."""
     cell: dict[str, Any] = {"__name__": "__main__"}
     file = tmp_path / "cell.py"
@@ -439,7 +433,7 @@ def test_two_ranks_train_a_live_module_as_it_is_written(
     assert all((result.weights[key] - value).abs().max() > 1e-3 for key, value in before.items())
 
 
-def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(tmp_path: Path) -> None:
+def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(tmp_path):
     """Its parameters are random numbers from the time at which the file is executed."""
     source = MODULES["pyg sage"].replace("{p}", "0.0")
     (tmp_path / "model.py").write_text(f"{source}\nmade = M({FEATURES}, {CLASSES})\n")
@@ -449,9 +443,7 @@ def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(tmp_path: P
     torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
 
 
-def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(
-    tmp_path: Path, graphs: dict[str, str]
-) -> None:
+def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(tmp_path, graphs):
     (tmp_path / "model.py").write_text(MODULES["pyg sage"].replace("{p}", "0.25"))
     workload = Workload(seed=7)
     by_file = read(f"{tmp_path / 'model.py'}:M", workload, GRAPH)
@@ -468,7 +460,7 @@ def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(
         read(M, workload, GRAPH, tmp_path)
 
 
-def test_a_live_modules_file_that_is_gone_or_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_live_modules_file_that_is_gone_or_damaged_is_refused(tmp_path):
     user = read(live("pyg sage")(FEATURES, CLASSES), Workload(), GRAPH, tmp_path)
     workload = with_module(Workload(), user, ())
     file = Path(user.description.file)
@@ -631,7 +623,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_trained_is_refused_by_name(what: str, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused_by_name(what, tmp_path):
     source, words = REFUSED[what]
     file = tmp_path / "model.py"
     file.write_text(source)
@@ -643,7 +635,7 @@ def test_what_cannot_be_trained_is_refused_by_name(what: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", every(3, CARRIED))
-def test_what_our_layers_lack_is_run_as_it_is_written(what: str, tmp_path: Path) -> None:
+def test_what_our_layers_lack_is_run_as_it_is_written(what, tmp_path):
     """`read` proves that the pieces compute what the module does."""
     file = tmp_path / "model.py"
     file.write_text(CARRIED[what])
@@ -652,7 +644,7 @@ def test_what_our_layers_lack_is_run_as_it_is_written(what: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("what", CHAINS)
-def test_what_our_layers_compute_they_do_however_it_is_written(what: str, tmp_path: Path) -> None:
+def test_what_our_layers_compute_they_do_however_it_is_written(what, tmp_path):
     file = tmp_path / "model.py"
     file.write_text(CHAINS[what])
     user = read(f"{file}:M", Workload(), GRAPH)
@@ -660,9 +652,7 @@ def test_what_our_layers_compute_they_do_however_it_is_written(what: str, tmp_pa
 
 
 @pytest.mark.parametrize("model", ["model.py", "model.py:", "absent.py:M", "model.pyc:M"])
-def test_a_name_that_stands_for_nothing_is_refused(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_stands_for_nothing_is_refused(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(frame(PLAIN))
     with pytest.raises(SpecError, match=r"has no|must read|cannot be read"):
@@ -670,9 +660,7 @@ def test_a_name_that_stands_for_nothing_is_refused(
 
 
 @pytest.mark.slow
-def test_on_a_directed_graph_in_degrees_are_not_out_degrees(
-    tmp_path: Path, graphs: dict[str, str]
-) -> None:
+def test_on_a_directed_graph_in_degrees_are_not_out_degrees(tmp_path, graphs):
     """PyG's norm takes in-degrees of both ends, our layers the out-degree of the source."""
     file = tmp_path / "model.py"
     file.write_text(MODULES["pyg sgc"].replace("{p}", "0.0"))
@@ -683,9 +671,7 @@ def test_on_a_directed_graph_in_degrees_are_not_out_degrees(
     assert workload_of(file, graph, directed=True).is_converted  # as DGL's GraphConv
 
 
-def test_a_default_that_a_module_is_made_with_is_said(
-    tmp_path: Path, graphs: dict[str, str]
-) -> None:
+def test_a_default_that_a_module_is_made_with_is_said(tmp_path, graphs):
     """A class that requires hidden_channels got 256 without a word."""
     file = tmp_path / "model.py"
     file.write_text(f"""{PYG}
@@ -709,9 +695,7 @@ class M(nn.Module):
     assert (narrow.workload.hidden, notes) == (24, [])
 
 
-def test_what_the_module_decides_cannot_be_set_otherwise(
-    tmp_path: Path, graphs: dict[str, str]
-) -> None:
+def test_what_the_module_decides_cannot_be_set_otherwise(tmp_path, graphs):
     file = tmp_path / "model.py"
     file.write_text(MODULES["pyg sage"].replace("{p}", "0.5"))
     graph = loaded(graphs["rough"])
@@ -725,9 +709,7 @@ def test_what_the_module_decides_cannot_be_set_otherwise(
         Workload(**{**workload.model_dump(), "layers": 2})
 
 
-def test_a_file_that_has_changed_since_the_plan_is_not_trained(
-    tmp_path: Path, graphs: dict[str, str], run_ranks: Ranks
-) -> None:
+def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path, graphs, run_ranks):
     case = case_of(tmp_path, "pyg sage", graphs["rough"], 0.125)
     with open(tmp_path / "model.py", "a") as file:
         file.write("# more\n")
@@ -743,9 +725,7 @@ def planned(*words: object) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_workload_file_names_a_module_that_stands_beside_it(
-    tmp_path: Path, graphs: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workload_file_names_a_module_that_stands_beside_it(tmp_path, graphs, monkeypatch):
     """It plans as --model does, from any folder; what the file sets the module must have."""
     folder, elsewhere = tmp_path / "conf", tmp_path / "elsewhere"
     folder.mkdir()
@@ -787,7 +767,7 @@ class M(nn.Module):
 """
 
 
-def test_a_module_is_read_without_torchs_compiler(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_a_module_is_read_without_torchs_compiler(tmp_path, fork_server):
     """It was imported to say from which line a node is: every rank started a second later."""
     pytest.importorskip("dgl", exc_type=ImportError)
     (tmp_path / "model.py").write_text(OWN)
@@ -801,9 +781,7 @@ def test_a_module_is_read_without_torchs_compiler(tmp_path: Path, fork_server: F
 
 
 @pytest.mark.parametrize(("picks", "repeats"), [("self.places", True), ("self.mask", False)])
-def test_a_module_whose_layers_wait_for_the_host_is_no_cuda_graph(
-    tmp_path: Path, picks: str, repeats: bool
-) -> None:
+def test_a_module_whose_layers_wait_for_the_host_is_no_cuda_graph(tmp_path, picks, repeats):
     """To read where a mask is true a GPU's host waits, which a CUDA graph cannot; a place it need
     not know. Dropout waits for nothing."""
     path = tmp_path / "net.py"
@@ -823,7 +801,7 @@ class Net(nn.Module):
     assert workload.is_cut and workload.repeats == repeats
 
 
-def test_what_is_no_number_does_not_change_from_call_to_call(tmp_path: Path) -> None:
+def test_what_is_no_number_does_not_change_from_call_to_call(tmp_path):
     """A NaN in any file of the user's kept every module from training: it differs from itself."""
     path = tmp_path / "net.py"
     path.write_text(f"""{PYG}

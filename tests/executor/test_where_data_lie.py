@@ -13,7 +13,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.parts import write_parts
-from gnnplan.testing.ranks import Case, Ranks, Result
+from gnnplan.testing.ranks import Case, Result
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -31,9 +31,7 @@ Same = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def sources(
-    graphs: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str], str]:
+def sources(graphs, tmp_path_factory):
     """sources('rough', 'parts'): the graph as it is, as a folder whose features stay in their file,
     or as a folder of two parts."""
     made = tmp_path_factory.mktemp("sources")
@@ -60,7 +58,7 @@ _trained: dict[tuple[int, str], Result] = {}
 
 
 @pytest.fixture
-def must_be_same(run_ranks: Ranks) -> Same:
+def must_be_same(run_ranks):
     """must_be_same(world, case, plain): they leave the same. A plain one is trained once."""
 
     def compare(world: int, case: Case, plain: Case) -> None:
@@ -106,15 +104,8 @@ def at_night(*row: Any) -> Any:
 )
 @pytest.mark.parametrize("graph", ["rough", at_night("sparse")])
 def test_stores_of_rows_and_lists(
-    must_be_same: Same,
-    graphs: dict[str, str],
-    world: int,
-    servers: int,
-    plain: str,
-    knobs: str,
-    workload: dict[str, Any],
-    graph: str,
-) -> None:
+    must_be_same, graphs, world, servers, plain, knobs, workload, graph
+):
     directed = "structure" in knobs and workload is LISTS
     strategy = f"{plain[:-1]},{knobs})".replace("(,", "(")
     asked, as_ever = (
@@ -148,9 +139,7 @@ BY_DAY |= {("parts", "data_parallel(cache=960)"), ("folder", MAPPED[0]), ("folde
         )
     ],
 )
-def test_parts_and_features_that_stay_in_their_file(
-    must_be_same: Same, sources: Callable[[str, str], str], graph: str, way: str, strategy: str
-) -> None:
+def test_parts_and_features_that_stay_in_their_file(must_be_same, sources, graph, way, strategy):
     of_batches = strategy.startswith(("data_parallel", "gsplit", "p3"))
     workload = MINI if of_batches else FULL
     if strategy.startswith("gnnpipe"):

@@ -252,7 +252,7 @@ CASES += [case._replace(in_place=True) for case in CASES if not case.norm]
 
 
 @pytest.fixture(autouse=True)
-def whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_pieces(monkeypatch):
     """The blocks' rows leave no rest."""
     monkeypatch.setattr(Shapes, "least", 32)
 
@@ -265,7 +265,7 @@ def fields_of(case: Case) -> set[Hashable]:
 
 
 @pytest.mark.parametrize("case", covered(CASES, fields_of, several=False), ids=str)
-def test_a_layers_work_is_what_torch_counts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layers_work_is_what_torch_counts(case, monkeypatch):
     multiply(monkeypatch, case.in_place)
     for way, counted, stated in amounts(case):
         assert stated.flops == pytest.approx(counted.flops, rel=1e-6), way
@@ -309,14 +309,7 @@ def ends(case: Case, rows: int) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("mini", [False, True], ids=["full", "mini"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize(("kind", "norm"), [("gcnii", None), *(("resgcn", n) for n in NORMS)])
-def test_the_ends_work_is_what_torch_counts(
-    kind: str,
-    norm: str | None,
-    p: float,
-    mini: bool,
-    in_place: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_ends_work_is_what_torch_counts(kind, norm, p, mini, in_place, monkeypatch):
     """What more rows are more; the loss is apart."""
     multiply(monkeypatch, in_place)
     case, rows = Case(kind, norm=norm, p=p, mini=mini, in_place=in_place), 256

@@ -9,7 +9,6 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from gnnplan.planner import strategies as planner
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case
 
 UNSEEN = 89  # vertices of a graph on which no module was looked at
 # of every way to be cut one: our own layers, dropout on edges, batch norm, fields, shared layers,
@@ -78,9 +77,7 @@ def verdict(name: str, directed: bool) -> str:
     ],
 )
 @pytest.mark.timeout(300)
-def test_every_module_is_carried_or_refused_as_it_should_be(
-    directed: bool, names: list[str]
-) -> None:
+def test_every_module_is_carried_or_refused_as_it_should_be(directed, names):
     counts: Counter[str] = Counter()
     wrong = {}
     for name in names:
@@ -118,9 +115,7 @@ SHARED_OUT = {name: FAMILIES[number % 4 :: 4] for number, name in enumerate(SAMP
         ),
     ],
 )
-def test_every_family_trains_a_module_as_torch_does(
-    asked: dict[str, tuple[str, ...]], graphs: dict[str, str], tmp_path: Path, run_ranks: Ranks
-) -> None:
+def test_every_family_trains_a_module_as_torch_does(asked, graphs, tmp_path, run_ranks):
     """pytest -s -m nightly tests/executor/test_zoo.py -k family shows the table of all modules."""
     strategies = {text for each in asked.values() for text in each}
     assert {type(parse(text)) for text in strategies} == set(planner.FAMILIES)
@@ -141,9 +136,7 @@ def test_every_family_trains_a_module_as_torch_does(
     assert len(found) > 50 or asked is SHARED_OUT
 
 
-def test_shared_parameters_are_kept_and_gone_on_with(
-    graphs: dict[str, str], run_ranks: Ranks
-) -> None:
+def test_shared_parameters_are_kept_and_gone_on_with(graphs, run_ranks):
     """A checkpoint of layers that share parameters could not be written."""
     workload = Workload(dtype="float64")
     workload = with_module(workload, module_of("zoo SharedLayer", workload), ())
@@ -155,9 +148,7 @@ def test_shared_parameters_are_kept_and_gone_on_with(
     assert all(torch.equal(w, unbroken.weights[name]) for name, w in resumed.weights.items())
 
 
-def test_rows_that_nothing_learns_from_go_back_as_zeros(
-    graphs: dict[str, str], tmp_path: Path, run_ranks: Ranks
-) -> None:
+def test_rows_that_nothing_learns_from_go_back_as_zeros(graphs, tmp_path, run_ranks):
     """Hops under torch.no_grad had no gradient, of which ranks died; with them all of `check`."""
     keeper = Keeper(graphs["rough"], tmp_path, run_ranks)
     strategies = "graph_parallel(narrow=True)", "gnnpipe(stages=2,chunks=3)"
@@ -166,9 +157,7 @@ def test_rows_that_nothing_learns_from_go_back_as_zeros(
 
 
 @pytest.mark.slow
-def test_a_stage_of_several_ranks_may_compute_nothing_before_its_first_layer(
-    graphs: dict[str, str],
-) -> None:
+def test_a_stage_of_several_ranks_may_compute_nothing_before_its_first_layer(graphs):
     """SSGC's module was a traceback under gnnpipe: work that is nothing had no number per chunk."""
     workload = Workload(dtype="float64")
     workload = with_module(workload, module_of("zoo SSGC", workload), ())

@@ -4,7 +4,6 @@ that name what the plan holds."""
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 from examples import NIGHT
@@ -35,7 +34,7 @@ CLUSTER = {
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[dict[str, Any], Problem]:
+def planned():
     graph = load(GRAPH)
     assert isinstance(graph, Graph)
     problem = Problem(
@@ -45,9 +44,7 @@ def planned() -> tuple[dict[str, Any], Problem]:
 
 
 @pytest.mark.slow
-def test_every_alternative_keeps_its_prediction_and_gets_a_placement(
-    planned: tuple[dict[str, Any], Problem],
-):
+def test_every_alternative_keeps_its_prediction_and_gets_a_placement(planned):
     """Those on fewer GPUs too, of which a plan does not keep the placement. By day every third."""
     document, problem = planned
     before = copy.deepcopy(document)
@@ -68,7 +65,7 @@ def test_every_alternative_keeps_its_prediction_and_gets_a_placement(
     assert document == before
 
 
-def test_next_is_the_second_and_the_way_back(planned: tuple[dict[str, Any], Problem]):
+def test_next_is_the_second_and_the_way_back(planned):
     document, problem = planned
     second = take(document, problem, "NEXT")
     assert second["best"]["strategy"] == document["alternatives"][0]["strategy"]
@@ -77,7 +74,7 @@ def test_next_is_the_second_and_the_way_back(planned: tuple[dict[str, Any], Prob
     assert back["best"] == document["best"] and back["alternatives"] == document["alternatives"]
 
 
-def test_errors_name_what_the_plan_holds(planned: tuple[dict[str, Any], Problem]):
+def test_errors_name_what_the_plan_holds(planned):
     document, problem = planned
     best = str(strategy_of(document["best"]))
     with pytest.raises(SpecError) as error:

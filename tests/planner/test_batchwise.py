@@ -140,7 +140,7 @@ def variants(problem: Problem) -> Iterator[Strategy]:
 @pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
-def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
+def test_the_closed_form_of_an_epoch_is_its_simulation(problem):
     """Sampling in line: exactly. Ahead: the longest of sampler, loads and rank, which neither
     simulation nor their sum contradict. P3's several groups, which sum apart and share ports: from
     above, to 3 %; ahead they meet at ports while others sample, which no closed form has: at worst
@@ -191,7 +191,7 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(problem: Problem):
 @pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
-def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
+def test_bytes_of_the_first_epoch_are_those_of_predict(problem):
     for strategy in variants(problem):
         p, schedule = strategy.predict(problem), strategy.schedule(problem, strategy.steps(problem))
         assert {op: n for op, n in schedule.bytes_by_op().items() if n} == {
@@ -203,7 +203,7 @@ def test_bytes_of_the_first_epoch_are_those_of_predict(problem: Problem):
 @pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
-def test_one_rank_sends_nothing(problem: Problem):
+def test_one_rank_sends_nothing(problem):
     alone = replace(
         problem,
         cluster=problem.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}),
@@ -286,9 +286,7 @@ def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
         ("cpu", {"cores": 4, "one_machine": True}, {0}),
     ],
 )
-def test_sampling_ahead_is_proposed_where_samplers_have_cores(
-    kind: str, told: dict[str, Any], ahead: set[int]
-):
+def test_sampling_ahead_is_proposed_where_samplers_have_cores(kind, told, ahead):
     """No plan proposed it, though by our own prediction epochs were up to twice as long without."""
     problem = problem_of(GRAPHS[0], 2, 2, host=1e6)
     device = problem.cluster.device.model_copy(update={"kind": kind})
@@ -306,7 +304,7 @@ def test_sampling_ahead_is_proposed_where_samplers_have_cores(
 
 
 @pytest.mark.parametrize("link", [1e7, 1e8, 1e9, 1e10])
-def test_a_gpu_that_samples_ahead_hides_its_loads_alone(link: float):
+def test_a_gpu_that_samples_ahead_hides_its_loads_alone(link):
     """It draws the next batch and trains on this one by turns, whatever a thread asks for."""
     problem = problem_of(GRAPHS[0], 1, 1, sampler="device", batch=20)
     host = Link(bandwidth=link, latency=1e-6)
@@ -347,7 +345,7 @@ BY_DAY = list(zip((1, 2, 4, 8), SAMPLED, strict=True))
         for pair in product((1, 2, 4, 8), SAMPLED)
     ],
 )
-def test_samplers_make_so_many_batches_at_once(samplers: int, strategy: DataParallel | GSplit | P3):
+def test_samplers_make_so_many_batches_at_once(samplers, strategy):
     """Each takes as long as ever; cores that are too few for them are shared."""
     problem = problem_of(GRAPHS[0], 1, 2, host=1e3)
     several = replace(strategy, prefetch=samplers)
@@ -384,7 +382,7 @@ def test_gsplit_bytes_by_hand():
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_dnp_bytes_and_reads_by_hand(groups: int):
+def test_dnp_bytes_and_reads_by_hand(groups):
     """By frontiers of each rank's own seeds: a rank is sent the rows of h_1 that it needs and others
     own; owners read the sources of all rows of h_1 that anyone in the group needs, once."""
     problem = problem_of(GRAPHS[0], groups, 3, fanout=(3, 3, 3))
@@ -426,7 +424,7 @@ def test_dnp_bytes_and_reads_by_hand(groups: int):
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_snp_bytes_and_reads_by_hand(groups: int):
+def test_snp_bytes_and_reads_by_hand(groups):
     """By frontiers of each rank's own seeds: a rank pushes each edge of layer 1 to its source's owner,
     and gets a sum of each row and owner of some of its sources or of itself. Owners make a sum once
     for all who need it, and read what they own."""
@@ -496,16 +494,14 @@ def test_snp_bytes_and_reads_by_hand(groups: int):
         ("snp", {"model": "gin"}, r"gin is no plain sum \(those of gcn, sage, sgc are\); use dnp"),
     ],
 )
-def test_a_split_of_layer_1_says_what_it_does_not_take(
-    name: str, workload: dict[str, object], error: str
-):
+def test_a_split_of_layer_1_says_what_it_does_not_take(name, workload, error):
     problem = problem_of(GRAPHS[0], 1, 3, **{"fanout": (3, 3, 3), **workload})
     with pytest.raises(SpecError, match=error):
         parse(name).check(problem)
 
 
 @pytest.mark.parametrize(("copies", "servers"), [(1, 4), (2, 4), (4, 4), (2, 2)])
-def test_copies_of_columns_by_hand(copies: int, servers: int):
+def test_copies_of_columns_by_hand(copies, servers):
     """Partial sums by the formula; a block's ids, degrees and edges to S/c - 1 peers; the first
     weight's slices over who has them. Even slices of ranks that all meet: the closed form is
     exact."""
@@ -551,7 +547,7 @@ def test_sampling_ahead_hides_what_is_shorter():
 
 
 @pytest.mark.parametrize("strategy", [DataParallel(prefetch=1), GSplit(prefetch=1, group="all")])
-def test_the_longest_of_sampling_loading_and_training_counts(strategy: DataParallel | GSplit):
+def test_the_longest_of_sampling_loading_and_training_counts(strategy):
     """A batch was sampled beside another, but loaded after it."""
     problem = problem_of(GRAPHS[0], 1, 2, host=3e6, gemm=3e9, batch=24)
     line = replace(strategy, prefetch=0).predict(problem)
@@ -585,7 +581,7 @@ def test_batches_beyond_those_known_are_like_earlier_ones():
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "gsplit", "p3", "p3(pipelined=True)"])
-def test_an_epoch_counts_batches_beyond_those_known(name: str):
+def test_an_epoch_counts_batches_beyond_those_known(name):
     """Every batch adds up the same gradients: bytes per batch are the same in an epoch of few
     batches as in one of more batches than are looked at."""
     few, many = (
@@ -599,7 +595,7 @@ def test_an_epoch_counts_batches_beyond_those_known(name: str):
     assert batches.steps > batches.known and counted[0] == counted[1]
 
 
-def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch: pytest.MonkeyPatch):
+def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch):
     """Of large batches one only is looked at. It was taken to end an epoch, whose last batch goes
     through at once: no pull was hidden."""
     monkeypatch.setattr("gnnplan.planner.ownership.minibatch.MOST_EDGES", 1)
@@ -671,7 +667,7 @@ def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_what_cannot_be(text: str, more: dict[str, Any], rule: str):
+def test_what_cannot_be(text, more, rule):
     with pytest.raises(SpecError, match=rule):
         parse(text).check(problem_of(GRAPHS[0], **more))
 
@@ -706,7 +702,7 @@ def test_fanouts_are_a_number_per_layer():
         "p3(pipelined=True,prefetch=2)",
     ],
 )
-def test_alike_steps_count_as_often_as_if_they_were_different(text: str) -> None:
+def test_alike_steps_count_as_often_as_if_they_were_different(text):
     """Estimated batches are one step many times, which is played once. The same steps, each of
     another name, take as long and hold as much."""
     known = problem_of(GRAPHS[0], batch=8)

@@ -39,9 +39,7 @@ def problem(**workload: object) -> Problem:
 
 @settings(deadline=None)
 @given(st.integers(0, 200), st.integers(0, 100), st.integers(0, 9), st.integers(1, 5))
-def test_a_sample_is_a_share_of_the_rows_and_the_same_in_any_order(
-    rows: int, percent: int, epoch: int, layer: int
-):
+def test_a_sample_is_a_share_of_the_rows_and_the_same_in_any_order(rows, percent, epoch, layer):
     ids = np.random.default_rng(0).permutation(1000)[:rows]
     p = percent / 100
     places = drawn(ids, p, 7, epoch, layer, 2)
@@ -99,7 +97,7 @@ def test_fewer_rows_and_edges_are_held_and_computed():
 
 
 @pytest.mark.parametrize("graph", ["reddit", "ogbn-products", "yelp"])
-def test_gpus_cut_their_blocks_themselves(graph: str):
+def test_gpus_cut_their_blocks_themselves(graph):
     """One thread of the host sorted all edges anew in every epoch. So a tenth of the halo took
     longer than all of it, where print (BNS-GCN) has it faster."""
     stats = load(graph)
@@ -118,6 +116,6 @@ def test_gpus_cut_their_blocks_themselves(graph: str):
         (BNS(), {"mode": "mini", "batch": 8}, "trains on the full graph"),
     ],
 )
-def test_what_does_not_suit_is_refused(strategy: BNS, workload: dict[str, object], words: str):
+def test_what_does_not_suit_is_refused(strategy, workload, words):
     with pytest.raises(SpecError, match=words):
         strategy.check(problem(**workload))

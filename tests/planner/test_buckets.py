@@ -45,9 +45,7 @@ def played(asked: Problem, strategy: Strategy, contention: bool = True) -> Playe
         ("sgc", 3, False, [(3,), (1,)], [3, 1]),  # layer 2 has no weights
     ],
 )
-def test_layers_of_buckets(
-    model: str, count: int, narrow: bool, layers: list[tuple[int, ...]], after: list[int]
-) -> None:
+def test_layers_of_buckets(model, count, narrow, layers, after):
     asked = problem(model)
     buckets = buckets_of(asked, count, narrow)
     assert [tuple(reversed(bucket.layers)) for bucket in buckets] == layers
@@ -55,14 +53,14 @@ def test_layers_of_buckets(
     assert sum(bucket.weights for bucket in buckets) == (asked.model.weights if layers else 0)
 
 
-def test_a_deep_model_has_equal_buckets_and_one_rank_none() -> None:
+def test_a_deep_model_has_equal_buckets_and_one_rank_none():
     asked = problem("resgcn", 20)
     sizes = [bucket.weights for bucket in buckets_of(asked, 4, narrow=False)]
     assert len(sizes) == 4 and max(sizes) <= 1.3 * min(sizes)
     assert buckets_of(problem(where=cluster(1, 1)), 3, narrow=False) == []
 
 
-def test_an_all_reduce_begins_after_its_backward_pass_and_the_update_waits_for_all() -> None:
+def test_an_all_reduce_begins_after_its_backward_pass_and_the_update_waits_for_all():
     asked, strategy = problem(), GraphParallel(buckets=3)
     schedule = strategy.schedule(asked, 1)
     after = {str(task.label): list(map(str, task.after)) for task in schedule.tasks}
@@ -99,7 +97,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("text", FAMILIES)
-def test_bytes_and_memory_are_those_of_one_bucket(text: str) -> None:
+def test_bytes_and_memory_are_those_of_one_bucket(text):
     plain = parse(text)
     mini = {"mode": "mini", "batch": 24, "fanout": (3, 3, 3)} if plain.mode == "mini" else {}
     asked = problem("sage", **mini)
@@ -114,7 +112,7 @@ def test_bytes_and_memory_are_those_of_one_bucket(text: str) -> None:
     assert all((memory[use] == before[use]).all() for use in before)
 
 
-def test_a_step_without_exchanges_by_hand() -> None:
+def test_a_step_without_exchanges_by_hand():
     """The wire is slow: it is busy from the first bucket on, to the update."""
     asked, strategy = problem("sage", where=cluster(2, 1, inter=1e6)), GraNNDis(buckets=3)
     ops = strategy.settle(asked).program(asked).step(0)
@@ -148,9 +146,7 @@ def test_a_step_without_exchanges_by_hand() -> None:
         (3, 1, 1e8, "cpu", "sage", 256),
     ],
 )
-def test_closed_form_and_simulation(
-    text: str, servers: int, gpus: int, inter: float, kind: str, model: str, hidden: int
-) -> None:
+def test_closed_form_and_simulation(text, servers, gpus, inter, kind, model, hidden):
     where = cluster(servers, gpus, inter=inter, kind=kind)
     asked = problem(model, 4, where, hidden=hidden)
     for count in (2, 4):
@@ -160,7 +156,7 @@ def test_closed_form_and_simulation(
         assert played(asked, strategy).step_s == pytest.approx(closed, rel=claim)
 
 
-def test_computation_beside_an_all_reduce_is_slower_by_the_tax() -> None:
+def test_computation_beside_an_all_reduce_is_slower_by_the_tax():
     """The next layer's backward pass loses that share of the seconds that the bytes take."""
     tax, taken = 0.4, []
     for overlap_tax in (0.0, tax):
@@ -176,7 +172,7 @@ def test_computation_beside_an_all_reduce_is_slower_by_the_tax() -> None:
         assert (taken[0][unhindered] == taken[1][unhindered]).all()
 
 
-def test_candidates_have_buckets_only_where_they_save_time() -> None:
+def test_candidates_have_buckets_only_where_they_save_time():
     def counts(asked: Problem, family: type[Strategy]) -> set[int]:
         return {strategy.knobs()["buckets"] for strategy in family.candidates(asked)}
 
@@ -192,7 +188,7 @@ def test_candidates_have_buckets_only_where_they_save_time() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 4])
 @pytest.mark.parametrize("text", ["graph_parallel", "pipegcn", "granndis", "bns"])
-def test_impossible_numbers_of_buckets(text: str, count: int) -> None:
+def test_impossible_numbers_of_buckets(text, count):
     asked = problem()
     strategy = replace(parse(text), buckets=count)
     with pytest.raises(

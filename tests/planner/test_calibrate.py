@@ -39,7 +39,7 @@ def table(dataset: str, factors: dict[str, float]) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_known_constants_are_found_again(monkeypatch: pytest.MonkeyPatch):
+def test_known_constants_are_found_again(monkeypatch):
     """Exactly, where nothing is believed before; else what these eight figures say stays said (they
     tell products' rate and GraphSAGE's badly apart), and it matters little how much was
     believed."""
@@ -95,7 +95,7 @@ def test_rows_that_the_model_predicts_alike_weigh_as_one():
     )
 
 
-def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch):
     """A figure that is proportional to its constant, four times too long: log 4 is shared as
     WIDTH^2 to MISS^2."""
     row = figure(
@@ -130,7 +130,7 @@ def test_what_rows_do_not_tell_stays_as_it_was():
 
 
 @pytest.mark.nightly
-def test_what_is_left_out_gives_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_left_out_gives_nothing(monkeypatch):
     """Two graphs on unlike testbeds: each is scored with the constants of the other, so neither
     error is 0, and lies about its own rows change nothing for it."""
     slow = {name: factor / 2 for name, factor in TRUE.items()}
@@ -158,7 +158,7 @@ def test_what_is_left_out_gives_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("each", FITS, ids=lambda each: each.testbed)
-def test_kept_constants_are_few_and_say_their_rows(each: Fit):
+def test_kept_constants_are_few_and_say_their_rows(each):
     with open(QUOTED / "fitted.csv", newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["testbed"] == each.testbed]
     assert [line["constant"] for line in lines] == list(each.constants) and len(lines) <= MOST
@@ -168,7 +168,7 @@ def test_kept_constants_are_few_and_say_their_rows(each: Fit):
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_a_faster_testbed_is_never_slower(name: str):
+def test_a_faster_testbed_is_never_slower(name):
     """Of a launch or an overlap's tax more is slower; all else is a rate."""
     row: Row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {})
     usual, more = (predict(row, partial(scaled, factors={name: factor})) for factor in (1.0, 2.0))

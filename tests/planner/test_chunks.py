@@ -38,7 +38,7 @@ def cuts(draw: st.DrawFn) -> Chunks:
 
 @given(cuts())
 @settings(deadline=None, max_examples=examples(80))
-def test_counts_are_those_of_sets(cut: Chunks):
+def test_counts_are_those_of_sets(cut):
     k, g, graph = cut.chunks, cut.members, cut.graph
     chunk, member = cut.sub // g, cut.sub % g
     reads = [
@@ -76,7 +76,7 @@ def test_counts_are_those_of_sets(cut: Chunks):
 
 @given(cuts())
 @settings(deadline=None, max_examples=examples(60))
-def test_members_share_every_chunk_evenly(cut: Chunks):
+def test_members_share_every_chunk_evenly(cut):
     """A chunk of at least as many vertices as members gives each some; a smaller one gives at most
     one to each."""
     for rows in cut.facts.rows:
@@ -94,7 +94,7 @@ def test_the_cut_inside_chunks_follows_edges():
 
 
 @pytest.mark.parametrize(("chunks", "members"), [(8, 2), (16, 4), (1, 2), (5, 3)])
-def test_estimates_resemble_a_random_graph(chunks: int, members: int):
+def test_estimates_resemble_a_random_graph(chunks, members):
     graph = load(
         "synthetic:community?vertices=3000&edges=24000&features=4&classes=2&mixing=1&skew=100"
     )

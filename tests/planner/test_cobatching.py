@@ -55,7 +55,7 @@ def needed(problem: Problem, strategy: GraNNDis) -> float:
 
 
 @pytest.mark.parametrize("knobs", [{}, {"max_hop": 1, "fanout": 2}])
-def test_the_fewest_batches_that_fit(knobs: dict[str, int]):
+def test_the_fewest_batches_that_fit(knobs):
     """As trying 1, 2, 3, ... in turn would find, as long as more batches need less."""
     question = problem_of()
     needs = {
@@ -119,7 +119,7 @@ def test_what_does_not_fit_however_small_the_batches():
 @pytest.mark.parametrize(
     ("model", "dropout"), [("gcn", 0.0), ("sage", 0.0), ("sage", 0.5), ("gcnii", 0.0)]
 )
-def test_loads_are_the_constant_rows_of_the_batch(model: str, dropout: float):
+def test_loads_are_the_constant_rows_of_the_batch(model, dropout):
     """On every rank what layer 1 (the encoder) reads of features, or the aggregate where it is
     cached."""
     problem = problem_of(model=model, dropout=dropout)

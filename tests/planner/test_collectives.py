@@ -35,9 +35,7 @@ groups = st.lists(st.integers(1, 5), min_size=1, max_size=9).map(
 
 @given(groups, st.sampled_from(ALGORITHMS))
 @settings(deadline=None)
-def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(
-    servers: list[list[int]], algorithm: str
-):
+def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(servers, algorithm):
     """Where what all ranks send is 2(n-1) buffers, nccl-tests' bus factor 2(n-1)/n is what each
     sends on average."""
     n = sum(map(len, servers))
@@ -50,7 +48,7 @@ def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 16, 31, 100, 128])
-def test_no_server_hands_on_both_halves(count: int):
+def test_no_server_hands_on_both_halves(count):
     """A server with two children in one tree has none in the other: nobody sends or receives more
     than two buffers. The trees are log2 deep (Sanders, Speck, Traeff 2009; NCCL 2.4)."""
     unit, (across,) = all_reduce("tree", [[s] for s in range(count)])
@@ -82,7 +80,7 @@ def test_hierarchical_by_hand():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_bus_bandwidth_of_large_buffers_is_the_links(ranks: int):
+def test_bus_bandwidth_of_large_buffers_is_the_links(ranks):
     """nccl-tests: busbw = size / time * 2(n-1)/n reaches the link; on one server, and on several by
     their cards."""
     size = 10**11
@@ -119,9 +117,7 @@ def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
     st.floats(1e8, 1e12),
 )
 @settings(deadline=None)
-def test_nccl_takes_the_faster_one(
-    servers: int, gpus: int, size: int, latency: float, bandwidth: float
-):
+def test_nccl_takes_the_faster_one(servers, gpus, size, latency, bandwidth):
     """That is the tree. Over two servers its cards send half of what a ring's do."""
     where = cluster(servers, gpus, inter_node=Link(bandwidth=bandwidth, latency=latency))
     ring, tree, chosen = (
@@ -133,7 +129,7 @@ def test_nccl_takes_the_faster_one(
 
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(ALGORITHMS), st.integers(0, 10**9))
 @settings(deadline=None)
-def test_bytes_by_link_are_those_on_the_ports(servers: int, gpus: int, algorithm: str, size: int):
+def test_bytes_by_link_are_those_on_the_ports(servers, gpus, algorithm, size):
     """Whole bytes that add up to the schedule's, and within a byte of what passes cards and
     GPUs."""
     cost = Cost(cluster(servers, gpus, all_reduce=algorithm))

@@ -101,7 +101,7 @@ def test_a_plan_tries_it_where_narrow_sums_were_measured():
 @pytest.mark.parametrize("model", ["gcn", "sgc"])
 @pytest.mark.parametrize("hidden", [3, 12, 40])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_no_order_moves_fewer_numbers(model: str, hidden: int, dropout: float):
+def test_no_order_moves_fewer_numbers(model, hidden, dropout):
     """Against all ways to leave four layers, by rows or by columns."""
     shapes = describe(Workload(model=model, layers=4, hidden=hidden, dropout=dropout), F, C)
     _, courses = arranged(shapes, True)
@@ -150,7 +150,7 @@ def test_columns_are_shared_where_there_are_fewer_than_ranks():
         ({"mode": "mini", "batch": 8}, "trains on the full graph"),
     ],
 )
-def test_what_does_not_suit_is_refused(workload: dict[str, object], words: str):
+def test_what_does_not_suit_is_refused(workload, words):
     asked = problem(**workload)
     with pytest.raises(SpecError, match=words):
         parse("feature_parallel").check(asked)

@@ -1,6 +1,5 @@
 """Work becomes seconds: each kind by hand, on numbers that can be checked in the head."""
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -57,7 +56,7 @@ COST = Cost(
         (Compute(gathers=(Gather(1e5, 10, 1e3, 1e4),), itemsize=2), 4.0),
     ],
 )
-def test_compute(work: Compute, seconds: float):
+def test_compute(work, seconds):
     assert COST.compute_s(work) == pytest.approx(seconds)
 
 
@@ -87,9 +86,7 @@ CORE = Device(
         (Compute(random_rows=((1e5, 64),)), 0.256, 0.768),
     ],
 )
-def test_a_core_is_measured_where_a_gpu_waits_for_memory(
-    work: Compute, on_gpu: float, on_core: float
-):
+def test_a_core_is_measured_where_a_gpu_waits_for_memory(work, on_gpu, on_core):
     core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     assert (COST.compute_s(work), core.compute_s(work)) == pytest.approx((on_gpu, on_core))
 
@@ -283,7 +280,7 @@ def test_a_ring_visits_places_one_after_the_other():
 
 
 @pytest.mark.parametrize("group", [None, (5, 0, 3, 6)])
-def test_equal_messages_are_counted_once_and_come_out_as_any_others(group: tuple[int, ...] | None):
+def test_equal_messages_are_counted_once_and_come_out_as_any_others(group):
     """Where all messages between the pairs that talk are equal, of several sizes in turn; beside
     one message at a time."""
     link, pairs = Link(bandwidth=1e9, latency=1e-5), ((0, 1), (2, 3))
@@ -360,9 +357,7 @@ def test_every_row_comes_from_memory_once():
     st.floats(1.0, 1e4),
     st.floats(1.0, 10.0),
 )
-def test_more_cache_is_never_slower_and_wider_rows_are(
-    spread: float, width: int, distinct: float, times: float, more: float
-):
+def test_more_cache_is_never_slower_and_wider_rows_are(spread, width, distinct, times, more):
     work = Compute(gathers=(Gather(times * distinct, width, distinct, 1.0),))
     usual = on_gpu(spread).compute_s(work)
     for changed in (
@@ -377,7 +372,7 @@ def test_more_cache_is_never_slower_and_wider_rows_are(
 
 
 @pytest.mark.slow
-def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset: Callable[[str], str]):
+def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset):
     """Of all edges, the share that the tenth of vertices with the most has: within 0.2 of the
     lognormal's (Flickr, whose few hubs stand out of a narrow crowd, is the worst), and 0.07 on
     average."""
@@ -497,7 +492,7 @@ def test_small_messages_reach_a_share_of_the_bandwidth():
     st.floats(0, 1e10),
 )
 @settings(deadline=None)
-def test_more_bytes_are_never_faster(efficiency: dict[float, float], a: float, b: float):
+def test_more_bytes_are_never_faster(efficiency, a, b):
     try:
         link = Link(bandwidth=1e9, efficiency=efficiency)
     except ValueError as error:
@@ -517,7 +512,7 @@ def test_without_efficiency_a_link_is_alpha_beta_to_the_bit():
 
 
 @pytest.mark.parametrize(("cores", "times"), [(None, 1), (8, 1), (4, 1), (2, 2), (1, 4)])
-def test_samplers_of_a_server_share_its_cores(cores: int | None, times: int):
+def test_samplers_of_a_server_share_its_cores(cores, times):
     """Four GPUs sampled four times as fast as one, however few cores their server had."""
     link = Link(bandwidth=1e9, latency=0.0)
     of = {"gpus_per_server": 4, "device": DEVICE, "intra_node": link, "inter_node": link}

@@ -101,35 +101,35 @@ Written = Callable[[Path, dict], Graph]
 
 @every_format
 @pytest.mark.parametrize("dtype", [np.int64, np.float32])
-def test_a_column_of_labels_is_class_ids(tmp_path: Path, written: Written, dtype: type):
+def test_a_column_of_labels_is_class_ids(tmp_path, written, dtype):
     graph = written(tmp_path, HOLDS | {"y": Y[:, None].astype(dtype)})
     assert (graph.stats.classes, graph.stats.multilabel) == (2, False)
     assert graph.y.dtype == np.int64 and np.array_equal(graph.y, Y)
 
 
 @every_format
-def test_labels_in_floats_are_class_ids_and_nan_is_none(tmp_path: Path, written: Written):
+def test_labels_in_floats_are_class_ids_and_nan_is_none(tmp_path, written):
     graph = written(tmp_path, HOLDS | {"y": np.where(TRAIN, Y, np.nan)})
     assert graph.stats.classes == 2 and np.array_equal(graph.y, np.where(TRAIN, Y, -1))
 
 
 @every_format
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_zeros_and_ones_are_masks(tmp_path: Path, written: Written, dtype: type):
+def test_zeros_and_ones_are_masks(tmp_path, written, dtype):
     val = np.arange(N) >= 15
     graph = written(tmp_path, HOLDS | {"train_mask": TRAIN.astype(dtype), "val_mask": val * 1})
     assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, val)
 
 
 @pytest.mark.parametrize("written", ALIKE[:-1])
-def test_of_several_splits_the_first_is_taken(tmp_path: Path, written: Written):
+def test_of_several_splits_the_first_is_taken(tmp_path, written):
     graph = written(tmp_path, HOLDS | {"train_mask": np.stack([TRAIN, ~TRAIN], 1)})
     assert np.array_equal(graph.train, TRAIN)
     assert graph.stats.notes.count("train_mask holds 2 splits; the first is taken") == 1
 
 
 @pytest.mark.parametrize("written", ALIKE[:-1])  # a split beside an edge list needs train
-def test_masks_are_kept_where_train_is_missing(tmp_path: Path, written: Written):
+def test_masks_are_kept_where_train_is_missing(tmp_path, written):
     val, test = np.arange(N) >= 15, (np.arange(N) >= 12) & (np.arange(N) < 15)
     held = {name: HOLDS[name] for name in ("src", "dst", "x")}
     graph = written(tmp_path, held | {"val_mask": val, "test_mask": test, "y": np.r_[-1, Y[1:]]})
@@ -139,7 +139,7 @@ def test_masks_are_kept_where_train_is_missing(tmp_path: Path, written: Written)
 
 
 @every_format
-def test_a_graph_without_edges_is_a_graph(tmp_path: Path, written: Written):
+def test_a_graph_without_edges_is_a_graph(tmp_path, written):
     none = np.zeros(0, np.int64)
     graph = written(tmp_path, HOLDS | {"src": none, "dst": none})
     assert (graph.stats.vertices, graph.stats.edges) == (N, 0)
@@ -147,11 +147,11 @@ def test_a_graph_without_edges_is_a_graph(tmp_path: Path, written: Written):
 
 
 @pytest.mark.parametrize("empty", [nx.empty_graph(4), sp.csr_matrix((4, 4)), sp.coo_array((4, 4))])
-def test_objects_without_edges_are_graphs(empty: object):
+def test_objects_without_edges_are_graphs(empty):
     assert (from_object(empty).stats.vertices, from_object(empty).stats.edges) == (4, 0)
 
 
-def test_an_empty_tensor_or_array_has_no_type(tmp_path: Path):
+def test_an_empty_tensor_or_array_has_no_type(tmp_path):
     graph = as_npz(tmp_path, {"src": np.array([]), "dst": np.array([]), "y": [0, 1, 0]})
     assert graph.stats.edges == 0
     torch = quiet("torch")
@@ -160,7 +160,7 @@ def test_an_empty_tensor_or_array_has_no_type(tmp_path: Path):
     assert load(str(tmp_path / "g.pt")).stats.edges == 0
 
 
-def test_a_graph_without_edges_is_planned(tmp_path: Path):
+def test_a_graph_without_edges_is_planned(tmp_path):
     as_npz(tmp_path, HOLDS | {"src": [], "dst": []})
     for strategy in ("graph_parallel", "feature_parallel"):
         plan = gnnplan.plan(str(tmp_path / "g.npz"), strategy=strategy, ranks=2)
@@ -172,9 +172,7 @@ def test_a_graph_without_edges_is_planned(tmp_path: Path):
 
 @every_format
 @pytest.mark.parametrize("marker", [-100, 255, -2, 65535, 2**31 - 1])
-def test_a_marker_of_no_label_is_told_to_become_minus_one(
-    tmp_path: Path, written: Written, marker: int
-):
+def test_a_marker_of_no_label_is_told_to_become_minus_one(tmp_path, written, marker):
     y = np.where(TRAIN, np.arange(N) % 3, marker)
     with pytest.raises(SpecError, match=rf"found {marker}|highest is {marker:,}") as error:
         written(tmp_path, HOLDS | {"y": y})
@@ -182,7 +180,7 @@ def test_a_marker_of_no_label_is_told_to_become_minus_one(
     assert f"y[y == {marker}] = -1" in str(error.value)
 
 
-def test_255_among_many_classes_is_a_marker_unless_254_is_there_or_meta_says_so(tmp_path: Path):
+def test_255_among_many_classes_is_a_marker_unless_254_is_there_or_meta_says_so(tmp_path):
     n = 400
     held = {"src": [0], "dst": [1], "train_mask": np.arange(n) < 9}
     classes = np.arange(n) % 150
@@ -195,7 +193,7 @@ def test_255_among_many_classes_is_a_marker_unless_254_is_there_or_meta_says_so(
     assert as_npz(tmp_path, held | {"y": [255] * n, "meta": meta}).stats.classes == 300
 
 
-def test_a_stray_id_may_be_a_marker_or_a_class(tmp_path: Path):
+def test_a_stray_id_may_be_a_marker_or_a_class(tmp_path):
     with pytest.raises(SpecError, match=r"if 99 marks no label, write -1 .*; else renumber"):
         as_npz(tmp_path, HOLDS | {"y": np.where(TRAIN, Y, 99)})
 
@@ -205,7 +203,7 @@ TARGETS = np.eye(N, 3, dtype=int)
 
 @every_format
 @pytest.mark.parametrize("none", [np.nan, -1])
-def test_missing_multi_labels_are_as_missing_labels(tmp_path: Path, written: Written, none: float):
+def test_missing_multi_labels_are_as_missing_labels(tmp_path, written, none):
     held = HOLDS | {"val_mask": ~TRAIN}
     graph = written(tmp_path, held | {"y": np.where(TRAIN[:, None], TARGETS * 1, none)})
     assert graph.stats.multilabel and graph.y.dtype == np.uint8
@@ -214,13 +212,13 @@ def test_missing_multi_labels_are_as_missing_labels(tmp_path: Path, written: Wri
 
 
 @every_format
-def test_a_training_vertex_without_multi_labels_is_refused(tmp_path: Path, written: Written):
+def test_a_training_vertex_without_multi_labels_is_refused(tmp_path, written):
     lacking = (np.arange(N) != 3)[:, None]
     with pytest.raises(SpecError, match=r"y\[3\]: a training vertex needs a label, found none"):
         written(tmp_path, HOLDS | {"y": np.where(lacking, TARGETS, np.nan)})
 
 
-def test_a_part_of_a_vertexs_multi_labels_is_refused(tmp_path: Path):
+def test_a_part_of_a_vertexs_multi_labels_is_refused(tmp_path):
     y = TARGETS.astype(float)
     y[3, 1] = np.nan
     with pytest.raises(SpecError, match=r"y\[3, 1\]: .* found \[nan\].* write -1 for all classes"):
@@ -237,7 +235,7 @@ def saint(folder: Path, labels: dict) -> str:
 
 
 @pytest.mark.parametrize("of", [lambda v: v % 2, lambda v: [v % 2, 1], lambda v: [v % 2]])
-def test_a_class_map_that_lacks_a_vertex_lacks_its_label(tmp_path: Path, of: Callable):
+def test_a_class_map_that_lacks_a_vertex_lacks_its_label(tmp_path, of):
     graph = load(saint(tmp_path, {str(v): of(v) for v in range(12)}))
     assert "took 8 vertices without label out of val_mask" in graph.stats.notes
     with pytest.raises(SpecError, match=r"y\[0\]: a training vertex needs a label"):
@@ -252,7 +250,7 @@ def test_networkx_nodes_may_lack_multi_labels():
     assert not (from_object(graph).train | from_object(graph).val | from_object(graph).test)[3]
 
 
-def test_a_file_beside_the_edges_is_named(tmp_path: Path):
+def test_a_file_beside_the_edges_is_named(tmp_path):
     np.save(tmp_path / "y.npy", np.where(TRAIN, Y, 255))
     np.save(tmp_path / "x.npy", np.where(TRAIN, 1.0, np.inf)[:, None])
     for given, words in (("labels", r"y\.npy: y\[9\]"), ("features", r"x\.npy: x\[9, 0\]")):
@@ -273,14 +271,14 @@ def split(folder: Path, **lists: np.ndarray) -> Graph:
 
 @pytest.mark.parametrize("dtype", [bool, np.uint8, np.int8, np.int64, np.float32])
 @pytest.mark.parametrize("shape", [(N,), (N, 1)])
-def test_a_split_of_zeros_and_ones_is_masks(tmp_path: Path, dtype: type, shape: tuple):
+def test_a_split_of_zeros_and_ones_is_masks(tmp_path, dtype, shape):
     graph = split(tmp_path, train=TRAIN.astype(dtype).reshape(shape), val=~TRAIN, test=0 * TRAIN)
     assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, ~TRAIN)
     assert not graph.test.any()
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "pt"])
-def test_masks_and_ids_in_other_files(tmp_path: Path, kind: str):
+def test_masks_and_ids_in_other_files(tmp_path, kind):
     """The column of a 0/1 table, and lists of a .json, were lists of the ids 0 and 1."""
     val = [9, 1 + 9]
     if kind == "csv":
@@ -307,12 +305,12 @@ def test_masks_and_ids_in_other_files(tmp_path: Path, kind: str):
         (TRAIN[:-1], "a value for each of 20 vertices"),
     ],
 )
-def test_what_is_neither_mask_nor_ids_is_refused(tmp_path: Path, train: np.ndarray, words: str):
+def test_what_is_neither_mask_nor_ids_is_refused(tmp_path, train, words):
     with pytest.raises(SpecError, match=words):
         split(tmp_path, train=train)
 
 
-def test_what_may_be_mask_or_ids_is_refused(tmp_path: Path):
+def test_what_may_be_mask_or_ids_is_refused(tmp_path):
     np.save(tmp_path / "e.npy", [[0], [1]])
     for train, words in (([0, 1], r"\[0, 1\] may be ids .* or a mask of 2"), ([1, 1], None)):
         np.savez(tmp_path / "split.npz", train=train)
@@ -334,7 +332,7 @@ def table(path: Path, names: str, *columns: np.ndarray, order: np.ndarray | None
 
 
 @pytest.mark.parametrize("name", ["id", "node_id", "Vertex_ID", "", "index", "Unnamed: 0"])
-def test_a_column_of_ids_says_whose_rows_are(tmp_path: Path, name: str):
+def test_a_column_of_ids_says_whose_rows_are(tmp_path, name):
     order, ids = RNG.permutation(N), np.arange(N)
     x = table(tmp_path / "x.csv", f"f0,{name},f1", X[:, 0], ids, X[:, 1], order=order)
     y = table(tmp_path / "y.csv", f"{name},label", ids, Y, order=order)
@@ -342,13 +340,13 @@ def test_a_column_of_ids_says_whose_rows_are(tmp_path: Path, name: str):
     assert np.allclose(graph.features(), X[:, :2], rtol=1e-6) and np.array_equal(graph.y, Y)
 
 
-def test_names_may_stand_in_a_comment(tmp_path: Path):
+def test_names_may_stand_in_a_comment(tmp_path):
     path, ids = tmp_path / "y.txt", np.arange(N)[::-1]
     np.savetxt(path, np.stack([ids, Y[::-1]], 1), "%d", header="node label")
     assert np.array_equal(load(source_of(edges_csv(tmp_path), labels=str(path))).y, Y)
 
 
-def test_pandas_numbers_of_rows_are_no_feature_and_no_end_of_an_edge(tmp_path: Path):
+def test_pandas_numbers_of_rows_are_no_feature_and_no_end_of_an_edge(tmp_path):
     ids = np.arange(N)
     x = table(tmp_path / "x.csv", ",id,f0", ids[::-1], ids, X[:, 0])
     assert load(source_of(edges_csv(tmp_path), x)).stats.features == 1
@@ -356,7 +354,7 @@ def test_pandas_numbers_of_rows_are_no_feature_and_no_end_of_an_edge(tmp_path: P
     assert load(edges).stats.hash == load(edges_csv(tmp_path)).stats.hash
 
 
-def test_labels_of_some_ids_are_labels_of_these(tmp_path: Path):
+def test_labels_of_some_ids_are_labels_of_these(tmp_path):
     y = table(tmp_path / "y.csv", "id,label", np.arange(N)[TRAIN], Y[TRAIN])
     graph = load(source_of(edges_csv(tmp_path), labels=y))
     assert np.array_equal(graph.y, np.where(TRAIN, Y, -1))
@@ -373,7 +371,7 @@ def test_labels_of_some_ids_are_labels_of_these(tmp_path: Path):
         (np.r_[2**31 - 2, 1:N], "would take"),
     ],
 )
-def test_wrong_ids_of_rows_are_named(tmp_path: Path, ids: np.ndarray, words: str, monkeypatch):
+def test_wrong_ids_of_rows_are_named(tmp_path, ids, words, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_ARRAY", 1 << 20)
     x = tmp_path / "x.csv"
     np.savetxt(x, np.stack([ids, X[:, 0]], 1), "%.17g", ",", header="id,f", comments="")
@@ -392,9 +390,7 @@ def test_wrong_ids_of_rows_are_named(tmp_path: Path, ids: np.ndarray, words: str
         ("a,b", ([4, 2], [5, 6]), "must hold one number per line, or name a column id, holds 2"),
     ],
 )
-def test_ids_of_a_split_stand_in_the_column_that_is_named_so(
-    tmp_path: Path, names: str, columns: tuple, train: list | str
-):
+def test_ids_of_a_split_stand_in_the_column_that_is_named_so(tmp_path, names, columns, train):
     (tmp_path / "split").mkdir()
     table(tmp_path / "split" / "train.csv", names, *map(np.array, columns))
     source = source_of(edges_csv(tmp_path), split=str(tmp_path / "split"))
@@ -418,9 +414,7 @@ def test_ids_of_a_split_stand_in_the_column_that_is_named_so(
         ("0\n1\n0\n\n", 4),
     ],
 )
-def test_a_line_without_numbers_shifts_no_row(
-    tmp_path: Path, start: str, line: int, block: int, monkeypatch
-):
+def test_a_line_without_numbers_shifts_no_row(tmp_path, start, line, block, monkeypatch):
     monkeypatch.setattr(text, "BLOCK", block)
     path = tmp_path / "y.txt"
     path.write_text(start + "0\n" * N)
@@ -429,7 +423,7 @@ def test_a_line_without_numbers_shifts_no_row(
             load(source_of(edges_csv(tmp_path), **{given: str(path)}))
 
 
-def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path: Path, monkeypatch):
+def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "BLOCK", 16)
     rows = "".join(f"{y}\n" for y in Y)
     (tmp_path / "y.txt").write_text(f"# of the\n# classes\n{rows}\n\n# written by hand\n\n")
@@ -443,14 +437,14 @@ def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path: Pa
 # -- edges -----------------------------------------------------------------------------------------
 
 
-def test_columns_beside_both_ends_may_be_text(tmp_path: Path):
+def test_columns_beside_both_ends_may_be_text(tmp_path):
     plain = load(edges_csv(tmp_path)).stats.hash
     ends = zip(SRC, DST, strict=True)
     (tmp_path / "e.tsv").write_text("".join(f"{a}\t{b}\tfriend\n" for a, b in ends))
     assert load(str(tmp_path / "e.tsv")).stats.hash == plain
 
 
-def test_konects_ids_count_from_one(tmp_path: Path):
+def test_konects_ids_count_from_one(tmp_path):
     path = tmp_path / "out.small"
     path.write_text("% sym unweighted\n% 3 3 3\n1 2\n2 3\n")
     graph = load(str(path))
@@ -461,7 +455,7 @@ def test_konects_ids_count_from_one(tmp_path: Path):
         load(str(path))
 
 
-def test_ids_that_begin_with_one_are_said(tmp_path: Path):
+def test_ids_that_begin_with_one_are_said(tmp_path):
     said = "no edge has vertex 0: ids begin with 1; if they count from 1, subtract 1"
     edges = np.array([[1, 2], [2, 3]])
     np.savetxt(tmp_path / "e.txt", edges.T, "%d")
@@ -475,7 +469,7 @@ def test_ids_that_begin_with_one_are_said(tmp_path: Path):
     assert said not in load(str(tmp_path / "e.npy")).stats.notes
 
 
-def test_what_is_said_of_an_object_is_said_of_its_plan(own_cache: Path):
+def test_what_is_said_of_an_object_is_said_of_its_plan(own_cache):
     """It is written to a folder, which knows nothing of what no folder holds."""
     graph = nx.path_graph(6)
     nx.set_edge_attributes(graph, "road", "kind")
@@ -493,9 +487,7 @@ SAID = "different numbers of feature 0 apart; subtract their mean, or use --dtyp
 
 @every_format
 @pytest.mark.parametrize("x, told", [(TIMES, 2), (IDS, 1), ((IDS - 2**40 + 2**30), 1)])
-def test_features_that_float32_does_not_tell_apart_are_kept_and_said(
-    tmp_path: Path, written: Written, x: np.ndarray, told: int
-):
+def test_features_that_float32_does_not_tell_apart_are_kept_and_said(tmp_path, written, x, told):
     if written is as_folder and x.dtype != np.float64:
         pytest.skip("a folder's features are floats")
     graph = written(tmp_path, HOLDS | {"x": x})
@@ -511,9 +503,7 @@ def test_features_that_float32_does_not_tell_apart_are_kept_and_said(
 
 @every_format
 @pytest.mark.parametrize("x", [X.astype(np.float64), X / 3 + 1e-9 * X, 10.0 + X])
-def test_ordinary_features_in_float64_are_not_talked_about(
-    tmp_path: Path, written: Written, x: np.ndarray
-):
+def test_ordinary_features_in_float64_are_not_talked_about(tmp_path, written, x):
     graph = written(tmp_path, HOLDS | {"x": x})
     assert not any("apart" in note for note in graph.stats.notes)
     if written is not as_folder:
@@ -527,7 +517,7 @@ def test_a_million_numbers_may_be_rounded():
     assert "of feature 1 apart" in module.merging_note(x)[0]
 
 
-def test_sparse_features_are_kept_too(tmp_path: Path):
+def test_sparse_features_are_kept_too(tmp_path):
     indptr = np.arange(N + 1)
     sparse = {"x_indptr": indptr, "x_indices": indptr[:-1], "x_data": TIMES[:, 0]}
     held = {name: HOLDS[name] for name in ("src", "dst", "y")}
@@ -538,7 +528,7 @@ def test_sparse_features_are_kept_too(tmp_path: Path):
     assert problem.graph is not None and problem.graph.x.dtype == np.float32
 
 
-def test_a_folder_widens_where_a_later_row_needs_it(tmp_path: Path, monkeypatch):
+def test_a_folder_widens_where_a_later_row_needs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(own_arrays, "AT_ONCE", 64)  # rows are written again a few at a time
     x = np.concatenate([X, TIMES * np.ones(4)])
     np.savetxt(tmp_path / "x.csv", x, "%.17g", ",")
@@ -549,7 +539,7 @@ def test_a_folder_widens_where_a_later_row_needs_it(tmp_path: Path, monkeypatch)
 
 
 @every_format
-def test_whole_numbers_beyond_float64_are_refused(tmp_path: Path, written: Written):
+def test_whole_numbers_beyond_float64_are_refused(tmp_path, written):
     if written in (as_folder, as_text):
         pytest.skip("floats already")
     with pytest.raises(SpecError, match=r"x\[19, 0\]: features must be whole numbers of at most"):

@@ -69,7 +69,7 @@ def test_a_constant_is_as_doubtful_as_its_source():
         ("host_rates.draw=1e7", "host_rates"),
     ],
 )
-def test_what_is_set_by_hand_is_in_no_doubt(given: str, constant: str):
+def test_what_is_set_by_hand_is_in_no_doubt(given, constant):
     """A what-if is about this number, whatever range `measure` has found for the one before."""
     measured = preset("l4_box").model_copy(update={"ranges": {constant: (0.5, 2.0)}})
     changed = overridden(measured, given)
@@ -87,7 +87,7 @@ def test_rates_of_samplers_that_nobody_measured_are_in_doubt():
 
 
 @given(st.floats(0.05, 1.0), st.floats(1.0, 20.0))
-def test_a_tenth_of_the_draws_is_below_a_range_and_a_tenth_above(low: float, high: float):
+def test_a_tenth_of_the_draws_is_below_a_range_and_a_tenth_above(low, high):
     cluster = preset("l4_box").model_copy(update={"ranges": {"device.gemm": (low, high)}})
     factor = doubt.factors(cluster).get("device.gemm", np.ones(doubt.DRAWS))
     margin = 1 / doubt.DRAWS
@@ -97,7 +97,7 @@ def test_a_tenth_of_the_draws_is_below_a_range_and_a_tenth_above(low: float, hig
 
 
 @pytest.mark.parametrize("name", ["dgx_a100", "p3_p100", "l4_box", "measured"])
-def test_a_draw_is_a_cluster_of_these_constants(name: str):
+def test_a_draw_is_a_cluster_of_these_constants(name):
     """Many clusters are priced at once; each alone gives the same epoch."""
     cluster = read_cluster(str(MEASURED)) if name == "measured" else preset(name)
     problem, draws = reddit(cluster), doubt.drawn(cluster)
@@ -115,7 +115,7 @@ TIMES = ("launch", "latency", "overlap_tax")  # more of these takes longer; all 
 @pytest.mark.parametrize(
     ("name", "moved"), [("dgx_a100", 10), ("p3_p100", 8), ("l4_box", 6), ("measured", 9)]
 )
-def test_a_better_constant_is_never_slower(name: str, moved: int):
+def test_a_better_constant_is_never_slower(name, moved):
     """Each constant was drawn in the other direction once, and no test noticed."""
     cluster = read_cluster(str(MEASURED)) if name == "measured" else preset(name)
     certain = {constant: (1.0, 1.0) for constant in doubt.constants(cluster)}
@@ -187,7 +187,7 @@ def one(draws: Cluster, index: int) -> Cluster:
         ({"device.gemm": [0.5]}, "Field required"),
     ],
 )
-def test_ranges_that_are_none_are_refused(ranges: dict[str, list[float]], told: str):
+def test_ranges_that_are_none_are_refused(ranges, told):
     with pytest.raises(ValidationError) as error:
         Cluster.model_validate({**preset("l4_box").model_dump(), "ranges": ranges})
     assert told in str(error.value)

@@ -56,7 +56,7 @@ def chosen(
     return choose(problem, lambda asked: search(asked, forced=forced, **options))
 
 
-def test_a_plan_takes_bfloat16_where_it_is_surely_faster(tmp_path: Path):
+def test_a_plan_takes_bfloat16_where_it_is_surely_faster(tmp_path):
     """Sums over all of Reddit's edges are bound by memory. The plan is that of --dtype bfloat16, and
     it says what both types take and what rounding cost elsewhere."""
     plan = gnnplan.plan("reddit", "l4_box", dtype="auto", layers=2, per="epoch")
@@ -95,9 +95,7 @@ def test_a_plan_takes_bfloat16_where_it_is_surely_faster(tmp_path: Path):
         (None, 0.0, "float32", "for this device's own is not known (`gnnplan measure"),
     ],
 )
-def test_what_rounds_wins_by_the_rule_for_what_is_lossy(
-    times: float | None, launch: float, dtype: str, why: str
-):
+def test_what_rounds_wins_by_the_rule_for_what_is_lossy(times, launch, dtype, why):
     """A gain of a few per cent on kernels whose predictions miss on their own is no reason to round,
     nor is one that follows from a rate that nobody has measured."""
     gemm = read_cluster("l4_box").device.gemm
@@ -148,9 +146,7 @@ def test_bfloat16_is_taken_where_float32_fits_nowhere():
         ({"model": "gcn"}, "tensor3d", "tensor3d has no rows in bfloat16"),
     ],
 )
-def test_rows_stay_float32_where_they_cannot_be_bfloat16(
-    fields: dict[str, Any], strategy: str | None, why: str
-):
+def test_rows_stay_float32_where_they_cannot_be_bfloat16(fields, strategy, why):
     problem = problem_of(**fields)
     forced = parse(strategy) if strategy else None
     choice = chosen(problem, forced)
@@ -197,7 +193,7 @@ def test_runs_that_reach_an_accuracy_in_both_types_lift_the_rule():
     assert of("float32").chosen == "float32" and "no run shows" in of("float32").why
 
 
-def test_the_accuracy_that_plans_quote_is_that_of_the_runs(monkeypatch: pytest.MonkeyPatch):
+def test_the_accuracy_that_plans_quote_is_that_of_the_runs(monkeypatch):
     """traces/quoted/rounding.csv and the tables of convergence.md follow from runs in traces."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     convergence = importlib.import_module("convergence")
@@ -209,7 +205,7 @@ def test_the_accuracy_that_plans_quote_is_that_of_the_runs(monkeypatch: pytest.M
     assert "+0.03 ± 0.12 points on tolokers (sage, 3 seeds)" in rounding_cost()
 
 
-def test_the_command_line_says_what_python_says(tmp_path: Path):
+def test_the_command_line_says_what_python_says(tmp_path):
     words = "plan --graph reddit --cluster l4_box --dtype auto --strategy graph_parallel"
     asked = [*words.split(), "-o", str(tmp_path / "plan.json")]
     done = CliRunner().invoke(app, [*asked, "--json"], catch_exceptions=False)
@@ -222,7 +218,7 @@ def test_the_command_line_says_what_python_says(tmp_path: Path):
 
 
 @pytest.mark.parametrize("where", ["workload", "overrides"])
-def test_auto_is_refused_where_nothing_chooses(where: str):
+def test_auto_is_refused_where_nothing_chooses(where):
     given: dict[str, Any] = {where: {"dtype": "auto"}}
     with pytest.raises(
         SpecError, match=r"dtype: auto is no type: .*use float32, tf32, float64 or bfloat16"

@@ -1,6 +1,5 @@
 """Layouts of statistics beside layouts of the graphs that these are of."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +22,7 @@ from gnnplan.planner.problem.problem import Problem
 SERVERS = tuple(rank // 2 for rank in range(8))  # 4 of 2
 
 
-def test_expected_halo_of_a_drawn_random_graph() -> None:
+def test_expected_halo_of_a_drawn_random_graph():
     """GNNPipe, Sec. 3.1.1: E|B_i| summed over parts; at most each vertex is in every other part's."""
     n, m, p, rng = 2000, 8, 2e-3, np.random.default_rng(0)
     upper = np.triu(rng.random((n, n)) < p, 1)
@@ -63,7 +62,7 @@ def layouts(
         pytest.param("flickr", marks=pytest.mark.nightly),
     ],
 )
-def test_a_real_graphs_layout_from_its_halos(dataset: Callable[[str], str], name: str) -> None:
+def test_a_real_graphs_layout_from_its_halos(dataset, name):
     """Halo sizes as counted, so one hop too; two and more 0 to 25 % too many, since neighbourhoods
     overlap; drawn ones up to 30 % fewer."""
     graph = load(dataset(name))
@@ -85,7 +84,7 @@ def test_a_real_graphs_layout_from_its_halos(dataset: Callable[[str], str], name
             assert low < off < high, (depth, expansion, layer, off)
 
 
-def test_a_random_graph_without_counted_halos() -> None:
+def test_a_random_graph_without_counted_halos():
     graph = load(
         "synthetic:community?vertices=3000&edges=24000&mixing=1&skew=100&features=1&classes=1"
     )
@@ -105,7 +104,7 @@ def test_a_random_graph_without_counted_halos() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_rows_that_few_targets_need(depth: int) -> None:
+def test_rows_that_few_targets_need(depth):
     """2 % of the vertices of a random graph. Rows are about as many as counted; they have up to a
     quarter more edges than estimated, because who is reached has more neighbours than others."""
     graph = load(
@@ -125,7 +124,7 @@ def test_rows_that_few_targets_need(depth: int) -> None:
             assert ours.sends.sum() == pytest.approx(counted.sends.sum(), rel=0.2)
 
 
-def test_facts_are_each_layouts_own() -> None:
+def test_facts_are_each_layouts_own():
     """They are kept, and a batch of a layout is another layout."""
     whole = EstimatedLayout(3000, 24_000, SERVERS, 4, 1, 2)
     before = whole.facts(1).rows.sum()
@@ -133,7 +132,7 @@ def test_facts_are_each_layouts_own() -> None:
     assert replace(whole, targets=10.0).facts(1).rows.sum() < before == whole.facts(1).rows.sum()
 
 
-def test_what_training_vertices_need_is_estimated_once() -> None:
+def test_what_training_vertices_need_is_estimated_once():
     """Each candidate that trims, or trains in batches, made such layouts anew and counted them
     again."""
     stats = load("ogbn-papers100M")
@@ -146,7 +145,7 @@ def test_what_training_vertices_need_is_estimated_once() -> None:
     assert fewer.trimmed(layout).facts(1).rows[0] < problem.trimmed(layout).facts(1).rows[0]
 
 
-def test_mixing_between_and_beyond_what_was_counted() -> None:
+def test_mixing_between_and_beyond_what_was_counted():
     mixing = Mixing(((4, 0.02), (16, 0.08)))
     assert [mixing.at(m) for m in (4, 8, 16)] == pytest.approx([0.02, 0.04, 0.08])
     assert [mixing.at(m) for m in (1, 64, 10**6)] == pytest.approx([0.01, 0.16, 1.0])

@@ -1,9 +1,7 @@
 """Mini-batches of statistics beside those of graphs that these are of."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +26,6 @@ from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
-from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.simulator.player import play
 
@@ -97,9 +94,7 @@ def counted(
         (30, (10, 5, 2)),
     ],
 )
-def test_the_expected_frontier_is_that_of_a_uniform_graph(
-    degree: int, fanouts: tuple[int, ...]
-) -> None:
+def test_the_expected_frontier_is_that_of_a_uniform_graph(degree, fanouts):
     """Every layer's rows and edges to 5 %."""
     graph = joined(20_000, *np.random.default_rng(0).integers(0, 20_000, (2, 20_000 * degree // 2)))
     told = expected_frontier(replace(graph.stats, batch_spread=(0.0, 0.0)), 200, fanouts)
@@ -110,7 +105,7 @@ def test_the_expected_frontier_is_that_of_a_uniform_graph(
 
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "directed"])
 @pytest.mark.parametrize("spread", [0.7, 1.2])
-def test_the_expected_frontier_is_that_of_a_skewed_graph(spread: float, both: bool) -> None:
+def test_the_expected_frontier_is_that_of_a_skewed_graph(spread, both):
     """Of lognormal degrees, every layer's rows and edges to 6 %: a uniform graph's would be up to
     three times as many."""
     graph = drawn_like(20_000, 20, spread, both)
@@ -121,7 +116,7 @@ def test_the_expected_frontier_is_that_of_a_skewed_graph(spread: float, both: bo
         assert told.edges == pytest.approx(edges, rel=0.06)
 
 
-def test_popular_training_vertices() -> None:
+def test_popular_training_vertices():
     """Seeds in proportion to degrees."""
     graph = drawn_like(20_000, 20, 1.2)
     rows, edges = counted(graph, 200, (25, 10), weight=graph.degree / graph.degree.sum())
@@ -148,9 +143,7 @@ def test_popular_training_vertices() -> None:
         ("tolokers", 1.5),
     ],
 )
-def test_the_expected_frontier_is_that_of_a_real_graph(
-    dataset: Callable[[str], str], name: str, spread: float
-) -> None:
+def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
     """Rows of h_0 and edges of batches of two sizes: with a spread of its own off by 12 % on
     average and a third at the most, with the usual one by a quarter on average."""
     graph = load(dataset(name))
@@ -179,9 +172,7 @@ def test_the_expected_frontier_is_that_of_a_real_graph(
         ("friendster", (13.1e9, 13.4e9), (9.4e9, 11.4e9)),
     ],
 )
-def test_gsplit_table_1(
-    name: str, edges: tuple[float, float], features: tuple[float, float]
-) -> None:
+def test_gsplit_table_1(name, edges, features):
     """Mini- and micro-batches of an epoch, four numbers from a graph's two spreads: to 11 %."""
     stats = load(name, directed=name == "ogbn-papers100M")
     assert isinstance(stats, GraphStats)
@@ -196,7 +187,7 @@ def test_gsplit_table_1(
         assert batch.row_counts(0).sum() * times == pytest.approx(loaded, rel=0.11)
 
 
-def test_p3s_example_of_a_mini_batch() -> None:
+def test_p3s_example_of_a_mini_batch():
     """Sec. 3.2.2: 24,703 vertices one hop and 188,339 two hops around 1000 seeds of ogbn-products;
     nothing here was fitted to it."""
     stats = load("ogbn-products")
@@ -210,7 +201,7 @@ def test_p3s_example_of_a_mini_batch() -> None:
 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
-def test_shares_of_a_split_batch_add_up(groups: tuple[int, ...]) -> None:
+def test_shares_of_a_split_batch_add_up(groups):
     """Every row and edge of a group is one rank's; a rank reads its own rows and those that are
     sent to it."""
     stats = replace(GRAPH.stats, vertices=20_000, edges=400_001, train_vertices=1_000)
@@ -233,7 +224,7 @@ def test_shares_of_a_split_batch_add_up(groups: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_a_random_split_sends_is_what_a_graph_sends(ranks: int) -> None:
+def test_what_a_random_split_sends_is_what_a_graph_sends(ranks):
     """Rows that cross before each layer, owners at random: to 8 %; and the share of edges that
     does."""
     graph = drawn_like(20_000, 20, 1.0)
@@ -277,7 +268,7 @@ def stats_job(train: int, batch: int, ranks: int = 3) -> Problem:
     )
 
 
-def test_batches_of_statistics() -> None:
+def test_batches_of_statistics():
     """An epoch has every training vertex once, its batches are shared out as real ones are, and it
     is predicted as it is simulated."""
     problem, strategy = stats_job(train=10_000, batch=768), DataParallel()
@@ -303,7 +294,7 @@ def test_batches_of_statistics() -> None:
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(end, rel=1e-9)
 
 
-def test_memory_of_more_batches_than_numpy_chooses_from() -> None:
+def test_memory_of_more_batches_than_numpy_chooses_from():
     """np.choose takes less than 64."""
     few, many = (DataParallel().memory(stats_job(train, 100)) for train in (1_000, 10_000))
     assert few.keys() == many.keys() and all(np.array_equal(few[use], many[use]) for use in few)
@@ -349,9 +340,7 @@ def problems(spread: float = 1.2) -> tuple[Problem, Problem]:
         lambda row: {row[:2], row[2]},
     ),
 )
-def test_rows_that_a_cache_hits(
-    cached: int, shared: bool, features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_a_cache_hits(cached, shared, features, tmp_path, monkeypatch):
     """Of the rows that a batch reads, those of each class: to 5 % of all."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     strategy, found = DataParallel(cache=cached * 32, shared_cache=shared, features=features), []
@@ -376,9 +365,7 @@ def test_rows_that_a_cache_hits(
 @pytest.mark.parametrize(
     ("cached", "over"), covered(list(product((500, 2_000, 20_000), ("server", "rank"))), set)
 )
-def test_rows_whose_columns_a_cache_hits(
-    cached: int, over: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_whose_columns_a_cache_hits(cached, over, tmp_path, monkeypatch):
     """As `test_rows_that_a_cache_hits`, of all peers' rows."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     width = 8 // 2 if over == "server" else 8 // 4
@@ -403,9 +390,7 @@ def test_rows_whose_columns_a_cache_hits(
 
 
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-def test_neighbours_asked_for(
-    cached: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours_asked_for(cached, tmp_path, monkeypatch):
     """Ids asked and edges drawn for others: to 10 % without cached lists and with all; with half of
     the others' to a quarter of all, since those that are read most for their bytes come first on a
     graph."""
@@ -444,7 +429,7 @@ def test_neighbours_asked_for(
     ],
     ids=str,
 )
-def test_statistics_are_predicted_as_they_are_simulated(strategy: Strategy) -> None:
+def test_statistics_are_predicted_as_they_are_simulated(strategy):
     problem = problems()[1]
     strategy = strategy.settle(problem)
     strategy.check(problem)
@@ -460,9 +445,7 @@ def test_statistics_are_predicted_as_they_are_simulated(strategy: Strategy) -> N
     )
 
 
-def test_a_split_batch_moves_what_a_graphs_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_batch_moves_what_a_graphs_does(tmp_path, monkeypatch):
     """GSplit with owners at random, P3 and data parallel: bytes of every operation, to 10 %."""
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     for strategy in (
@@ -476,7 +459,7 @@ def test_a_split_batch_moves_what_a_graphs_does(
             assert told[op] == pytest.approx(count, rel=0.1), op
 
 
-def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for() -> None:
+def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for():
     """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part
     of them does; the fullest of these has a little more than its share to read."""
     for name, whole, split in (("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)):
@@ -508,7 +491,7 @@ def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for() -> None:
 
 @pytest.mark.parametrize("splitter", FULLEST)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_shares_of_a_split_add_up_whoever_has_most(splitter: str, ranks: int) -> None:
+def test_shares_of_a_split_add_up_whoever_has_most(splitter, ranks):
     """The first rank as much over the mean as real splits have it, the others alike."""
     stats = load("orkut")
     assert isinstance(stats, GraphStats)

@@ -51,7 +51,7 @@ def question(inter_node: str = "100MB/s", layers: int = 2) -> Problem:
     return Problem(graph.stats, graph, Workload(model="gcn", layers=layers, hidden=64), cluster)
 
 
-def test_what_takes_over_really_takes_over() -> None:
+def test_what_takes_over_really_takes_over():
     """At the bandwidth that a sentence names, the other family is the fastest; on this side of it, it
     is not."""
     problem = question("5GB/s", layers=8)
@@ -94,9 +94,7 @@ def test_what_takes_over_really_takes_over() -> None:
         (16, "run at 16 times float32's rate here"),
     ],
 )
-def test_a_plan_says_how_fast_rounded_products_are(
-    times: float | None, told: str, dtype: str
-) -> None:
+def test_a_plan_says_how_fast_rounded_products_are(times, told, dtype):
     """The rate is the device's own for that type."""
     problem = question()
     whole = min(float(c.predicted.epoch_s) for c in search(problem).ranked)
@@ -115,7 +113,7 @@ def test_a_plan_says_how_fast_rounded_products_are(
     assert slower == (times == 0.03)
 
 
-def test_twice_the_link_helps_where_the_link_binds() -> None:
+def test_twice_the_link_helps_where_the_link_binds():
     def gain(problem: Problem) -> int:
         told = sentences(search(problem, may_use_fewer=False))
         sentence = next(s for s in told if s.startswith("twice the bandwidth between servers"))
@@ -127,7 +125,7 @@ def test_twice_the_link_helps_where_the_link_binds() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("asked", "way"), [(4, "more"), (8, "fewer")])
-def test_other_depths_change_the_choice_where_they_do(asked: int, way: str) -> None:
+def test_other_depths_change_the_choice_where_they_do(asked, way):
     """Nothing was asserted where no depth changed the choice, as none did in the question before."""
     graph = load("synthetic:community?vertices=1000&edges=10000&features=256&classes=4")
     cluster = two_servers(2, "1GB/s", "100MB/s")
@@ -144,7 +142,7 @@ def test_other_depths_change_the_choice_where_they_do(asked: int, way: str) -> N
 
 
 @pytest.mark.slow
-def test_other_depths_may_use_fewer_gpus_too() -> None:
+def test_other_depths_may_use_fewer_gpus_too():
     """The best uses one GPU of four at 2 layers and at 4, where on all four another family would be
     ahead."""
     graph = load("synthetic:community?vertices=1000&edges=10000&features=32&classes=4")
@@ -165,7 +163,7 @@ def test_other_depths_may_use_fewer_gpus_too() -> None:
     assert not any(s.startswith("at 4 layers") for s in of_depths(two))
 
 
-def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
+def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over():
     """GraNNDis wins at 8 layers, and at more: not news about graph parallel."""
     problem = question("2GB/s", layers=8)
     assert search(problem, may_use_fewer=False).best.strategy.name == "granndis"
@@ -174,7 +172,7 @@ def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over() -> None:
     assert not list(of_depths(found))
 
 
-def test_close_seconds_are_within_doubt() -> None:
+def test_close_seconds_are_within_doubt():
     """A runner-up is named as long as it may well be faster, with the chance that it is."""
     found = search(question())
     first, second = found.best, found.others[0]
@@ -190,9 +188,7 @@ def test_close_seconds_are_within_doubt() -> None:
     assert faster_in(0.04) == []
 
 
-def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(monkeypatch, tmp_path):
     (tmp_path / "convergence.csv").write_text(
         "study,graph,model,strategy,ranks,seeds,points,two_errors,epochs_ratio\n"
         "a,squirrel,gcnii,gnnpipe(chunks=8),2,10,-0.20,0.50,1.10\nb,physics,sage,pipegcn,2,5,0.10,0.20,\n"
@@ -221,7 +217,7 @@ def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
     )
 
 
-def test_preloading_is_told_by_our_own_prediction() -> None:
+def test_preloading_is_told_by_our_own_prediction():
     """How many rows a server holds and what crosses servers are those of the layouts and of the
     predictions; no time that differs from the epoch's definition is shown."""
     problem = question(layers=3)
@@ -236,7 +232,7 @@ def test_preloading_is_told_by_our_own_prediction() -> None:
     assert "T_p" not in growth + sent
 
 
-def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache: Path) -> None:
+def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache):
     problem = question()
     with kept.Stopwatch() as first:
         partition.partition(problem.graph, 7)
@@ -250,7 +246,7 @@ def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache: Pa
 
 
 @pytest.mark.slow
-def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
+def test_a_plan_of_mini_batches_says_where_p3_stops_paying():
     """The formula's break-even at the mean batch's rows, and both sides of it in the table over
     hidden widths."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=64&classes=5&seed=0")
@@ -289,7 +285,7 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "mini"])
-def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode: str) -> None:
+def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode):
     """It ended in a traceback: `gnnplan measure` writes rates by size, and a column of clusters had
     been tried on links and devices of one rate only."""
     graph = load("synthetic:community?vertices=500&edges=4000&features=16&classes=4")

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import networkx as nx
@@ -209,9 +208,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("write, on_edges, on_vertices", WRITERS)
-def test_a_format_keeps_its_fields(
-    tmp_path: Path, write: Callable[[Path], Path], on_edges: dict, on_vertices: dict
-):
+def test_a_format_keeps_its_fields(tmp_path, write, on_edges, on_vertices):
     """As the file is read, and as the folder that it is converted to, of which vertices' fields
     stay in their files."""
     (tmp_path / "written").mkdir()
@@ -229,20 +226,18 @@ OBJECTS = [(pyg_data, *ALL), (dgl_graph, *ALL), (matrix, *ONE), (networkx_graph,
 
 
 @pytest.mark.parametrize("make, on_edges, on_vertices", OBJECTS)
-def test_an_object_keeps_its_fields(make: Callable[[], object], on_edges: dict, on_vertices: dict):
+def test_an_object_keeps_its_fields(make, on_edges, on_vertices):
     must_have(from_object(make(), directed=True), on_edges, on_vertices)
 
 
 @pytest.mark.parametrize("make", [scipy_npz, matrix_market, pyg_adjacency])
-def test_a_matrix_of_ones_has_no_weights(
-    tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_matrix_of_ones_has_no_weights(tmp_path, make, monkeypatch):
     monkeypatch.setitem(globals(), "WEIGHT", np.ones(90))
     graph = load(str(make(tmp_path)), directed=True)
     assert "edge_weight" not in graph.edge_fields
 
 
-def test_dgls_names_may_be_those_of_vertices_features_and_files(tmp_path: Path):
+def test_dgls_names_may_be_those_of_vertices_features_and_files(tmp_path):
     """They were one file of the converted folder, and DGL's own ids are no field."""
     torch, graph = quiet("torch"), quiet("dgl").graph((SRC, DST), num_nodes=N)
     both = {"x": torch.ones(90, 2), "h": torch.ones(90), "a/b": torch.ones(90)}
@@ -261,7 +256,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=24)
 
 
 @given(pairs=PAIRS, directed=st.booleans())
-def test_rows_go_along_with_their_edges(pairs: list[tuple[int, int]], directed: bool):
+def test_rows_go_along_with_their_edges(pairs, directed):
     """One way: both directions have them. Both ways: each its own. Duplicates agree, or are refused
     (here each pair has one row)."""
     src, dst = np.array(pairs, np.int64).reshape(-1, 2).T
@@ -279,7 +274,7 @@ def own(folder: Path, **arrays: object) -> str:
     return str(folder / "g.npz")
 
 
-def test_what_happens_to_fields_is_said(tmp_path: Path):
+def test_what_happens_to_fields_is_said(tmp_path):
     src, dst = [0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 4]
     graph = load(own(tmp_path, src=src, dst=dst, edge_weight=[1.0, 2, 3, 3, 4, 5]))
     assert graph.indices.tolist() == [1, 0, 2, 1, 4, 3]
@@ -294,7 +289,7 @@ def test_what_happens_to_fields_is_said(tmp_path: Path):
     assert not {*said[1:]} & {*kept.stats.notes}
 
 
-def test_an_edge_that_is_given_twice_has_one_row(tmp_path: Path):
+def test_an_edge_that_is_given_twice_has_one_row(tmp_path):
     edges = {"src": [0, 0, 1, 0], "dst": [1, 1, 2, 1]}
     agreed = load(own(tmp_path, **edges, edge_attr=[[1, 2], [1, 2], [3, 4], [1, 2]]), directed=True)
     assert agreed.edge_fields["edge_attr"].tolist() == [[1, 2], [3, 4]]
@@ -311,7 +306,7 @@ def test_an_edge_that_is_given_twice_has_one_row(tmp_path: Path):
     )
 
 
-def test_fewer_edges_keep_their_rows(tmp_path: Path):
+def test_fewer_edges_keep_their_rows(tmp_path):
     rng = np.random.default_rng(1)
     src, dst = rng.integers(0, 9, (2, 60))
     graph = load(own(tmp_path, src=src, dst=dst, edge_key=10 * src + dst), directed=True)
@@ -330,7 +325,7 @@ def test_fewer_edges_keep_their_rows(tmp_path: Path):
 # -- the content's hash ----------------------------------------------------------------------------
 
 
-def test_the_hash_knows_fields_and_their_names(tmp_path: Path):
+def test_the_hash_knows_fields_and_their_names(tmp_path):
     edges = {"src": [0, 1], "dst": [1, 2]}
     some = [
         {},
@@ -367,7 +362,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("arrays, words", REFUSED)
-def test_bad_fields_are_named(tmp_path: Path, arrays: dict, words: str):
+def test_bad_fields_are_named(tmp_path, arrays, words):
     path = own(tmp_path, **arrays)
     for read in (load, lambda path: convert(path, tmp_path / "folder")):
         with pytest.raises(SpecError) as refused:
@@ -378,14 +373,14 @@ def test_bad_fields_are_named(tmp_path: Path, arrays: dict, words: str):
 
 
 @pytest.mark.parametrize("name", ["edge_attr", "edge_weight", "edge_type"])
-def test_a_data_whose_edges_have_too_few_rows_is_refused(name: str):
+def test_a_data_whose_edges_have_too_few_rows_is_refused(name):
     torch = quiet("torch")
     data = {"edge_index": torch.tensor([[0, 1, 2], [1, 2, 3]]), name: torch.ones(2)}
     with pytest.raises(SpecError, match=f"{name}: has 2 rows, and there are 3 edges"):
         pyg.of_mapping(data, "it")
 
 
-def test_rows_beside_a_stream_of_edges_are_counted(tmp_path: Path):
+def test_rows_beside_a_stream_of_edges_are_counted(tmp_path):
     """Of more, and of fewer, rows than edges; blocks of both files end anywhere."""
     for rows in (89, 91):
         folder = tmp_path / str(rows)
@@ -398,14 +393,14 @@ def test_rows_beside_a_stream_of_edges_are_counted(tmp_path: Path):
             load(str(root))
 
 
-def test_blocks_of_two_files_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_of_two_files_end_anywhere(tmp_path, monkeypatch):
     root = ogb_in_text(tmp_path)
     whole = load(str(root)).stats.hash
     monkeypatch.setattr("gnnplan.planner.graph.formats.text.BLOCK", 64)
     assert load(str(root)).stats.hash == whole
 
 
-def test_as_many_vertices_as_edges(tmp_path: Path):
+def test_as_many_vertices_as_edges(tmp_path):
     """PyG's own rule for a Data, and it is said."""
     torch, ring = quiet("torch"), np.arange(9)
     ends = torch.from_numpy(np.stack([ring, (ring + 1) % 9]))
@@ -427,7 +422,7 @@ def test_of_isolated_vertices_a_position_tells():
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_columns_whose_names_say_nothing_are_said(tmp_path: Path, ending: str):
+def test_columns_whose_names_say_nothing_are_said(tmp_path, ending):
     """Edges were numbers of edges and their sources, unsaid, and their targets a field."""
     (tmp_path / "e.csv").write_text("eid,node1,node2\n0,5,1\n1,1,2\n")
     if ending == "parquet":
@@ -437,7 +432,7 @@ def test_columns_whose_names_say_nothing_are_said(tmp_path: Path, ending: str):
     assert notes == ["of 3 columns eid and node1 are taken, and 1 as fields"]
 
 
-def test_columns_without_names_are_no_fields(tmp_path: Path):
+def test_columns_without_names_are_no_fields(tmp_path):
     (tmp_path / "e.txt").write_text("0 1 0.5\n1 2 0.25\n")
     graph = load(str(tmp_path / "e.txt"))
     assert not graph.edge_fields

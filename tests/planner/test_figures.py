@@ -50,14 +50,12 @@ def file_of(tmp_path: Path, *rows: dict[str, str], columns: tuple[str, ...] = CO
         ("reddit", 100, "gcnii", 2.43),
     ],
 )
-def test_a_pipeline_moves_what_is_printed(
-    dataset: str, hidden: int, model: str, printed: float
-) -> None:
+def test_a_pipeline_moves_what_is_printed(dataset, hidden, model, printed):
     """GNNPipe Table 4, GiB to two decimals, from statistics alone."""
     assert round(predict(row(dataset=dataset, hidden=hidden, model=model)) / 2**30, 2) == printed
 
 
-def test_a_row_asks_for_its_testbed_and_strategy() -> None:
+def test_a_row_asks_for_its_testbed_and_strategy():
     asked = question(row())
     assert (
         asked.strategy == GNNPipe(stages=8, chunks=32).settle(asked.problem)
@@ -70,7 +68,7 @@ def test_a_row_asks_for_its_testbed_and_strategy() -> None:
     assert fewer.strategy == GraphParallel() and fewer.problem.servers == (0, 0)
 
 
-def test_ratios_are_of_the_two_strategies() -> None:
+def test_ratios_are_of_the_two_strategies():
     times = {
         name: predict(row(metric="epoch_time_s", strategy=name, strategy_params=params))
         for name, params in (("graph_parallel", ""), ("gnnpipe_pipeline", PIPELINE))
@@ -83,7 +81,7 @@ def test_ratios_are_of_the_two_strategies() -> None:
     assert predict(slower) == pytest.approx(times["gnnpipe_pipeline"] / times["graph_parallel"] - 1)
 
 
-def test_feasibility_is_the_memory_models() -> None:
+def test_feasibility_is_the_memory_models():
     big: dict[str, Any] = {
         "metric": "fits_in_memory",
         "unit_as_printed": "runs",
@@ -129,12 +127,12 @@ def test_feasibility_is_the_memory_models() -> None:
         ({"gpus_per_node": 9}, "has 4 GPUs per server, and 9 are asked"),
     ],
 )
-def test_what_the_model_does_not_speak_of_is_skipped(changed: dict[str, Any], why: str) -> None:
+def test_what_the_model_does_not_speak_of_is_skipped(changed, why):
     with pytest.raises(Skip, match=why.replace("|", r"\|")):
         predict(row(**changed))
 
 
-def test_the_score_leaves_out_what_was_fitted(tmp_path: Path) -> None:
+def test_the_score_leaves_out_what_was_fitted(tmp_path):
     gcn, sage = row(), row(model="sage", value=2 * 289910292)
     lost = row(strategy="roc")
     rows = read(file_of(tmp_path, gcn, sage, lost))
@@ -150,7 +148,7 @@ def test_the_score_leaves_out_what_was_fitted(tmp_path: Path) -> None:
     assert told["rows"][1]["error"] == pytest.approx(-0.5, abs=0.01)
 
 
-def test_a_winner_counts_where_printed_times_differ(tmp_path: Path) -> None:
+def test_a_winner_counts_where_printed_times_differ(tmp_path):
     times = dict(metric="epoch_time_s", unit_as_printed="s")
     parallel, pipeline = (
         row(**times, strategy="graph_parallel", strategy_params="", value=1),
@@ -199,12 +197,12 @@ def test_a_winner_counts_where_printed_times_differ(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_row_is_named(tmp_path: Path, changed: dict[str, str], rule: str) -> None:
+def test_a_wrong_row_is_named(tmp_path, changed, rule):
     with pytest.raises(SpecError, match=rule):
         read(file_of(tmp_path, row(**changed)))
 
 
-def test_a_predicted_tie_names_no_winner(tmp_path: Path) -> None:
+def test_a_predicted_tie_names_no_winner(tmp_path):
     times = row(
         metric="epoch_time_s",
         unit_as_printed="s",
@@ -222,13 +220,13 @@ def test_a_predicted_tie_names_no_winner(tmp_path: Path) -> None:
         }
 
 
-def test_what_excel_writes(tmp_path: Path) -> None:
+def test_what_excel_writes(tmp_path):
     path = file_of(tmp_path, row())
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert len(read(path)) == 1
 
 
-def test_other_columns_are_refused(tmp_path: Path) -> None:
+def test_other_columns_are_refused(tmp_path):
     with pytest.raises(
         SpecError,
         match=(
@@ -245,7 +243,7 @@ def test_other_columns_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "absent.csv")
 
 
-def test_well_known_graphs_have_statistics() -> None:
+def test_well_known_graphs_have_statistics():
     assert {"reddit", "ogbn-products", "ogbn-papers100M", "orkut", "friendster", "uk-union"} <= set(
         datasets()
     )

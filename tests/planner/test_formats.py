@@ -11,7 +11,7 @@ import struct
 import sys
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import networkx as nx
@@ -111,16 +111,14 @@ def reference(folder: Path, held: set[str]) -> str:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path):
     """An empty folder for a writer, beside which the test has its own files."""
     (tmp_path / "written").mkdir()
     return tmp_path / "written"
 
 
 @pytest.mark.parametrize("write, held", WRITERS)
-def test_a_librarys_file_is_the_graph_that_was_written(
-    tmp_path: Path, place: Path, write: Callable[[Path], Path], held: set[str]
-):
+def test_a_librarys_file_is_the_graph_that_was_written(tmp_path, place, write, held):
     path = str(write(place))
     vertices, edges, _ = convert(path, tmp_path / "mapped")
     assert (vertices, edges) == (N, 90)
@@ -139,7 +137,7 @@ def test_a_librarys_file_is_the_graph_that_was_written(
 
 
 @starts
-def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
+def test_dgls_file_is_loaded_and_converted(tmp_path, place):
     """It is read by a process of its own, which takes seconds: once is enough for both."""
     parts = parts_of(str(dgl_bin(place)))
     graph = built(parts, directed=True)
@@ -151,7 +149,7 @@ def test_dgls_file_is_loaded_and_converted(tmp_path: Path, place: Path):
 
 
 @starts
-def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path: Path):
+def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path):
     """They were refused as classes with gaps, before anybody was asked what they are."""
     graph = dgl_graph()
     graph.ndata["label"] = graph.ndata["label"] * 10 + 1990
@@ -161,7 +159,7 @@ def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path: Path):
         load(str(tmp_path / "graph.bin"))
 
 
-def test_every_reader_has_a_file(tmp_path: Path):
+def test_every_reader_has_a_file(tmp_path):
     """Who adds a reader adds a writer; those of partitions are tested with them."""
     read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`
     writers = [*(param.values[0] for param in WRITERS), dgl_bin, own_folder]
@@ -172,7 +170,7 @@ def test_every_reader_has_a_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [dgl_graph, pyg_data, networkx_graph])
-def test_an_object_is_the_graph_of_its_file(tmp_path: Path, make: Callable[[], object]):
+def test_an_object_is_the_graph_of_its_file(tmp_path, make):
     expected = load(reference(tmp_path, ALL), directed=True).stats
     assert from_object(make(), directed=True).stats.hash == expected.hash
     convert(make(), tmp_path / "mapped")
@@ -180,7 +178,7 @@ def test_an_object_is_the_graph_of_its_file(tmp_path: Path, make: Callable[[], o
 
 
 @pytest.mark.parametrize("make", [matrix, lambda: matrix().tocsc(), edge_index, lambda: EDGES])
-def test_bare_edges_as_objects(tmp_path: Path, make: Callable[[], object]):
+def test_bare_edges_as_objects(tmp_path, make):
     expected = load(reference(tmp_path, set()), directed=True).stats.hash
     assert from_object(make(), directed=True).stats.hash == expected
 
@@ -195,7 +193,7 @@ def test_no_object_of_ours_is_an_error():
         from_object(sp.eye(3, 4))
 
 
-def test_undirected_sources_have_their_edges_both_ways(tmp_path: Path):
+def test_undirected_sources_have_their_edges_both_ways(tmp_path):
     path = nx.path_graph(4)
     expected = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
     assert in_order(arrays_of(formats.of_object(path))).T.tolist() == [list(e) for e in expected]
@@ -269,7 +267,7 @@ def test_of_several_splits_the_first_is_taken_and_said():
     ]
 
 
-def test_numbers_in_quotes_are_numbers(tmp_path: Path):
+def test_numbers_in_quotes_are_numbers(tmp_path):
     """As Python's csv.QUOTE_ALL writes them: the first line of them was refused."""
     (tmp_path / "e.csv").write_text('"src","dst","weight"\n"0","1","0.5"\n"1","2","1.5"\n')
     graph = load(str(tmp_path / "e.csv"), directed=True)
@@ -277,7 +275,7 @@ def test_numbers_in_quotes_are_numbers(tmp_path: Path):
     assert graph.edge_fields["edge_weight"].tolist() == [0.5, 1.5]
 
 
-def test_text_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_text_is_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "BLOCK", 64)
     for write in (csv, csv_with_names, tsv, csv_gz):
         arrays = arrays_of(parts_of(str(write(tmp_path))))
@@ -347,9 +345,7 @@ def extras_lists(folder: Path) -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.parametrize("make", [extras_npy, extras_text, extras_torch, extras_json, extras_lists])
-def test_files_add_what_an_edge_list_lacks(
-    tmp_path: Path, make: Callable[[Path], tuple[Path, Path, Path]]
-):
+def test_files_add_what_an_edge_list_lacks(tmp_path, make):
     features, labels, split = map(str, make(tmp_path))
     path = str(csv(tmp_path))
     expected = load(reference(tmp_path, ALL)).stats
@@ -359,7 +355,7 @@ def test_files_add_what_an_edge_list_lacks(
     assert load(str(tmp_path / "mapped")).stats.hash == expected.hash
 
 
-def test_sparse_features_are_added_and_converted(tmp_path: Path):
+def test_sparse_features_are_added_and_converted(tmp_path):
     x = sp.random(N, 200, 0.02, "csr", np.float32, 1)
     sp.save_npz(tmp_path / "x.npz", x)
     path = str(csv(tmp_path))
@@ -369,7 +365,7 @@ def test_sparse_features_are_added_and_converted(tmp_path: Path):
     assert load(str(tmp_path / "mapped")).stats.hash == graph.stats.hash
 
 
-def test_a_width_makes_stand_in_features_and_a_task_of_none_stand_in_labels(tmp_path: Path):
+def test_a_width_makes_stand_in_features_and_a_task_of_none_stand_in_labels(tmp_path):
     source = source_of(str(csv(tmp_path)), "7", task="none")
     graph = load(source)
     assert graph.features().shape == (N, 7)
@@ -383,7 +379,7 @@ def test_a_width_makes_stand_in_features_and_a_task_of_none_stand_in_labels(tmp_
         load(source_of(str(csv(tmp_path)), task="links"))
 
 
-def test_names_with_odd_characters_go_through(tmp_path: Path):
+def test_names_with_odd_characters_go_through(tmp_path):
     odd = tmp_path / "a & b=c %41 ü"
     odd.mkdir()
     features, labels, split = map(str, extras_npy(odd))
@@ -408,9 +404,7 @@ BAD_EXTRAS = {
 
 
 @pytest.mark.parametrize("word, write, words", BAD_EXTRAS.values(), ids=BAD_EXTRAS)
-def test_bad_files_beside_an_edge_list_are_named(
-    tmp_path: Path, word: str, write: Callable[[io.IOBase], None], words: str
-):
+def test_bad_files_beside_an_edge_list_are_named(tmp_path, word, write, words):
     np.save(tmp_path / "y.npy", GRAPH["y"])
     with open(tmp_path / "extra", "wb") as stream:
         write(stream)
@@ -430,7 +424,7 @@ def test_bad_files_beside_an_edge_list_are_named(
     assert not (tmp_path / "mapped").exists()
 
 
-def test_the_split_of_ogbs_saver_is_read(tmp_path: Path):
+def test_the_split_of_ogbs_saver_is_read(tmp_path):
     """A dictionary of tensors; of arrays it would need code of the file."""
     root = ogb_binary(tmp_path)
     expected = load(str(root)).stats.hash
@@ -452,7 +446,7 @@ def test_the_split_of_ogbs_saver_is_read(tmp_path: Path):
         load(str(root))
 
 
-def test_what_a_graph_has_is_not_replaced(tmp_path: Path):
+def test_what_a_graph_has_is_not_replaced(tmp_path):
     features, *_ = extras_npy(tmp_path)
     with pytest.raises(SpecError, match=r"has its own features, so --features .* leave it out"):
         load(source_of(reference(tmp_path, ALL), str(features)))
@@ -819,9 +813,7 @@ DGL = {
         ),
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing(
-    tmp_path: Path, place: Path, write: Callable[[Path], Path], words: str
-):
+def test_bad_input_is_named_and_leaves_nothing(tmp_path, place, write, words):
     path = write(place)
     before = sorted(place.rglob("*"))
     with pytest.raises(SpecError, match=words) as refused:
@@ -879,16 +871,14 @@ def zeros(shape: tuple[int, ...] = (2**19,)) -> bytes:
 
 
 @pytest.mark.parametrize("write", [packed_npz, packed_sparse, packed_ogb, packed_pt, packed_text])
-def test_what_was_packed_to_fill_memory_is_not_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
-):
+def test_what_was_packed_to_fill_memory_is_not_unpacked(tmp_path, monkeypatch, write):
     path = write(tmp_path)
     monkeypatch.setattr(npy, "MOST_SWOLLEN", 1 << 20)  # for small files; real ones are larger
     with pytest.raises(SpecError, match=r"unpacks to .* MB from .* kB.*store it uncompressed"):
         load(str(path))
 
 
-def test_vertices_that_an_edge_list_claims_take_no_memory_to_convert(tmp_path: Path):
+def test_vertices_that_an_edge_list_claims_take_no_memory_to_convert(tmp_path):
     (tmp_path / "edges.csv").write_text("0,1\n0,2147483640\n")
     tracemalloc.start()
     try:
@@ -898,7 +888,7 @@ def test_vertices_that_an_edge_list_claims_take_no_memory_to_convert(tmp_path: P
         tracemalloc.stop()
 
 
-def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path: Path):
+def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path):
     path = tmp_path / "graph.gpickle"
     path.write_bytes(pickle.dumps(networkx_graph()))
     with pytest.raises(SpecError, match=r"runs whatever code is in it.*convert .* FOLDER --trust"):
@@ -909,9 +899,7 @@ def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("absent, write", [("pyarrow.parquet", parquet), ("torch", edge_index_pt)])
-def test_an_absent_library_is_named_with_pips_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str, write: Callable[[Path], Path]
-):
+def test_an_absent_library_is_named_with_pips_command(tmp_path, monkeypatch, absent, write):
     path = str(write(tmp_path))
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(SpecError, match=rf"{absent} is needed for this format and .*pip install"):
@@ -922,9 +910,7 @@ def test_an_absent_library_is_named_with_pips_command(
 
 
 @pytest.fixture
-def gnnplan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., tuple[int, str, str]]]:
+def gnnplan(monkeypatch, capsys):
     """gnnplan('convert', ...) in this process: exit code, output, errors."""
 
     def call(*words: object) -> tuple[int, str, str]:
@@ -938,7 +924,7 @@ def gnnplan(
     yield call
 
 
-def test_convert_says_what_it_found_and_where_it_is(tmp_path: Path, gnnplan: Callable):
+def test_convert_says_what_it_found_and_where_it_is(tmp_path, gnnplan):
     features, labels, split = extras_npy(tmp_path)
     given = ("--features", features, "--labels", labels, "--split", split)
     code, out, _ = gnnplan("convert", csv(tmp_path), tmp_path / "g", *given)
@@ -959,9 +945,7 @@ def test_convert_says_what_it_found_and_where_it_is(tmp_path: Path, gnnplan: Cal
     assert code == 2 and "a width of stand-in features" in err
 
 
-def test_a_plan_holds_all_files_that_it_was_made_of(
-    tmp_path: Path, gnnplan: Callable, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_plan_holds_all_files_that_it_was_made_of(tmp_path, gnnplan, monkeypatch):
     """It may be run from another folder."""
     extras_npy(tmp_path)
     csv(tmp_path)
@@ -977,9 +961,7 @@ def test_a_plan_holds_all_files_that_it_was_made_of(
 
 @pytest.mark.nightly  # by day tests/test_api.py trains on stand-ins
 @pytest.mark.timeout(90)
-def test_a_bare_edge_list_is_planned_and_trained_on_stand_in_labels(
-    tmp_path: Path, gnnplan: Callable, start: Callable
-):
+def test_a_bare_edge_list_is_planned_and_trained_on_stand_in_labels(tmp_path, gnnplan, start):
     plan = tmp_path / "plan.json"
     words = ("--graph", csv(tmp_path), "--ranks", "2", "--hidden", "8", "-o", plan)
     forced = ("--strategy", "graph_parallel")

@@ -136,7 +136,7 @@ def test_a_softmax_costs_two_sums():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_sparse_features_are_multiplied_first(dropout: float):
+def test_sparse_features_are_multiplied_first(dropout):
     """A row of the matrix per number is gathered, and for its gradient a row of the output's: 40
     columns of which 3 are not zero, 16 hidden, on 10 rows, 20 sources and 50 edges. Nothing is as
     wide as the features, and nothing of them is cached."""
@@ -259,7 +259,7 @@ def test_batch_norm_stands_between_a_layer_and_a_narrow_exchange():
         ({"model": "gat", "heads": 0}, "--heads: must be greater"),
     ],
 )
-def test_what_is_no_model(flags: dict[str, object], words: str):
+def test_what_is_no_model(flags, words):
     with pytest.raises(SpecError, match=words):
         ask_workload(None, flags)
 
@@ -284,7 +284,7 @@ def test_what_is_no_model(flags: dict[str, object], words: str):
         ),
     ],
 )
-def test_what_gnnpipe_cannot_do(strategy: str, workload: dict[str, object], words: str):
+def test_what_gnnpipe_cannot_do(strategy, workload, words):
     problem = problem_of(**workload)
     with pytest.raises(SpecError, match=words):
         parse(strategy).settle(problem).check(problem)

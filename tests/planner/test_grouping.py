@@ -94,7 +94,7 @@ def best(where: Cluster, sent: np.ndarray, groups: Sequence[Sequence[int]] = ())
 
 
 @pytest.mark.parametrize("name", EIGHT)
-def test_ranks_stay_in_order_or_sit_where_fewer_bytes_go_far(name: str):
+def test_ranks_stay_in_order_or_sit_where_fewer_bytes_go_far(name):
     """The order of the GPUs is proposed first, alone where everyone sends as much to everyone. Of
     what is proposed, one is no slower than four of five other orders."""
     where, sent, order = EIGHT[name], traffic(8, 0), tuple(range(8))
@@ -122,7 +122,7 @@ def places(draw) -> Cluster:
 
 @given(places(), st.booleans(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(40))
-def test_groups_stay_together(where: Cluster, by_server: bool, seed: int):
+def test_groups_stay_together(where, by_server, seed):
     at = Places.of(where, range(where.ranks))
     tied = (at.server if by_server else at.island).tolist()
     assume(len(set(Counter(tied).values())) == 1)
@@ -269,7 +269,7 @@ def test_parts_that_read_each_other_sit_together():
         ("a card across switches", "granndis"),
     ],
 )
-def test_a_placed_schedule_is_its_prediction(name: str, where: str):
+def test_a_placed_schedule_is_its_prediction(name, where):
     """On every kind of link, with ranks out of order: bytes agree, and playing it without
     contention takes what was predicted."""
     problem = problem_of(EIGHT[where]).placed((5, 0, 3, 6, 1, 7, 2, 4))
@@ -324,7 +324,7 @@ def test_plans_remember_placement():
         (None, "best.placement must be a list"),
     ],
 )
-def test_a_placement_edited_by_hand(place: Any, rule: str):
+def test_a_placement_edited_by_hand(place, rule):
     problem = problem_of(cluster(1, 8))
     document = plan.make(search(problem, forced=parse("graph_parallel")))
     if place is None:
@@ -409,7 +409,7 @@ def test_forced_strategies_and_ranks_keep_all_gpus():
         ({"switch": UPLINK}, "switch is given, so switches must be given too"),
     ],
 )
-def test_impossible_servers(lists: dict[str, Any], rule: str):
+def test_impossible_servers(lists, rule):
     with pytest.raises(ValueError, match=rule):
         cluster(2, 4, **lists)
 

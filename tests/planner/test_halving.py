@@ -75,7 +75,7 @@ def test_it_stops_as_soon_as_the_order_is_certain():
 
 
 @pytest.mark.parametrize(("spread", "rungs"), [(0.0, 2), (0.3, MOST_RUNGS)])
-def test_equals_are_run_until_rounds_tell_nothing_new(spread: float, rungs: int):
+def test_equals_are_run_until_rounds_tell_nothing_new(spread, rungs):
     """And no order is claimed. On a noisy machine the last rung comes first."""
     random = np.random.default_rng(1)
     pace = lambda turn: float(np.exp(spread * random.standard_normal()))  # noqa: E731
@@ -108,7 +108,7 @@ def test_the_slower_half_is_out_after_a_rung():
 @pytest.mark.parametrize("budget_s", [0.0, 11.0, 30.0, 57.0, 90.0, 200.0])
 @pytest.mark.parametrize("true_s", [1.0, 4.0])  # predicted 1 s
 @pytest.mark.parametrize("start_s", [0.0, START_S, 4 * START_S])
-def test_it_never_costs_more_than_its_share(budget_s: float, true_s: float, start_s: float):
+def test_it_never_costs_more_than_its_share(budget_s, true_s, start_s):
     """However wrong the predictions of epochs and of the start are."""
     machine = Machine(true_s, 1.1 * true_s, start_s=start_s)
     result = halve(contenders(True, False), machine, budget_s)
@@ -137,7 +137,7 @@ def test_the_first_round_leaves_time_for_the_second():
 @pytest.mark.parametrize(
     ("lossy_s", "best"), [(1.0, "exact"), (0.99, "exact"), (0.9, "lossy"), (1.3, "exact")]
 )
-def test_an_exact_strategy_is_preferred_within_the_noise(lossy_s: float, best: str):
+def test_an_exact_strategy_is_preferred_within_the_noise(lossy_s, best):
     them = [Contender("exact", True, 1.0), Contender("lossy", False, 0.9)]
     result = ended(halve(them, Machine(1.0, lossy_s, noise=0.05), 400.0))
     assert result.best.name == best
@@ -188,7 +188,7 @@ def test_a_disturbance_in_one_turn_makes_nothing_certain():
 @pytest.mark.parametrize(
     ("spread", "most"), [pytest.param(0.02, 0.05, marks=pytest.mark.nightly), (0.05, 0.1)]
 )
-def test_equals_are_seldom_told_apart(spread: float, most: float):
+def test_equals_are_seldom_told_apart(spread, most):
     """On a machine whose pace changes so much from turn to turn, with a look after every rung."""
     random = np.random.default_rng(1)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from gnnplan.planner.cluster.here import gpus_here
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def told(tmp_path, monkeypatch):
     """told(lines, topology): what nvidia-smi prints from now on; no cluster has been measured."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path / "cache"))
@@ -41,7 +39,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return tell
 
 
-def test_a_machine_with_a_gpu_is_no_machine_of_two_cpu_ranks(told) -> None:
+def test_a_machine_with_a_gpu_is_no_machine_of_two_cpu_ranks(told):
     """On an H200 `gnnplan plan` planned two CPU ranks, which then trained on the GPU."""
     told("NVIDIA H200, 143771\n")
     cluster = read_cluster("local")
@@ -63,18 +61,18 @@ def test_a_machine_with_a_gpu_is_no_machine_of_two_cpu_ranks(told) -> None:
         ("NVIDIA RTX A6000", "granndis_a6000_nvlink"),
     ],
 )
-def test_rates_are_those_of_the_preset_with_the_same_gpus(told, name: str, preset: str) -> None:
+def test_rates_are_those_of_the_preset_with_the_same_gpus(told, name, preset):
     told(f"{name}, 16000\n")
     device, expected = read_cluster("local").device, read_cluster(preset).device
     assert (device.gemm, device.memory_bandwidth) == (expected.gemm, expected.memory_bandwidth)
 
 
-def test_a_gpu_that_no_preset_tells_of_has_generic_rates(told) -> None:
+def test_a_gpu_that_no_preset_tells_of_has_generic_rates(told):
     told("NVIDIA Future 9999, 16000\n")
     assert read_cluster("local").provenance["device.gemm"] == "generic default (NVIDIA L4)"
 
 
-def test_several_gpus_are_wired_as_topo_says(told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_are_wired_as_topo_says(told, monkeypatch):
     told("NVIDIA H100 80GB HBM3, 81559\n" * 4, TOPOLOGY)
     cluster = read_cluster("local")
     assert cluster.ranks == 4 and cluster.islands == ((0, 1), (2, 3))
@@ -85,7 +83,7 @@ def test_several_gpus_are_wired_as_topo_says(told, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("lines", ["", "No devices were found\n"])
-def test_no_gpus(told, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpus(told, lines, monkeypatch):
     told(lines)
     assert gpus_here() is None and read_cluster("local").device.kind == "cpu"
     told("NVIDIA H200, 143771\nNVIDIA L4, 23034\n")

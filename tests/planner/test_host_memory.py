@@ -76,7 +76,7 @@ def printed(graph: str, hidden: int = 32, **settings: str) -> Problem:
         "p3(over='rank',copies=2,structure='spread',structure_cache=100000)",
     ],
 )
-def test_a_server_has_what_its_ranks_read_from_it(text: str):
+def test_a_server_has_what_its_ranks_read_from_it(text):
     """The rows, columns and lists that stores and samplers of the executor take from there."""
     problem = problem_of(4, 2)
     strategy = parse(text).settle(problem)
@@ -106,7 +106,7 @@ def test_a_server_has_what_its_ranks_read_from_it(text: str):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_everything_everywhere_and_spread_by_hand(known: bool):
+def test_everything_everywhere_and_spread_by_hand(known):
     problem = problem_of(4, 2, known=known)
     everywhere = fullest(problem, DataParallel())
     assert everywhere == {"features": ALL_ROWS, "lists": ALL_LISTS}
@@ -120,7 +120,7 @@ def test_everything_everywhere_and_spread_by_hand(known: bool):
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("strategy", [DataParallel(), P3(), GSplit(splitter="random")])
-def test_batches_that_wait_are_in_the_servers_memory(strategy: DataParallel, known: bool):
+def test_batches_that_wait_are_in_the_servers_memory(strategy, known):
     """As many as are made at once, of all ranks of a server. They were nowhere."""
     problem = problem_of(2, 4, known=known)
     in_line, one, three = (
@@ -146,7 +146,7 @@ def test_batches_that_wait_are_in_the_servers_memory(strategy: DataParallel, kno
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("servers", [1, 2, 4])
-def test_spreading_never_needs_more_memory(servers: int, known: bool):
+def test_spreading_never_needs_more_memory(servers, known):
     problem = problem_of(servers, 2, known=known)
     plain: list[Strategy] = [DataParallel(), P3(), GSplit(splitter="random", group="all")]
     for strategy in plain:
@@ -164,7 +164,7 @@ def test_spreading_never_needs_more_memory(servers: int, known: bool):
 @pytest.mark.parametrize(
     "graph", [pytest.param("ogbn-papers100M", marks=pytest.mark.nightly), "facebook-darwini"]
 )
-def test_more_host_memory_is_never_slower(graph: str):
+def test_more_host_memory_is_never_slower(graph):
     rooms = (20, 60, 397) if NIGHT else (20, 397)
     fastest = [
         float(search(printed(graph, host_memory=f"{room}GB")).ranked[0].predicted.epoch_s)
@@ -232,7 +232,7 @@ def test_on_cpus_graph_data_is_in_the_ranks_memory():
 
 @pytest.mark.parametrize("graph", ["ogbn-papers100M", "facebook-darwini"])
 @pytest.mark.parametrize(("hidden", "wins"), [(32, True), (512, False)])
-def test_p3_beats_fetching_spread_rows_at_narrow_layers_only(graph: str, hidden: int, wins: bool):
+def test_p3_beats_fetching_spread_rows_at_narrow_layers_only(graph, hidden, wins):
     """As P3, Table 4 and Fig. 15; data parallelism has no cache on its GPUs there."""
     found = search(printed(graph, hidden, host_memory="32GB"), may_use_fewer=False)
     p3 = min(
@@ -254,7 +254,7 @@ def test_p3_beats_fetching_spread_rows_at_narrow_layers_only(graph: str, hidden:
     "graph", ["ogbn-products", "ogbn-papers100M", "facebook-darwini", "uk-2006-05", "uk-union"]
 )
 @pytest.mark.parametrize("hidden", [32, 512])
-def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph: str, hidden: int):
+def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph, hidden):
     """Of what P3's Table 4 and Fig. 15 compare, on the constants that its figures gave. A plan has
     caches of GPUs and GSplit besides."""
     stats, (cluster, _) = load(graph), read_fitted("p3_p100", "sage")

@@ -98,7 +98,7 @@ def told(problem: Problem) -> list[GraNNDis]:
     ("servers", "islands"), [(1, CROSSED), (2, PAIRS), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])]
 )
 @pytest.mark.parametrize("known", [True, False])
-def test_closed_form_schedule_and_simulation(servers: int, islands: list[list[int]], known: bool):
+def test_closed_form_schedule_and_simulation(servers, islands, known):
     """Bytes by link read off the schedule, each from where its two ends sit; and the time of
     playing it."""
     problem = problem_of(servers, islands)
@@ -129,7 +129,7 @@ def test_closed_form_schedule_and_simulation(servers: int, islands: list[list[in
 
 
 @pytest.mark.parametrize("knobs", [{}, {"max_hop": 1, "fanout": 3}, {"batches": 2}])
-def test_only_gradients_leave_an_island(knobs: dict[str, Any]):
+def test_only_gradients_leave_an_island(knobs):
     """Halos stay on island links: what passes PCIe and the network is the ring, which leaves every
     island once. The server's way round, halos do pass PCIe."""
     problem = problem_of(2, CROSSED)
@@ -210,9 +210,7 @@ def test_estimated_batches_of_islands():
     st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 2)]),
 )
 @settings(deadline=None, max_examples=examples(15))
-def test_more_depth_is_never_more_bytes_between_islands(
-    graph: Graph, model: str, layers: int, where: tuple[int, int]
-):
+def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, where):
     """Of one GPU, so that the cut is the same at every depth: fewer bytes in an epoch, more before
     the first, more rows to compute."""
     problem = problem_of(
@@ -251,9 +249,7 @@ def places(problem: Problem, group: str) -> list[set[int]]:
         pytest.param("granndis(group='island')", CROSSED, marks=pytest.mark.nightly),
     ],
 )
-def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(
-    strategy: str, islands: list[list[int]]
-):
+def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(strategy, islands):
     """Placements of 8 GPUs in which the same ranks share an island (a server), weighed by the closed
     form itself. Bytes take the shortest way in all, so one link may be busy 2 % longer."""
     problem, chosen = problem_of(2, islands, inter=1e8), parse(strategy)
@@ -338,7 +334,7 @@ def test_groups_that_talk_meet_among_32_gpus():
 
 
 @pytest.mark.parametrize("group", ["server", "island"])
-def test_sixteen_gpus_keep_their_groups_too(group: str):
+def test_sixteen_gpus_keep_their_groups_too(group):
     """Swaps move whole groups, and what they find is no slower than the order of the GPUs."""
     problem = problem_of(4, CROSSED, inter=1e8)
     strategy = GraNNDis(1, group=group)
@@ -392,7 +388,7 @@ BRIDGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", BRIDGES)
-def test_bridges_on_a_preset_with_pcie(preset: str):
+def test_bridges_on_a_preset_with_pcie(preset):
     """NVLink bridges between pairs of eight GPUs: the exact plan preloads in islands, with PCIe as
     it is and slower; where NVLink is no faster than the rest, and computing slow, it does not. No
     placement breaks an island."""
@@ -432,7 +428,7 @@ def test_bridges_on_a_preset_with_pcie(preset: str):
         (2, [[0, 1], [2]], {"server"}),
     ],
 )
-def test_what_is_offered(servers: int, islands: list[list[int]], groups: set[str]):
+def test_what_is_offered(servers, islands, groups):
     assert {
         s.group
         for s in GraNNDis.candidates(problem_of(servers, islands))
@@ -491,7 +487,7 @@ def test_half_of_every_island_and_one_island_are_offered_what_they_have():
         ),
     ],
 )
-def test_impossible_islands(servers: int, islands: list[list[int]], text: str, rule: str):
+def test_impossible_islands(servers, islands, text, rule):
     problem = problem_of(servers, islands)
     with pytest.raises(SpecError, match=rule):
         strategy = parse(text).settle(problem)

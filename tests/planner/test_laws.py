@@ -151,7 +151,7 @@ def seeds(by_day: int, by_night: int) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 75))
-def test_what_is_better_makes_no_recommendation_slower(seed: int):
+def test_what_is_better_makes_no_recommendation_slower(seed):
     """Six of 102 questions were answered by a slower epoch after a better link or device, up to 44
     %: regret depends on what else there is, and on lopsided ranges. A lossy strategy may give way
     to an exact one that it does not surely beat any more; of each kind the best is never slower."""
@@ -173,7 +173,7 @@ def test_what_is_better_makes_no_recommendation_slower(seed: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(0, 12))
-def test_what_is_better_makes_no_training_worth_less(seed: int):
+def test_what_is_better_makes_no_training_worth_less(seed):
     """To the end of the training, in both modes and on the sizes that a plan compares; fewer GPUs
     are named where they are worth nearly as much."""
     for now, better, asked in islice(what_ifs(1000 + seed, mini=True), QUESTIONS // 2):

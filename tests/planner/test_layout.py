@@ -115,7 +115,7 @@ def computed_by_servers(case: Case) -> dict[int, list[set[int]]]:
 
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
-def test_every_row_is_computed_where_the_definition_says_and_once(case: Case):
+def test_every_row_is_computed_where_the_definition_says_and_once(case):
     layout, expected = case.layout(), computed_by_servers(case)
     for h in range(case.layers + 1):
         for server, rows in expected.items():
@@ -141,7 +141,7 @@ def test_every_row_is_computed_where_the_definition_says_and_once(case: Case):
 
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
-def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case: Case):
+def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case):
     layout = case.layout()
     for layer in range(1, case.layers + 1):
         inside = layer - 1 < case.first_varying + layout.depth and layout.depth > 0
@@ -163,7 +163,7 @@ def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case:
 
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
-def test_what_one_sends_is_what_the_other_receives_in_the_same_order(case: Case):
+def test_what_one_sends_is_what_the_other_receives_in_the_same_order(case):
     layout = case.layout()
     for layer in range(1, case.layers + 1):
         sent = [layout.sent(rank, layer) for rank in range(layout.ranks)]
@@ -180,7 +180,7 @@ def test_what_one_sends_is_what_the_other_receives_in_the_same_order(case: Case)
 
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
-def test_blocks_are_rows_of_the_adjacency(case: Case):
+def test_blocks_are_rows_of_the_adjacency(case):
     layout, graph = case.layout(), case.graph
     for layer in range(1, case.layers + 1):
         for rank in range(layout.ranks):
@@ -200,7 +200,7 @@ def test_blocks_are_rows_of_the_adjacency(case: Case):
 
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
-def test_facts_count_the_pieces(case: Case):
+def test_facts_count_the_pieces(case):
     layout = case.layout()
     for layer in range(1, case.layers + 1):
         facts, degree = layout.facts(layer), case.graph.degree
@@ -216,7 +216,7 @@ def test_facts_count_the_pieces(case: Case):
 
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
-def test_recomputed_layers_never_cross_servers(case: Case):
+def test_recomputed_layers_never_cross_servers(case):
     layout = case.layout()
     across = ~np.equal.outer(case.servers, case.servers)
     if layout.depth:
@@ -230,7 +230,7 @@ def test_recomputed_layers_never_cross_servers(case: Case):
 
 @given(cases())
 @settings(deadline=None, max_examples=examples(80))
-def test_preloaded_rows_are_the_servers_surroundings(case: Case):
+def test_preloaded_rows_are_the_servers_surroundings(case):
     case = replace(case, targets=set(range(case.graph.stats.vertices)))
     layout, regions = case.layout(), computed_by_servers(case)
     external = {server: rows[0] - rows[-1] for server, rows in regions.items()}
@@ -288,7 +288,7 @@ def test_an_encoder_makes_the_first_layer_vary():
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_one_layer(depth: int):
+def test_one_layer(depth):
     """Nothing hidden is exchanged: with constant inputs there is nothing to recompute, after an
     encoder there is h_0."""
     constant = Layout(path(6), np.repeat([0, 1], 3), (0, 1), 1, 1, depth)
@@ -331,7 +331,7 @@ def induced(case: Case, allowed: set[int], rows: set[int]) -> set[int]:
 @given(cases(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
 @settings(deadline=None, max_examples=examples(80))
 def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(
-    case: Case, max_hop: int, fanout: int, seed: int
+    case, max_hop, fanout, seed
 ):
     for server in set(case.servers):
         own = np.array([case.servers[rank] == server for rank in case.owner])
@@ -359,7 +359,7 @@ def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(
 @given(cases(), st.integers(1, 2), st.integers(1, 3))
 @settings(deadline=None, max_examples=examples(80))
 def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others(
-    case: Case, max_hop: int, fanout: int
+    case, max_hop, fanout
 ):
     expansion = Expansion(max_hop, fanout, 7)
     layout = Layout(
@@ -404,7 +404,7 @@ def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others
 @given(cases(), st.integers(1, 4), st.integers(0, 3))
 @settings(deadline=None, max_examples=examples(80))
 def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layout_has_it(
-    case: Case, count: int, seed: int
+    case, count, seed
 ):
     expansion = Expansion(case.layers, 99, 0)  # all that is within reach
     layout = Layout(
@@ -456,7 +456,7 @@ def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layo
 
 @given(cases(), st.integers(1, 3))
 @settings(deadline=None, max_examples=examples(100))
-def test_drawing_everything_is_full_preload(case: Case, more: int):
+def test_drawing_everything_is_full_preload(case, more):
     """max_hop = layers and a fanout no degree exceeds: piece by piece the same layout."""
     if len(set(case.servers)) == 1 or case.layers == case.first_varying:
         return
@@ -474,7 +474,7 @@ def test_drawing_everything_is_full_preload(case: Case, more: int):
             ).all()
 
 
-def test_distances_look_at_a_few_edges_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_distances_look_at_a_few_edges_at_a_time(monkeypatch):
     graph = graph_of(40, [(u, v) for u in range(40) for v in (u + 1, 3 * u % 40) if v < 40])
     roots = np.arange(40) == 7
     at_once = distances(graph, roots, 4), expand(graph, roots, Expansion(3, 99, 0), 0)

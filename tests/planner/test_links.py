@@ -41,7 +41,7 @@ def named(graph: Graph) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("graph", [GRAPH, ONE_WAY], ids=["undirected", "directed"])
-def test_an_edge_is_trained_on_or_held_out(graph: Graph) -> None:
+def test_an_edge_is_trained_on_or_held_out(graph):
     left = hold_out(graph)
     edges = named(left)
     val, test = (set(zip(*part.tolist(), strict=True)) for part in left.held_out)
@@ -57,7 +57,7 @@ def test_an_edge_is_trained_on_or_held_out(graph: Graph) -> None:
     assert hold_out(graph).stats == left.stats
 
 
-def test_negatives_are_any_vertices_and_belong_to_their_edge() -> None:
+def test_negatives_are_any_vertices_and_belong_to_their_edge():
     edges = edges_of(GRAPH, 5000, seed=1, epoch=2)
     assert np.array_equal(np.sort(np.concatenate(edges)), np.arange(GRAPH.indices.size))
     pairs, half = (pairs_of(GRAPH, ids, 3, 1, 2, 0) for ids in (edges[0], edges[0][2500:]))
@@ -73,7 +73,7 @@ def test_negatives_are_any_vertices_and_belong_to_their_edge() -> None:
         assert np.mean(other.tails[:, 1:] == pairs.tails[:, 1:]) < 0.01
 
 
-def test_evaluation_is_on_the_same_pairs_whatever_the_seed() -> None:
+def test_evaluation_is_on_the_same_pairs_whatever_the_seed():
     problems = [problem_of(GRAPH, task="link", batch=5000, seed=seed) for seed in (0, 1)]
     graphs = [problem.graph for problem in problems]
     assert graphs[0] is not None and graphs[1] is not None
@@ -83,7 +83,7 @@ def test_evaluation_is_on_the_same_pairs_whatever_the_seed() -> None:
         assert np.array_equal(first.tails, second.tails)
 
 
-def test_ends_that_cross_by_hand() -> None:
+def test_ends_that_cross_by_hand():
     pairs = pairs_of(GRAPH, np.arange(0, 60000, 50), 2, 0, 0, 0)
     owner = np.arange(GRAPH.stats.vertices) % 3
     wanted = {
@@ -97,7 +97,7 @@ def test_ends_that_cross_by_hand() -> None:
     assert np.all(np.diff(owner[found]) >= 0)
 
 
-def test_bytes_of_ends_by_hand() -> None:
+def test_bytes_of_ends_by_hand():
     """Rows of the last layer, there and back; data parallelism sends none."""
     problem = problem_of(GRAPH, 1, 3, task="link", batch=3000, layers=1, fanout=(3,), hidden=16)
     strategy = GSplit(splitter="random")
@@ -124,7 +124,7 @@ def test_bytes_of_ends_by_hand() -> None:
         ),
     ],
 )
-def test_laws_of_mini_batches(servers: int, gpus: int, more: dict[str, object]) -> None:
+def test_laws_of_mini_batches(servers, gpus, more):
     """An epoch's closed form is its simulation, and bytes are those of the schedule."""
     problem = problem_of(laws.GRAPHS[0], servers, gpus, task="link", **more)
     assert {"data_parallel", "gsplit"} <= {s.name for s in laws.variants(problem)}
@@ -138,7 +138,7 @@ def test_laws_of_mini_batches(servers: int, gpus: int, more: dict[str, object]) 
 
 @pytest.mark.parametrize("name", ["data_parallel", "gsplit(splitter='random')"])
 @pytest.mark.parametrize("batch", [500, 4000])
-def test_statistics_estimate_what_is_drawn(name: str, batch: int) -> None:
+def test_statistics_estimate_what_is_drawn(name, batch):
     """Seeds, and rows that cross for scores, of a graph without much spread of degrees."""
     asked = {"task": "link", "batch": batch, "negatives": 2, "layers": 1, "fanout": (3,)}
     drawn = problem_of(GRAPH, 1, 2, **asked)
@@ -155,13 +155,13 @@ def test_statistics_estimate_what_is_drawn(name: str, batch: int) -> None:
     assert counts[1] == pytest.approx(counts[0], rel=0.1)
 
 
-def test_rows_are_as_wide_as_hidden_ones() -> None:
+def test_rows_are_as_wide_as_hidden_ones():
     link = Workload(mode="mini", task="link", layers=2, hidden=24)
     assert [layer.h_out for layer in describe(link, 10, 3).layers] == [24, 24]
     assert describe(link, 10, 0).classes == 24
 
 
-def test_what_cannot_learn_links_says_so() -> None:
+def test_what_cannot_learn_links_says_so():
     with pytest.raises(SpecError, match=r"(?s)--task: .*the full graph is one batch.*mode=mini"):
         checked(Workload, {"task": "link"}, "--")
     problem = problem_of(GRAPH, task="link", batch=5000)

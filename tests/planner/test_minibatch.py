@@ -44,9 +44,7 @@ def batch(
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("fanouts", [(5, 3, 2), (4,), (ALL, 2), (300, ALL)], ids=str)
-def test_ranks_of_a_group_share_its_frontier(
-    groups: tuple[int, ...], fanouts: tuple[int, ...]
-) -> None:
+def test_ranks_of_a_group_share_its_frontier(groups, fanouts):
     made = batch(groups, fanouts=fanouts)
     for group, found in enumerate(made._frontiers):
         ranks = [rank for rank, of in enumerate(groups) if of == group]
@@ -76,7 +74,7 @@ def test_ranks_of_a_group_share_its_frontier(
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_every_halo_row_comes_from_its_owner(groups: tuple[int, ...]) -> None:
+def test_every_halo_row_comes_from_its_owner(groups):
     made = batch(groups)
     for layer in range(1, made.layers + 1):
         sends = made.facts(layer).sends
@@ -94,9 +92,7 @@ def test_every_halo_row_comes_from_its_owner(groups: tuple[int, ...]) -> None:
 
 @settings(max_examples=examples(30))
 @given(seeds=st.integers(1, 200), ranks=st.integers(1, 5), seed=st.integers(0, 99))
-def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(
-    seeds: int, ranks: int, seed: int
-) -> None:
+def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, ranks, seed):
     """GSplit Table 1: what data parallelism computes and loads beyond the mini-batch is what its
     ranks have in common."""
     seeds = max(seeds, ranks)
@@ -114,7 +110,7 @@ def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(
     assert loaded[0] == loaded[2] <= loaded[1]
 
 
-def test_without_sampling_a_batch_is_the_whole_neighbourhood() -> None:
+def test_without_sampling_a_batch_is_the_whole_neighbourhood():
     """Fanout 'full' on one rank: GraNNDis' batch of the same targets (layout.py) has the same rows
     and edges."""
     seeds = np.arange(0, 300, 30)

@@ -82,7 +82,7 @@ def test_cost_is_of_the_servers_that_are_rented_and_energy_of_the_gpus_that_trai
 
 
 @pytest.mark.parametrize("of", ["time", "cost", "energy"])
-def test_no_part_of_the_gpus_has_a_candidate_with_less(of: str):
+def test_no_part_of_the_gpus_has_a_candidate_with_less(of):
     """Of time fewer GPUs are rarely less, of energy often: parts are left out by the objective."""
     problem, objective = problem_of("price=2"), Objective(of)
     found = search(problem, objective=objective)
@@ -142,7 +142,7 @@ def test_the_power_is_doubted_as_its_source_says():
         ("energy", r"the power of a GPU, and dgx_a100 has none; .* --set device.power=300W"),
     ],
 )
-def test_a_missing_number_is_told_with_what_to_write(of: str, said: str):
+def test_a_missing_number_is_told_with_what_to_write(of, said):
     problem = problem_of()
     device = problem.cluster.device.model_copy(update={"power": None})
     cluster = problem.cluster.model_copy(update={"device": device})
@@ -228,7 +228,7 @@ def test_runs_of_any_exact_strategy_count_for_all_and_those_of_lossy_ones_for_th
         training("graph_parallel", *REACHED, mode="mini"),
     ],
 )
-def test_a_run_of_another_question_says_nothing(other: Training):
+def test_a_run_of_another_question_says_nothing(other):
     problem = problem_of()
     assert Target(0.9, [other]).epochs(problem, parse("graph_parallel")) is None
     with pytest.raises(SpecError, match="1 of another graph, model or options"):
@@ -353,7 +353,7 @@ def run_of(folder: Path, *rows: object, strategy: str = "graph_parallel") -> Pat
     return folder
 
 
-def test_runs_are_read_from_their_folders_or_from_a_folder_of_folders(tmp_path: Path):
+def test_runs_are_read_from_their_folders_or_from_a_folder_of_folders(tmp_path):
     rows = [{"epoch": n, "val_accuracy": 0.1 * n if n % 2 else None} for n in (1, 2, 3)]
     one = run_of(tmp_path / "runs" / "one", *rows)
     run_of(tmp_path / "runs" / "two", {"epoch": 1, "val_accuracy": None})
@@ -365,7 +365,7 @@ def test_runs_are_read_from_their_folders_or_from_a_folder_of_folders(tmp_path: 
     assert read.reached(0.2) == (1, 3) and read.reached(0.9) is None
 
 
-def test_a_run_is_evidence_of_the_plan_that_it_began_with(tmp_path: Path):
+def test_a_run_is_evidence_of_the_plan_that_it_began_with(tmp_path):
     """Until another went on: what that reached says nothing of either."""
     rows = [{"epoch": n, "val_accuracy": 0.1 * n} for n in (1, 2, 3, 4)]
     run = run_of(tmp_path / "run", *rows, strategy="pipegcn")
@@ -377,12 +377,12 @@ def test_a_run_is_evidence_of_the_plan_that_it_began_with(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rows", [["text"], [{"epoch": 2}, {"epoch": 1}], [{"val_accuracy": 1.0}]])
-def test_lines_that_are_no_metrics_are_told(tmp_path: Path, rows: list[object]):
+def test_lines_that_are_no_metrics_are_told(tmp_path, rows):
     with pytest.raises(SpecError, match=r"metrics\.jsonl: every line needs an epoch"):
         trainings([run_of(tmp_path / "run", *rows)])
 
 
-def test_a_folder_without_runs_is_told(tmp_path: Path):
+def test_a_folder_without_runs_is_told(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(SpecError, match="neither a run's folder"):
             trainings([path])

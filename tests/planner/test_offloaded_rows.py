@@ -181,9 +181,7 @@ def test_a_plan_uses_it_where_nothing_else_fits():
 
 
 @pytest.mark.slow
-def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_faster(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_faster(monkeypatch):
     monkeypatch.setattr(
         program_memory, "COMMUNICATOR", 0.0
     )  # one GPU has none, and this graph is small
@@ -229,7 +227,7 @@ def test_few_training_vertices_are_trained_on_few_rows():
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_it_is_no_candidate_where_graph_parallelism_fits(gpus: int):
+def test_it_is_no_candidate_where_graph_parallelism_fits(gpus):
     problem = problem_of(gpus=gpus)
     names = {type(c.strategy) for c in search(problem).ranked}
     assert GraphParallel in names and Offload not in names
@@ -267,7 +265,7 @@ def test_a_servers_memory_has_an_end():
         ("offload", {"mode": "mini"}, "trains on the full graph"),
     ],
 )
-def test_what_does_not_suit_is_refused(text: str, more: dict[str, Any], rule: str):
+def test_what_does_not_suit_is_refused(text, more, rule):
     problem = problem_of(**more)
     with pytest.raises(SpecError, match=rule):
         parse(text).settle(problem).check(problem)

@@ -2,7 +2,6 @@
 are no longer without one."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,7 @@ def as_before(cluster: dict[str, Any]) -> dict[str, Any]:
     return cluster
 
 
-def test_a_cluster_file_of_the_release_before_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_cluster_file_of_the_release_before_is_read(tmp_path, capsys):
     path = tmp_path / "old.yaml"
     path.write_text(yaml.safe_dump(as_before(yaml.safe_load(LOCAL.read_text()))))
     assert read_cluster(str(path)).intra_node.core_s_per_byte == 1e-9
@@ -38,9 +35,7 @@ def test_a_cluster_file_of_the_release_before_is_read(
     assert str(path) in told and "work is now core_s_per_byte" in told
 
 
-def test_fields_that_bought_little_are_read_and_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_fields_that_bought_little_are_read_and_left_out(tmp_path, capsys):
     """`gnnplan measure` has written them, and so have plans."""
     document = yaml.safe_load(LOCAL.read_text())
     of_device = {"weight_gradient": 1e9, "memory_rates": {1e3: 1e9}, "hash_rate": 1e6}
@@ -61,7 +56,7 @@ def test_fields_that_bought_little_are_read_and_left_out(
             apply_overrides(local, Workload(), [f"{field}=1.5e9"])
 
 
-def test_a_plan_of_the_release_before_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_plan_of_the_release_before_is_read(tmp_path, capsys):
     graph = load("synthetic:community?vertices=100&edges=600&features=8&classes=3")
     problem = Problem(graph.stats, graph, Workload(layers=2, hidden=8), read_cluster(str(LOCAL)))
     document = plan.make(search(problem))

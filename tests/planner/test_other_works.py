@@ -92,7 +92,7 @@ def test_ranges_hold_what_they_say_of_works_that_did_not_give_them():
 
 
 @pytest.mark.parametrize("file", sorted(TESTBEDS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_machines_that_only_print_speaks_of_say_where_numbers_come_from(file: Path):
+def test_machines_that_only_print_speaks_of_say_where_numbers_come_from(file):
     cluster = read_cluster(str(file))
     assert cluster.name == file.stem and any(each["testbed"] == file.stem for each in ROWS)
     for constant in ("device.gemm", "device.memory_bandwidth", "intra_node.bandwidth"):

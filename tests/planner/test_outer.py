@@ -36,7 +36,7 @@ def matrices(draw: st.DrawFn, ranks: int) -> Outer:
 
 
 @given(st.integers(1, 6).flatmap(matrices))
-def test_it_is_the_array_that_it_stands_for(outer: Outer):
+def test_it_is_the_array_that_it_stands_for(outer):
     dense = np.asarray(outer)
     assert outer.shape == dense.shape and outer.any() == dense.any()
     assert outer.sum() == dense.sum() and (3 * outer).sum() == 3 * dense.sum()
@@ -92,7 +92,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 @settings(deadline=None, max_examples=examples(200))
 @given(clusters(), st.data())
-def test_ports_are_as_busy_as_by_every_message(cluster: Cluster, data: st.DataObject):
+def test_ports_are_as_busy_as_by_every_message(cluster, data):
     placement = data.draw(st.permutations(range(cluster.ranks)))
     cost = Cost(cluster, tuple(placement))
     group = None
@@ -110,9 +110,7 @@ def test_ports_are_as_busy_as_by_every_message(cluster: Cluster, data: st.DataOb
 @pytest.mark.slow
 @pytest.mark.parametrize("oversubscription", [None, 2.0])
 @pytest.mark.parametrize("whole_servers", [False, True])
-def test_links_of_8192_gpus_are_shared_as_by_flows(
-    oversubscription: float | None, whole_servers: bool
-):
+def test_links_of_8192_gpus_are_shared_as_by_flows(oversubscription, whole_servers):
     """Samples of 64 ranks: every message with a rate of its own takes 5 % longer at most."""
     rng, gpus = np.random.default_rng(0), 8
     fabric = Fabric(
@@ -140,7 +138,7 @@ def test_links_of_8192_gpus_are_shared_as_by_flows(
         pytest.param("gsplit", marks=pytest.mark.nightly),
     ],
 )
-def test_no_pair_of_8192_gpus_is_written_down(text: str):
+def test_no_pair_of_8192_gpus_is_written_down(text):
     """One matrix of all pairs would take 512 MB."""
     strategy = parse(text)
     batches = {"mode": "mini", "batch": 16_384, "fanout": (10, 5)}

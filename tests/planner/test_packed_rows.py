@@ -44,7 +44,7 @@ def problem(**workload: object) -> Problem:
     ("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12), ("adaptive", 20)]
 )
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_bytes_are_those_of_packed_rows(bits: int | str | None, nbytes: int, staleness: int):
+def test_bytes_are_those_of_packed_rows(bits, nbytes, staleness):
     """Before layers 2 and 3, and back; 30 numbers of 2 bits fill 7.5 bytes, so a plane has 8."""
     asked = problem()
     rows = int(asked.layout().facts(2).sends.sum())
@@ -55,7 +55,7 @@ def test_bytes_are_those_of_packed_rows(bits: int | str | None, nbytes: int, sta
 
 
 @pytest.mark.parametrize(("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12)])
-def test_a_pipeline_hands_on_packed_rows(bits: int | None, nbytes: int):
+def test_a_pipeline_hands_on_packed_rows(bits, nbytes):
     """All 600 rows over three boundaries, and back."""
     asked = problem(layers=4)
     pipe = GNNPipe(stages=4, chunks=2, bits=bits).settle(asked)
@@ -130,7 +130,7 @@ PACKED: list[Strategy] = [
 
 
 @pytest.mark.parametrize("packed", PACKED, ids=str)
-def test_it_is_lossy_in_a_way_of_its_own(packed: Strategy):
+def test_it_is_lossy_in_a_way_of_its_own(packed):
     """So nothing that is known of whole rows, or of other bits, is said of it."""
     assert not packed.exact and parse(str(packed)) == packed
     assert packed.approximates_as(replace(packed, checkpoint=True))
@@ -156,7 +156,7 @@ def test_no_search_tries_it_by_itself():
     ],
     ids=str,
 )
-def test_a_plan_that_asks_for_it_says_what_it_saves(strategy: Strategy, op: str):
+def test_a_plan_that_asks_for_it_says_what_it_saves(strategy, op):
     asked = problem(layers=4)
     strategy = strategy.settle(asked)
     lines = "\n".join(explain(search(asked, forced=strategy), []))

@@ -76,7 +76,7 @@ KINDS = [("generated", False), ("sparse", True), ("float64", False), ("labels", 
 
 
 @pytest.mark.parametrize(("kind", "directed"), KINDS)
-def test_a_folder_of_parts_is_the_graph(tmp_path: Path, kind: str, directed: bool) -> None:
+def test_a_folder_of_parts_is_the_graph(tmp_path, kind, directed):
     graph = a_graph(tmp_path, kind, directed)
     folder = str(written(graph, tmp_path / "parts"))
     some = np.random.default_rng(0).permutation(graph.stats.vertices)[:41]
@@ -102,7 +102,7 @@ def test_a_folder_of_parts_is_the_graph(tmp_path: Path, kind: str, directed: boo
 
 
 @pytest.mark.parametrize(("kind", "directed"), KINDS)
-def test_a_layout_of_parts_is_that_of_the_graph(tmp_path: Path, kind: str, directed: bool) -> None:
+def test_a_layout_of_parts_is_that_of_the_graph(tmp_path, kind, directed):
     graph = a_graph(tmp_path, kind, directed)
     found = read(str(written(graph, tmp_path / "parts")))
     assert found.cut is not None
@@ -128,7 +128,7 @@ def test_a_layout_of_parts_is_that_of_the_graph(tmp_path: Path, kind: str, direc
         assert np.array_equal(mine.preloaded(), other.preloaded())
 
 
-def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path: Path) -> None:
+def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path):
     graph = read(GRAPH)
     owner = partition(graph, 3, "random", seed=8)
     write_parts(graph, owner, "random", 8, tmp_path / "parts")
@@ -141,7 +141,7 @@ def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path: Path) -> None:
 # -- plans ----------------------------------------------------------------------------------------
 
 
-def test_a_plan_has_a_rank_per_part(tmp_path: Path) -> None:
+def test_a_plan_has_a_rank_per_part(tmp_path):
     folder = written(read(GRAPH), tmp_path / "parts", method="hash")
     problem = ask(str(folder), "local", None, model="gcn", layers=2).problem
     assert problem.ranks == 3 and problem.method == "hash"
@@ -174,9 +174,7 @@ def test_a_plan_has_a_rank_per_part(tmp_path: Path) -> None:
         ("sparse", {"mode": "mini", "batch": 64, "task": "link"}),
     ],
 )
-def test_every_strategy_is_predicted_as_on_the_graph(
-    tmp_path: Path, kind: str, fields: dict[str, object]
-) -> None:
+def test_every_strategy_is_predicted_as_on_the_graph(tmp_path, kind, fields):
     import gnnplan
 
     graph = a_graph(tmp_path, kind)
@@ -190,7 +188,7 @@ def test_every_strategy_is_predicted_as_on_the_graph(
     assert [row["epoch_s"] for row in parts] == [row["epoch_s"] for row in whole]
 
 
-def test_a_plan_is_of_its_parts(tmp_path: Path) -> None:
+def test_a_plan_is_of_its_parts(tmp_path):
     """The same graph, cut anew under the same name, would leave ranks with others' halos."""
     import gnnplan
 
@@ -217,7 +215,7 @@ def changed(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def test_parts_of_another_graph_are_refused(tmp_path: Path) -> None:
+def test_parts_of_another_graph_are_refused(tmp_path):
     mine = written(read(GRAPH), tmp_path / "mine")
     other = written(read(GRAPH.replace("seed=1", "seed=2")), tmp_path / "other")
     shutil.rmtree(mine / "part1")
@@ -248,7 +246,7 @@ BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", BREAK)
-def test_damaged_parts_are_refused(tmp_path: Path, what: str) -> None:
+def test_damaged_parts_are_refused(tmp_path, what):
     folder = written(read(GRAPH), tmp_path / "parts")
     spoil, said = BREAK[what]
     spoil(folder)
@@ -259,7 +257,7 @@ def test_damaged_parts_are_refused(tmp_path: Path, what: str) -> None:
         graph.features(everyone)
 
 
-def test_more_vertices_than_ids_of_32_bits_are_refused(tmp_path: Path) -> None:
+def test_more_vertices_than_ids_of_32_bits_are_refused(tmp_path):
     folder = written(read(GRAPH), tmp_path / "parts")
     about = json.loads((folder / "parts.json").read_text())
     changed(folder / "parts.json", graph=about["graph"] | {"vertices": 2**31})
@@ -282,7 +280,7 @@ def partitioned(*words: str, most: int | None = None) -> subprocess.CompletedPro
 
 
 @pytest.mark.processes
-def test_ids_beyond_32_bits_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_ids_beyond_32_bits_are_refused_and_nothing_is_left(tmp_path):
     np.savez(tmp_path / "g.npz", src=np.array([0, 2**31]), dst=np.array([1, 1]))
     done = partitioned(str(tmp_path / "g.npz"), "-k", "2", "-o", str(tmp_path / "parts"))
     assert done.returncode == 2 and "2,147,483,64" in done.stderr
@@ -290,9 +288,7 @@ def test_ids_beyond_32_bits_are_refused_and_nothing_is_left(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
-def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(tmp_path):
     """The third part's features are the largest file, for it has most vertices."""
     graph, folder = read(GRAPH), tmp_path / "parts"
     words = GRAPH, "-k", "3", "-o", str(folder), "--partitioner", "hash"
@@ -335,7 +331,7 @@ except SpecError as error:
     assert kept == times
 
 
-def test_parts_of_another_cut_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_parts_of_another_cut_are_not_gone_on_with(tmp_path):
     graph, folder = read(GRAPH), tmp_path / "parts"
     written(graph, tmp_path / "earlier", 2)
     begun = tmp_path / ".parts.begun"
@@ -352,7 +348,7 @@ def test_parts_of_another_cut_are_not_gone_on_with(tmp_path: Path) -> None:
     assert np.array_equal(read(str(folder)).indices, graph.indices)
 
 
-def test_one_partition_at_a_time_writes_a_folder(tmp_path: Path) -> None:
+def test_one_partition_at_a_time_writes_a_folder(tmp_path):
     """Two that began together removed each other's parts, and both failed."""
     folder, begun = tmp_path / "parts", tmp_path / ".parts.begun"
     begun.mkdir()
@@ -366,7 +362,7 @@ def test_one_partition_at_a_time_writes_a_folder(tmp_path: Path) -> None:
     assert not begun.exists()
 
 
-def test_a_folder_of_parts_is_not_converted(tmp_path: Path) -> None:
+def test_a_folder_of_parts_is_not_converted(tmp_path):
     """It was said to be of no format that is read."""
     folder = written(read(GRAPH), tmp_path / "parts")
     with pytest.raises(SpecError, match=r"is a folder of parts.*give the graph that it was cut of"):
@@ -374,13 +370,13 @@ def test_a_folder_of_parts_is_not_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_task_of_plans_is_refused_as_that(tmp_path: Path) -> None:
+def test_a_task_of_plans_is_refused_as_that(tmp_path):
     """`--task link` was refused with the advice to use link."""
     done = partitioned(GRAPH, "-k", "2", "-o", str(tmp_path / "parts"), "--task", "link")
     assert done.returncode == 2 and "--task link is what a plan trains" in done.stderr
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_there_is_left_alone(tmp_path):
     folder = written(read(GRAPH), tmp_path / "parts")
     before = (folder / "parts.json").read_bytes()
     with pytest.raises(SpecError, match="is already there"):

@@ -6,7 +6,6 @@ an A100 40GB) and analysis/collective_curve.json (NCCL, 4 GPUs per server)."""
 import pytest
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem.inputs import read_cluster
 
 ROWS, EDGES = 2_400_000, 108_268_300  # rows that are in memory
@@ -40,7 +39,7 @@ BOTH_MS = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Cluster:
+def cluster():
     return read_cluster("perlmutter")
 
 
@@ -55,14 +54,12 @@ def share_of_measured(cost: Cost, width: int, few: bool) -> float:
 
 @pytest.mark.parametrize("width", EDGE_S)
 @pytest.mark.parametrize("few", [False, True])
-def test_sums_take_what_was_measured(cluster: Cluster, width: int, few: bool) -> None:
+def test_sums_take_what_was_measured(cluster, width, few):
     assert share_of_measured(Cost(cluster), width, few) == pytest.approx(1, rel=0.01)
 
 
 @pytest.mark.parametrize(("width", "share"), [(256, 0.96), (64, 0.74), (32, 0.50), (16, 0.22)])
-def test_rooflines_promise_too_much_of_narrow_rows(
-    cluster: Cluster, width: int, share: float
-) -> None:
+def test_rooflines_promise_too_much_of_narrow_rows(cluster, width, share):
     """As docs/explanation/cost-model.md says. All vertices are read alike often there."""
     device = cluster.device.model_copy(update={"gather": {}})
     cost = Cost(cluster.model_copy(update={"device": device}), spread=0.0)
@@ -71,7 +68,7 @@ def test_rooflines_promise_too_much_of_narrow_rows(
 
 
 @pytest.mark.parametrize(("gpus", "mb"), BOTH_MS)
-def test_all_reduces_are_near_what_was_measured(cluster: Cluster, gpus: int, mb: float) -> None:
+def test_all_reduces_are_near_what_was_measured(cluster, gpus, mb):
     """As the preset says. Constants were derived from those of 4 and 16 GPUs."""
     told = Cost(cluster).all_reduce(int(mb * 1e6), range(gpus))
     seconds = float(told.latency) + max(map(float, told.busy.values()))

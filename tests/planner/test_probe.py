@@ -49,7 +49,7 @@ def reached(seeds: np.ndarray, number: int) -> tuple[list[set[int]], list[int]]:
     return rows, edges
 
 
-def test_frontiers_and_overlap_are_what_sets_say() -> None:
+def test_frontiers_and_overlap_are_what_sets_say():
     found = probe(GRAPH, MINI, [1, 3])
     batches = seeds_of(GRAPH, 50, 0, 0)
     whole = [reached(seeds, number) for number, seeds in enumerate(batches)]
@@ -78,7 +78,7 @@ def test_frontiers_and_overlap_are_what_sets_say() -> None:
     assert overlap["features"] > 1.1
 
 
-def test_hits_are_those_of_the_strategy_with_such_a_cache() -> None:
+def test_hits_are_those_of_the_strategy_with_such_a_cache():
     problem = Problem(GRAPH.stats, GRAPH, MINI, CLUSTER)
     found = probe(GRAPH, MINI, [2])["ranks"]["2"]["hits"]
     for hot in ("frequency", "degree"):
@@ -93,7 +93,7 @@ def test_hits_are_those_of_the_strategy_with_such_a_cache() -> None:
 
 
 @pytest.mark.parametrize("model", ["sage", "gcnii"])
-def test_a_split_sends_what_gsplit_schedules(model: str) -> None:
+def test_a_split_sends_what_gsplit_schedules(model):
     workload = MINI.model_copy(update={"model": model})
     problem = Problem(GRAPH.stats, GRAPH, workload, CLUSTER)
     found = probe(GRAPH, workload, [2])
@@ -115,7 +115,7 @@ def test_a_split_sends_what_gsplit_schedules(model: str) -> None:
     )
 
 
-def test_statistics_only_gives_expectations() -> None:
+def test_statistics_only_gives_expectations():
     """Near what a graph without structure shows; who owns or caches what is not known."""
     graph = load(
         "synthetic:community?vertices=4000&edges=40000&mixing=1&skew=100&features=1&classes=1"
@@ -136,7 +136,7 @@ def test_statistics_only_gives_expectations() -> None:
     )
 
 
-def test_refusals() -> None:
+def test_refusals():
     with pytest.raises(
         SpecError,
         match=rf"batch: {TRAIN + 1:,}, training vertices: {TRAIN:,}\); use --batch {TRAIN}",

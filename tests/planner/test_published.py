@@ -37,7 +37,7 @@ def squirrel(dataset: Callable[[str], str], model: str, method: str = "metis") -
 
 
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 0.27), ("sage", 0.27), ("gcnii", 0.54)])
-def test_squirrel_in_a_pipeline(dataset: Callable[[str], str], model: str, printed: float):
+def test_squirrel_in_a_pipeline(dataset, model, printed):
     problem = squirrel(dataset, model)
     predicted = GNNPipe().settle(problem).predict(problem)
     assert round(predicted.bytes["pipeline"] / 2**30, 2) == printed
@@ -48,7 +48,7 @@ def test_squirrel_in_a_pipeline(dataset: Callable[[str], str], model: str, print
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 1.38), ("sage", 1.61), ("gcnii", 1.51)])
-def test_squirrel_in_a_hybrid(dataset: Callable[[str], str], model: str, printed: float):
+def test_squirrel_in_a_hybrid(dataset, model, printed):
     """Four stages of two, whether K = 4M counts stages or GPUs. Within 3 %: print counts the
     constant features as one more exchange."""
     problem = squirrel(dataset, model)
@@ -65,14 +65,12 @@ def test_squirrel_in_a_hybrid(dataset: Callable[[str], str], model: str, printed
 
 @pytest.mark.parametrize("method", ["metis", "metis-volume"])
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 4.43), ("sage", 6.10)])
-def test_squirrel_graph_parallel(
-    dataset: Callable[[str], str], model: str, printed: float, method: str
-):
+def test_squirrel_graph_parallel(dataset, model, printed, method):
     problem = squirrel(dataset, model, method)
     assert GraphParallel().predict(problem).bytes_total / 2**30 == pytest.approx(printed, rel=0.1)
 
 
-def test_the_all_reduce_is_the_whole_difference_between_gcn_and_sage(dataset: Callable[[str], str]):
+def test_the_all_reduce_is_the_whole_difference_between_gcn_and_sage(dataset):
     gcn, sage = (
         GraphParallel().predict(squirrel(dataset, model)).bytes for model in ("gcn", "sage")
     )
@@ -105,7 +103,7 @@ def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule
 
 @pytest.mark.parametrize(("stages", "chunks"), [(8, 32), (8, 16), (4, 16), (3, 5), (2, 1), (5, 3)])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_bubble_of_equal_stages_is_the_formula(stages: int, chunks: int, shuffle: bool):
+def test_bubble_of_equal_stages_is_the_formula(stages, chunks, shuffle):
     stats = GraphStats("s", "s.yaml", 960, 9600, 16, 16, 960, False, "h", known=False)
     device = Device(memory=1e12, gemm=1e6, memory_bandwidth=1e14, launch=0.0)
     where = Cluster(
@@ -122,7 +120,7 @@ def test_bubble_of_equal_stages_is_the_formula(stages: int, chunks: int, shuffle
     assert f"{bubble_share(8, 32):.1%}" == "17.9%"
 
 
-def test_unequal_chunks_idle_more_than_the_bound(dataset: Callable[[str], str]):
+def test_unequal_chunks_idle_more_than_the_bound(dataset):
     """Equal stages and chunks idle 17.9 %, printed are 26.5 % on average. METIS makes Squirrel's
     chunks equal in vertices, not in edges (the largest has five times the mean), so the model
     expects yet more: the bound is all that can be held here."""

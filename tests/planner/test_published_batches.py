@@ -34,7 +34,7 @@ def told(row: dict[str, str], metric: str, **more: Any) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["dgl_data_parallel", "p3_push_pull", "p3_push_pull_nopipe"])
-def test_p3s_parts_are_its_epoch(strategy: str) -> None:
+def test_p3s_parts_are_its_epoch(strategy):
     parts = [
         told(P3, metric, strategy=strategy)
         for metric in ("dag_time_s", "copy_time_s", "compute_time_s")
@@ -55,7 +55,7 @@ def test_p3s_parts_are_its_epoch(strategy: str) -> None:
         "gsplit_rand",
     ],
 )
-def test_gsplits_parts_are_its_epoch(strategy: str) -> None:
+def test_gsplits_parts_are_its_epoch(strategy):
     parts = [
         told(SPLIT, metric, strategy=strategy)
         for metric in ("sample_time_s", "load_time_s", "forward_backward_time_s")
@@ -64,7 +64,7 @@ def test_gsplits_parts_are_its_epoch(strategy: str) -> None:
     assert sum(parts) == pytest.approx(told(SPLIT, "epoch_time_s", strategy=strategy))
 
 
-def test_p3_counts_batches_by_trainer_and_gsplit_by_step() -> None:
+def test_p3_counts_batches_by_trainer_and_gsplit_by_step():
     assert question({**P3, "metric": "epoch_time_s"}).problem.workload.batch == 16_000
     assert question({**SPLIT, "metric": "epoch_time_s"}).problem.workload.batch == 1024
     one = {
@@ -79,7 +79,7 @@ def test_p3_counts_batches_by_trainer_and_gsplit_by_step() -> None:
     assert told(P3, "comm_volume_bytes", **one) == pytest.approx(3 * 24_703 * 16 * 4, rel=0.05)
 
 
-def test_caches_are_in_the_memory_that_is_left() -> None:
+def test_caches_are_in_the_memory_that_is_left():
     """Orkut's features are cached between four GPUs, and in P3* as columns; Friendster's columns do
     not fit (GSplit Sec. 6.1)."""
     row = {**SPLIT, "metric": "load_time_s"}
@@ -98,7 +98,7 @@ def test_caches_are_in_the_memory_that_is_left() -> None:
         assert ratio[0] * plain < star < ratio[1] * plain
 
 
-def test_copies_of_columns_and_lists() -> None:
+def test_copies_of_columns_and_lists():
     """P3 Table 5: against itself without them."""
     params = '{"batch": 1000, "fanout": [25, 10], "feature_copies": %d, "graph_copies": %d}'
     times = [
@@ -121,7 +121,7 @@ def test_copies_of_columns_and_lists() -> None:
     ("dataset", "edges", "features"),
     [("orkut", 1.2, 2.5), ("ogbn-papers100M", 1.2, 1.5), ("friendster", 1.0, 1.2)],
 )
-def test_what_ranks_do_twice(dataset: str, edges: float, features: float) -> None:
+def test_what_ranks_do_twice(dataset, edges, features):
     """GSplit Table 1: micro-batches against the mini-batch, to a quarter."""
     for metric, printed in (
         ("edges_computed_ratio_vs", edges),
@@ -138,7 +138,7 @@ def test_what_ranks_do_twice(dataset: str, edges: float, features: float) -> Non
         assert ratio == pytest.approx(printed, rel=0.25) and ratio >= 1
 
 
-def test_edges_between_owners() -> None:
+def test_edges_between_owners():
     """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves few of a citation graph's,
     more of a social network's."""
     row = {**COUNTS, "num_nodes": "1", "gpus_per_node": "4"}
@@ -147,7 +147,7 @@ def test_edges_between_owners() -> None:
     assert 0.1 < told(row, "cross_edge_ratio", dataset="orkut") < 0.75
 
 
-def test_constants_of_code_host_and_sampler() -> None:
+def test_constants_of_code_host_and_sampler():
     row = {**SPLIT, "metric": "epoch_time_s", "strategy": "dgl_data_parallel"}
     plain = interpret.testbed(row)
     assert plain.host is not None and plain.device.launch > 0
@@ -163,7 +163,7 @@ def test_constants_of_code_host_and_sampler() -> None:
         assert predict(row, partial(scaled, factors={factor: 0.5})) > predict(row)
 
 
-def test_what_is_not_stated() -> None:
+def test_what_is_not_stated():
     metis = {
         "strategy": "dgl_data_parallel",
         "strategy_params": P3["strategy_params"].replace("hash", "metis"),

@@ -1,7 +1,6 @@
 """What other people's full-graph code does differently, held against graphs counted by hand and
 real ones."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,9 +38,7 @@ def stats(name: str) -> GraphStats:
 
 
 @pytest.mark.parametrize("name", ["flickr", "ogbn-arxiv"])
-def test_training_vertices_and_the_edges_among_them(
-    dataset: Callable[[str], str], name: str
-) -> None:
+def test_training_vertices_and_the_edges_among_them(dataset, name):
     """Of a real graph, whose training vertices are no others than those not to train on (half of
     arxiv are the older ones)."""
     graph = load(dataset(name))
@@ -53,7 +50,7 @@ def test_training_vertices_and_the_edges_among_them(
     assert graph.stats.edges * ends**2 == pytest.approx(inside, rel=0.2)
 
 
-def test_who_trains_on_training_vertices_only() -> None:
+def test_who_trains_on_training_vertices_only():
     reddit = trained_on(stats("reddit"), "pipegcn")
     assert (reddit.vertices, reddit.train_vertices) == (153_431, 153_431)
     assert reddit.edges == pytest.approx(114_615_892 * 0.6586**2, rel=1e-3)
@@ -91,7 +88,7 @@ def in_order(
 
 
 @pytest.mark.parametrize(("degree", "drawn"), [(6, 15), (30, 4), (60, 15)])
-def test_what_a_server_has_of_a_graph_shared_in_order(degree: int, drawn: int) -> None:
+def test_what_a_server_has_of_a_graph_shared_in_order(degree, drawn):
     """Against a random graph, sampled: rows of a server, and edges among them."""
     n, rng = 20_000, np.random.default_rng(0)
     neighbours = rng.integers(0, n, (n, degree))
@@ -108,7 +105,7 @@ def test_what_a_server_has_of_a_graph_shared_in_order(degree: int, drawn: int) -
     assert facts.edges.sum() / 4 == pytest.approx(inside, rel=0.15)
 
 
-def test_batches_and_preloads_of_a_graph_shared_in_order() -> None:
+def test_batches_and_preloads_of_a_graph_shared_in_order():
     sampled, whole = in_order(20_000, 30, 4.0), in_order(20_000, 30, np.inf, sampled=False)
     batch = replace(sampled, targets=sampled.targets / 5)  # type: ignore[operator]
     assert (
@@ -123,7 +120,7 @@ def test_batches_and_preloads_of_a_graph_shared_in_order() -> None:
     assert halo[0, 1] < replace(whole, metis=Mixing(((2, 0.5),))).facts(2).sends[0, 1] < 10_000
 
 
-def test_the_share_between_servers() -> None:
+def test_the_share_between_servers():
     """GraNNDis Sec. 8.2: what is left without those exchanges."""
     full = {"strategy": "graph_parallel", "strategy_params": "{}"}
     share = told(GRANNDIS, "ext_comm_ratio", **full)
@@ -137,7 +134,7 @@ def test_the_share_between_servers() -> None:
     assert told(PIPEGCN, "ext_comm_ratio") == 0.0  # one server
 
 
-def test_preloading_costs_more_than_sampling_and_neither_leaves_the_server() -> None:
+def test_preloading_costs_more_than_sampling_and_neither_leaves_the_server():
     eas, preload, full = (
         told(GRANNDIS, "epoch_time_s", strategy=name, dataset="ogbn-products")
         for name in ("granndis_eas", "granndis_preload", "graph_parallel")
@@ -151,7 +148,7 @@ def test_preloading_costs_more_than_sampling_and_neither_leaves_the_server() -> 
     assert sent.bytes_by_link.get("inter_node", 0) < sent.bytes["all_reduce"]
 
 
-def test_reductions_go_parameter_by_parameter() -> None:
+def test_reductions_go_parameter_by_parameter():
     """20 parameters of four layers, each 2 (m - 1) messages of 50 us beside the bytes."""
     two, four = (told(PIPEGCN, "reduce_time_s", gpus_per_node=str(gpus)) for gpus in (2, 4))
     problem = question({**PIPEGCN, "metric": "reduce_time_s"}).problem

@@ -19,7 +19,7 @@ def bytes_of(row: dict[str, str], **more: Any) -> float:
     return needed(question({**row, **more}))
 
 
-def test_pipegcns_tensors_by_hand() -> None:
+def test_pipegcns_tensors_by_hand():
     """Three layers on products in five parts: features and their mean; two hidden layers of 128; 47
     classes."""
     facts = question(PIPEGCN).problem.layout().facts(2)
@@ -37,7 +37,7 @@ def test_pipegcns_tensors_by_hand() -> None:
     assert EDGE == 3 * 2 * 4
 
 
-def test_dropout_and_linear_layers_as_the_paper_has_them() -> None:
+def test_dropout_and_linear_layers_as_the_paper_has_them():
     dry = {
         "dataset": "ogbn-papers100M",
         "testbed": "pipegcn_mi60",
@@ -69,16 +69,14 @@ def test_dropout_and_linear_layers_as_the_paper_has_them() -> None:
         ("ogbn-papers100M", "3", "48", "pipegcn_mi60", 32),
     ],
 )
-def test_pipegcns_least_partitions(
-    dataset: str, layers: str, hidden: str, testbed: str, parts: int
-) -> None:
+def test_pipegcns_least_partitions(dataset, layers, hidden, testbed, parts):
     """Sec. 4."""
     asked = {"dataset": dataset, "layers": layers, "hidden": hidden, "testbed": testbed}
     asked |= {"num_nodes": "", "gpus_per_node": "", "metric": "min_partitions"}
     assert predict({**PIPEGCN, **asked}) == parts
 
 
-def test_more_parts_and_more_batches_need_less() -> None:
+def test_more_parts_and_more_batches_need_less():
     few, many = (bytes_of(PIPEGCN, gpus_per_node=gpus) for gpus in ("4", "8"))
     assert 1.5 * many < few
     sizes = [
@@ -88,7 +86,7 @@ def test_more_parts_and_more_batches_need_less() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 2
 
 
-def test_granndis_takes_as_many_batches_as_it_needs() -> None:
+def test_granndis_takes_as_many_batches_as_it_needs():
     """Sec. 5 and 8.7: 112 layers on eight 2080 Ti in five batches, not in one; nor does graph
     parallel fit."""
     small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}

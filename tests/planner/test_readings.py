@@ -64,9 +64,7 @@ GPU2\tSYS\tNV1\t X
         (MESH, (), (), ()),
     ],
 )
-def test_what_nvidia_smi_prints(
-    tmp_path: Path, text: str, islands: tuple, switches: tuple, nics: tuple
-):
+def test_what_nvidia_smi_prints(tmp_path, text, islands, switches, nics):
     (tmp_path / "topo.txt").write_text(text)
     found = topology(tmp_path / "topo.txt")
     assert (found["islands"], found["switches"]) == (islands, switches)
@@ -130,7 +128,7 @@ def written(
     return path
 
 
-def test_what_nccl_tests_writes(tmp_path: Path):
+def test_what_nccl_tests_writes(tmp_path):
     link = Link(bandwidth=20e9, latency=15e-6)
     reduced = nccl_tests(written(tmp_path, "all_reduce_perf", ["a"] * 4, link, 6, 6 / 4))
     swapped = nccl_tests(written(tmp_path, "alltoall_perf", ["a", "b", "c"], link, 2, 2, times=3))
@@ -143,7 +141,7 @@ def test_what_nccl_tests_writes(tmp_path: Path):
         assert found.latency == pytest.approx(15e-6, rel=0.02)
 
 
-def test_they_make_a_cluster(tmp_path: Path):
+def test_they_make_a_cluster(tmp_path):
     base = read_cluster("dgx_a100")
     (tmp_path / "topo.txt").write_text(DGX)
     link = Link(bandwidth=180e9, latency=9e-6)
@@ -179,7 +177,7 @@ def test_they_make_a_cluster(tmp_path: Path):
         ),
     ],
 )
-def test_what_cannot_be_read_says_why(tmp_path: Path, program: str, hosts: list[str], said: str):
+def test_what_cannot_be_read_says_why(tmp_path, program, hosts, said):
     with pytest.raises(SpecError, match=said):
         nccl_tests(written(tmp_path, program, hosts, Link(bandwidth=1e9), 1, 1))
 
@@ -195,7 +193,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path, program: str, hosts: list[
         "[" * 10_000,
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, text: str):
+def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "x").write_text(text)
     with pytest.raises(SpecError, match="not what nccl-tests writes"):
         nccl_tests(tmp_path / "x")
@@ -259,7 +257,7 @@ PAIRS_OF = tuple((gpu, gpu + 1) for gpu in range(0, 8, 2))
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_tables_of_many_machines(tmp_path: Path, text: str, islands: Any, nics: Any, encoding: str):
+def test_tables_of_many_machines(tmp_path, text, islands, nics, encoding):
     """A byte order mark, as Windows writes it, made a table none."""
     (tmp_path / "topo.txt").write_text(text, encoding=encoding)
     found = topology(tmp_path / "topo.txt")
@@ -269,7 +267,7 @@ def test_tables_of_many_machines(tmp_path: Path, text: str, islands: Any, nics: 
 @pytest.mark.parametrize(
     ("gpus", "per", "links"), [*product((2, 4, 8, 16), (1, 2, 4), ("NV18", "PHB", "SYS"))]
 )
-def test_every_table_is_read_as_it_was_made(tmp_path: Path, gpus: int, per: int, links: str):
+def test_every_table_is_read_as_it_was_made(tmp_path, gpus, per, links):
     per = min(per, gpus)
     text = matrix(gpus, lambda a, b: links, near(gpus, lambda gpu: gpu // per, gpus // per))
     (tmp_path / "topo.txt").write_text(text)
@@ -294,16 +292,14 @@ TWO = matrix(2, joined(range(2)), near(2, lambda gpu: gpu, 2))
         (TWO.replace("GPU1\tNV4", "GPU7\tNV4"), "not what `nvidia-smi topo -m` prints"),
     ],
 )
-def test_tables_of_others_are_refused(tmp_path: Path, text: str, told: str):
+def test_tables_of_others_are_refused(tmp_path, text, told):
     """They were taken for NVIDIA's, and lost the preset's islands and NICs."""
     (tmp_path / "topo.txt").write_text(text)
     with pytest.raises(SpecError, match=told):
         topology(tmp_path / "topo.txt")
 
 
-def test_columns_that_are_absent_keep_what_the_cluster_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_columns_that_are_absent_keep_what_the_cluster_has(tmp_path, capsys):
     """A machine without RDMA cards erased the preset's NICs, and nothing said so."""
     (tmp_path / "topo.txt").write_text(matrix(8, EIGHT, {}))
     base = read_cluster("dgx_a100")
@@ -333,7 +329,7 @@ def pairs() -> Cluster:
     )
 
 
-def test_a_pair_inside_an_island_measures_the_island(tmp_path: Path):
+def test_a_pair_inside_an_island_measures_the_island(tmp_path):
     """Its NVLink became the PCIe's rate."""
     found = read(pairs(), [written(tmp_path, "sendrecv_perf", ["a"] * 2, LINK, 1, 1)], None)
     assert found.island and found.island.bandwidth == pytest.approx(50e9, rel=0.02)
@@ -342,7 +338,7 @@ def test_a_pair_inside_an_island_measures_the_island(tmp_path: Path):
     assert list(read(pairs(), [four], None).collectives) == ["all_reduce.intra_node"]
 
 
-def test_groups_that_ran_at_once_are_told_apart(tmp_path: Path):
+def test_groups_that_ran_at_once_are_told_apart(tmp_path):
     """Eight pairs of GPUs, each across two servers, were 16 GPUs that use links of both kinds."""
     hosts, rails = ["a"] * 8 + ["b"] * 8, [*range(8)] * 2
     file = written(tmp_path, "all_reduce_perf", hosts, LINK, 2, 1, groups=rails)
@@ -372,13 +368,13 @@ def test_groups_that_ran_at_once_are_told_apart(tmp_path: Path):
         (lambda body: "12 us", "result 1 .size 1024."),
     ],
 )
-def test_results_that_are_none_are_refused(tmp_path: Path, body_of: Any, told: str):
+def test_results_that_are_none_are_refused(tmp_path, body_of, told):
     """Times of a run that had computed wrong numbers were used as measured."""
     with pytest.raises(SpecError, match=told):
         nccl_tests(written(tmp_path, "all_reduce_perf", ["a"] * 2, LINK, 1, 1, body_of=body_of))
 
 
-def test_a_failed_run_is_refused_by_its_verdict(tmp_path: Path):
+def test_a_failed_run_is_refused_by_its_verdict(tmp_path):
     path = written(tmp_path, "all_reduce_perf", ["a"] * 2, LINK, 1, 1)
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "out_of_bounds": {"count": 3, "okay": "false"}}))
@@ -386,7 +382,7 @@ def test_a_failed_run_is_refused_by_its_verdict(tmp_path: Path):
         nccl_tests(path)
 
 
-def test_two_files_of_one_place_are_refused(tmp_path: Path):
+def test_two_files_of_one_place_are_refused(tmp_path):
     """The last one won, and nothing said so."""
     files = []
     for count in (2, 8):
@@ -397,18 +393,18 @@ def test_two_files_of_one_place_are_refused(tmp_path: Path):
         read(read_cluster("dgx_a100"), files, None)
 
 
-def test_names_of_programs_may_have_endings(tmp_path: Path):
+def test_names_of_programs_may_have_endings(tmp_path):
     found = nccl_tests(written(tmp_path, "all_reduce_perf_mpi", ["a"] * 2, LINK, 2, 1))
     assert found.op == "all_reduce"
 
 
-def test_servers_of_one_name_are_told(tmp_path: Path):
+def test_servers_of_one_name_are_told(tmp_path):
     path = written(tmp_path, "sendrecv_perf", ["localhost"] * 2, LINK, 1, 1)
     path.write_text(path.read_text().replace('"device": 1', '"device": 0'))
     with pytest.raises(SpecError, match="GPU 0 of localhost is listed twice: servers share a name"):
         nccl_tests(path)
 
 
-def test_one_gpu_is_told_the_option(tmp_path: Path):
+def test_one_gpu_is_told_the_option(tmp_path):
     with pytest.raises(SpecError, match="on one server add -g N"):
         nccl_tests(written(tmp_path, "alltoall_perf", ["a"], LINK, 1, 1))

@@ -18,7 +18,7 @@ GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&s
 assert isinstance(GRAPH, Graph)
 
 
-def test_the_hash_is_splitmix64() -> None:
+def test_the_hash_is_splitmix64():
     """Its published first words for seed 1234567 (the test vector of the reference code)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     state = np.array([1234567], np.uint64) + golden * np.arange(1, 4, dtype=np.uint64)
@@ -26,7 +26,7 @@ def test_the_hash_is_splitmix64() -> None:
 
 
 @given(st.data())
-def test_draws_are_different_neighbours(data: st.DataObject) -> None:
+def test_draws_are_different_neighbours(data):
     vertices = np.array(
         data.draw(st.lists(st.integers(0, 299), min_size=1, max_size=60, unique=True))
     )
@@ -47,7 +47,7 @@ def test_draws_are_different_neighbours(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_a_vertex_draws_the_same_beside_whichever_others(data: st.DataObject) -> None:
+def test_a_vertex_draws_the_same_beside_whichever_others(data):
     """What lets ranks share a batch's sampling, and anybody check it."""
     vertices = np.array(
         data.draw(st.lists(st.integers(0, 299), min_size=2, max_size=40, unique=True))
@@ -64,7 +64,7 @@ def test_a_vertex_draws_the_same_beside_whichever_others(data: st.DataObject) ->
         )
 
 
-def test_seed_epoch_batch_and_layer_each_change_the_draws() -> None:
+def test_seed_epoch_batch_and_layer_each_change_the_draws():
     vertices = np.arange(300)
     keys = ((0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 0, 0, 2))
     drawn = [draw(GRAPH, vertices, 3, key_of(*key))[1].tolist() for key in keys]
@@ -72,7 +72,7 @@ def test_seed_epoch_batch_and_layer_each_change_the_draws() -> None:
 
 
 @pytest.mark.parametrize(("degree", "k"), [(5, 2), (6, 3), (7, 6)])
-def test_every_set_is_as_likely(degree: int, k: int) -> None:
+def test_every_set_is_as_likely(degree, k):
     """All sets of k below the degree, over 200 draws of each expected; chi-square at 0.1 %."""
     sets = {one: i for i, one in enumerate(combinations(range(degree), k))}
     keys = mix(
@@ -84,7 +84,7 @@ def test_every_set_is_as_likely(degree: int, k: int) -> None:
     assert chisquare(counts).pvalue > 1e-3
 
 
-def test_batches_hold_every_training_vertex_once_an_epoch() -> None:
+def test_batches_hold_every_training_vertex_once_an_epoch():
     first, second = (seeds_of(GRAPH, 32, 0, epoch) for epoch in (0, 1))
     train = np.flatnonzero(GRAPH.train)
     assert (
@@ -102,7 +102,7 @@ def test_batches_hold_every_training_vertex_once_an_epoch() -> None:
     seeds=st.lists(st.integers(0, 299), min_size=1, max_size=30, unique=True),
     fanouts=st.lists(st.sampled_from([1, 3, 10, ALL]), min_size=1, max_size=3),
 )
-def test_a_frontier_has_what_each_layer_reads(seeds: list[int], fanouts: list[int]) -> None:
+def test_a_frontier_has_what_each_layer_reads(seeds, fanouts):
     found = frontier(GRAPH, np.array(seeds), tuple(fanouts), 0, 0, 0)
     layers = len(fanouts)
     assert found.nodes[layers].tolist() == seeds

@@ -63,7 +63,7 @@ def test_a_range_doubles_and_has_its_end():
         ([True], "got True"),
     ],
 )
-def test_a_wrong_number_is_told_with_what_to_write(asked, said: str):
+def test_a_wrong_number_is_told_with_what_to_write(asked, said):
     with pytest.raises(SpecError, match=said):
         sizes_of(asked)
 
@@ -96,7 +96,7 @@ def test_fewer_ranks_on_a_cpu_have_more_of_its_cores():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_row_is_what_a_search_finds_there(exact: bool):
+def test_a_row_is_what_a_search_finds_there(exact):
     base = question("reddit", "dgx_a100")
     found = scale(base, [1, 4, 16], Search(exact))
     for size in found.sizes:
@@ -117,7 +117,7 @@ def test_a_row_is_what_a_search_finds_there(exact: bool):
 @pytest.mark.parametrize(
     ("objective", "graph"), covered([*product(("time", "cost"), ("flickr", "reddit"))], set)
 )
-def test_the_best_size_is_never_worse_than_any(graph: str, objective: str):
+def test_the_best_size_is_never_worse_than_any(graph, objective):
     base = question(graph, "dgx_a100", "price=2.5", hidden=16)
     counts = [1, 2, 8, 32] if NIGHT else [1, 8, 32]
     found = scale(base, counts, Search(objective=Objective(objective)))

@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def candidates(problem: Problem) -> list[str]:
     ]
 
 
-def test_a_search_tells_what_it_evaluates() -> None:
+def test_a_search_tells_what_it_evaluates():
     """A plan of a large graph takes minutes; whoever waits sees each candidate's name."""
     told: list[str] = []
     tells(lambda notify: search(problem_of()))(notify=lambda phase, detail="": told.append(detail))
@@ -94,7 +93,7 @@ def test_a_search_tells_what_it_evaluates() -> None:
 )
 @settings(deadline=None, max_examples=examples(15))
 def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(
-    servers: int, gpus: int, layers: int, model: str, inter: float
+    servers, gpus, layers, model, inter
 ):
     problem = problem_of(servers, gpus, inter=inter, layers=layers, model=model)
     found = search(problem)
@@ -238,7 +237,7 @@ def of_few_training_vertices(servers: int, gpus: int, known: bool, inter: float)
     ("known", "inter"),
     covered(list(product((True, False), (1e7, 1e9))), lambda row: {*enumerate(row)}),
 )
-def test_more_gpus_are_never_slower(known: bool, inter: float):
+def test_more_gpus_are_never_slower(known, inter):
     """A plan for 32 GPUs took longer than one for 16: batches, which are faster where few vertices
     train, were tried only where the whole graph did not fit, and the bound for fewer GPUs counted
     rows that batches do not compute."""
@@ -309,9 +308,7 @@ HOWS: list[dict[str, Any]] = [
         lambda row: {*enumerate(row)} - {(0, 0)} if row[0] else set(),
     ),
 )
-def test_more_memory_as_proposed_does_fit(
-    number: int, memory: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_more_memory_as_proposed_does_fit(number, memory, monkeypatch):
     """On all GPUs: communicators take more than this graph, and one GPU has none."""
     monkeypatch.setattr(program_memory, "COMMUNICATOR", 0.0)
     how, problem = HOWS[number], problem_of(memory=memory)
@@ -337,7 +334,7 @@ def test_more_memory_as_proposed_does_fit(
         {"forced": parse("gnnpipe")},
     ],
 )
-def test_more_servers_as_proposed_would_fit(how: dict[str, Any]):
+def test_more_servers_as_proposed_would_fit(how):
     """A graph that fills the memory, so that more servers help; the proposal is an estimate, and
     holds as one."""
     stats = replace(GRAPH.stats, vertices=10**6, edges=10**7, features=50, known=False)
@@ -375,17 +372,17 @@ def test_no_servers_are_proposed_where_they_do_not_help():
 
 
 @pytest.fixture(scope="module")
-def found() -> SearchResult:
+def found():
     return search(problem_of())
 
 
 @pytest.fixture(scope="module")
-def made(found: SearchResult) -> dict[str, Any]:
+def made(found):
     return plan.make(found)
 
 
 @pytest.fixture
-def document(made: dict[str, Any]) -> dict[str, Any]:
+def document(made):
     """A copy to be edited."""
     return deepcopy(made)
 
@@ -399,7 +396,7 @@ def document(made: dict[str, Any]) -> dict[str, Any]:
         "granndis(depth=2)",
     ],
 )
-def test_a_plan_survives_its_file(name: str, tmp_path: Path):
+def test_a_plan_survives_its_file(name, tmp_path):
     problem = problem_of(model="sage", dropout=0.25, seed=3)
     found = search(problem, forced=parse(name))
     made = plan.make(found)
@@ -418,9 +415,7 @@ def test_a_plan_survives_its_file(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_plan_says_what_was_asked_for_and_what_was_found(
-    document: dict[str, Any], found: SearchResult
-):
+def test_a_plan_says_what_was_asked_for_and_what_was_found(document, found):
     best = document["best"]
     assert best["strategy"] == {
         "name": found.best.strategy.name,
@@ -461,13 +456,13 @@ def test_explanations_of_one_server_and_of_statistics():
     assert "statistics only" in plan.make(search(guess))["summary"]["inputs"]
 
 
-def test_a_plan_can_be_asked_about_another_cluster(document: dict[str, Any]):
+def test_a_plan_can_be_asked_about_another_cluster(document):
     other = problem_of(4, 1).cluster
     assert plan.question(document, cluster=other).cluster == other
     assert plan.question(document, workload=Workload(layers=2)).workload.layers == 2
 
 
-def test_a_plan_remembers_that_edges_have_a_direction(tmp_path: Path):
+def test_a_plan_remembers_that_edges_have_a_direction(tmp_path):
     np.savez(tmp_path / "arrow.npz", src=[0, 1, 2], dst=[1, 2, 3], y=[0, 1, 0, 1])
     graph = load(str(tmp_path / "arrow.npz"), directed=True)
     assert isinstance(graph, Graph) and graph.stats.edges == 3
@@ -475,7 +470,7 @@ def test_a_plan_remembers_that_edges_have_a_direction(tmp_path: Path):
     assert plan.question(plan.make(search(problem))).stats == graph.stats
 
 
-def test_other_data_or_version_is_a_mismatch(document: dict[str, Any], tmp_path: Path):
+def test_other_data_or_version_is_a_mismatch(document, tmp_path):
     document["graph"]["hash"] = "0" * 32
     with pytest.raises(
         Mismatch,
@@ -503,13 +498,13 @@ def test_other_data_or_version_is_a_mismatch(document: dict[str, Any], tmp_path:
         ("{}", "not a plan .missing: gnnplan, graph, workload, cluster, partitioner, best"),
     ],
 )
-def test_files_that_are_no_plan(content: str, rule: str, tmp_path: Path):
+def test_files_that_are_no_plan(content, rule, tmp_path):
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(SpecError, match=rf"plan.json: {rule}"):
         plan.read(tmp_path / "plan.json")
 
 
-def test_files_that_are_not_text_or_not_there(tmp_path: Path):
+def test_files_that_are_not_text_or_not_there(tmp_path):
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe{}")
     for path in (tmp_path / "plan.json", tmp_path / "absent.json", tmp_path):
         with pytest.raises(SpecError, match=re.escape(str(path))):
@@ -529,7 +524,7 @@ def test_files_that_are_not_text_or_not_there(tmp_path: Path):
         (("graph",), {}),
     ],
 )
-def test_plans_edited_by_hand(where: tuple[str, ...], value: Any, document: dict[str, Any]):
+def test_plans_edited_by_hand(where, value, document):
     target = document
     for key in where[:-1]:
         target = target[key]
@@ -542,9 +537,7 @@ def test_plans_edited_by_hand(where: tuple[str, ...], value: Any, document: dict
     ("of", "field", "value"),
     [("cluster", "servers", -1), ("workload", "model", "gatt"), ("workload", "jumps", 1)],
 )
-def test_a_plan_with_other_fields_is_to_be_made_again(
-    of: str, field: str, value: Any, document: dict[str, Any], tmp_path: Path
-):
+def test_a_plan_with_other_fields_is_to_be_made_again(of, field, value, document, tmp_path):
     document[of][field] = value
     plan.write(tmp_path / "plan.json", document)
     with pytest.raises(SpecError, match=rf"plan.json: {of}.{field}: .*; make it again with"):
@@ -563,13 +556,13 @@ def test_a_plan_with_other_fields_is_to_be_made_again(
         {"name": "gnnpipe", "depth": 1},
     ],
 )
-def test_strategies_edited_by_hand(strategy: Any, document: dict[str, Any]):
+def test_strategies_edited_by_hand(strategy, document):
     document["best"]["strategy"] = strategy
     with pytest.raises(SpecError):
         plan.chosen(document)
 
 
-def test_nothing_is_half_written(tmp_path: Path, document: dict[str, Any]):
+def test_nothing_is_half_written(tmp_path, document):
     with pytest.raises(ValueError, match="JSON compliant"):
         plan.write(tmp_path / "plan.json", {**document, "bad": float("nan")})
     with pytest.raises(SpecError, match="does not exist"):
@@ -577,12 +570,12 @@ def test_nothing_is_half_written(tmp_path: Path, document: dict[str, Any]):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_of_one_strategy_has_no_rival(tmp_path: Path):
+def test_a_plan_of_one_strategy_has_no_rival(tmp_path):
     problem = problem_of(1, 1)
     assert plan.chosen(plan.make(search(problem))) == GraphParallel()
 
 
-def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient() -> None:
+def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient():
     """GraNNDis was offered in the fewest batches that fit only, which --exact refuses; whole with
     checkpoints it fits and is exact."""
     plain, kept = (
@@ -635,7 +628,7 @@ def test_the_line_of_close_ones_names_a_strategy_whole():
     ],
 )
 def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
-    lossy_s: float, exact_s: float, best: str
+    lossy_s, exact_s, best
 ):
     """plan recommended PipeGCN, which is lossy, for 1.9 % that were within its error."""
     both = sorted([("pipegcn", lossy_s), ("graph_parallel", exact_s)], key=lambda pair: pair[1])
@@ -660,7 +653,7 @@ def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
 
 
 @pytest.mark.slow
-def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch: pytest.MonkeyPatch):
+def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch):
     """Of a part of the GPUs only the fastest candidate was kept, which may be lossy.
 
     Where one GPU launches kernels one by one, as two do.
@@ -677,7 +670,7 @@ def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch: pytest.
     assert found.best.strategy.exact and found.best.problem.ranks == 1
 
 
-def test_kernels_launched_one_by_one_are_priced_so(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_launched_one_by_one_are_priced_so(monkeypatch):
     """GNNPipe on one GPU was priced as if a step were one CUDA graph, in which a launch costs next
     to nothing: it took seven times as long on an H200."""
     graph = load("synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0")
@@ -704,7 +697,7 @@ def test_kernels_launched_one_by_one_are_priced_so(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", pytest.param("mini", marks=pytest.mark.nightly)])
-def test_a_plan_of_many_gpus_computes_nothing_twice(mode: str, monkeypatch):
+def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
     """64 GPUs and their parts: a candidate is predicted once for each placement that it is asked
     on; on parts only the fastest are asked whether they fit; ranks with equal work are priced as
     one."""

@@ -31,7 +31,7 @@ def batches_as(batch: int, fanout: tuple[int, ...] | str, seed: int = 0) -> Work
     return Workload(mode="mini", layers=layers, batch=batch, fanout=fanout, seed=seed)
 
 
-def test_presampling_counts_frontiers_and_draws() -> None:
+def test_presampling_counts_frontiers_and_draws():
     """Against a plain count over the same batches."""
     fanouts = (3, 2)
     found = presample(SMALL, batches_as(8, fanouts, 5), epochs=2)
@@ -48,7 +48,7 @@ def test_presampling_counts_frontiers_and_draws() -> None:
     assert np.array_equal(found.vertices, vertices) and np.array_equal(found.edges, edges)
 
 
-def test_without_sampling_every_edge_near_a_seed_counts() -> None:
+def test_without_sampling_every_edge_near_a_seed_counts():
     found = presample(SMALL, batches_as(1000, "full"), epochs=3)
     into_train = SMALL.train[np.repeat(np.arange(60), SMALL.degree)]
     assert found.edges.tolist() == (3 * into_train).tolist()
@@ -56,14 +56,14 @@ def test_without_sampling_every_edge_near_a_seed_counts() -> None:
 
 @pytest.mark.parametrize("splitter", SPLITTERS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_every_vertex_has_an_owner_and_every_owner_some(splitter: str, parts: int) -> None:
+def test_every_vertex_has_an_owner_and_every_owner_some(splitter, parts):
     owner = split(GRAPH, parts, splitter, 0, presample(GRAPH, batches_as(512, (5, 5)), epochs=1))
     assert owner.shape == (6000,)
     assert np.bincount(owner, minlength=parts).min() > 0
     assert owner.max() == parts - 1
 
 
-def test_an_unknown_splitter_is_named() -> None:
+def test_an_unknown_splitter_is_named():
     with pytest.raises(SpecError, match="splitter 'nodes' is unknown; did you mean node"):
         split(GRAPH, 2, "nodes", 0)
 
@@ -87,7 +87,7 @@ def measured(
     return cross / edges, float(np.mean(worst))
 
 
-def test_weights_pay_where_batches_touch_little() -> None:
+def test_weights_pay_where_batches_touch_little():
     """GSplit Fig. 5: cross edges gsplit < node < random, the load of gsplit at or below edge's."""
     graph, fanouts = with_few_targets(GRAPH, 0.02), (3,)
     frequency = presample(graph, batches_as(32, fanouts))
@@ -102,7 +102,7 @@ def test_weights_pay_where_batches_touch_little() -> None:
 
 
 @pytest.mark.parametrize("imbalance", [0.001, 0.03, 0.3])
-def test_no_owner_has_more_than_the_imbalance_allows(imbalance: float) -> None:
+def test_no_owner_has_more_than_the_imbalance_allows(imbalance):
     """GSplit Eq. 2, and METIS uses what it is allowed. A vertex cannot be cut: so a bit more."""
     frequency = presample(GRAPH, batches_as(512, (5, 5)), epochs=1)
     for parts in (2, 4):
@@ -113,7 +113,7 @@ def test_no_owner_has_more_than_the_imbalance_allows(imbalance: float) -> None:
         assert excess > imbalance / 2
 
 
-def test_owners_of_another_imbalance_are_other_owners() -> None:
+def test_owners_of_another_imbalance_are_other_owners():
     """Owners are cached on disk: what they depend on is in the key. Random owners do not depend."""
     workload = Workload(mode="mini", layers=2, batch=512, fanout=(5, 5))
 

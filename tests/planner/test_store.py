@@ -113,7 +113,7 @@ def stored(draw: st.DrawFn) -> tuple[Strategies, Problem]:
 
 @given(stored())
 @settings(max_examples=examples(30))
-def test_every_row_is_where_its_class_says(drawn: tuple[Strategies, Problem]) -> None:
+def test_every_row_is_where_its_class_says(drawn):
     strategy, problem = drawn
     store = made(strategy, problem)
     is_spread = strategy.features == "spread" and problem.cluster.servers > 1
@@ -143,7 +143,7 @@ def test_every_row_is_where_its_class_says(drawn: tuple[Strategies, Problem]) ->
 
 @given(stored())
 @settings(max_examples=examples(20))
-def test_prediction_schedule_and_simulation_agree(drawn: tuple[Strategies, Problem]) -> None:
+def test_prediction_schedule_and_simulation_agree(drawn):
     """All rows are counted once, bytes follow, and time is that of the simulation (prefetch: of its
     claim)."""
     strategy, problem = drawn
@@ -198,7 +198,7 @@ def _unshared(strategy: Strategies) -> dict[str, Any]:
     ids=str,
 )
 @pytest.mark.parametrize("hot", HOT)
-def test_a_larger_cache_has_more(strategy: Strategies, hot: str) -> None:
+def test_a_larger_cache_has_more(strategy, hot):
     """None at first, all at last, and in between each budget at least what a smaller one has: own
     rows, and with those of peers."""
     problem = problem_of()
@@ -218,7 +218,7 @@ def test_a_larger_cache_has_more(strategy: Strategies, hot: str) -> None:
 
 
 @pytest.mark.parametrize("cache", [ROW, 25 * ROW + 3, 80 * ROW])
-def test_a_cache_is_the_hottest_rows_that_fit(cache: int) -> None:
+def test_a_cache_is_the_hottest_rows_that_fit(cache):
     problem = problem_of()
     order = hottest(GRAPH, problem.workload, "degree", 4)
     degree = np.bincount(GRAPH.indices, minlength=400)
@@ -241,7 +241,7 @@ def test_a_cache_is_the_hottest_rows_that_fit(cache: int) -> None:
 
 
 @pytest.mark.parametrize("over", ["server", "rank"])
-def test_columns_are_cached_of_the_rows_that_are_read_most(over: str) -> None:
+def test_columns_are_cached_of_the_rows_that_are_read_most(over):
     """A rank caches its own columns, and reads those of all its peers' rows: some are picked, the
     others loaded. An epoch is its simulation."""
     problem = problem_of()
@@ -284,7 +284,7 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over: str) -> None:
     )
 
 
-def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for() -> None:
+def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for():
     """Three ranks have 13, 13 and 14 of 40 columns; sparse rows take what their columns have."""
     problem, strategy = problem_of(1, 3), P3(over="rank", cache=13 * 14 * 4)
     store = strategy.store(problem)
@@ -301,7 +301,7 @@ def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for() -> None:
     assert all(0 < size <= strategy.cache for size in store.held(problem).tolist())
 
 
-def test_a_plan_caches_columns_where_gpus_have_room() -> None:
+def test_a_plan_caches_columns_where_gpus_have_room():
     def proposed(**more: Any) -> set[int]:
         return {s.cache for s in P3.candidates(problem_of(**more)) if isinstance(s, P3)}
 
@@ -313,7 +313,7 @@ def test_a_plan_caches_columns_where_gpus_have_room() -> None:
     assert proposed(memory=alone * 0.9) == {0}
 
 
-def test_sparse_rows_take_what_they_have() -> None:
+def test_sparse_rows_take_what_they_have():
     x = sp.random(400, 40, 0.05, "csr", np.float32, np.random.default_rng(0))
     graph = replace(GRAPH, x=x, stats=replace(GRAPH.stats, nonzeros=x.nnz, hash="sparse"))
     problem = problem_of(graph=graph)
@@ -327,7 +327,7 @@ def test_sparse_rows_take_what_they_have() -> None:
     assert row_bytes(problem, np.arange(400)).sum() == 8 * x.nnz + 4 * 400
 
 
-def test_frequency_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequency_counts_what_is_read(monkeypatch):
     """A vertex once per batch and group that reads its row; found once, then from disk."""
     w = problem_of().workload
     heat = np.zeros(400, int)
@@ -345,7 +345,7 @@ def test_frequency_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (np.diff(heat[order]) <= 0).all()
 
 
-def test_remote_rows_are_those_of_the_formula() -> None:
+def test_remote_rows_are_those_of_the_formula():
     """P3 Sec. 3.2: (S-1)/S of the rows that ranks read, where they are spread without regard to
     edges and none is cached."""
     problem, strategy = problem_of(4, 1, method="random", batch=64), DataParallel(features="spread")
@@ -355,7 +355,7 @@ def test_remote_rows_are_those_of_the_formula() -> None:
     )
 
 
-def test_what_is_cached_from_elsewhere_is_sent_once() -> None:
+def test_what_is_cached_from_elsewhere_is_sent_once():
     problem = problem_of()
     strategy = DataParallel(cache=30 * ROW, features="spread")
     store, p = made(strategy, problem), strategy.predict(problem)
@@ -405,6 +405,6 @@ def test_what_is_cached_from_elsewhere_is_sent_once() -> None:
         ("p3(over='rank',cache=-1)", r"p3: cache is a number of bytes per GPU, 0 or more, not -1"),
     ],
 )
-def test_what_cannot_be(text: str, rule: str) -> None:
+def test_what_cannot_be(text, rule):
     with pytest.raises(SpecError, match=rule):
         parse(text).check(problem_of())

@@ -120,7 +120,7 @@ def some(law_examples: int = 12) -> Any:
     st.floats(1.0, 50.0),
 )
 @some(15)
-def test_every_strategy_keeps_all_laws(problem: Problem, what: str, factor: float):
+def test_every_strategy_keeps_all_laws(problem, what, factor):
     faster = with_better(problem, what, factor)
     for strategy in variants(problem):
         told = Told(problem, faster, strategy)
@@ -140,7 +140,7 @@ def test_every_strategy_keeps_all_laws(problem: Problem, what: str, factor: floa
         (cluster(4, 1, inter=1e7), 0.15),
     ],
 )
-def test_groups_that_sit_alike_do_not_fill_the_same_ports(where: Cluster, bound: float):
+def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
     """Two stages of members that sit alike, so their exchanges take equally long; but those of
     stage 1 leave by its own GPUs and cards. Charged to stage 0's ports they seemed to pass them
     twice: where these were slow, and so the bound, up to 40 % too slow."""
@@ -206,9 +206,7 @@ def test_where_the_cut_between_servers_lies_changes_the_answer():
 @pytest.mark.slow
 @given(problems())
 @some(6)
-def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_known(
-    problem: Problem,
-):
+def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_known(problem):
     stats = replace(problem.stats, known=False)
     problem = replace(problem, stats=stats, graph=None)
     for strategy in variants(problem):
@@ -218,7 +216,7 @@ def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_kn
 
 @given(problems())
 @some(12)
-def test_stale_moves_the_same_bytes_and_is_never_slower(problem: Problem):
+def test_stale_moves_the_same_bytes_and_is_never_slower(problem):
     """Without contention; a tax on computation beside a transfer would be a price that synchronous
     steps do not pay."""
     c = problem.cluster
@@ -293,7 +291,7 @@ def test_stale_cannot_hide_the_all_reduce_from_exchanges_on_the_same_wires():
 
 @given(problems())
 @some()
-def test_one_rank_sends_nothing(problem: Problem):
+def test_one_rank_sends_nothing(problem):
     alone = replace(
         problem,
         cluster=problem.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}),
@@ -316,7 +314,7 @@ def test_one_rank_sends_nothing(problem: Problem):
 
 
 @pytest.mark.parametrize("name", ["p3(pipelined=True)", "p3", "data_parallel", "gsplit"])
-def test_a_program_makes_no_step_that_nobody_asks_for(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_program_makes_no_step_that_nobody_asks_for(name, monkeypatch):
     """A schedule of two steps made the operations of all batches that are known: 64 of them took
     90 ms, in place of 7."""
     problem = problem_of(GRAPHS[0], cluster(2, 2), mode="mini", batch=8, fanout=(2, 2), layers=2)
@@ -465,7 +463,7 @@ def test_a_hybrid_meets_before_every_layer_and_after_it_on_the_way_back():
 
 @given(st.lists(st.integers(1, 50) | st.floats(0.01, 50), min_size=1, max_size=9), st.data())
 @some(150)
-def test_no_other_cut_has_a_faster_slowest_stage(seconds: list[float], data: st.DataObject):
+def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
     stages = data.draw(st.integers(1, len(seconds)))
     best = min(
         max(sum(seconds[a:b]) for a, b in pairwise((0, *inner, len(seconds))))
@@ -479,13 +477,13 @@ def test_no_other_cut_has_a_faster_slowest_stage(seconds: list[float], data: st.
 
 @given(st.integers(1, 120), st.floats(1e-7, 10), st.data())
 @some(60)
-def test_equal_layers_give_equal_counts(layers: int, seconds: float, data: st.DataObject):
+def test_equal_layers_give_equal_counts(layers, seconds, data):
     cut = balance([seconds] * layers, data.draw(st.integers(1, layers)))
     assert sum(cut) == layers and max(cut) - min(cut) <= 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_wide_first_layer_gets_company_less_often(ranks: int):
+def test_a_wide_first_layer_gets_company_less_often(ranks):
     """2,000 features into 64 hidden, six layers in two stages: by count 3 + 3, by cost fewer beside
     the first one."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=2000&classes=5")
@@ -590,7 +588,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_knobs_survive_words_and_json(family: type[Strategy], data: st.DataObject):
+def test_knobs_survive_words_and_json(family, data):
     must_survive_words_and_json(data.draw(knobs_of(family)))
 
 
@@ -605,7 +603,7 @@ def test_knobs_survive_words_and_json(family: type[Strategy], data: st.DataObjec
         (10**30 + 1, str(10**30 + 1)),  # more digits than a float has
     ],
 )
-def test_sizes_are_written_as_people_write_them(nbytes: int, written: str):
+def test_sizes_are_written_as_people_write_them(nbytes, written):
     """A plan once said gsplit(cache=56862697472)."""
     for strategy, text in (
         (GSplit(cache=nbytes), f"gsplit(cache={written})"),
@@ -624,7 +622,7 @@ def test_a_size_may_have_any_unit_of_bytes():
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_published_name_is_its_preset(name: str):
+def test_a_published_name_is_its_preset(name):
     strategy = parse(name)
     assert strategy == parse(f" {name}() ") == named(name, {}) and strategy.name == name
     assert type(strategy) in FAMILIES
@@ -670,7 +668,7 @@ def test_a_published_name_is_its_preset(name: str):
         ("", "is not a family with knobs"),
     ],
 )
-def test_words_that_make_no_strategy(text: str, words: str):
+def test_words_that_make_no_strategy(text, words):
     with pytest.raises(SpecError, match=words.replace("int | None", r"int \| None")):
         parse(text)
 
@@ -748,7 +746,7 @@ def test_words_that_make_no_strategy(text: str, words: str):
         ("granndis(degrees='local')", r"use degrees='local' with max_hop and fanout"),
     ],
 )
-def test_impossible_knobs(text: str, rule: str):
+def test_impossible_knobs(text, rule):
     problem = problem_of(GRAPHS[3], cluster(2, 1), layers=3)
     with pytest.raises(SpecError, match=rule):
         parse(text).settle(problem).check(problem)
@@ -757,7 +755,7 @@ def test_impossible_knobs(text: str, rule: str):
 @pytest.mark.parametrize(
     "name", ["graph_parallel", "pipegcn", "granndis", "feature_parallel", "tensor3d"]
 )
-def test_more_parts_than_vertices(name: str):
+def test_more_parts_than_vertices(name):
     problem = problem_of(GRAPHS[3], cluster(5, 5), layers=3)
     with pytest.raises(
         SpecError, match=r"a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks"
@@ -767,7 +765,7 @@ def test_more_parts_than_vertices(name: str):
 
 @given(problems())
 @some()
-def test_candidates_suit_their_job_and_differ(problem: Problem):
+def test_candidates_suit_their_job_and_differ(problem):
     for family in families(problem):
         settled = [s.settle(problem) for s in family.candidates(problem)]
         assert len(set(settled)) == len(settled)
@@ -810,9 +808,7 @@ UNIFORM = {share: random_graph(2000, share * 2000) for share in (8, 40)}  # mean
         lambda row: {row[0], row[1:3], (row[0], row[3])},
     ),
 )
-def test_estimates_resemble_a_measured_random_graph(
-    degree: int, servers: int, gpus: int, model: str
-):
+def test_estimates_resemble_a_measured_random_graph(degree, servers, gpus, model):
     """A random cut of a uniform graph is what expected_halo_rows expects, so rows differ by chance
     only (a few per cent of some hundred) and 10 % is generous. A server's region is still cut over
     its GPUs by METIS, which finds fewer halo rows than a random cut even where there is nothing to
@@ -852,9 +848,7 @@ def test_estimates_resemble_a_measured_random_graph(
     st.integers(1, 5),
 )
 @some(15)
-def test_estimates_are_finite_for_any_statistics(
-    vertices: int, edges: int, servers: int, gpus: int, layers: int
-):
+def test_estimates_are_finite_for_any_statistics(vertices, edges, servers, gpus, layers):
     edges = min(edges, vertices * (vertices - 1))
     stats = GraphStats(
         "s", "s.yaml", vertices, edges, 10, 3, max(1, vertices // 2), False, "h", known=False
@@ -870,7 +864,7 @@ def test_estimates_are_finite_for_any_statistics(
 
 
 @pytest.mark.parametrize("edges", [3_000, 30_000, 300_000])
-def test_an_estimated_rank_reads_no_more_than_its_server_has(edges: int):
+def test_an_estimated_rank_reads_no_more_than_its_server_has(edges):
     stats = replace(GRAPHS[0].stats, vertices=3_000, edges=edges, known=False)
     layout = problem_of(stats, cluster(3, 2), layers=4).layout(2)
     for layer in (1, 2, 3):  # recomputed
@@ -883,7 +877,7 @@ def test_an_estimated_rank_reads_no_more_than_its_server_has(edges: int):
 
 
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii"])
-def test_more_ranks_never_need_more_memory_each(model: str):
+def test_more_ranks_never_need_more_memory_each(model):
     """Of what the graph fills (parameters and libraries are on every rank), on a graph that can be
     cut at all."""
     graph = load(
@@ -1009,9 +1003,7 @@ FIELDS = {
     ),
     ids=lambda names: "all" if len(names) == len(FIELDS) else "-".join(map(str, names)),
 )
-def test_predict_broadcasts_over_clusters(
-    fields: tuple[str, ...], shape: tuple[int, int], model: str
-):
+def test_predict_broadcasts_over_clusters(fields, shape, model):
     rng = np.random.default_rng(0)
     rows = [
         {name: float(10 ** rng.uniform(*np.log10(FIELDS[name]))) for name in fields}

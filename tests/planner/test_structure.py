@@ -14,7 +14,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.ownership.minibatch import shares
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, parse
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure, thinned
 from gnnplan.planner.strategies.minibatch.feature_store import frequency
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -47,9 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "servers", "gpus"), CASES, ids=str)
-def test_every_list_is_at_home_and_cached_where_it_is_hot(
-    strategy: DataParallel | P3, servers: int, gpus: int
-) -> None:
+def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy, servers, gpus):
     problem = problem_of(servers, gpus)
     lists, everyone = spread(strategy, problem), np.arange(400)
     by_rank = strategy.over == "rank" if isinstance(strategy, P3) else servers == 1
@@ -85,7 +83,7 @@ def test_every_list_is_at_home_and_cached_where_it_is_hot(
             assert busy.max() <= busy.min() + busy.sum() // 4
 
 
-def test_bytes_by_hand() -> None:
+def test_bytes_by_hand():
     """8 for every id that its server has no list of and 8 to each other rank per layer; 4 for every
     neighbour drawn of those."""
     problem, strategy = problem_of(), DataParallel(structure="spread")
@@ -116,7 +114,7 @@ def test_bytes_by_hand() -> None:
     assert float(p.epoch_s) > float(plain.epoch_s)
 
 
-def test_a_larger_cache_asks_for_less() -> None:
+def test_a_larger_cache_asks_for_less():
     asked = [
         DataParallel(structure="spread", structure_cache=room).predict(problem_of()).bytes["edges"]
         for room in (0, 2000, 10000, 10**6)
@@ -125,7 +123,7 @@ def test_a_larger_cache_asks_for_less() -> None:
 
 
 @pytest.mark.parametrize("group", ["server", "all"])
-def test_owners_have_their_lists_and_nobody_asks(group: str) -> None:
+def test_owners_have_their_lists_and_nobody_asks(group):
     problem, strategy = problem_of(), GSplit(splitter="random", group=group, structure="spread")
     lists, member = spread(strategy, problem), strategy.batches(problem).member
     assert member is not None and not lists.asks
@@ -139,7 +137,7 @@ def test_owners_have_their_lists_and_nobody_asks(group: str) -> None:
     ]
 
 
-def test_a_thinned_graph_has_the_lists_that_are_kept() -> None:
+def test_a_thinned_graph_has_the_lists_that_are_kept():
     assert isinstance(GRAPH, Graph)
     keep = np.arange(400) % 3 == 1
     thin = thinned(GRAPH, keep)
@@ -159,7 +157,7 @@ def test_a_thinned_graph_has_the_lists_that_are_kept() -> None:
     ],
     ids=str,
 )
-def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy: Strategy) -> None:
+def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy):
     """On a CPU a sampler's lists are a rank's own; beside a GPU they are elsewhere. Degrees count
     once."""
     apart: Any = replace(strategy, structure="spread")  # type: ignore[call-arg]
@@ -204,7 +202,7 @@ def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy: Strategy
         ("gsplit(structure_cache=2000)", "gsplit has no knob 'structure_cache'"),
     ],
 )
-def test_what_cannot_be(text: str, rule: str) -> None:
+def test_what_cannot_be(text, rule):
     problem = problem_of()
     with pytest.raises(SpecError, match=rule):
         parse(text).settle(problem).check(problem)

@@ -178,7 +178,7 @@ def test_messages_between_servers_pass_switch_uplinks_without_peer_access():
 
 
 @pytest.mark.parametrize(("straggler", "seconds"), [(0, 3.0), (1, 6.0)])
-def test_a_stragglers_sampler_is_slow_too(straggler: int, seconds: float):
+def test_a_stragglers_sampler_is_slow_too(straggler, seconds):
     """Rank 0 draws for one second, rank 1 for two."""
     schedule = Schedule(2, 1)
     for rank in (0, 1):
@@ -188,7 +188,7 @@ def test_a_stragglers_sampler_is_slow_too(straggler: int, seconds: float):
     assert np.allclose(taken, seconds)
 
 
-def test_a_ring_sends_a_message_per_step() -> None:
+def test_a_ring_sends_a_message_per_step():
     """Of 40,000 B, four ranks send 2 (4 - 1) messages of 10,000 B, at what such messages reach."""
     link = {"bandwidth": 1e9, "latency": 0.0, "efficiency": {1e3: 0.5, 1e6: 1.0}}
     cluster = Cluster.model_validate(
@@ -204,13 +204,13 @@ def test_a_ring_sends_a_message_per_step() -> None:
     assert seconds == pytest.approx(6 * 10_000 / (1e9 * reached))
 
 
-def test_loading_to_the_device_is_no_transfer_between_ranks() -> None:
+def test_loading_to_the_device_is_no_transfer_between_ranks():
     """Two ranks load at once, under one label; each load is its rank's own."""
     spans = [Span("load:s0", "load", rank, "copy", 0.0, 1.0 + rank, 8, 0) for rank in (0, 1)]
     assert transfer_times(spans) == {}
 
 
-def test_an_epoch_costs_all_gpus_of_the_servers_that_it_uses() -> None:
+def test_an_epoch_costs_all_gpus_of_the_servers_that_it_uses():
     """Two servers of four GPUs at 9 $/h are rented whole: 72 $/h, however few ranks compute."""
     servers = TWO_SERVERS.model_copy(update={"gpus_per_server": 4, "price": 9.0})
     both = problem(servers, layers=2, hidden=8).placed((0, 4))

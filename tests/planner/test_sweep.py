@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -66,7 +65,7 @@ def test_every_combination_is_asked_once_the_last_field_first():
         ("price", "1.5", lambda problem: problem.cluster.price == 1.5),
     ],
 )
-def test_any_field_is_swept(field: str, value: str, found):
+def test_any_field_is_swept(field, value, found):
     [(at, problem)] = points(axes([f"{field}={value}"]), question())
     assert at == {field: value} and found(problem)
 
@@ -80,7 +79,7 @@ def test_batches_are_swept_where_there_are_some():
         points(axes(["batch=512"]), question())
 
 
-def test_a_device_is_that_of_another_cluster_with_its_price(tmp_path: Path):
+def test_a_device_is_that_of_another_cluster_with_its_price(tmp_path):
     text = (PRESETS / "dgx_a100.yaml").read_text()
     (tmp_path / "rented.yaml").write_text(text + "price: 4.1\n")
     base = question()

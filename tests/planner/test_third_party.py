@@ -71,14 +71,14 @@ def installed(
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def install(tmp_path, monkeypatch):
     """The package `echo`."""
     modules = {"echo_planner": PLANNER, "echo_executor": EXECUTOR}
     yield from installed(tmp_path, monkeypatch, "echo", "echo_planner:Echo", **modules)
 
 
 @pytest.fixture
-def delayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def delayed(tmp_path, monkeypatch):
     """The package of examples/delayed, whose epochs differ."""
     text = (EXAMPLES / "delayed" / "gnnplan_delayed.py").read_text(encoding="utf-8")
     point = "gnnplan_delayed:Delayed"
@@ -97,7 +97,7 @@ def problem(ranks: int) -> Problem:
     return Problem(graph.stats, graph, Workload(model="gcn", layers=2, hidden=8), cluster)
 
 
-def test_it_is_a_candidate_and_trains(install: Path):
+def test_it_is_a_candidate_and_trains(install):
     found = search(problem(2))
     assert {"echo", "graph_parallel"} <= {c.strategy.name for c in found.ranked}
     assert strategies.parse("loud_echo").knobs()["narrow"]
@@ -108,7 +108,7 @@ def test_it_is_a_candidate_and_trains(install: Path):
     assert sys.modules["echo_executor"].opened == ["echo"]  # type: ignore[attr-defined]
 
 
-def test_it_explains_itself(install: Path):
+def test_it_explains_itself(install):
     """Only families that `decision` knew by name could say anything of their own."""
     asked = problem(2)
     told = explain(search(asked), turning_points=[])
@@ -117,7 +117,7 @@ def test_it_explains_itself(install: Path):
     assert not [family.__name__ for family in strategies.FAMILIES if family.__name__ in names]
 
 
-def test_epochs_that_differ_are_told_one_by_one(delayed: Path):
+def test_epochs_that_differ_are_told_one_by_one(delayed):
     """A mean of three, rounded, was taken for each of them."""
     graph = "synthetic:community?vertices=200&edges=1200&features=8&classes=3&seed=0"
     fields = {"model": "gcn", "layers": 2, "hidden": 8}
@@ -158,7 +158,7 @@ def test_epochs_that_differ_are_told_one_by_one(delayed: Path):
         ),
     ],
 )
-def test_a_broken_one_is_named_with_its_package(install: Path, code: str, words: str):
+def test_a_broken_one_is_named_with_its_package(install, code, words):
     (install / "echo_planner.py").write_text(code)
     with pytest.raises(SpecError, match=words):
         strategies.families()

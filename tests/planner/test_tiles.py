@@ -71,7 +71,7 @@ def published(layer: int, grid: tuple[int, ...], matrices: int, d: int, d_out: i
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize(("model", "matrices"), [("gcn", 1), ("sage", 2)])
-def test_bytes_are_the_papers_formula(grid: tuple[int, ...], model: str, matrices: int):
+def test_bytes_are_the_papers_formula(grid, model, matrices):
     asked = problem(grid, model=model)
     strategy, ranks = Tensor3D(*grid), prod(grid)
     found = by_layer(strategy, asked)
@@ -155,7 +155,7 @@ def test_tiles_by_statistics_are_the_mean_of_counted_ones():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8, 12])
-def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ranks: int):
+def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ranks):
     """Without latency, on one server, the time to sum is bytes per rank over bandwidth."""
     asked = problem((ranks,), dropout=0.5)
     found = grids(ranks)
@@ -223,7 +223,7 @@ def test_a_plan_tries_it_where_narrow_sums_were_measured():
         ({"mode": "mini", "batch": 8}, "trains on the full graph"),
     ],
 )
-def test_what_does_not_suit_is_refused(workload: dict[str, object], words: str):
+def test_what_does_not_suit_is_refused(workload, words):
     asked = problem(**workload)
     with pytest.raises(SpecError, match=words):
         parse("tensor3d").settle(asked).check(asked)

@@ -92,7 +92,7 @@ def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
 
 @given(clusters())
 @settings(deadline=None, max_examples=examples(60))
-def test_a_message_fills_the_ports_on_its_way(where: Cluster):
+def test_a_message_fills_the_ports_on_its_way(where):
     """networkx walks from GPU to GPU; of several shortest ways one, so half way round a ring it
     says half of what is so."""
     where = where.model_copy(update={"peer_access": True, "bridge": None})
@@ -118,7 +118,7 @@ def test_a_message_fills_the_ports_on_its_way(where: Cluster):
 
 @given(clusters(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(60))
-def test_bytes_over_links_are_conserved(where: Cluster, seed: int):
+def test_bytes_over_links_are_conserved(where, seed):
     """As many bytes come into a server's place in the fabric as its cards send plus what passes on,
     at every node; and in all as many bytes are on links as messages have, times the links on their
     way."""
@@ -224,7 +224,7 @@ def test_leaves_share_their_uplinks():
 
 @given(clusters(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(40))
-def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where: Cluster, seed: int):
+def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where, seed):
     """One big switch, and the same servers on leaves with as many uplinks as cards: equal but for
     the latency."""
     random = np.random.default_rng(seed)
@@ -277,9 +277,7 @@ def improvements(draw: st.DrawFn, where: Cluster) -> Cluster:
     st.booleans(),
 )
 @settings(deadline=None, max_examples=examples(60))
-def test_a_better_network_is_never_slower(
-    data: st.DataObject, where: Cluster, seed: int, algorithm: str | None, curved: bool
-):
+def test_a_better_network_is_never_slower(data, where, seed, algorithm, curved):
     """No exchange, no all-reduce, and not on any port, so that no plan is slower that fills ports
     with several."""
     more: dict[str, Any] = {"all_reduce": algorithm}
@@ -312,7 +310,7 @@ assert isinstance(JOB, Graph)
     st.sampled_from(["graph_parallel", "pipegcn", "gnnpipe", "granndis"]),
 )
 @settings(deadline=None, max_examples=examples(40))
-def test_no_plan_is_slower_on_a_better_network(data: st.DataObject, where: Cluster, name: str):
+def test_no_plan_is_slower_on_a_better_network(data, where, name):
     where = where.model_copy(update={"all_reduce": None})
     question = Problem(JOB.stats, JOB, Workload(model="gcn", layers=where.ranks, hidden=16), where)
     strategy = parse(name).settle(question)
@@ -448,7 +446,7 @@ def test_a_plan_names_the_tightest_link():
         (["bridge.bandwidth=10GB/s"], "give peer_access: false too"),
     ],
 )
-def test_impossible_fabrics(settings: list[str], rule: str):
+def test_impossible_fabrics(settings, rule):
     with pytest.raises(SpecError, match=rule):
         apply_overrides(cluster(8), Workload(), settings)
 

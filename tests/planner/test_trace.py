@@ -224,7 +224,7 @@ def test_one_who_sends_nothing_may_still_come_last():
 
 
 @pytest.mark.parametrize("op", ["halo:f:l2", "moments:f:l2", "all_reduce"])
-def test_waiting_for_the_last_rank_is_not_part_of_a_transfer(op: str) -> None:
+def test_waiting_for_the_last_rank_is_not_part_of_a_transfer(op):
     """Batch norm's moments are an all-reduce like that of the gradients: what a rank waits for the
     others is not theirs."""
     kind = op.split(":")[0]

@@ -148,7 +148,7 @@ def test_errors_are_weighed_by_the_step():
         ),
     ],
 )
-def test_the_diagnosis(step: Any, rows: list[Any], words: str):
+def test_the_diagnosis(step, rows, words):
     found = diagnose(step, rows, volume_equal=True, disorder=None, same_device=True)
     assert found == words
 
@@ -181,9 +181,7 @@ def test_volume_is_doubted_before_order_and_order_before_cost():
         (("forward:s0", "loss:s0", "update:s0"), "planned 2 operations, recorded 3"),
     ],
 )
-def test_a_lane_records_all_that_is_planned_and_nothing_else(
-    recorded: tuple[str, ...], disorder: str | None
-) -> None:
+def test_a_lane_records_all_that_is_planned_and_nothing_else(recorded, disorder):
     tasks = [Task(Label(op, 0), 0, "compute", Compute()) for op in ("forward", "loss")]
     spans = [
         Span(label, label.partition(":")[0], 0, "compute", float(i), i + 1.0)

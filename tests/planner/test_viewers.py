@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from calls import call
@@ -25,12 +24,12 @@ SPANS = [
 
 
 @pytest.fixture
-def traces(tmp_path: Path) -> Path:
+def traces(tmp_path):
     write_traces(tmp_path / "run", SPANS, range(2), 2, "measured", "gloo")
     return tmp_path / "run"
 
 
-def test_one_file_holds_every_event_of_every_rank(traces: Path, tmp_path: Path):
+def test_one_file_holds_every_event_of_every_rank(traces, tmp_path):
     merge_traces(traces, tmp_path / "all.json")
     merged = json.loads((tmp_path / "all.json").read_text())
     ranks = [json.loads((traces / f"trace.rank{rank}.json").read_text()) for rank in range(2)]
@@ -43,7 +42,7 @@ def test_one_file_holds_every_event_of_every_rank(traces: Path, tmp_path: Path):
     assert not (tmp_path / "part.json").exists()
 
 
-def test_spans_become_kernels_on_streams(traces: Path, tmp_path: Path):
+def test_spans_become_kernels_on_streams(traces, tmp_path):
     first, second = write_for_hta(traces, tmp_path / "hta")
     told = re.search(r'"rank":\s+(\d+)', second.read_text())  # as HTA looks for it
     assert told and told[1] == "1"
@@ -70,7 +69,7 @@ def test_spans_become_kernels_on_streams(traces: Path, tmp_path: Path):
     assert [e["name"] for e in events if e["cat"] == "cpu_op"] == ["sample"]
 
 
-def test_the_verb(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_verb(traces, tmp_path, capsys):
     call("trace", traces, "-o", tmp_path / "all.json")
     assert "https://ui.perfetto.dev" in capsys.readouterr().out
     call("trace", traces, "--for hta -o", tmp_path / "hta")

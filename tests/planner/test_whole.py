@@ -50,7 +50,7 @@ def test_a_small_graph_is_not_distributed():
     ],
 )
 @pytest.mark.slow
-def test_a_large_graph_trains_on_mini_batches(graph: str, cluster: str):
+def test_a_large_graph_trains_on_mini_batches(graph, cluster):
     """The answer was a lossy strategy for the full graph, though everyone samples there."""
     plan = planned(graph, cluster)
     assert plan.workload.mode == "mini" and plan.best.exact
@@ -181,7 +181,7 @@ def test_the_epoch_alone_is_one_option():
 
 
 @pytest.mark.slow
-def test_the_objective_of_a_written_plan_is_read_again(tmp_path: Any):
+def test_the_objective_of_a_written_plan_is_read_again(tmp_path):
     plan = planned(*ARXIV)
     plan.write(tmp_path / "plan.json")
     document = read(tmp_path / "plan.json")
@@ -244,7 +244,7 @@ def test_an_epoch_that_is_too_long_to_play_is_told_so():
         ({"epochs": 0}, "--epochs: must be greater than or equal to 1"),
     ],
 )
-def test_contradictions_are_told(options: dict[str, Any], told: str):
+def test_contradictions_are_told(options, told):
     with pytest.raises(gnnplan.SpecError, match=told):
         gnnplan.plan(*ARXIV, **options)
 
@@ -267,7 +267,7 @@ CLUSTERS = ("l4_box", "dgx_a100?servers=8", "dgx_h100?servers=2", "p3_p100")
 @pytest.mark.nightly
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_no_more_than_a_server_where_one_gpu_takes_minutes(graph: str, cluster: str):
+def test_no_more_than_a_server_where_one_gpu_takes_minutes(graph, cluster):
     plan = planned(graph, cluster)
     alone = [row["training_s"] for row in plan.document["sizes"] if row["gpus"] == 1]
     if alone and min(alone) < 600:

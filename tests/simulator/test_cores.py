@@ -30,7 +30,7 @@ MINI = {"mode": "mini", "batch": 60, "fanout": (4, 4), "layers": 2, "hidden": 16
 
 
 @pytest.fixture(autouse=True)
-def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def equally_fast(monkeypatch):
     """Ranks that take turns compute as fast as alone, so that sums by hand are plain."""
     monkeypatch.setattr(shared_cores, "TURNS", 1.0)
 
@@ -79,7 +79,7 @@ def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
         (machine(3, 1, kind="cuda"), [1, 2, 3], [1, 2, 3]),  # a GPU is nobody else's
     ],
 )
-def test_by_hand(cluster: Cluster, seconds: list[float], expected: list[float]):
+def test_by_hand(cluster, seconds, expected):
     assert ends(cluster, seconds) == pytest.approx(expected)
     assert float(Cost(cluster).cores.all_done_s(np.array(seconds, dtype=float))) == pytest.approx(
         max(expected)
@@ -92,9 +92,7 @@ def test_by_hand(cluster: Cluster, seconds: list[float], expected: list[float]):
     cores=st.integers(1, 5),
     turns=st.sampled_from([1.0, 1.3]),
 )
-def test_closed_form_is_the_simulation_and_lies_between_its_bounds(
-    seconds: list[float], cores: int, turns: float
-):
+def test_closed_form_is_the_simulation_and_lies_between_its_bounds(seconds, cores, turns):
     cluster = machine(len(seconds), cores)
     with patch.object(shared_cores, "TURNS", turns):
         last = float(Cost(cluster).cores.all_done_s(np.array(seconds)))
@@ -144,7 +142,7 @@ def test_a_message_that_asks_little_of_a_core_is_not_slowed_by_who_computes_ther
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "granndis(depth=1)", "pipegcn"])
-def test_prediction_is_the_simulation_where_ranks_share_cores(strategy: str):
+def test_prediction_is_the_simulation_where_ranks_share_cores(strategy):
     graph = load(GRAPH)
     problem = Problem(
         graph.stats,
@@ -168,7 +166,7 @@ def test_prediction_is_the_simulation_where_ranks_share_cores(strategy: str):
 @pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("core_s_per_byte", [2e-8, 2e-7])
 def test_stale_exchanges_take_cores_from_computation_and_it_from_them(
-    core_s_per_byte: float, ranks: int, servers: int, speed: float
+    core_s_per_byte, ranks, servers, speed
 ):
     """Neither goes on at full speed while the other does. The closed form only knows that the cores
     must do both, and is up to 15 % shorter where messages keep them busy."""
@@ -203,9 +201,7 @@ def test_stale_exchanges_take_cores_from_computation_and_it_from_them(
         lambda row: {row[0], (row[0].partition("(")[0], row[2])},
     ),
 )
-def test_what_is_done_at_once_shares_cores_in_predictions_too(
-    strategy: str, workload: dict[str, object], cores: int
-):
+def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload, cores):
     """A pipeline's stages that wait leave their share to others (predictions were half too slow);
     samplers that are ahead take theirs from computation, and so do copies (predictions were up to a
     quarter too fast)."""
@@ -230,7 +226,7 @@ def test_what_is_done_at_once_shares_cores_in_predictions_too(
     ("stages", "work", "within"),
     [(2, 0.0, 0.01), (2, 1e-5, 0.15), (2, 2e-5, 0.15), (4, 0.0, 0.01), (4, 1e-5, 0.15)],
 )
-def test_a_pipelines_messages_take_cores_from_its_stages(stages: int, work: float, within: float):
+def test_a_pipelines_messages_take_cores_from_its_stages(stages, work, within):
     """A core for each stage: what is handed on is copied there, beside the next chunk. The closed
     form lets them overlap, as far as the cores can do both."""
     graph = load(GRAPH)
@@ -245,7 +241,7 @@ def test_a_pipelines_messages_take_cores_from_its_stages(stages: int, work: floa
 
 
 @pytest.mark.parametrize(("chunks", "bandwidth"), [(2, 1e6), (4, 1e6), (16, 1e5)])
-def test_a_core_of_a_pipeline_idles_only_while_its_link_is_busy(chunks: int, bandwidth: float):
+def test_a_core_of_a_pipeline_idles_only_while_its_link_is_busy(chunks, bandwidth):
     """Two stages on one core, one link: no epoch is longer than both of these are busy, and such an
     epoch is predicted, as if both stages computed all the time. An epoch that forgets the link is
     shorter than its simulation."""
@@ -267,7 +263,7 @@ def test_a_core_of_a_pipeline_idles_only_while_its_link_is_busy(chunks: int, ban
     ("one_machine", "said"),
     [(True, "the cores of the machine busy longest"), (False, r"the cores of server \d")],
 )
-def test_a_plan_names_cores_that_messages_keep_busy(one_machine: bool, said: str):
+def test_a_plan_names_cores_that_messages_keep_busy(one_machine, said):
     graph, link = load(GRAPH), Link(bandwidth=1e9, latency=1e-6, core_s_per_byte=3e-9)
     cluster = machine(4, 1, servers=2, one_machine=one_machine).model_copy(
         update={"intra_node": link, "inter_node": link}

@@ -120,13 +120,13 @@ def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
 
 @settings(deadline=None, max_examples=examples(60))
 @given(questions())
-def test_rates_equal_a_linear_programs(asked: Flows):
+def test_rates_equal_a_linear_programs(asked):
     assert asked.rates() == pytest.approx(by_linear_programs(asked), abs=1e-5)
 
 
 @unhurried
 @given(questions(most=30, ports=6))
-def test_every_flow_has_a_full_port_where_nobody_is_faster(asked: Flows):
+def test_every_flow_has_a_full_port_where_nobody_is_faster(asked):
     rates = asked.rates()
     filled = np.bincount(asked.port, asked.weight * rates[asked.flow], asked.capacity.size)
     assert (filled <= asked.capacity * (1 + 1e-9)).all()
@@ -140,7 +140,7 @@ def test_every_flow_has_a_full_port_where_nobody_is_faster(asked: Flows):
 
 @unhurried
 @given(questions(), st.floats(0, 1))
-def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked: Flows, every: float):
+def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked, every):
     """Bytes over links are conserved: within the time that a port is in use it can carry what flows
     send through it."""
     ends, alone = asked.finish(every), np.zeros(asked.nbytes.size)
@@ -186,7 +186,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_the_port_bound_is_an_exchange_alone_and_close_to_max_min(name: str):
+def test_the_port_bound_is_an_exchange_alone_and_close_to_max_min(name):
     """cost.py's answer, made of the same ports. Messages with rates of their own are never faster;
     mostly within 2 % of it, and up to 14 % slower (a ring) where a few of them wait for one link
     while they could fill another."""
@@ -208,7 +208,7 @@ def test_64_ranks_all_to_all():
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_last(name: str):
+def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_last(name):
     """On one switch next to nothing is gained; all seeds together, a ring of servers takes longer.
     Of some ranks as of all."""
     cost, longer = PLACES[name], []
@@ -255,7 +255,7 @@ def arrivals(kind: str) -> tuple[np.ndarray, np.ndarray]:
         *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("few large", "exponential")),
     ],
 )
-def test_one_link_is_a_queue_that_shares_its_processor(kind: str):
+def test_one_link_is_a_queue_that_shares_its_processor(kind):
     """M/G/1-PS: mean time in the system S / (1 - rho) = 2.5, whatever the sizes' distribution
     (Kleinrock 1967); first come, first served would give 1.75 with equal sizes and 4 with few large
     ones. Batch means, 99 % of Student's t, of the network's bundles."""

@@ -71,7 +71,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("what", BY_HAND)
-def test_by_hand(what: str):
+def test_by_hand(what):
     starts, expected = BY_HAND[what]
     assert ends(*starts) == expected
 

@@ -94,7 +94,7 @@ def question(family: str) -> Problem:
 
 
 @pytest.mark.parametrize(("ranks", "jitter"), [(1, 0.3), (4, 0.1), (16, 0.5)])
-def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks: int, jitter: float):
+def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks, jitter):
     """The largest of n lognormals of mean 1, sampled here by numpy's own lognormal; four standard
     errors."""
     schedule, cost = in_step(ranks, steps=51)
@@ -133,7 +133,7 @@ def test_a_straggler_of_a_synchronous_step_is_what_all_wait_for():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_laws(family: str):
+def test_laws(family):
     problem = question(family)
     strategy = parse(family).settle(problem)
     strategy.check(problem)
@@ -200,7 +200,7 @@ def test_a_score_may_be_played_again():
         (lambda: stragglers(["3=2", "3=3"]), "rank 3 is there twice"),
     ],
 )
-def test_what_is_no_noise(say, message: str):
+def test_what_is_no_noise(say, message):
     with pytest.raises(SpecError) as error:
         say()
     assert message in str(error.value)
