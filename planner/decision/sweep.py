@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
@@ -102,7 +103,11 @@ def point(
     ):
         cluster = with_ranks(cluster, each * cluster.servers)
     values = [f"{field}={value}" for field, value in at.items() if field != DEVICE]
-    cluster, workload = apply_overrides(cluster, base.workload, [*settings, *values])
+    try:
+        cluster, workload = apply_overrides(cluster, base.workload, [*settings, *values])
+    except SpecError as error:
+        swept = "|".join(map(re.escape, at))
+        raise SpecError(re.sub(rf"(?m)^--set (?=({swept})\b)", "--sweep ", str(error))) from error
     for field in ("batch", "fanout"):
         if field in at and workload.mode == "full":
             raise SpecError(

@@ -24,7 +24,8 @@ _BASE = {
     **{"": ("", 1.0), "B": ("B", 1.0), "b": ("B", 1 / 8), "bit": ("B", 1 / 8), "W": ("W", 1.0)},
     **{"FLOP": ("flop", 1.0), "flop": ("flop", 1.0), "FLOPS": ("flop/s", 1.0)},
 }
-_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+# two letters look like mu: that of units (µ) and the Greek one (\u03bc), which phones type
+_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
 # Unit -> that of SI, and how many of these it is
 _UNITS = {
     prefix + unit: (si, times * scale)
@@ -32,7 +33,7 @@ _UNITS = {
     for unit, (si, scale) in _BASE.items()
 } | {unit: ("s", scale) for unit, scale in _TIME.items()}
 _PATTERN = re.compile(
-    r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)(/s|ps)?\s*"
+    r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ\u03bc]*)(/s|ps)?\s*"
 )
 LONGEST_NUMBER = 300  # characters of a number in words
 
@@ -58,6 +59,8 @@ def quantity(text: object) -> float:
 
     >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("2us"), quantity(3)
     (25000000000.0, 50000000.0, 2e-06, 3.0)
+    >>> quantity("2µs") == quantity("2\u03bcs") == quantity("2us")
+    True
     """
     return _parsed(text)[0]
 

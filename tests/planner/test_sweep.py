@@ -79,6 +79,13 @@ def test_batches_are_swept_where_there_are_some():
         points(axes(["batch=512"]), question())
 
 
+@pytest.mark.parametrize("text", ["hidden=0", "hiden=64", "inter_node.bandwidth=fast"])
+def test_a_mistake_is_in_the_option_that_made_it(text):
+    """The errors of --sweep spoke of --set."""
+    with pytest.raises(SpecError, match="^--sweep " + text.partition("=")[0]):
+        points(axes([text]), question())
+
+
 def test_a_device_is_that_of_another_cluster_with_its_price(tmp_path):
     text = (PRESETS / "dgx_a100.yaml").read_text()
     (tmp_path / "rented.yaml").write_text(text + "price: 4.1\n")
