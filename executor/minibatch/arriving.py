@@ -105,8 +105,9 @@ class Arriving:
 
     def _whole(self, made: Sampled) -> Sampled:
         """The same, with what did not cross from the sampler."""
-        for part in made.share.parts:
-            part.block.whole = None if part.block.source is None else self.sampler.whole
+        if self.sampler.workload.is_cut:
+            for part in made.share.parts:
+                part.block.whole = self.sampler.whole
         return made
 
     def _await(self, step: int) -> Sampled:

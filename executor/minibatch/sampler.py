@@ -196,7 +196,8 @@ class Sampler:
             self._note(made, Label("draw", step), began)
         self._lay(made, step, drawn[::-1])
         for part in made.share.parts:
-            part.block.whole = None  # the rank has it, so that it does not cross with every batch
+            # the rank has it, so that it does not cross with every batch
+            vars(part.block).pop("whole", None)
         return made
 
     def _items_of(self, epoch: int, number: int) -> tuple[Ids, Ids]:

@@ -347,7 +347,6 @@ class PieceLayer(Layer):
     def gathered(self, block: Block, values: Values) -> Values:
         """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
         piece, local = self.cut.gather, self.pieces.local(block)
-        assert block.source is not None
         ids: dict[Node | None, Tensor] = {None: block.source}
         for node in piece.nodes:
             if (edges := self.mode.drawn.get(node)) is not None:

@@ -357,7 +357,6 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
             moments = moments_of(layer.norm, rows)
         made = []
         for block in blocks:
-            assert block.source is not None
             drop = Drop(0.0, 7, 0, layer.number, block.source, training=is_training)
             made.append(layer(block, rows[block.source], drop, moments=moments))
         rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]

@@ -203,7 +203,6 @@ class Structure:
 
     def of_block(self, block: Block, place: Place) -> Values:
         """What layers read on a block."""
-        assert block.whole is not None
         part, values = self._opened(block, place, self.on_whole(block.whole, place))
         found, device = self._wanted(self.read, part, values, self._looks_up), block.indptr.device
         return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
@@ -212,7 +211,6 @@ class Structure:
         self, block: Block, place: Place, tables: Mapping[Node, Any]
     ) -> tuple[_Part, Values]:
         """A block as a part of its graph, and what forward is given there."""
-        assert block.whole is not None and block.source is not None
         source, edges = block.source.cpu(), edges_in(block).cpu()
         part = _Part(
             place.named,
@@ -252,7 +250,6 @@ class Structure:
     def look(self, place: Place, block: Block) -> None:
         """Find what a part of the graph that was recorded cannot tell: where it makes other
         numbers. Raises Unfit."""
-        assert block.whole is not None and block.source is not None
         n, edges = block.whole.vertices, edge_index_of(block.whole)
         every = {node: node.value for node in (*self.nodes, *self.fields)} | {self.edges: edges}
         tables = self._as_tables(every, n)

@@ -26,12 +26,14 @@ class Block:
         order     [E]                      places in `indices` of the transposed edges
 
     With `order`, one structure carries several sets of weights (`weighted`) without sorting again.
-    A block of a user's module also has its sources' ids in the whole graph, int64 [S], and the
-    whole graph's edges.
+    A block of a user's module, and no other, also has
+
+        source  [S]   its sources' ids in the whole graph, int64
+        whole         the whole graph's edges
     """
 
-    source: Tensor | None = None
-    whole: Whole | None = None
+    source: Tensor
+    whole: Whole
 
     def __init__(
         self,
