@@ -119,7 +119,7 @@ def _seconds_per_byte(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
     if cluster.fabric:
         ways = routes(cluster.fabric, cluster.servers)
         hops = ways.between(*ways.at[cost.places.server[np.array([a, b])]])
-        out = out + hops / cost.ports.fabric_link("exchange").bandwidth
+        out = out + hops / cost.ports.fabric_link("exchange", cluster.fabric).bandwidth
     return np.asarray(out * (a != b))
 
 

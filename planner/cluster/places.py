@@ -75,8 +75,7 @@ def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str
         return f"the memory of server {number}"
     if kind == "cores":
         return "the cores of " + ("the machine" if cluster.one_machine else f"server {number}")
-    if kind == "fabric":
-        assert cluster.fabric is not None
+    if kind == "fabric" and cluster.fabric:
         ends = links(cluster.fabric, cluster.servers)[number]
     else:
         at, (what, way) = Places.of(cluster, range(cluster.ranks)), kind.split("_")

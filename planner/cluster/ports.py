@@ -25,7 +25,7 @@ from gnnplan.planner.cluster.fabric import Routes, routes
 from gnnplan.planner.cluster.messages import Alike, Count, Listed, Messages
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
-from gnnplan.planner.cluster.spec import Cluster, Link, LinkName
+from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
 from gnnplan.planner.cluster.transfer import PortSeconds, Transfer, add, seconds_of
 from gnnplan.planner.vocabulary.numbers import Number, total
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
@@ -110,13 +110,12 @@ class MessagePorts:
         assert plain is not None  # Cluster checks that every place has its link
         return self.cluster.collectives.get(f"{op}.{where}", plain)
 
-    def fabric_link(self, op: str) -> Link:
+    def fabric_link(self, op: str, fabric: Fabric) -> Link:
         """A leaf's uplinks together, or a cable of the ring.
 
         It is as wide as the NICs below it, divided by the oversubscription.
         """
-        nic, fabric = self.link(op, "inter_node"), self.cluster.fabric
-        assert fabric is not None
+        nic = self.link(op, "inter_node")
         nics_below = fabric.below * max(1, len(self.cluster.nics))
         return nic.model_copy(
             update={
@@ -176,7 +175,8 @@ class MessagePorts:
                 yield PortUse("cores", link, messages, 0.0 * count, tuple(ends))
         if cluster.fabric and between.any():
             ways = routes(cluster.fabric, cluster.servers)
-            hops, link = messages.hops(ways, ways.at[at.server]), self.fabric_link(op)
+            hops = messages.hops(ways, ways.at[at.server])
+            link = self.fabric_link(op, cluster.fabric)
             if hops.any():
                 yield PortUse("fabric", link, messages, hops, fabric=(ways, at.server))
 

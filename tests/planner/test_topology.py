@@ -75,7 +75,7 @@ def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
 
     def bandwidth(kind: str) -> float:
         if kind == "fabric":
-            return cost.ports.fabric_link("send").bandwidth
+            return cost.ports.fabric_link("send", cost.cluster.fabric).bandwidth
         return (
             cost.cluster.bridge.bandwidth
             if kind == "bridge"
