@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, parse
 from gnnplan.planner.vocabulary import files
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
 DEVICE = {"memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
@@ -124,21 +123,30 @@ def test_twice_the_link_helps_where_the_link_binds():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("asked", "way"), [(4, "more"), (8, "fewer")])
-def test_other_depths_change_the_choice_where_they_do(asked, way):
-    """Nothing was asserted where no depth changed the choice, as none did in the question before."""
+def test_other_depths_change_the_choice_where_they_do():
+    """On each side the nearest depth at which another family is recommended, as separate searches
+    say; the question has depths of either side, of both, and one beyond a depth that changes
+    nothing."""
     graph = load("synthetic:community?vertices=1000&edges=10000&features=256&classes=4")
     cluster = two_servers(2, "1GB/s", "100MB/s")
 
-    @cache
     def found(layers: int) -> SearchResult:
         workload = Workload(model="gcn", layers=layers, hidden=256)
         return search(Problem(graph.stats, graph, workload, cluster), may_use_fewer=False)
 
-    (sentence,) = of_depths(found(asked))
-    layers, name = re.fullmatch(r"at (\d+) layers (\w+) wins", sentence).groups()
-    assert (int(layers) < asked) == (way == "fewer")
-    assert found(int(layers)).best.strategy.name == name != found(asked).best.strategy.name
+    at = {layers: found(layers) for layers in (1, 2, 4, 8, 16)}
+    winners = {layers: each.best.strategy.name for layers, each in at.items()}
+    told = []
+    for asked in (2, 4, 8):
+        sides = (asked // 2, asked // 4), (2 * asked,)
+        nearest = [
+            next((n for n in side if n in at and winners[n] != winners[asked]), None)
+            for side in sides
+        ]
+        expected = [f"at {show_count(n, 'layer')} {winners[n]} wins" for n in nearest if n]
+        assert list(of_depths(at[asked])) == expected
+        told.append(nearest)
+    assert told == [[None, 4], [2, None], [2, 16]], winners
 
 
 @pytest.mark.slow

@@ -247,14 +247,10 @@ class Worker(OnBatches):
         Returns this rank's part of the loss and its logits.
         """
         step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
-        pulled, flight.pulled = flight.pulled.result(), NOTHING
+        flight.pulled.result()  # a rank waits before its span begins
         blocks, sources, targets = flight.above
         with self.rank.recorder.span(Label("forward", step), "compute"):
-            summed = flight.partial.detach()[flight.own].clone()
-            for part in pulled.view(len(self.rail) - 1, *summed.shape):
-                summed += part
-            del pulled
-            summed.requires_grad_()
+            summed = self._summed(flight).requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
                 drop = self.drop(step, number, source)
@@ -276,6 +272,18 @@ class Worker(OnBatches):
         self.scored_by.append(targets)
         items = count_items(workload, self.problem.stats)
         return loss.detach() * (share.everyone / items), logits.detach()
+
+    def _summed(self, flight: Flight) -> Tensor:
+        """The sum of all columns' partial sums of this rank's block.
+
+        What was pulled is let go with the call, views of it too, before the layers above fill
+        memory.
+        """
+        pulled, flight.pulled = flight.pulled.result(), NOTHING
+        summed = flight.partial.detach()[flight.own].clone()
+        for part in pulled.view(len(self.rail) - 1, *summed.shape):
+            summed += part
+        return summed
 
     def _tail(self, flight: Flight) -> None:
         """Bring the gradient of all peers' blocks to this rank's columns of the first weight."""

@@ -134,15 +134,17 @@ def of_sampling(supply: Supply, batch: MiniBatch) -> np.ndarray:
 def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """Drawn edges, and the most that is held while layers are laid out one after the other.
 
-    Of the layer in work, per edge: positions (4 bytes), numbers sorted by source (12), a copy for
-    the block (12), and weights. Per source: ids, degrees and offsets (72). Blocks of the layers
+    Of the layer in work, per edge: positions (4 bytes), numbers sorted by source (12) and a copy for
+    the block (12). Then its weights are made, beside positions and the block: the edge's reader (4)
+    and a weight in both orders; GCN's are in 64 bits first (8), times what an edge stands for (8),
+    unless it is a self edge (1). Per source: ids, degrees and offsets (72). Blocks of the layers
     before it stay.
     """
     model, most, done, drawn = problem.model, *np.zeros((3, problem.ranks))
     for layer, spec in enumerate(model.layers, 1):
         f = batch.facts(layer)
-        # a weight and its copy, in both orders, and the order itself; GCN's are in 64 bits first
-        each = 28 + 20 * spec.weighs_edges + 16 * spec.self_edges
+        weighing = 20 + 2 * model.itemsize + 17 * spec.self_edges
+        each = max(28, weighing * spec.weighs_edges)
         edges = f.edges + f.rows if spec.self_edges else f.edges
         most = np.maximum(most, done + each * edges + 72 * f.sources)
         done = done + block(model, spec, f.rows, f.sources, f.edges)
