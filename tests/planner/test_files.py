@@ -8,12 +8,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from examples import examples
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster import clouds
-from gnnplan.planner.cluster.spec import PRESETS, Cluster, Link
+from gnnplan.planner.cluster.spec import PRESETS, Link
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
 from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import (
@@ -58,15 +57,6 @@ def cluster_with(tmp_path):
         return str(tmp_path / "cluster.yaml")
 
     return write
-
-
-def test_a_cluster_from_a_file(cluster_with):
-    cluster = read_cluster(cluster_with())
-    assert (cluster.ranks, cluster.device.memory, cluster.inter_node.bandwidth) == (
-        8,
-        24 * 2**30,
-        25e9,
-    )
 
 
 @pytest.mark.parametrize(
@@ -191,25 +181,6 @@ def test_files_that_are_no_specification(tmp_path):
         read_cluster(str(tmp_path / "none.yaml"))
     with pytest.raises(SpecError, match=r"cannot be read \(Is a directory"):
         read_yaml(tmp_path)
-
-
-@settings(
-    max_examples=examples(300),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.data())
-def test_damaged_yaml_is_a_specerror(tmp_path, data):
-    raw = bytearray(CLUSTER.encode())
-    for _ in range(data.draw(st.integers(1, 5))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(
-            st.sampled_from(b"\x00\xff:{}[]&*!|>%@#\"'-? \t\n19.,a")
-        )
-    (tmp_path / "c.yaml").write_bytes(raw)
-    try:
-        assert isinstance(read_cluster(str(tmp_path / "c.yaml")), Cluster)
-    except SpecError as error:
-        assert "c.yaml" in str(error)
 
 
 # --- presets --------------------------------------------------------------------------------------

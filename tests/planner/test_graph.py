@@ -1,9 +1,7 @@
 """Graphs: what is normalised, what is made up and said so, what is refused and how."""
 
 import dataclasses
-import io
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -478,42 +476,6 @@ def test_class_ids_in_two_columns_are_told_the_remedy(save):
     column = np.array([[0], [3], [2], [1], [0]])
     with pytest.raises(SpecError, match=r"y\[1, 0\]: .* found \[3\]; save 0 or 1 for each class"):
         load(save(y=np.hstack([column, column])))
-
-
-def test_bad_files_are_named(tmp_path):
-    (tmp_path / "text.npz").write_text("hello")
-    (tmp_path / "cut.npz").write_bytes(b"PK\3\4 and no end")
-    (tmp_path / "folder.npz").mkdir()
-    for name, words in (
-        ("none.npz", "no such file"),
-        ("text.npz", "its content is of no format that is read"),
-        ("cut.npz", r"cannot be read as a graph \(BadZipFile.*; the file is damaged"),
-        ("folder.npz", "src: missing; an edge list"),
-        ("x.csv", "a graph is a .npz file"),
-        ("synthetic:grid", "unknown generator"),
-    ):
-        with pytest.raises(SpecError, match=words):
-            load(name if ":" in name else str(tmp_path / name))
-
-
-def lying_npz(path, header):
-    body = io.BytesIO()
-    np.lib.format.write_array_header_1_0(body, header)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("src.npy", body.getvalue() + bytes(64))
-
-
-def test_a_header_that_lies_about_its_size_allocates_nothing(tmp_path):
-    path = tmp_path / "lie.npz"
-    for shape, words in (
-        ((10**15,), "would take"),
-        ((10**6,), "needs 8,000,000 B but only"),
-        ((-4,), "negative size"),
-        ((7,), "needs 56 B but 64 B are stored"),
-    ):
-        lying_npz(path, {"descr": "<i8", "fortran_order": False, "shape": shape})
-        with pytest.raises(SpecError, match=words):
-            load(str(path))
 
 
 def test_own_features_take_no_width(save):
