@@ -222,9 +222,7 @@ def test_servers_of_clouds_are_whole_and_say_where_numbers_come_from(name):
 
 
 def test_a_clouds_family_is_told_its_sizes():
-    with pytest.raises(
-        SpecError, match=r"P4D: servers have a size too; use one of p4d\.24xlarge, p"
-    ):
+    with pytest.raises(SpecError, match=r"servers have a size too; use one of p4d\.24xlarge"):
         read_cluster("P4D")
     found = read_fitted("p4d.24xlarge", "gcn")[0]
     assert found.device.name == "NVIDIA A100 40GB" and found.gpus_per_server == 8
@@ -238,13 +236,7 @@ def test_datasheet_times_efficiency():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(
-        SpecError,
-        match=(
-            r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, dgx_h100, dgx_h200, gnnpipe_a5000,"
-            r" .*local"
-        ),
-    ):
+    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, .*local"):
         read_cluster("gnnpipe_a500")
 
 

@@ -210,17 +210,6 @@ def test_labels_without_masks_get_a_declared_split(save):
     assert any("random 60/20/20" in note for note in graph.stats.notes)
 
 
-def test_unlabelled_vertices_leave_the_test_mask(save):
-    graph = load(save(y=[0, 1, 0, 1, -1]))
-    assert graph.test.tolist() == [False, False, False, True, False]
-    assert "took 1 vertices without label out of test_mask" in graph.stats.notes
-
-
-def test_multi_label(save):
-    graph = load(save(y=np.eye(5, 4, dtype=np.uint8)))
-    assert graph.stats.multilabel and graph.stats.classes == 4 and graph.y.dtype == np.uint8
-
-
 def test_arrays_are_frozen(save):
     graph = load(save())
     with pytest.raises(ValueError, match="read-only"):
@@ -677,9 +666,7 @@ def test_a_loss_of_numbers_says_that_labels_are_numbers(tmp_path):
     edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
     found = ask(data.Data(edge_index=edges, y=torch.tensor(y)), "local", None, task="regression")
     assert found.problem.graph.y[:, 0].tolist() == y.tolist()
-    with pytest.raises(
-        SpecError, match=r"the Data: y.*for numbers to predict, use --task regression"
-    ):
+    with pytest.raises(SpecError, match=r"the Data: y.*to predict, use --task regression"):
         ask(data.Data(edge_index=edges, y=torch.tensor(y)), "local", None)
     convert(path, tmp_path / "folder", Extras(numbers=True))
     assert load(f"{tmp_path / 'folder'}?task=regression").y[:, 0].tolist() == y.tolist()

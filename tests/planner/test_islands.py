@@ -457,62 +457,6 @@ def test_half_of_every_island_and_one_island_are_offered_what_they_have():
 # -- words -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("servers", "islands", "text", "rule"),
-    [
-        (
-            1,
-            CROSSED,
-            "granndis(group='switch')",
-            r"group is 'server' or 'island' \(what preloads as one\), not 'switch'",
-        ),
-        (
-            1,
-            [[0, 1], [2]],
-            "granndis(group='island')",
-            r"equally large \(GPUs used of an island of cluster .*: 1, 2\); use group='server'",
-        ),
-        (
-            1,
-            CROSSED,
-            "granndis(depth=1,max_hop=1,group='island')",
-            r"leaves an island rows .* may cross islands \(depth: 1, layers: 4\)",
-        ),
-        (
-            1,
-            CROSSED,
-            "granndis(depth=1,batches=2,group='island')",
-            r"fetched for an island as a whole, so no hidden row may cross islands",
-        ),
-        (
-            1,
-            CROSSED,
-            "granndis(batches=9999,group='island')",
-            r"vertex per batch on every island \(fewest on one: \d+, batches: 9999\)",
-        ),
-    ],
-)
-def test_impossible_islands(servers, islands, text, rule):
-    problem = problem_of(servers, islands)
-    with pytest.raises(SpecError, match=rule):
-        strategy = parse(text).settle(problem)
-        strategy.check(problem)
-
-
-def test_a_cluster_without_islands():
-    problem = problem_of(2, PAIRS)
-    bare = replace(
-        problem, cluster=problem.cluster.model_copy(update={"islands": (), "island": None})
-    )
-    with pytest.raises(
-        SpecError,
-        match=(
-            r"names none \(GPUs per server: 4\); use group='server', or give it islands and island"
-        ),
-    ):
-        search(bare, forced=GraNNDis(group="island"))
-
-
 def test_what_a_plan_says():
     one = problem_of(1, [[0, 1]])
     assert GraNNDis.absent(one).startswith(

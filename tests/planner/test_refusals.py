@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
-# servers x GPUs and fields of the workload | strategy | what the message says
+# servers x GPUs (of each server the islands' sizes) and fields of the workload | strategy | what the
+# message says
 REFUSED = r"""
 2x1 layers=3 | gnnpipe(stages=6) | a layer per stage \(layers: 3, stages: 6\); use stages <= 3
 2x1 layers=3 | gnnpipe(stages=3) | every stage equally many ranks \(stages: 3, ranks: 2\); use stages in \{1, 2\} or --ranks 3
@@ -103,6 +108,12 @@ REFUSED = r"""
 2x2 layers=3 | granndis(buckets=4) | granndis: buckets .* \(buckets: 4, layers: 3\); use
 2x2 layers=3 | bns(buckets=0) | bns: buckets .* \(buckets: 0, layers: 3\); use
 2x2 layers=3 | bns(buckets=-1) | bns: buckets .* \(buckets: -1, layers: 3\); use
+1x4(2,2) layers=4 | granndis(group='switch') | group is 'server' or 'island' \(what preloads as one\), not 'switch'
+1x3(2,1) layers=4 | granndis(group='island') | equally large \(GPUs used of an island of cluster .*: 1, 2\); use group='server'
+1x4(2,2) layers=4 | granndis(depth=1,max_hop=1,group='island') | leaves an island rows .* may cross islands \(depth: 1, layers: 4\)
+1x4(2,2) layers=4 | granndis(depth=1,batches=2,group='island') | fetched for an island as a whole, so no hidden row may cross islands
+1x4(2,2) layers=4 | granndis(batches=9999,group='island') | vertex per batch on every island \(fewest on one: \d+, batches: 9999\)
+2x4 layers=4 | granndis(group='island') | names none \(GPUs per server: 4\); use group='server', or give it islands and island
 2x2 layers=3 | bns(buckets=4) | bns: buckets .* \(buckets: 4, layers: 3\); use
 """
 MINI = {"mode": "mini", "batch": 16, "layers": 3, "fanout": (4, 3, 2)}
@@ -120,11 +131,16 @@ def value(text: str) -> object:
 def test_a_refusal_has_the_rule_its_numbers_and_a_remedy(row):
     where, name, words = row.split(" | ")
     size, *more = where.split()
-    servers, gpus = map(int, size.split("x"))
+    servers, gpus, *islands = map(int, re.findall(r"\d+", size))
+    there = cluster(servers, gpus)
+    if islands:
+        ends = np.cumsum([0, *islands]).tolist()
+        lists = tuple(tuple(range(*pair)) for pair in pairwise(ends))
+        there = there.model_copy(update={"islands": lists, "island": there.intra_node})
     fields = {field: value(text) for field, _, text in (one.partition("=") for one in more)}
     with pytest.raises(SpecError, match=words):
         strategy = parse(name)
         if strategy.mode == "mini":
             fields = MINI | fields
-        asked = problem_of(GRAPHS[0 if "mode" in fields else 3], cluster(servers, gpus), **fields)
+        asked = problem_of(GRAPHS[0 if "mode" in fields else 3], there, **fields)
         strategy.settle(asked).check(asked)

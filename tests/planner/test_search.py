@@ -185,9 +185,7 @@ def test_forced():
     assert [c.strategy for c in search(problem, forced=parse("gnnpipe(chunks=5)")).ranked] == [
         settled
     ]
-    with pytest.raises(
-        SpecError, match=r"a layer per stage \(layers: 4, stages: 8\); use stages <= 4"
-    ):
+    with pytest.raises(SpecError, match=r"\(layers: 4, stages: 8\); use stages <= 4"):
         search(problem, forced=parse("gnnpipe(stages=8)"))
     with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it is lossy; drop --exact"):
         search(problem, exact=True, forced=parse("pipegcn"))
@@ -202,17 +200,9 @@ def test_a_workload_of_mini_batches_weighs_the_families_that_train_on_them():
     problem = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
     ranked = search(problem, may_use_fewer=False).ranked
     assert {c.strategy.family for c in ranked} == {"data_parallel", "gsplit", "p3"}
-    with pytest.raises(
-        SpecError,
-        match=(
-            "gnnpipe trains on the full graph, and the workload asks for mode mini; use --mode full"
-        ),
-    ):
+    with pytest.raises(SpecError, match=r"gnnpipe trains on the full graph, .* use --mode full"):
         search(problem_of(mode="mini", batch=100), forced=parse("gnnpipe"))
-    with pytest.raises(
-        SpecError,
-        match=r"gsplit trains on mini-batches, .* use --mode mini with --batch and --fanout",
-    ):
+    with pytest.raises(SpecError, match=r"gsplit trains on mini-batches, .* use --mode mini"):
         search(problem_of(), forced=parse("gsplit"))
 
 
@@ -472,15 +462,10 @@ def test_a_plan_remembers_that_edges_have_a_direction(tmp_path):
 
 def test_other_data_or_version_is_a_mismatch(document, tmp_path):
     document["graph"]["hash"] = "0" * 32
-    with pytest.raises(
-        Mismatch,
-        match=rf"made for other data: .*{GRAPH.stats.hash}, the plan says 0{{32}}; plan again",
-    ):
+    with pytest.raises(Mismatch, match=rf"{GRAPH.stats.hash}, the plan says 0{{32}}; plan again"):
         plan.question(document)
     plan.write(tmp_path / "plan.json", {**document, "gnnplan": "0.0.0"})
-    with pytest.raises(
-        Mismatch, match=rf"made by gnnplan 0.0.0, this is {__version__}; plan again"
-    ):
+    with pytest.raises(Mismatch, match=rf"by gnnplan 0.0.0, this is {__version__}; plan again"):
         plan.read(tmp_path / "plan.json")
 
 
