@@ -45,9 +45,6 @@ class Answer(NamedTuple):
         return json.loads(self.out)
 
 
-Call = Callable[..., Answer]
-
-
 @pytest.fixture
 def gnnplan(monkeypatch, capsys):
     """gnnplan("plan --json -o", path, ...) in this process; text is several words, as in a shell."""
@@ -714,13 +711,6 @@ def test_a_damaged_run_is_bad_input(name, content, words, copied, gnnplan):
     assert answer.code == 2 and re.search(words, answer.document["error"]), answer
 
 
-def test_a_run_is_not_overwritten(copied, gnnplan):
-    before = {path: path.read_bytes() for path in copied.iterdir()}
-    answer = gnnplan("run", copied / "plan.json", "--out", copied)
-    assert answer.code == 2 and f"{copied} holds a run already; give another --out" in answer.err
-    assert {path: path.read_bytes() for path in copied.iterdir()} == before
-
-
 def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path):
     """Answers before anything starts, and leaves the folder as it is. What a good one does is in
     tests/executor/test_resume.py."""
@@ -1130,20 +1120,6 @@ def test_bad_input(what, gnnplan, tmp_path, plan_file, monkeypatch):
     assert everything(tmp_path) == before
 
 
-def test_more_ranks_than_this_machine_holds(plan_file, tmp_path, gnnplan, monkeypatch):
-    from gnnplan.executor.launch import preflight
-
-    monkeypatch.setattr(preflight, "free_memory", lambda: 300e6)
-    answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
-    assert answer.code == 2 and not (tmp_path / "out").exists()
-    assert "training" not in answer.err  # refused before it is said to begin
-    assert re.search(
-        r"error: memory: planned 2 ranks with .* each at least, here 300(\.00)? MB free; enough for"
-        r" 1: .* plan again with --ranks",
-        answer.err,
-    )
-
-
 def test_a_dry_run_prints_what_the_plan_asks_for(plan_file, tmp_path, gnnplan, monkeypatch):
     """The table ends with what would happen, and nothing does."""
     from gnnplan.executor.launch import preflight
@@ -1280,21 +1256,6 @@ def test_nothing_fits(gnnplan):
     assert fits.code == 0 and math.isfinite(fits.document["best"]["predicted"]["epoch_s"])
     nearly = f"device.memory={float(remedy[1].partition('=')[2][:-2]) - 0.02}GB"
     assert gnnplan(LARGE, "--set", nearly).code == 3
-
-
-@pytest.mark.slow
-def test_more_servers_as_the_remedy(gnnplan):
-    graph = "synthetic:community?vertices=20000&edges=60000&features=64&classes=8&seed=0"
-    how = "--cluster gnnpipe_a5000 --hidden 8000 --strategy graph_parallel --json"
-    words = ["plan --graph", graph, how]
-    enough = gnnplan(*words).document["best"]["predicted"]["memory_bytes"]
-    less = f"--set device.memory={enough * 0.9:.0f}B"
-    answer = gnnplan(*words, less)
-    remedy = re.search(
-        r"or (--set servers=\d+) \(graph_parallel.*estimated\)", answer.document["error"]
-    )
-    assert answer.code == 3 and remedy, answer.document
-    assert gnnplan(*words, less, remedy[1]).code == 0
 
 
 @pytest.mark.processes

@@ -226,87 +226,38 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path):
     assert re.match("\n".join(words), str(error)) and error.exit_code == 4, str(error)
 
 
-@pytest.mark.parametrize(
-    ("failures", "notes", "words", "code"),
-    [
-        (
-            {0: Gone(75, 2), 1: Gone(-15, 2)},
-            {0: "Timed out waiting 3000ms"},
-            "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo",
-            4,
-        ),
-        (
-            {0: Gone(75, 2), 1: Gone(-15, 2)},
-            {0: "its peers did not answer (NCCL timed out after 600 s)"},
-            "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 600 s in",
-            4,
-        ),
-        (
-            {0: Gone(-6, 1), 1: Gone(-15, 2)},  # where it could not say so itself
-            {},
-            (
-                "rank 0 (server 0) was lost in start: killed by SIGABRT, as torch and Gloo do to a"
-                " rank whose peers are lost"
-            ),
-            4,
-        ),
-        (
-            {0: Gone(75, 9), 1: Gone(-9, 2)},
-            {0: "Timed out waiting 3000ms"},
-            "rank 1 (server 1) was lost in start: killed by SIGKILL",
-            4,
-        ),
-        (
-            {0: Gone(75, 1), 1: Gone(-9, 2)},
-            {0: "Connection closed by peer"},
-            "rank 1 (server 1) was lost in start: killed by SIGKILL",
-            4,
-        ),
-        (
-            {0: Gone(75, 1), 2: Gone(4, 9), 1: Gone(-15)},
-            {0: "Connection reset", 2: "KeyError: 3"},
-            "rank 2 (server 2) was lost in halo: KeyError: 3",
-            4,
-        ),
-        (
-            {0: Gone(75, 1), 1: Gone(-9, 6)},
-            {0: "Timed out waiting 3000ms"},
-            "rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo",
-            4,
-        ),
-        (
-            {0: Gone(75, 2), 1: Gone(75, 1), 2: Gone(-15)},
-            {0: "Timed out waiting 3000ms", 1: "Timed out", 2: "Connection closed"},
-            (
-                "ranks do not reach each other: rank 0 (server 0) in halo, rank 1 (server 1) in"
-                " halo waited 3 s. None of them died: is a link"
-            ),
-            4,
-        ),
-        (
-            {0: Gone(4, 9), 1: Gone(-6, 2)},
-            {0: "memory ran out"},
-            "rank 0 (server 0) was lost in halo: memory ran out",
-            4,
-        ),
-        (
-            {0: Gone(75, 1), 1: Gone(-6, 2)},
-            {0: "Connection closed by peer"},
-            "rank 1 (server 1) was lost in start: killed by SIGABRT",
-            4,
-        ),
-        ({0: Gone(1)}, {}, "rank 0 (server 0) was lost in start: exit code 1", 4),
-        ({0: Gone(-15), 1: Gone(2)}, {1: "the plan is for 3 ranks"}, "the plan is for 3 ranks", 2),
-    ],
-)
-def test_the_blame(failures, notes, words, code, tmp_path):
+# each rank's exit code @ time and note; ranks apart by ; -> what the error begins with
+BLAME = """
+75@2 Timed out waiting 3000ms; -15@2 -> rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo
+75@2 its peers did not answer (NCCL timed out after 600 s); -15@2 -> rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 600 s in
+-6@1; -15@2 -> rank 0 (server 0) was lost in start: killed by SIGABRT, as torch and Gloo do to a rank whose peers are lost
+75@9 Timed out waiting 3000ms; -9@2 -> rank 1 (server 1) was lost in start: killed by SIGKILL
+75@1 Connection closed by peer; -9@2 -> rank 1 (server 1) was lost in start: killed by SIGKILL
+75@1 Connection reset; -15@0; 4@9 KeyError: 3 -> rank 2 (server 2) was lost in halo: KeyError: 3
+75@1 Timed out waiting 3000ms; -9@6 -> rank 1 (server 1), in start, stopped answering: rank 0 (server 0) waited 3 s in halo
+75@2 Timed out waiting 3000ms; 75@1 Timed out; -15@0 Connection closed -> ranks do not reach each other: rank 0 (server 0) in halo, rank 1 (server 1) in halo waited 3 s. None of them died: is a link
+4@9 memory ran out; -6@2 -> rank 0 (server 0) was lost in halo: memory ran out
+75@1 Connection closed by peer; -6@2 -> rank 1 (server 1) was lost in start: killed by SIGABRT
+1@0 -> rank 0 (server 0) was lost in start: exit code 1
+-15@0; 2@0 the plan is for 3 ranks -> the plan is for 3 ranks
+"""
+
+
+@pytest.mark.parametrize("row", BLAME.strip().splitlines())
+def test_the_blame(row, tmp_path):
     from gnnplan.executor.launch.failure import Failure, blame
     from gnnplan.executor.ranks.activity import Activity, seen
 
-    for rank, message in notes.items():
-        waited_s = 600.0 * ("NCCL" in message)
-        failure = Failure(failures[rank].exitcode, message, "halo", waited_s)
-        Activity(seen(tmp_path, rank)).leave(failure.note)
-    names = [f"rank {rank} (server {rank})" for rank in range(len(failures))]
+    told, words = row.split(" -> ")
+    failures = {}
+    for rank, part in enumerate(told.split("; ")):
+        ended, _, message = part.partition(" ")
+        failures[rank] = Gone(*map(int, ended.split("@")))
+        if message:
+            waited_s = 600.0 * ("NCCL" in message)
+            failure = Failure(failures[rank].exitcode, message, "halo", waited_s)
+            Activity(seen(tmp_path, rank)).leave(failure.note)
+    names = [f"rank {rank} (server {rank})" for rank in failures]
     error = blame(failures, tmp_path, names, 3.0, "All ranks were stopped")
-    assert str(error).startswith(words) and error.exit_code == code
+    assert str(error).startswith(words)
+    assert error.exit_code == (2 if words.startswith("the plan is") else 4)

@@ -53,7 +53,15 @@ def drawn() -> dict[str, np.ndarray]:
 
 GRAPH = drawn()
 EDGES = np.stack([GRAPH["src"], GRAPH["dst"]])
-FIELDS = {"edge_weight": np.full(90, 0.5)}  # of tables that have a column more
+SRC, DST = EDGES
+DRAW = np.random.default_rng(5)
+WEIGHT = DRAW.permutation(90) / 8 + 0.25  # texts hold them exactly
+ATTR = (DRAW.permutation(180).reshape(90, 2) / 4 + 0.125).astype(np.float32)  # as OGB has them
+TYPE = DRAW.integers(0, 3, 90)
+POS = DRAW.permutation(3 * N).reshape(N, 3) / 8 + 0.5
+YEAR = DRAW.integers(1990, 2020, N)
+ON_EDGES = {"edge_weight": WEIGHT, "edge_attr": ATTR, "edge_type": TYPE}
+ON_VERTICES = {"pos": POS, "year": YEAR}
 
 
 def quiet(name: str) -> ModuleType:
@@ -65,12 +73,16 @@ def quiet(name: str) -> ModuleType:
 
 
 def tensors(*names: str) -> dict:
+    return torch_of({name: GRAPH[name] for name in names})
+
+
+def torch_of(arrays: dict[str, np.ndarray]) -> dict:
     torch = quiet("torch")
-    return {name: torch.from_numpy(GRAPH[name].copy()) for name in names}
+    return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
 
-def matrix() -> sp.coo_matrix:
-    return sp.coo_matrix((np.ones(90), EDGES), shape=(N, N))
+def matrix(weight: np.ndarray = WEIGHT) -> sp.coo_matrix:
+    return sp.coo_matrix((weight, EDGES), shape=(N, N))
 
 
 def ids(mask: str) -> np.ndarray:
@@ -84,14 +96,17 @@ def dgl_graph() -> object:
     dgl = quiet("dgl")
     graph = dgl.graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)
     data = tensors("x", "y", *MASKS)
-    graph.ndata.update({"feat": data["x"], "label": data["y"]} | {m: data[m] for m in MASKS})
+    graph.ndata.update({"feat": data.pop("x"), "label": data.pop("y")} | data)
+    graph.ndata.update(torch_of(ON_VERTICES))
+    graph.edata.update(torch_of(ON_EDGES))
     return graph
 
 
 def pyg_data() -> object:
     quiet("torch_geometric")
     data = importlib.import_module("torch_geometric.data").Data
-    return data(edge_index=edge_index(), **tensors("x", "y", *MASKS), num_nodes=N)
+    held = tensors("x", "y", *MASKS) | torch_of(ON_EDGES | ON_VERTICES)
+    return data(edge_index=edge_index(), **held, num_nodes=N)
 
 
 def edge_index() -> object:
@@ -101,9 +116,12 @@ def edge_index() -> object:
 def networkx_graph(x: bool = True) -> nx.DiGraph:
     graph = nx.DiGraph()
     for v in range(N):
-        of = {"y": int(GRAPH["y"][v])} | {mask: bool(GRAPH[mask][v]) for mask in MASKS}
+        of = {"y": int(GRAPH["y"][v]), "year": int(YEAR[v])}
+        of |= {mask: bool(GRAPH[mask][v]) for mask in MASKS}
         graph.add_node(v, **of, **({"x": GRAPH["x"][v].tolist()} if x else {}))
-    graph.add_edges_from(EDGES.T.tolist())
+    columns = zip(SRC, DST, WEIGHT, TYPE, strict=True)
+    edges = [(int(u), int(v), {"weight": float(w), "edge_type": int(t)}) for u, v, w, t in columns]
+    graph.add_edges_from(edges)
     return graph
 
 
@@ -122,6 +140,17 @@ def pyg_processed(folder: Path) -> Path:
     data = pyg_data()
     quiet("torch").save((data.to_dict(), None, type(data)), folder / "data.pt")
     return folder / "data.pt"
+
+
+def pyg_adjacency(folder: Path) -> Path:
+    """As ToSparseTensor leaves it: rows are destinations, other fields in the matrix's order."""
+    torch, order = quiet("torch"), np.lexsort([SRC, DST])
+    ends = torch.from_numpy(EDGES[::-1, order].copy())
+    with torch.sparse.check_sparse_tensor_invariants():
+        turned = torch.sparse_coo_tensor(ends, torch.from_numpy(WEIGHT[order]), (N, N)).coalesce()
+    others = torch_of({"edge_attr": ATTR[order], "edge_type": TYPE[order]} | ON_VERTICES)
+    torch.save({"adj_t": turned, **tensors("x", "y", *MASKS), **others}, folder / "adj.pt")
+    return folder / "adj.pt"
 
 
 def old_pt(folder: Path) -> Path:
@@ -155,6 +184,9 @@ def ogb_text(folder: Path) -> Path:
     zipped(root / "raw" / "node-label.csv.gz", GRAPH["y"][:, None])
     zipped(root / "raw" / "num-node-list.csv.gz", np.array([[N]]))
     zipped(root / "raw" / "num-edge-list.csv.gz", np.array([[90]]))
+    zipped(root / "raw" / "edge-feat.csv.gz", ATTR, "%.9g")
+    zipped(root / "raw" / "edge_type.csv.gz", TYPE[:, None])
+    zipped(root / "raw" / "node_year.csv.gz", YEAR[:, None])
     for part, mask in zip(("train", "valid", "test"), MASKS, strict=True):
         zipped(root / "split" / "time" / f"{part}.csv.gz", ids(mask)[:, None])
     return root
@@ -170,6 +202,9 @@ def ogb_binary(folder: Path) -> Path:
         node_feat=GRAPH["x"],
         num_nodes_list=np.array([N]),
         num_edges_list=np.array([90]),
+        edge_feat=ATTR,
+        edge_type=TYPE[:, None],
+        node_year=YEAR[:, None],
     )
     label = GRAPH["y"].astype(np.float32)[:, None]
     np.savez_compressed(root / "raw" / "node-label.npz", node_label=label)
@@ -191,7 +226,7 @@ feature_data:
     format: numpy
     in_memory: false
     path: feat.npy
-tasks:
+{fields}tasks:
   - name: node_classification
     num_classes: 3
 """
@@ -199,7 +234,13 @@ tasks:
 
 def graphbolt(folder: Path, kind: str) -> Path:
     """The layout of https://docs.dgl.ai/stochastic_training/ondisk-dataset-specification.html."""
-    document = METADATA.format(kind=kind)
+    fields = ""
+    for domain, arrays in (("node", ON_VERTICES), ("edge", ON_EDGES)):
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+            fields += f"  - {{domain: {domain}, type: null, name: {name}, format: numpy,"
+            fields += f" path: {name}.npy}}\n"
+    document = METADATA.format(kind=kind, fields=fields)
     for name, mask in zip(("train_set", "validation_set", "test_set"), MASKS, strict=True):
         document += f"    {name}:\n      - type: null\n        data:\n"
         for what, array in (("seeds", ids(mask)), ("labels", GRAPH["y"][ids(mask)])):
@@ -225,7 +266,7 @@ def graphbolt_numpy(folder: Path) -> Path:
 
 
 def graphsaint(folder: Path) -> Path:
-    sp.save_npz(folder / "adj_full.npz", matrix().tocsr())
+    sp.save_npz(folder / "adj_full.npz", matrix(np.ones(90)).tocsr())
     np.save(folder / "feats.npy", GRAPH["x"].astype(np.float64))
     classes = {str(v): int(y) for v, y in enumerate(GRAPH["y"])}
     (folder / "class_map.json").write_text(json.dumps(classes))
@@ -240,10 +281,17 @@ def csv(folder: Path) -> Path:
 
 
 def csv_with_names(folder: Path) -> Path:
-    """As pandas writes a table: an index, the columns in another order, a weight."""
-    rows = [f"{i},{v},0.5,{u}" for i, (u, v) in enumerate(EDGES.T)]
-    (folder / "named").write_text("\n".join([",target,weight,source", *rows]) + "\n")
+    """As pandas writes a table: an index, the columns in another order, fields and a text."""
+    columns = enumerate(zip(DST, WEIGHT, TYPE, SRC, strict=True))
+    rows = [f"{i},{v},{w},{t},road,{u}" for i, (v, w, t, u) in columns]
+    (folder / "named").write_text("\n".join([",target,Weight,edge_type,kind,source", *rows]) + "\n")
     return folder / "named"
+
+
+def commented(folder: Path) -> Path:
+    lines = [f"{u} {v} {t}" for u, v, t in zip(SRC, DST, TYPE, strict=True)]
+    (folder / "e.txt").write_text("\n".join(["# u v edge_type", *lines]))
+    return folder / "e.txt"
 
 
 def tsv(folder: Path) -> Path:
@@ -260,7 +308,7 @@ def csv_gz(folder: Path) -> Path:
 
 def parquet(folder: Path) -> Path:
     arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
-    columns = {"weight": FIELDS["edge_weight"], "dst": GRAPH["dst"], "src": GRAPH["src"]}
+    columns = {"weight": WEIGHT, "dst": DST, "src": SRC, "edge_type": TYPE, "kind": ["road"] * 90}
     writer.write_table(arrow.table(columns), folder / "edges.parquet", row_group_size=40)
     return folder / "edges.parquet"
 
@@ -286,11 +334,11 @@ def graphml(folder: Path) -> Path:
 
 
 def own_folder(folder: Path) -> Path:
-    for name, array in GRAPH.items():
+    for name, array in (GRAPH | ON_EDGES | ON_VERTICES).items():
         np.save(folder / f"{name}.npy", array)
     return folder
 
 
 def npz(folder: Path) -> Path:
-    np.savez(folder / "own.npz", **GRAPH)
+    np.savez(folder / "own.npz", **GRAPH, **ON_EDGES, **ON_VERTICES)
     return folder / "own.npz"

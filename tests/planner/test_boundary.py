@@ -17,7 +17,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import BNS, GraphParallel
 from gnnplan.planner.strategies.layerwise.bns import Sample
 from gnnplan.planner.strategies.layerwise.exchange import Crossing
-from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
 assert isinstance(GRAPH, Graph)
@@ -106,16 +105,3 @@ def test_gpus_cut_their_blocks_themselves(graph):
     asked = Problem(stats, None, workload, read_cluster("pipegcn_2080ti"))
     few, whole = (float(BNS(p=p).predict(asked).epoch_s) for p in (0.1, 1.0))
     assert few < whole
-
-
-@pytest.mark.parametrize(
-    ("strategy", "workload", "words"),
-    [
-        (BNS(p=1.5), {}, r"in \[0, 1\], not 1.5; use p=0.1"),
-        (BNS(), {"model": "gat"}, "layer 1 of gat has a softmax; use graph_parallel"),
-        (BNS(), {"mode": "mini", "batch": 8}, "trains on the full graph"),
-    ],
-)
-def test_what_does_not_suit_is_refused(strategy, workload, words):
-    with pytest.raises(SpecError, match=words):
-        strategy.check(problem(**workload))

@@ -184,14 +184,3 @@ def test_candidates_have_buckets_only_where_they_save_time():
     for family in (DataParallel, GSplit):
         assert counts(problem(**large, **mini), family) == {1, 3}
     assert counts(problem(where=cluster(1, 1), hidden=256), GraphParallel) == {1}
-
-
-@pytest.mark.parametrize("count", [0, -1, 4])
-@pytest.mark.parametrize("text", ["graph_parallel", "pipegcn", "granndis", "bns"])
-def test_impossible_numbers_of_buckets(text, count):
-    asked = problem()
-    strategy = replace(parse(text), buckets=count)
-    with pytest.raises(
-        Exception, match=rf"{text}: buckets .* \(buckets: {count}, layers: 3\); use"
-    ):
-        strategy.settle(asked).check(asked)

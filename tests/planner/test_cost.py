@@ -12,7 +12,7 @@ from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import PACKING, Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.vocabulary.schedule import Compute, Exchange, Gather, Ring, Send
+from gnnplan.planner.vocabulary.schedule import Compute, Exchange, Gather, Send
 
 DEVICE = Device(
     memory=1e9,
@@ -140,16 +140,6 @@ def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
     assert half.compute_s(work) == pytest.approx(2 * core.compute_s(work))
 
 
-def test_gather_rates_between_widths_are_log_log_and_flat_outside():
-    assert [
-        COST.roofline.gather_rate(width) for width in (1, 10, 100, 1000, 5000)
-    ] == pytest.approx([1e6, 1e6, 1e7, 1e8, 1e8])
-    plain = Cost(
-        COST.cluster.model_copy(update={"device": DEVICE.model_copy(update={"gather": {}})})
-    )
-    assert plain.roofline.gather_rate(7) == 5e7  # half the memory bandwidth
-
-
 def test_a_send_takes_what_was_measured_for_sends_where_it_was_measured():
     inside, across = COST.send(0, Send(1, 2_000_000)), COST.send(1, Send(2, 100_000))
     assert inside.alone == pytest.approx(1.0 + 2.0) and set(inside.busy) == {
@@ -174,25 +164,6 @@ def test_an_exchange_starts_its_messages_one_by_one_and_fills_the_busiest_port()
     )
     assert COST.exchange(np.zeros((4, 4))).alone == 0.0
     assert COST.collective(Exchange(sent), (0, 1, 2, 3)) == transfer
-
-
-def test_a_ring():
-    """4 ranks, 1 MB: 2 x 3 hops; each port carries 1.5 MB, a card once."""
-    across, inside = COST.all_reduce(1_000_000, range(4)), COST.all_reduce(1_000_000, (0, 1))
-    assert (
-        across.latency == 6 * 2.0
-        and across.busy[("gpu_in", 3)] == pytest.approx(1.5)
-        and across.alone == pytest.approx(12.0 + 15.0)
-    )
-    assert {port for port in across.busy if port[0] == "nic_out"} == {
-        ("nic_out", 0),
-        ("nic_out", 1),
-    }
-    assert inside.alone == pytest.approx(2 * 1.0 + 1.0) and not [
-        port for port in inside.busy if port[0].startswith("nic")
-    ]
-    assert COST.all_reduce(1_000_000, (2,)).alone == 0.0
-    assert COST.collective(Ring(1_000_000), (0, 1)) == inside
 
 
 BOX = Cluster(

@@ -1,28 +1,15 @@
-"""Fields of vertices and edges: each format keeps them, whatever happens to the edges they are of."""
+"""Fields of vertices and edges, whatever happens to the edges that they are of. That each format keeps
+them is in test_formats.py."""
 
-import importlib
 import json
 from pathlib import Path
 
-import networkx as nx
 import numpy as np
 import pytest
-import scipy.io
-import scipy.sparse as sp
+import written
 from hypothesis import given
 from hypothesis import strategies as st
-from written import (
-    EDGES,
-    METADATA,
-    N,
-    built,
-    from_object,
-    graphbolt,
-    ogb_binary,
-    ogb_text,
-    quiet,
-    zipped,
-)
+from written import DST, SRC, N, built, matrix, matrix_market, ogb_text, quiet, scipy_csr, zipped
 
 from gnnplan.planner.graph.fields import along
 from gnnplan.planner.graph.formats import convert, parts_of, pyg
@@ -32,207 +19,10 @@ from gnnplan.planner.graph.sampling import hold_out
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.vocabulary.errors import SpecError
 
-DRAW = np.random.default_rng(5)
-WEIGHT = DRAW.permutation(90) / 8 + 0.25  # texts hold them exactly
-ATTR = DRAW.permutation(180).reshape(90, 2) / 4 + 0.125
-TYPE = DRAW.integers(0, 3, 90)
-POS = DRAW.permutation(3 * N).reshape(N, 3) / 8 + 0.5
-YEAR = DRAW.integers(1990, 2020, N)
-ON_EDGES = {"edge_weight": WEIGHT, "edge_attr": ATTR, "edge_type": TYPE}
-ON_VERTICES = {"pos": POS, "year": YEAR}
-SRC, DST = EDGES
 
-
-def torch_of(arrays: dict[str, np.ndarray]) -> dict:
-    torch = quiet("torch")
-    return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-
-
-def pyg_data() -> object:
-    quiet("torch_geometric")
-    data = importlib.import_module("torch_geometric.data").Data
-    return data(edge_index=quiet("torch").from_numpy(EDGES), **torch_of(ON_EDGES | ON_VERTICES))
-
-
-def pyg_pt(folder: Path) -> Path:
-    quiet("torch").save(pyg_data(), folder / "data.pt")
-    return folder / "data.pt"
-
-
-def pyg_adjacency(folder: Path) -> Path:
-    """As ToSparseTensor leaves it: rows are destinations, other fields in the matrix's order."""
-    torch, order = quiet("torch"), np.lexsort([SRC, DST])
-    ends = torch.from_numpy(EDGES[::-1, order].copy())
-    with torch.sparse.check_sparse_tensor_invariants():
-        matrix = torch.sparse_coo_tensor(ends, torch.from_numpy(WEIGHT[order]), (N, N)).coalesce()
-    others = torch_of({"edge_attr": ATTR[order], "edge_type": TYPE[order]} | ON_VERTICES)
-    torch.save({"adj_t": matrix, **others}, folder / "adj.pt")
-    return folder / "adj.pt"
-
-
-def dgl_graph() -> object:
-    graph = quiet("dgl").graph((SRC, DST), num_nodes=N)
-    graph.ndata.update(torch_of(ON_VERTICES))
-    graph.edata.update(torch_of(ON_EDGES))
-    return graph
-
-
-def dgl_bin(folder: Path) -> Path:
-    quiet("dgl").save_graphs(str(folder / "graph.bin"), [dgl_graph()])
-    return folder / "graph.bin"
-
-
-def own_npz(folder: Path) -> Path:
-    np.savez(folder / "own.npz", src=SRC, dst=DST, **ON_EDGES, **ON_VERTICES)
-    return folder / "own.npz"
-
-
-def own_folder(folder: Path) -> Path:
-    for name, array in ({"src": SRC, "dst": DST} | ON_EDGES | ON_VERTICES).items():
-        np.save(folder / f"{name}.npy", array)
-    return folder
-
-
-def bolt(folder: Path, kind: str) -> Path:
-    graphbolt(folder, kind)
-    about = ""
-    for domain, fields in (("node", ON_VERTICES), ("edge", ON_EDGES)):
-        for name, array in fields.items():
-            np.save(folder / f"{name}.npy", array)
-            about += f"  - {{domain: {domain}, type: null, name: {name}, format: numpy,"
-            about += f" path: {name}.npy}}\n"
-    file = folder / "metadata.yaml"
-    file.write_text(file.read_text().replace("\ntasks:", f"\n{about}tasks:"))
-    assert METADATA and about in file.read_text()
-    return folder
-
-
-def ogb_in_text(folder: Path) -> Path:
-    root = ogb_text(folder)
-    zipped(root / "raw" / "edge-feat.csv.gz", ATTR, "%.9g")
-    zipped(root / "raw" / "edge_type.csv.gz", TYPE[:, None])
-    zipped(root / "raw" / "node_year.csv.gz", YEAR[:, None])
-    return root
-
-
-def ogb_in_binary(folder: Path) -> Path:
-    file = ogb_binary(folder) / "raw" / "data.npz"
-    more = {"edge_feat": ATTR, "edge_type": TYPE[:, None], "node_year": YEAR[:, None]}
-    np.savez_compressed(file, **dict(np.load(file)), **more)
-    return file.parents[1]
-
-
-def table(folder: Path) -> Path:
-    rows = zip(DST, WEIGHT, TYPE, SRC, strict=True)
-    lines = [f"{v},{w},{t},road,{u}" for v, w, t, u in rows]
-    (folder / "e.csv").write_text("\n".join(["target,Weight,edge_type,kind,source", *lines]))
-    return folder / "e.csv"
-
-
-def commented(folder: Path) -> Path:
-    lines = [f"{u} {v} {t}" for u, v, t in zip(SRC, DST, TYPE, strict=True)]
-    (folder / "e.txt").write_text("\n".join(["# u v edge_type", *lines]))
-    return folder / "e.txt"
-
-
-def parquet(folder: Path) -> Path:
-    arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
-    columns = {"src": SRC, "weight": WEIGHT, "dst": DST, "edge_type": TYPE, "kind": ["road"] * 90}
-    writer.write_table(arrow.table(columns), folder / "e.parquet", row_group_size=40)
-    return folder / "e.parquet"
-
-
-def matrix() -> sp.coo_matrix:
-    return sp.coo_matrix((WEIGHT, EDGES), shape=(N, N))
-
-
-def matrix_market(folder: Path) -> Path:
-    scipy.io.mmwrite(folder / "g.mtx", matrix())
-    return folder / "g.mtx"
-
-
-def scipy_npz(folder: Path) -> Path:
-    sp.save_npz(folder / "g.npz", matrix().tocsr())
-    return folder / "g.npz"
-
-
-def networkx_graph() -> nx.DiGraph:
-    graph = nx.DiGraph()
-    graph.add_nodes_from((v, {"year": int(YEAR[v])}) for v in range(N))
-    columns = zip(SRC, DST, WEIGHT, TYPE, strict=True)
-    edges = [(int(u), int(v), {"weight": float(w), "edge_type": int(t)}) for u, v, w, t in columns]
-    graph.add_edges_from(edges)
-    return graph
-
-
-def graphml(folder: Path) -> Path:
-    nx.write_graphml(networkx_graph(), folder / "g.graphml")
-    return folder / "g.graphml"
-
-
-def must_have(graph: Graph, on_edges: dict, on_vertices: dict) -> None:
-    """Each edge of a directed graph has the rows that were given for it."""
-    assert graph.edge_fields.keys() == on_edges.keys()
-    assert graph.vertex_fields.keys() == on_vertices.keys()
-    place = {(u, v): i for i, (u, v) in enumerate(EDGES.T.tolist())}
-    readers = np.repeat(np.arange(N), graph.degree)
-    places = [place[pair] for pair in zip(graph.indices.tolist(), readers.tolist(), strict=True)]
-    for name, array in on_edges.items():
-        found = graph.edge_fields[name]
-        assert np.array_equal(found.reshape(len(found), -1), array[places].reshape(len(found), -1))
-        assert found.dtype.kind == array.dtype.kind and not found.flags.writeable, name
-    for name, array in on_vertices.items():
-        found = graph.vertex_fields[name]
-        assert np.array_equal(found.reshape(N, -1), array.reshape(N, -1))
-        assert found.dtype.kind == array.dtype.kind and not found.flags.writeable, name
-
-
-def some(*names: str) -> dict[str, np.ndarray]:
-    return {name: ON_EDGES[name] for name in names}
-
-
-ALL = ON_EDGES, ON_VERTICES
-TABLE = some("edge_weight", "edge_type"), {}
-OGB = some("edge_attr", "edge_type"), {"node_year": YEAR}
-ONE = some("edge_weight"), {}
-WRITERS = [
-    *((writer, *ALL) for writer in (pyg_pt, pyg_adjacency, own_npz, own_folder)),
-    *((lambda folder, kind=kind: bolt(folder, kind), *ALL) for kind in ("csv", "numpy")),
-    pytest.param(dgl_bin, *ALL, marks=pytest.mark.processes),
-    *((writer, *OGB) for writer in (ogb_in_text, ogb_in_binary)),
-    *((writer, *TABLE) for writer in (table, parquet)),
-    (commented, some("edge_type"), {}),
-    *((writer, *ONE) for writer in (matrix_market, scipy_npz)),
-    (graphml, some("edge_weight", "edge_type"), {"year": YEAR}),
-]
-
-
-@pytest.mark.parametrize("write, on_edges, on_vertices", WRITERS)
-def test_a_format_keeps_its_fields(tmp_path, write, on_edges, on_vertices):
-    """As the file is read, and as the folder that it is converted to, of which vertices' fields
-    stay in their files."""
-    (tmp_path / "written").mkdir()
-    path = str(write(tmp_path / "written"))
-    read = load(path, directed=True)
-    must_have(read, on_edges, on_vertices)
-    convert(path, tmp_path / "folder")
-    mapped = load(str(tmp_path / "folder"), directed=True)
-    must_have(mapped, on_edges, on_vertices)
-    assert mapped.stats.hash == read.stats.hash
-    assert all(isinstance(field, np.memmap) for field in mapped.vertex_fields.values())
-
-
-OBJECTS = [(pyg_data, *ALL), (dgl_graph, *ALL), (matrix, *ONE), (networkx_graph, *WRITERS[-1][1:])]
-
-
-@pytest.mark.parametrize("make, on_edges, on_vertices", OBJECTS)
-def test_an_object_keeps_its_fields(make, on_edges, on_vertices):
-    must_have(from_object(make(), directed=True), on_edges, on_vertices)
-
-
-@pytest.mark.parametrize("make", [scipy_npz, matrix_market, pyg_adjacency])
+@pytest.mark.parametrize("make", [scipy_csr, matrix_market])
 def test_a_matrix_of_ones_has_no_weights(tmp_path, make, monkeypatch):
-    monkeypatch.setitem(globals(), "WEIGHT", np.ones(90))
+    monkeypatch.setattr(written, "matrix", lambda: matrix(np.ones(90)))
     graph = load(str(make(tmp_path)), directed=True)
     assert "edge_weight" not in graph.edge_fields
 
@@ -394,7 +184,7 @@ def test_rows_beside_a_stream_of_edges_are_counted(tmp_path):
 
 
 def test_blocks_of_two_files_end_anywhere(tmp_path, monkeypatch):
-    root = ogb_in_text(tmp_path)
+    root = ogb_text(tmp_path)
     whole = load(str(root)).stats.hash
     monkeypatch.setattr("gnnplan.planner.graph.formats.text.BLOCK", 64)
     assert load(str(root)).stats.hash == whole

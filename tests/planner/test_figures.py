@@ -227,17 +227,9 @@ def test_what_excel_writes(tmp_path):
 
 
 def test_other_columns_are_refused(tmp_path):
-    with pytest.raises(
-        SpecError,
-        match=(
-            r"figures.csv:1: missing columns: testbed; a file of published figures has paper,"
-            r" source"
-        ),
-    ):
+    with pytest.raises(SpecError, match=r"figures.csv:1: missing columns: testbed; a file"):
         read(file_of(tmp_path, row(), columns=tuple(name for name in COLUMNS if name != "testbed")))
-    with pytest.raises(
-        SpecError, match=r"figures.csv:1: unknown columns: metrics; did you mean metric"
-    ):
+    with pytest.raises(SpecError, match=r"figures.csv:1: unknown .* did you mean metric"):
         read(file_of(tmp_path, row(), columns=(*COLUMNS, "metrics")))
     with pytest.raises(SpecError, match="cannot be read"):
         read(tmp_path / "absent.csv")

@@ -8,12 +8,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from examples import examples
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster import clouds
-from gnnplan.planner.cluster.spec import PRESETS, Cluster, Link
+from gnnplan.planner.cluster.spec import PRESETS, Link
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
 from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import (
@@ -60,92 +59,47 @@ def cluster_with(tmp_path):
     return write
 
 
-def test_a_cluster_from_a_file(cluster_with):
-    cluster = read_cluster(cluster_with())
-    assert (cluster.ranks, cluster.device.memory, cluster.inter_node.bandwidth) == (
-        8,
-        24 * 2**30,
-        25e9,
-    )
+# of CLUSTER, with \n for the end of a line: what is replaced (nothing: put at the end) => by what ->
+# what the error says
+MISTAKES = r"""
+  memory: 24GiB =>   memory: 24 -> cluster.yaml:5: device.memory: a memory size \[B\] must lie in .* Check the unit
+  latency: 10us =>   latenzy: 10us -> cluster.yaml:11: inter_node.latenzy: unknown field; did you mean latency
+  latency: 10us =>   latency: -1us -> cluster.yaml:11: inter_node.latency: a latency
+200Gbit/s => 200Gfoo/s -> cluster.yaml:10: inter_node.bandwidth: '200Gfoo/s' has an unknown unit
+200Gbit/s => -5GB/s -> cluster.yaml:10: inter_node.bandwidth: a bandwidth
+{bandwidth: 23GB/s} => {bandwidth: .nan} -> cluster.yaml:8: intra_node.bandwidth: a bandwidth
+servers: 2 => servers: two -> cluster.yaml:2: servers: must be a valid integer
+servers: 2 => servers: 0 -> cluster.yaml:2: servers: must be greater than or equal to 1
+  gemm: 13.9TFLOP/s\n =>  -> cluster.yaml:4: device.gemm: missing
+  memory: 24GiB =>   memory: -> cluster.yaml:
+  memory: 24GiB =>   memory: 24GiB\n  gather: {64: {}} -> cluster.yaml:6: device.gather.64: .*at least 1 item
+  memory: 24GiB =>   memory: 24GiB\n  gather: {0: 1GB/s} -> cluster.yaml:6: device.gather.0.*greater than or equal to 1
+  memory: 24GiB =>   memory: 24GiB\n  gather: {64: {1MB: 1foo/s}} -> cluster.yaml:6: device.gather.64.1MB: '1foo/s' has
+ => servers: 3\n -> cluster.yaml:12: servers: given twice, first in line 2
+ => serverz: 3\n -> cluster.yaml:12: serverz: unknown field; did you mean servers?
+ => provenance: [1]\n -> cluster.yaml:12: provenance: must be a valid dictionary
+ => collectives:\n  all_reduce.intra_node: {bandwith: 1GB/s}\n -> cluster.yaml:13: .*bandwith: unknown field; did you mean band
+ => collectives:\n  all_redu.intra_node: {bandwidth: 1GB/s}\n -> no operation and link 'all_redu.intra_node'; did you mean all_reduce.intra_node
+ => all_reduce: rings\n -> all_reduce: must be 'ring', 'tree' or 'hierarchical'
+ => device: *d\n -> cluster.yaml:12: not valid YAML
+ => provenance: &p {a: b}\ncollectives: *p\n -> cluster.yaml:.*anchors and aliases
+ => provenance: !!python/object/apply:os.getcwd []\n -> cluster.yaml:12: provenance: must be a valid dictionary
+ => a: [1\n -> cluster.yaml:.*not valid YAML
+ => ? [a]\n: 1\n -> cluster.yaml:12: .*a key must be a word
+inter_node:\n  bandwidth: 200Gbit/s\n  latency: 10us\n =>  -> inter_node \(the link between servers\) must be given
+"""
 
 
-@pytest.mark.parametrize(
-    "old, new, words",
-    [
-        (
-            "  memory: 24GiB",
-            "  memory: 24",
-            r"cluster.yaml:5: device.memory: a memory size \[B\] must lie in .* Check the unit",
-        ),
-        ("  latency: 10us", "  latency: 10", None),  # 10 s: at the bound, still allowed
-        (
-            "  latency: 10us",
-            "  latenzy: 10us",
-            "cluster.yaml:11: inter_node.latenzy: unknown field; did you mean latency",
-        ),
-        ("  latency: 10us", "  latency: -1us", "cluster.yaml:11: inter_node.latency: a latency"),
-        (
-            "200Gbit/s",
-            "200Gfoo/s",
-            "cluster.yaml:10: inter_node.bandwidth: '200Gfoo/s' has an unknown unit",
-        ),
-        ("200Gbit/s", "-5GB/s", "cluster.yaml:10: inter_node.bandwidth: a bandwidth"),
-        (
-            "{bandwidth: 23GB/s}",
-            "{bandwidth: .nan}",
-            "cluster.yaml:8: intra_node.bandwidth: a bandwidth",
-        ),
-        ("servers: 2", "servers: two", "cluster.yaml:2: servers: must be a valid integer"),
-        ("servers: 2", "servers: 0", "cluster.yaml:2: servers: must be greater than or equal to 1"),
-        ("  gemm: 13.9TFLOP/s\n", "", "cluster.yaml:4: device.gemm: missing"),
-        ("  memory: 24GiB", "  memory:", "cluster.yaml:"),
-        (
-            "  memory: 24GiB",
-            "  memory: 24GiB\n  gather: {64: {}}",
-            r"cluster.yaml:6: device.gather.64: .*at least 1 item",
-        ),
-        (
-            "  memory: 24GiB",
-            "  memory: 24GiB\n  gather: {0: 1GB/s}",
-            r"cluster.yaml:6: device.gather.0.*greater than or equal to 1",
-        ),
-        (
-            "  memory: 24GiB",
-            "  memory: 24GiB\n  gather: {64: {1MB: 1foo/s}}",
-            "cluster.yaml:6: device.gather.64.1MB: '1foo/s' has",
-        ),
-        ("", "servers: 3\n", "cluster.yaml:12: servers: given twice, first in line 2"),
-        ("", "serverz: 3\n", "cluster.yaml:12: serverz: unknown field; did you mean servers?"),
-        ("", "provenance: [1]\n", "cluster.yaml:12: provenance: must be a valid dictionary"),
-        (
-            "",
-            "collectives:\n  all_reduce.intra_node: {bandwith: 1GB/s}\n",
-            "cluster.yaml:13: .*bandwith: unknown field; did you mean band",
-        ),
-        (
-            "",
-            "collectives:\n  all_redu.intra_node: {bandwidth: 1GB/s}\n",
-            "no operation and link 'all_redu.intra_node'; did you mean all_reduce.intra_node",
-        ),
-        ("", "all_reduce: rings\n", "all_reduce: must be 'ring', 'tree' or 'hierarchical'"),
-        ("", "device: *d\n", "cluster.yaml:12: not valid YAML"),
-        ("", "provenance: &p {a: b}\ncollectives: *p\n", "cluster.yaml:.*anchors and aliases"),
-        (
-            "",
-            "provenance: !!python/object/apply:os.getcwd []\n",
-            "cluster.yaml:12: provenance: must be a valid dictionary",
-        ),
-        ("", "a: [1\n", "cluster.yaml:.*not valid YAML"),
-        ("", "? [a]\n: 1\n", "cluster.yaml:12: .*a key must be a word"),
-    ],
-)
-def test_mistakes_are_reported_by_file_line_and_field(cluster_with, old, new, words):
-    path = cluster_with(old, new)
-    if words is None:
-        assert read_cluster(path).inter_node.latency == 10
-        return
+@pytest.mark.parametrize("row", MISTAKES.strip("\n").splitlines())
+def test_mistakes_are_reported_by_file_line_and_field(cluster_with, row):
+    change, words = row.split(" -> ")
+    old, new = (text.replace("\\n", "\n") for text in change.split(" => "))
     with pytest.raises(SpecError, match=words):
-        read_cluster(path)
+        read_cluster(cluster_with(old, new))
+
+
+def test_a_latency_may_be_as_long_as_the_bound(cluster_with):
+    assert read_cluster(cluster_with("latency: 10us", "latency: 10")).inter_node.latency == 10
 
 
 def test_all_mistakes_are_reported_at_once(cluster_with):
@@ -154,12 +108,6 @@ def test_all_mistakes_are_reported_at_once(cluster_with):
             cluster_with("servers: 2\ngpus_per_server: 4", "servers: 0\ngpus_per_server: none")
         )
     assert [line.split(":")[1] for line in str(error.value).splitlines()] == ["2", "3"]
-
-
-def test_more_servers_need_a_network(cluster_with):
-    path = cluster_with("inter_node:\n  bandwidth: 200Gbit/s\n  latency: 10us\n", "")
-    with pytest.raises(SpecError, match=r"inter_node \(the link between servers\) must be given"):
-        read_cluster(path)
 
 
 def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
@@ -191,25 +139,6 @@ def test_files_that_are_no_specification(tmp_path):
         read_cluster(str(tmp_path / "none.yaml"))
     with pytest.raises(SpecError, match=r"cannot be read \(Is a directory"):
         read_yaml(tmp_path)
-
-
-@settings(
-    max_examples=examples(300),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.data())
-def test_damaged_yaml_is_a_specerror(tmp_path, data):
-    raw = bytearray(CLUSTER.encode())
-    for _ in range(data.draw(st.integers(1, 5))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(
-            st.sampled_from(b"\x00\xff:{}[]&*!|>%@#\"'-? \t\n19.,a")
-        )
-    (tmp_path / "c.yaml").write_bytes(raw)
-    try:
-        assert isinstance(read_cluster(str(tmp_path / "c.yaml")), Cluster)
-    except SpecError as error:
-        assert "c.yaml" in str(error)
 
 
 # --- presets --------------------------------------------------------------------------------------
@@ -251,9 +180,7 @@ def test_servers_of_clouds_are_whole_and_say_where_numbers_come_from(name):
 
 
 def test_a_clouds_family_is_told_its_sizes():
-    with pytest.raises(
-        SpecError, match=r"P4D: servers have a size too; use one of p4d\.24xlarge, p"
-    ):
+    with pytest.raises(SpecError, match=r"servers have a size too; use one of p4d\.24xlarge"):
         read_cluster("P4D")
     found = read_fitted("p4d.24xlarge", "gcn")[0]
     assert found.device.name == "NVIDIA A100 40GB" and found.gpus_per_server == 8
@@ -267,13 +194,7 @@ def test_datasheet_times_efficiency():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(
-        SpecError,
-        match=(
-            r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, dgx_h100, dgx_h200, gnnpipe_a5000,"
-            r" .*local"
-        ),
-    ):
+    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, .*local"):
         read_cluster("gnnpipe_a500")
 
 

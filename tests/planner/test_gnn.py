@@ -262,29 +262,3 @@ def test_batch_norm_stands_between_a_layer_and_a_narrow_exchange():
 def test_what_is_no_model(flags, words):
     with pytest.raises(SpecError, match=words):
         ask_workload(None, flags)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "workload", "words"),
-    [
-        (
-            "gnnpipe",
-            {"model": "resgcn", "norm": "batch", "layers": 4},
-            "gnnpipe: .* batch norm .*use norm=layer",
-        ),
-        (
-            "gnnpipe(historical_gradients=True)",
-            {"model": "gcn", "norm": "layer", "layers": 4},
-            "historical_gradients .*; use .*without norm",
-        ),
-        (
-            "gnnpipe(historical_gradients=True)",
-            {"model": "resgcn", "norm": "none", "layers": 4},
-            "historical_gradients .* ReLU",
-        ),
-    ],
-)
-def test_what_gnnpipe_cannot_do(strategy, workload, words):
-    problem = problem_of(**workload)
-    with pytest.raises(SpecError, match=words):
-        parse(strategy).settle(problem).check(problem)

@@ -131,21 +131,6 @@ def test_groups_stay_together(where, by_server, seed):
         assert len(homes) == len(set(tied))
 
 
-def test_hidden_groups_are_found_among_32_gpus():
-    """Ranks that talk sit on one server, whatever their numbers: there is no traffic between
-    servers left."""
-    where = cluster(4, 8, islands=HALVES, island=FAST)
-    member = np.random.default_rng(3).permutation(32) // 4  # 8 groups of 4
-    sent = 1e6 * (np.equal.outer(member, member) & ~np.eye(32, dtype=bool))
-    placement = best(where, sent)
-    at = Cost(where, placement).places
-    assert all(
-        len({int(at.island[rank]) for rank in np.flatnonzero(member == group)}) == 1
-        for group in range(8)
-    )
-    assert by_cost(where, placement, sent) < by_cost(where, tuple(range(32)), sent) / 10
-
-
 def test_a_walk_leaves_a_place_when_it_has_seen_it():
     where = EIGHT["islands across switches"]
     assert walk(where, range(8)) == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -427,8 +412,5 @@ def test_lists_of_gpus_may_be_set():
         apply_overrides(changed, Workload(), ["gpus_per_server=2"])
     assert with_ranks(changed, 4).islands == ((0, 1),)
     cpus = changed.model_copy(update={"device": DEVICE.model_copy(update={"kind": "cpu"})})
-    with pytest.raises(
-        SpecError,
-        match=r"8 ranks per server, but islands of cluster unnamed holds 4; use --ranks 8 or less",
-    ):
+    with pytest.raises(SpecError, match=r"islands of cluster .* holds 4; use --ranks 8 or less"):
         with_ranks(cpus, 16)

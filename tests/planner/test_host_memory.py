@@ -230,26 +230,6 @@ def test_on_cpus_graph_data_is_in_the_ranks_memory():
     assert evaluate(problem, DataParallel()).host_bytes == 0
 
 
-@pytest.mark.parametrize("graph", ["ogbn-papers100M", "facebook-darwini"])
-@pytest.mark.parametrize(("hidden", "wins"), [(32, True), (512, False)])
-def test_p3_beats_fetching_spread_rows_at_narrow_layers_only(graph, hidden, wins):
-    """As P3, Table 4 and Fig. 15; data parallelism has no cache on its GPUs there."""
-    found = search(printed(graph, hidden, host_memory="32GB"), may_use_fewer=False)
-    p3 = min(
-        float(c.predicted.epoch_s)
-        for c in found.ranked
-        if isinstance(c.strategy, P3) and c.strategy.copies == 1
-    )
-    [fetching] = [
-        float(c.predicted.epoch_s)
-        for c in found.ranked
-        if isinstance(c.strategy, DataParallel) and not c.strategy.cache
-    ]
-    assert fetching > 2 * p3 if wins else fetching < p3
-    spread = [c.strategy for c in found.ranked if isinstance(c.strategy, DataParallel | GSplit)]
-    assert spread and {s.features for s in spread} == {"spread"}
-
-
 @pytest.mark.parametrize(
     "graph", ["ogbn-products", "ogbn-papers100M", "facebook-darwini", "uk-2006-05", "uk-union"]
 )

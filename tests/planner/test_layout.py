@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -246,79 +245,6 @@ def test_preloaded_rows_are_the_servers_surroundings(case):
 
 
 # -- drawn by hand ---------------------------------------------------------------------------------
-
-
-def path(vertices: int) -> Graph:
-    return graph_of(vertices, list(pairwise(range(vertices))))
-
-
-def test_depth_0_is_the_textbook_halo():
-    """0 - 1 | 2 - 3 | 4 - 5, a part per rank, two ranks per server: ranks 0 1 | 2."""
-    layout = Layout(path(6), np.array([0, 0, 1, 1, 2, 2]), (0, 0, 1), 2, 1)
-    for layer in (1, 2):
-        assert [layout.piece(rank, layer).halo.tolist() for rank in range(3)] == [[2], [1, 4], [3]]
-        assert layout.facts(layer).sends.tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
-        assert layout.facts(layer).edges.tolist() == [3, 4, 3]
-    assert layout.preloaded().sum() == 0
-
-
-def test_a_path_on_two_servers_at_every_depth():
-    """0 1 2 3 | 4 5 6 7, three layers of which the first reads constant features: each depth moves
-    the cut a row out."""
-    owner = np.repeat([0, 1], 4)
-    rows = []
-    for depth in range(4):
-        layout = Layout(path(8), owner, (0, 1), 3, 1, depth)
-        halos = [int(layout.facts(layer).sends.sum()) for layer in (1, 2, 3)]
-        rows.append(
-            ([layout.rows(0, h).size for h in range(4)], halos, int(layout.preloaded().sum()))
-        )
-    assert rows == [
-        ([4, 4, 4, 4], [2, 2, 2], 0),
-        ([6, 5, 4, 4], [0, 0, 2], 4),  # 6 features give 5 rows of h_1 give 4 of h_2
-        ([7, 6, 5, 4], [0, 0, 0], 6),
-        ([7, 6, 5, 4], [0, 0, 0], 6),  # no deeper than the layers that vary
-    ]
-
-
-def test_an_encoder_makes_the_first_layer_vary():
-    layout = Layout(path(8), np.repeat([0, 1], 4), (0, 1), 2, 0, 1)
-    assert [layout.rows(0, h).size for h in range(3)] == [5, 4, 4]
-    assert [int(layout.facts(layer).sends.sum()) for layer in (1, 2)] == [0, 2]
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_one_layer(depth):
-    """Nothing hidden is exchanged: with constant inputs there is nothing to recompute, after an
-    encoder there is h_0."""
-    constant = Layout(path(6), np.repeat([0, 1], 3), (0, 1), 1, 1, depth)
-    assert (
-        constant.depth == 0
-        and constant.facts(1).sends.tolist() == [[0, 1], [1, 0]]
-        and constant.preloaded().sum() == 0
-    )
-    encoded = Layout(path(6), np.repeat([0, 1], 3), (0, 1), 1, 0, depth)
-    assert (encoded.facts(1).sends.sum(), encoded.preloaded().sum()) == (
-        (0, 2) if depth else (2, 0)
-    )
-
-
-def test_no_edges_no_halo():
-    layout = Layout(graph_of(6, []), np.repeat([0, 1, 2, 3], [1, 2, 1, 2]), (0, 0, 1, 1), 3, 1, 2)
-    assert (
-        sum(
-            layout.facts(layer).sends.sum() + layout.facts(layer).edges.sum() for layer in (1, 2, 3)
-        )
-        == 0
-    )
-    assert layout.block(0, 1)[1].size == 0 and layout.preloaded().sum() == 0
-
-
-def test_direction_counts():
-    """1 reads 0, not the other way round: only rank 1 has a halo."""
-    layout = Layout(graph_of(2, [(0, 1)], directed=True), np.array([0, 1]), (0, 1), 2, 1)
-    assert [layout.piece(rank, 2).halo.tolist() for rank in (0, 1)] == [[], [0]]
-    assert layout.facts(2).sends.tolist() == [[0, 1], [0, 0]]
 
 
 # -- drawn rows and batches ------------------------------------------------------------------------

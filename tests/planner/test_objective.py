@@ -135,33 +135,6 @@ def test_the_power_is_doubted_as_its_source_says():
     assert found.certainty.chance_fastest == sure.certainty.chance_fastest
 
 
-@pytest.mark.parametrize(
-    ("of", "said"),
-    [
-        ("cost", r"price of a GPU and hour, and dgx_a100 has none; .* --set price=2.50"),
-        ("energy", r"the power of a GPU, and dgx_a100 has none; .* --set device.power=300W"),
-    ],
-)
-def test_a_missing_number_is_told_with_what_to_write(of, said):
-    problem = problem_of()
-    device = problem.cluster.device.model_copy(update={"power": None})
-    cluster = problem.cluster.model_copy(update={"device": device})
-    bare = Problem(STATS, GRAPH, problem.workload, cluster)
-    for ask in (
-        search,
-        lambda problem, objective: scale(problem, [1], Search(objective=objective)),
-    ):
-        with pytest.raises(SpecError, match=said):
-            ask(bare, objective=Objective(of))
-    with pytest.raises(SpecError, match="power of a CPU rank"):
-        search(problem_of(cluster="local"), objective=Objective("energy"))
-
-
-def test_an_unknown_objective_is_told():
-    with pytest.raises(SpecError, match="--objective 'speed': must be value, time, cost or energy"):
-        Objective("speed")
-
-
 def test_a_power_has_watts():
     assert problem_of("device.power=0.3kW").cluster.device.power == 300
     for wrong in ("300GB", "300W/s", "0W", "1MW", "many"):

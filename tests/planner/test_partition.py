@@ -256,9 +256,7 @@ def test_a_large_graph_is_cut_by_kaminpar_where_it_is_installed(graph, monkeypat
 
 def test_kaminpar_that_is_not_installed_is_named_with_its_remedy(own_cache, graph, monkeypatch):
     monkeypatch.setitem(sys.modules, "kaminpar", None)
-    with pytest.raises(
-        SpecError, match=r"kaminpar cannot be imported .* 'gnnplan\[kaminpar\]', or"
-    ):
+    with pytest.raises(SpecError, match=r"kaminpar cannot .* 'gnnplan\[kaminpar\]', or"):
         partition(graph, 2, "kaminpar")
 
 
@@ -269,9 +267,7 @@ def test_metis_that_fails_is_told_with_a_remedy(graph, monkeypatch):
         raise RuntimeError("Caught an unknown exception!")
 
     monkeypatch.setattr("pymetis.part_graph", fail)
-    with pytest.raises(
-        SpecError, match=r"METIS failed on 80,000 directed edges .* kaminpar or hash"
-    ):
+    with pytest.raises(SpecError, match=r"METIS failed on 80,000 .* kaminpar or hash"):
         module.cut("metis", graph.whole, 8, 0)
 
 

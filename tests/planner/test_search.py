@@ -29,7 +29,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
-from gnnplan.planner.strategies import GraphParallel, base, parse
+from gnnplan.planner.strategies import base, parse
 from gnnplan.planner.strategies.program import account
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
@@ -185,9 +185,7 @@ def test_forced():
     assert [c.strategy for c in search(problem, forced=parse("gnnpipe(chunks=5)")).ranked] == [
         settled
     ]
-    with pytest.raises(
-        SpecError, match=r"a layer per stage \(layers: 4, stages: 8\); use stages <= 4"
-    ):
+    with pytest.raises(SpecError, match=r"\(layers: 4, stages: 8\); use stages <= 4"):
         search(problem, forced=parse("gnnpipe(stages=8)"))
     with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it is lossy; drop --exact"):
         search(problem, exact=True, forced=parse("pipegcn"))
@@ -202,17 +200,9 @@ def test_a_workload_of_mini_batches_weighs_the_families_that_train_on_them():
     problem = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
     ranked = search(problem, may_use_fewer=False).ranked
     assert {c.strategy.family for c in ranked} == {"data_parallel", "gsplit", "p3"}
-    with pytest.raises(
-        SpecError,
-        match=(
-            "gnnpipe trains on the full graph, and the workload asks for mode mini; use --mode full"
-        ),
-    ):
+    with pytest.raises(SpecError, match=r"gnnpipe trains on the full graph, .* use --mode full"):
         search(problem_of(mode="mini", batch=100), forced=parse("gnnpipe"))
-    with pytest.raises(
-        SpecError,
-        match=r"gsplit trains on mini-batches, .* use --mode mini with --batch and --fanout",
-    ):
+    with pytest.raises(SpecError, match=r"gsplit trains on mini-batches, .* use --mode mini"):
         search(problem_of(), forced=parse("gsplit"))
 
 
@@ -472,65 +462,11 @@ def test_a_plan_remembers_that_edges_have_a_direction(tmp_path):
 
 def test_other_data_or_version_is_a_mismatch(document, tmp_path):
     document["graph"]["hash"] = "0" * 32
-    with pytest.raises(
-        Mismatch,
-        match=rf"made for other data: .*{GRAPH.stats.hash}, the plan says 0{{32}}; plan again",
-    ):
+    with pytest.raises(Mismatch, match=rf"{GRAPH.stats.hash}, the plan says 0{{32}}; plan again"):
         plan.question(document)
     plan.write(tmp_path / "plan.json", {**document, "gnnplan": "0.0.0"})
-    with pytest.raises(
-        Mismatch, match=rf"made by gnnplan 0.0.0, this is {__version__}; plan again"
-    ):
+    with pytest.raises(Mismatch, match=rf"by gnnplan 0.0.0, this is {__version__}; plan again"):
         plan.read(tmp_path / "plan.json")
-
-
-@pytest.mark.parametrize(
-    ("content", "rule"),
-    [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("\x00", "not JSON"),
-        ("[]", "not a plan"),
-        ("3", "not a plan"),
-        ('"text"', "not a plan"),
-        ("null", "not a plan"),
-        ("{}", "not a plan .missing: gnnplan, graph, workload, cluster, partitioner, best"),
-    ],
-)
-def test_files_that_are_no_plan(content, rule, tmp_path):
-    (tmp_path / "plan.json").write_text(content)
-    with pytest.raises(SpecError, match=rf"plan.json: {rule}"):
-        plan.read(tmp_path / "plan.json")
-
-
-def test_files_that_are_not_text_or_not_there(tmp_path):
-    (tmp_path / "plan.json").write_bytes(b"\xff\xfe{}")
-    for path in (tmp_path / "plan.json", tmp_path / "absent.json", tmp_path):
-        with pytest.raises(SpecError, match=re.escape(str(path))):
-            plan.read(path)
-
-
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        (("cluster", "servers"), -1),
-        (("cluster", "speed"), 1),
-        (("cluster",), None),
-        (("workload", "model"), "gatt"),
-        (("workload",), []),
-        (("graph",), 3),
-        (("graph", "source"), "absent.npz"),
-        (("graph",), {}),
-    ],
-)
-def test_plans_edited_by_hand(where, value, document):
-    target = document
-    for key in where[:-1]:
-        target = target[key]
-    target[where[-1]] = value
-    with pytest.raises(SpecError):
-        plan.question(document)
 
 
 @pytest.mark.parametrize(
@@ -544,35 +480,12 @@ def test_a_plan_with_other_fields_is_to_be_made_again(of, field, value, document
         plan.read(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        None,
-        3,
-        [],
-        {},
-        {"name": "gnnpip"},
-        {"name": "gnnpipe", "stages": "4"},
-        {"name": "gnnpipe", "depth": 1},
-    ],
-)
-def test_strategies_edited_by_hand(strategy, document):
-    document["best"]["strategy"] = strategy
-    with pytest.raises(SpecError):
-        plan.chosen(document)
-
-
 def test_nothing_is_half_written(tmp_path, document):
     with pytest.raises(ValueError, match="JSON compliant"):
         plan.write(tmp_path / "plan.json", {**document, "bad": float("nan")})
     with pytest.raises(SpecError, match="does not exist"):
         plan.write(tmp_path / "no" / "plan.json", document)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plan_of_one_strategy_has_no_rival(tmp_path):
-    problem = problem_of(1, 1)
-    assert plan.chosen(plan.make(search(problem))) == GraphParallel()
 
 
 def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient():

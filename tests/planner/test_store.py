@@ -20,7 +20,7 @@ from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.graph.splitting import BEFORE
 from gnnplan.planner.ownership.minibatch import MiniBatch, shares
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit, parse
+from gnnplan.planner.strategies import P3, DataParallel, GSplit
 from gnnplan.planner.strategies.minibatch import feature_store as store_module
 from gnnplan.planner.strategies.minibatch.feature_store import (
     HIT,
@@ -33,7 +33,6 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     hottest,
     row_bytes,
 )
-from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective, Copy
 from gnnplan.simulator.player import play
 
@@ -367,44 +366,3 @@ def test_what_is_cached_from_elsewhere_is_sent_once():
     assert p.setup_bytes == away * ROW > 0
     assert strategy.preparation(problem)["feature store"] > 0
     assert DataParallel(cache=30 * ROW).predict(problem).setup_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        (
-            "data_parallel(cache=-1)",
-            (
-                "data_parallel: cache is a number of bytes per GPU, 0 or more, not -1; use 0 for no"
-                " cache"
-            ),
-        ),
-        (
-            "gsplit(cache=2000000000000)",
-            (
-                r"the memory that it is in \(cache: 2.00 TB, device.memory: 1.00 TB\); use"
-                r" cache='500GB' or less"
-            ),
-        ),
-        (
-            "gsplit(hot='degrees')",
-            "hot says which rows to cache, and 'degrees' is unknown; did you mean degree",
-        ),
-        (
-            "data_parallel(features='everwhere')",
-            (
-                "features says whose memory has them, and 'everwhere' is unknown; did you mean"
-                " everywhere"
-            ),
-        ),
-        (
-            "data_parallel(shared_cache=True)",
-            r"share their caches have some \(shared_cache: True, cache: 0\); use cache=",
-        ),
-        ("gsplit(shared_cache=True)", "gsplit has no knob 'shared_cache'"),
-        ("p3(over='rank',cache=-1)", r"p3: cache is a number of bytes per GPU, 0 or more, not -1"),
-    ],
-)
-def test_what_cannot_be(text, rule):
-    with pytest.raises(SpecError, match=rule):
-        parse(text).check(problem_of())

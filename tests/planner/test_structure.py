@@ -14,10 +14,9 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.ownership.minibatch import shares
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit, parse
+from gnnplan.planner.strategies import P3, DataParallel, GSplit
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure, thinned
 from gnnplan.planner.strategies.minibatch.feature_store import frequency
-from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = batchwise.GRAPHS[0]
 
@@ -168,41 +167,3 @@ def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy):
             [int(GRAPH.degree[apart.lists(problem).keeps(rank)].sum()) for rank in (0, 1)]
         )  # type: ignore[union-attr]
         assert more.tolist() == ((4 * lists + 8 * 401).tolist() if kind == "cpu" else [0, 0])
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        (
-            "data_parallel(structure='spred')",
-            "structure says who has adjacency lists, and 'spred' is unknown; did you mean spread",
-        ),
-        (
-            "p3(structure='everwhere')",
-            (
-                "p3: structure says who has adjacency lists, and 'everwhere' is unknown; did you"
-                " mean everywhere"
-            ),
-        ),
-        (
-            "gsplit(structure='hashed')",
-            "gsplit: structure says who has adjacency lists, and 'hashed' is unknown",
-        ),
-        (
-            "data_parallel(structure='spread',structure_cache=-1)",
-            "structure_cache is a number of bytes per server, 0 or more, not -1; use 0",
-        ),
-        (
-            "p3(structure_cache=2000)",
-            (
-                r"\(structure_cache: 2,000, structure: everywhere\); use structure='spread', or"
-                r" structure_cache=0"
-            ),
-        ),
-        ("gsplit(structure_cache=2000)", "gsplit has no knob 'structure_cache'"),
-    ],
-)
-def test_what_cannot_be(text, rule):
-    problem = problem_of()
-    with pytest.raises(SpecError, match=rule):
-        parse(text).settle(problem).check(problem)

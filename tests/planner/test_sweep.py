@@ -43,33 +43,6 @@ def test_every_combination_is_asked_once_the_last_field_first():
         assert problem.stats is base.stats and problem.cluster.device == base.cluster.device
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "found"),
-    [
-        ("servers", "4", lambda problem: problem.cluster.servers == 4),
-        ("gpus_per_server", "8", lambda problem: problem.ranks == 16),
-        (
-            "inter_node.bandwidth",
-            "25GB/s",
-            lambda problem: problem.cluster.inter_node.bandwidth == 25e9,
-        ),
-        (
-            "intra_node.bandwidth",
-            "100GB/s",
-            lambda problem: problem.cluster.intra_node.bandwidth == 1e11,
-        ),
-        ("device.memory", "80GB", lambda problem: problem.cluster.device.memory == 8e10),
-        ("layers", "8", lambda problem: problem.workload.layers == 8),
-        ("hidden", "64", lambda problem: problem.workload.hidden == 64),
-        ("model", "gat", lambda problem: problem.workload.model == "gat"),
-        ("price", "1.5", lambda problem: problem.cluster.price == 1.5),
-    ],
-)
-def test_any_field_is_swept(field, value, found):
-    [(at, problem)] = points(axes([f"{field}={value}"]), question())
-    assert at == {field: value} and found(problem)
-
-
 def test_batches_are_swept_where_there_are_some():
     [(_, problem)] = points(axes(["batch=512"]), question(mode="mini"))
     assert problem.workload.batch == 512

@@ -96,61 +96,25 @@ def test_errors_are_weighed_by_the_step():
     assert share_of_step(row("update", None, 1.0), row("step", 9.0, 10.0)) is None
 
 
-@pytest.mark.parametrize(
-    ("step", "rows", "words"),
-    [
-        (
-            row("step", 105.0, 100.0),
-            [row("all_reduce", 5.0, 1.0), row("forward", 40.0, 45.0)],
-            "the prediction holds: no operation is off by more than 10 % of the step",
-        ),
-        (
-            row("step", 80.0, 100.0),
-            [row("all_reduce", 5.0, 1.0), row("forward", 40.0, 55.0)],
-            "the prediction of `forward` is off most (-27 %, that is -15 % of the step): its cost,"
-            " not its volume or order: the machine's pace or its constants; run `gnnplan measure` and"
-            " plan again",
-        ),
-        # hidden behind computation, it is no reason why the step took longer
-        (
-            row("step", 77.0, 100.0, simulated=77.0),
-            [row("halo:b", 26.0, 5.0), row("all_reduce", 3.0, 9.9)],
-            "no operation is predicted too short by more than 10 % of the step, but the step is"
-            " -23 % off: doubt its waiting and overlap, not the cost of an operation; the traces in"
-            " the run's folder show both (ui.perfetto.dev)",
-        ),
-        (
-            row("step", 101.0, 100.0),
-            [row("forward", 40.0, 55.0), row("backward", 60.0, 45.0)],
-            "the prediction of `forward` is off most (-27 %, that is -15 % of the step): its cost,"
-            " not its volume or order; the step itself is +1 % off",
-        ),
-        (
-            row("step", 50.0, 100.0, simulated=95.0),
-            [row("forward", 40.0, 40.0)],
-            "no operation is off by more than 10 % of the step, but the step is -50 % off: the"
-            " simulation has it right, so the closed form lacks waiting or contention; go by"
-            " `gnnplan simulate` for this plan",
-        ),
-        (
-            row("step", 82.0, 100.0, simulated=82.0),
-            [row("forward", 40.0, 49.0), row("backward", 42.0, 51.0)],
-            "no operation is off by more than 10 % of the step, but the step is -18 % off: many are,"
-            " -18 % together: the machine's pace or its constants; run `gnnplan measure` and plan"
-            " again",
-        ),
-        (
-            row("step", 50.0, 100.0, simulated=50.0),
-            [row("forward", 40.0, 40.0)],
-            "no operation is off by more than 10 % of the step, but the step is -50 % off: doubt its"
-            " waiting and overlap, not the cost of an operation; the traces in the run's folder show"
-            " both (ui.perfetto.dev)",
-        ),
-    ],
-)
-def test_the_diagnosis(step, rows, words):
-    found = diagnose(step, rows, volume_equal=True, disorder=None, same_device=True)
-    assert found == words
+# operations: predicted, measured and, if not 1, simulated seconds -> what the diagnosis says
+DIAGNOSES = """
+step 105 100; all_reduce 5 1; forward 40 45 -> the prediction holds: no operation is off by more than 10 % of the step
+step 80 100; all_reduce 5 1; forward 40 55 -> the prediction of `forward` is off most (-27 %, that is -15 % of the step): its cost, not its volume or order: the machine's pace or its constants; run `gnnplan measure`
+step 77 100 77; halo:b 26 5; all_reduce 3 9.9 -> no operation is predicted too short by more than 10 % of the step, but the step is -23 % off: doubt its waiting and overlap
+step 101 100; forward 40 55; backward 60 45 -> (-27 %, that is -15 % of the step): its cost, not its volume or order; the step itself is +1 % off
+step 50 100 95; forward 40 40 -> but the step is -50 % off: the simulation has it right, so the closed form lacks waiting or contention; go by `gnnplan simulate`
+step 82 100 82; forward 40 49; backward 42 51 -> no operation is off by more than 10 % of the step, but the step is -18 % off: many are, -18 % together: the machine's pace or its constants; run `gnnplan measure`
+step 50 100 50; forward 40 40 -> but the step is -50 % off: doubt its waiting and overlap, not the cost of an operation
+"""
+
+
+@pytest.mark.parametrize("case", DIAGNOSES.strip().splitlines())
+def test_the_diagnosis(case):
+    """What is hidden behind computation is no reason why a step took longer."""
+    told, words = case.split(" -> ")
+    each = [one.split() for one in told.split("; ")]
+    step, *rows = (row(name, *map(float, seconds)) for name, *seconds in each)
+    assert words in diagnose(step, rows, volume_equal=True, disorder=None, same_device=True)
 
 
 def test_volume_is_doubted_before_order_and_order_before_cost():

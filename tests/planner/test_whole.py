@@ -44,7 +44,8 @@ def test_a_small_graph_is_not_distributed():
 @pytest.mark.parametrize(
     ("graph", "cluster"),
     [
-        ("friendster", "dgx_a100"),
+        ("friendster", "gsplit_p3_8xlarge"),
+        pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly),
         pytest.param("ogbn-papers100M", "dgx_a100", marks=pytest.mark.nightly),
         pytest.param("friendster", "l4_box", marks=pytest.mark.nightly),
     ],
@@ -83,8 +84,11 @@ def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
 
 
 @pytest.mark.slow
-def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named():
-    plan = planned("friendster", "dgx_a100")
+@pytest.mark.parametrize(
+    "graph", ["ogbn-arxiv", pytest.param("friendster", marks=pytest.mark.nightly)]
+)
+def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named(graph):
+    plan = planned(graph, "dgx_a100")
     rows = [row for row in plan.document["sizes"] if row["mode"] == "mini"]
 
     def value(row: dict[str, Any]) -> float:
@@ -92,16 +96,17 @@ def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named():
 
     least = min(map(value, rows))
     near = [row["gpus"] for row in rows if value(row) <= (1 + NEAR) * least]
-    assert plan.best.gpus == min(near) < max(near)
+    assert plan.best.gpus == min(near)
+    assert graph != "friendster" or min(near) < max(near)
     (chosen,) = (row for row in rows if row["recommended"])
     assert plan.best.counted["value"] == pytest.approx(value(chosen) / 3600)
-    # all GPUs are the fastest, and are asked for by name
-    assert planned(*ARXIV, objective="time").best.gpus == 16
+    if NIGHT:  # all GPUs are the fastest, and are asked for by name
+        assert planned(*ARXIV, objective="time").best.gpus == 16
 
 
 @pytest.mark.slow
 def test_a_price_decides_how_many_gpus_are_worth_it():
-    """Servers are rented whole, so one of eight GPUs costs as much as all; and cheap GPUs may idle."""
+    """Servers are rented whole, so one of eight GPUs costs as much as all."""
     free, rented = planned(*ARXIV), planned("ogbn-arxiv", "dgx_a100?price=2.50")
     assert free.best.gpus == 1 and 1 <= rented.best.gpus <= 8
     by_gpus = {row["gpus"]: row for row in rented.document["sizes"] if row["mode"] == "full"}
@@ -109,10 +114,14 @@ def test_a_price_decides_how_many_gpus_are_worth_it():
     assert by_gpus[1]["dollars"] == pytest.approx(8 * 2.5 * by_gpus[1]["gpu_hours"])
     assert "take 0." not in str(rented)  # fewer hours on more GPUs would contradict the answer
     assert "cheapest" in str(rented) and "cheapest" not in str(free)
+
+
+@pytest.mark.nightly
+def test_cheap_gpus_may_idle():
     longer: dict[str, Any] = {"mode": "mini", "epochs": 200}
     used = [
         planned("ogbn-papers100M", f"dgx_a100?servers=4&price={price}", **longer).best.gpus
-        for price in ((0.05, 2.5, 100) if NIGHT else (0.05, 100))
+        for price in (0.05, 2.5, 100)
     ]
     assert used == sorted(used, reverse=True) and used[0] > used[-1]
 
@@ -190,8 +199,9 @@ def test_the_objective_of_a_written_plan_is_read_again(tmp_path):
     assert again.of == "value" and again.stated == stated("ogbn-arxiv", None, None)
     other = gnnplan.load_plan(tmp_path / "plan.json").choose("NEXT")
     assert "sizes" not in other.document and "answer" not in other.document["summary"]
-    swept = plan.sweep({"device.memory": ["20GB", "36GB"]})
-    assert [row["gpus"] for row in swept.rows] == [1, 1]
+    if NIGHT:
+        swept = plan.sweep({"device.memory": ["20GB", "36GB"]})
+        assert [row["gpus"] for row in swept.rows] == [1, 1]
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import simpy
 from examples import NIGHT, examples
+from fair_shares import by_linear_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
@@ -51,18 +51,6 @@ def test_three_flows_over_two_links():
     assert three.finish().tolist() == [2.0, 3.0, 2.0]
 
 
-def test_one_long_flow_over_three_links_and_one_on_each():
-    """The parking lot: of links of 1, 2 and 4 the first holds the long flow at 1/2."""
-    lot = flows([{0: 1, 1: 1, 2: 1}, {0: 1}, {1: 1}, {2: 1}], [1.0, 2.0, 4.0])
-    assert lot.rates().tolist() == [0.5, 0.5, 1.5, 3.5]
-
-
-def test_a_flow_that_splits_fills_half_of_each():
-    assert flows([{0: 0.5, 1: 0.5}, {0: 1}], [1.0, 1.0]).rates().tolist() == pytest.approx(
-        [2 / 3, 2 / 3]
-    )
-
-
 def test_what_is_left_lies_idle_until_rates_are_found_anew():
     """Ends are at 2 and then at 3; looked at every 2.5 s only, the second goes on at half speed to
     2.5, then at full speed."""
@@ -71,34 +59,6 @@ def test_what_is_left_lies_idle_until_rates_are_found_anew():
 
 
 # -- against others --------------------------------------------------------------------------------
-
-
-def by_linear_programs(asked: Flows) -> list[float]:
-    """By definition: the lowest rate as high as it goes; fix those that cannot have more;
-    repeat."""
-    n, fill = asked.nbytes.size, np.zeros((asked.capacity.size, asked.nbytes.size))
-    fill[asked.port, asked.flow] = asked.weight
-    fixed: dict[int, float] = {}
-    while len(fixed) < n:
-        free = [i for i in range(n) if i not in fixed]
-        above = np.hstack([-np.eye(n)[free], np.ones((len(free), 1))])  # level <= rate
-        limits = np.vstack([np.hstack([fill, np.zeros((len(fill), 1))]), above])
-        room = np.append(asked.capacity + 1e-9, np.zeros(len(free)))
-        bounds = [(fixed[i], fixed[i]) if i in fixed else (0, None) for i in range(n)] + [(0, None)]
-        level = -linprog([0.0] * n + [-1.0], limits, room, bounds=bounds).fun
-        floor = [
-            bound if i in fixed else (max(0.0, level - 1e-9), None)
-            for i, bound in enumerate(bounds[:-1])
-        ]
-        stuck = [
-            i
-            for i in free
-            if -linprog(-np.eye(n)[i], fill, asked.capacity + 1e-8, bounds=floor).fun
-            <= level + 1e-6
-        ]
-        assert stuck
-        fixed |= dict.fromkeys(stuck, level)
-    return [fixed[i] for i in range(n)]
 
 
 @st.composite
@@ -121,7 +81,9 @@ def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
 @settings(deadline=None, max_examples=examples(60))
 @given(questions())
 def test_rates_equal_a_linear_programs(asked):
-    assert asked.rates() == pytest.approx(by_linear_programs(asked), abs=1e-5)
+    fill = np.zeros((asked.capacity.size, asked.nbytes.size))
+    fill[asked.port, asked.flow] = asked.weight
+    assert asked.rates() == pytest.approx(by_linear_programs(fill, asked.capacity), abs=1e-5)
 
 
 @unhurried

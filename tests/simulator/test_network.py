@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import simpy
 from examples import examples
+from fair_shares import by_linear_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from gnnplan.simulator.network import Demand, Network, max_min
 
@@ -46,40 +46,8 @@ def load(*, after: float = 0.0, latency: float = 0.0, **seconds: float) -> tuple
     return after, Demand(latency, {globals()[port]: took for port, took in seconds.items()})
 
 
-BY_HAND = {
-    "alone it takes its latency and its busiest port": (
-        [load(after=1.0, latency=0.5, A=2.0, B=3.0)],
-        [4.5],
-    ),
-    "without bytes it takes its latency": (
-        [load(after=1.0, latency=0.5), load(after=1.0, A=0.0)],
-        [1.5, 1.0],
-    ),
-    "two on one port take twice": ([load(A=3.0), load(A=3.0)], [6.0, 6.0]),
-    "two on two ports do not meet": ([load(A=3.0), load(B=3.0)], [3.0, 3.0]),
-    "the latency does not fill the port": ([load(latency=3.0, A=1.0), load(A=3.0)], [4.0, 3.0]),
-    # alone to 2, half speed beside the second to 6, alone again: 2 + 4/2 + 1 = 5 s of work
-    "one joins and leaves": ([load(A=5.0), load(after=2, A=2.0)], [7.0, 6.0]),
-    # rates 1/2, 1/2, 3/4; the third ends at 4, the others share A to the end
-    "three over two ports": ([load(A=4.0), load(A=4.0, B=2.0), load(B=3.0)], [8.0, 8.0, 4.0]),
-    # 1/2 each of port B at full rate
-    "a port filled by half has room": ([load(A=2.0, B=1.0), load(C=2.0, B=1.0)], [2.0, 2.0]),
-    # the middle one ties A and B together until 2; then each is alone on its port
-    "a component in two": ([load(A=2.0), load(A=1.0, B=1.0), load(B=3.0)], [3.0, 2.0, 4.0]),
-    "one that joins as one ends": ([load(A=2.0), load(after=1, latency=1, A=2.0)], [2.0, 4.0]),
-}
-
-
-@pytest.mark.parametrize("what", BY_HAND)
-def test_by_hand(what):
-    starts, expected = BY_HAND[what]
-    assert ends(*starts) == expected
-
-
-def test_three_on_one_port_and_a_fourth_takes_what_the_first_leaves_of_the_other():
-    assert max_min([{A: 1, B: 1}, {A: 1}, {A: 1}, {B: 1}]) == pytest.approx(
-        [1 / 3, 1 / 3, 1 / 3, 2 / 3]
-    )
+def test_without_bytes_a_transfer_takes_its_latency():
+    assert ends(load(after=1.0, latency=0.5), load(after=1.0, A=0.0)) == [1.5, 1.0]
 
 
 def test_three_over_two_ports():
@@ -96,37 +64,6 @@ def test_threads_have_equally_much_of_a_core_but_not_of_a_wire():
 
 
 # -- against others --------------------------------------------------------------------------------
-
-
-def by_linear_programs(shares: list[dict]) -> list[float]:
-    """Max-min by definition: raise the lowest rate as far as it goes, fix those that cannot have
-    more, repeat."""
-    ports = sorted({p for s in shares for p in s})
-    n = len(shares)
-    fill = np.array([[s.get(p, 0.0) for s in shares] for p in ports])
-    fixed: dict[int, float] = {}
-    while len(fixed) < n:
-        # variables: the rates and the level t; t <= x_i for those not fixed
-        free = [i for i in range(n) if i not in fixed]
-        above = np.zeros((len(free), n + 1))
-        for row, i in enumerate(free):
-            above[row, i], above[row, n] = -1.0, 1.0
-        bounds = [(fixed[i], fixed[i]) if i in fixed else (0, 1) for i in range(n)] + [(0, 1)]
-        limits = np.vstack([np.hstack([fill, np.zeros((len(ports), 1))]), above])
-        room = np.concatenate([np.ones(len(ports)) + 1e-9, np.zeros(len(free))])
-        level = -linprog([0.0] * n + [-1.0], limits, room, bounds=bounds).fun
-        floor = [
-            (max(0.0, low), high) if i in fixed else (max(0.0, level - 1e-9), 1)
-            for i, (low, high) in enumerate(bounds[:-1])
-        ]
-        most = {
-            i: -linprog(-np.eye(n)[i], fill, np.ones(len(ports)) + 1e-8, bounds=floor).fun
-            for i in free
-        }
-        stuck = [i for i in free if most[i] <= level + 1e-6]
-        assert stuck
-        fixed |= dict.fromkeys(stuck, level)
-    return [fixed[i] for i in range(n)]
 
 
 @st.composite
@@ -150,7 +87,8 @@ def scaled(busy: dict) -> dict:
 @given(demands())
 def test_shares_equal_a_linear_program(busy):
     shares = [scaled(b) for b in busy]
-    assert max_min(shares) == pytest.approx(by_linear_programs(shares), abs=1e-5)
+    fill = np.array([[share.get(port, 0.0) for share in shares] for port in (A, B, C, D)])
+    assert max_min(shares) == pytest.approx(by_linear_programs(fill, np.ones(4)), abs=1e-5)
 
 
 @unhurried

@@ -35,7 +35,7 @@ FAMILIES = [
     "granndis(batches=2)",
     "data_parallel",
     "data_parallel(prefetch=2)",
-    "gsplit",
+    "gsplit(splitter='random')",
     "p3",
 ]
 

@@ -131,11 +131,6 @@ def pipeline(stages: int, chunks: int, seconds: float) -> Schedule:
     return schedule(tasks)
 
 
-def test_a_pipeline_is_a_triangle():
-    played = play(pipeline(stages=3, chunks=4, seconds=0), cluster())
-    assert [drawn(played, rank, "compute") for rank in range(3)] == ["0123", " 0123", "  0123"]
-
-
 def test_a_pipeline_whose_messages_take_time():
     played = play(pipeline(stages=3, chunks=4, seconds=1), cluster())
     assert [drawn(played, rank, lane) for rank in range(3) for lane in ("compute", "comm")] == [
@@ -146,32 +141,6 @@ def test_a_pipeline_whose_messages_take_time():
         "    0123",
         "",
     ]
-
-
-def test_a_slow_link_sets_the_pace_of_a_pipeline():
-    played = play(pipeline(stages=2, chunks=3, seconds=2), cluster())
-    assert [
-        drawn(played, 0, "compute"),
-        drawn(played, 0, "comm"),
-        drawn(played, 1, "copy"),
-        drawn(played, 1, "compute"),
-    ] == [
-        "012",
-        " 001122",
-        "0001122",  # a Recv's span contains its waiting
-        "   0 1 2",
-    ]
-
-
-def test_lanes_overlap_and_a_lane_keeps_its_order():
-    tasks = [
-        Task(label("a"), 0, "compute", s(2)),
-        Task(label("x"), 0, "comm", s(3)),
-        Task(label("y"), 0, "comm", s(1)),  # waits for x, though nothing says so but the order
-        Task(label("b"), 0, "compute", s(1), (label("x"),)),
-    ]
-    played = play(schedule(tasks), cluster())
-    assert [drawn(played, 0, "compute"), drawn(played, 0, "comm")] == ["aa b", "xxxy"]
 
 
 def test_a_collective_begins_when_the_last_has_come_and_ends_for_all():
@@ -192,19 +161,6 @@ def test_an_all_reduce_is_a_ring():
     played = play(schedule(tasks), cluster())
     # 2 (n-1)/n of 2 MB
     assert [(span.start, span.end, span.nbytes) for span in played.spans] == [(0.0, 3.0, mb(3))] * 4
-
-
-def test_one_rank_meets_itself_in_no_time():
-    played = play(
-        schedule(
-            [
-                all_reduce(label("all_reduce"), 0, (0,), mb(2)),
-                Task(label("step"), 0, "compute", s(1)),
-            ]
-        ),
-        cluster(),
-    )
-    assert played.end_s == 1.0
 
 
 def stale(staleness: int, steps: int = 4) -> Schedule:
@@ -243,15 +199,6 @@ def test_steps_end_and_take_time():
     assert played.step_ends == {0: 3.0, 1: 5.0, 2: 7.0, 3: 9.0}
     assert played.step_s == 2.0
     assert [play(stale(0, steps=steps), cluster()).step_s for steps in (1, 2)] == [3.0, 2.0]
-
-
-def test_the_median_step_forgives_a_slow_one():
-    ends = [3.0, 5.0, 11.0, 13.0]
-    played = Played(
-        [Task(Label("f", step), 0, "compute", Compute()) for step in range(4)],
-        [(0.0, end) for end in ends],
-    )
-    assert played.step_s == 2.0
 
 
 @pytest.mark.parametrize("turn", [1, -1])
@@ -303,9 +250,9 @@ def test_a_long_chain_of_nothing_needs_no_stack():
             s(0),
             (label("nothing", step - 1),),
         )
-        for step in range(20_000)
+        for step in range(5_000)
     ]
-    assert play(schedule(tasks, steps=20_000), cluster()).end_s == 0.0
+    assert play(schedule(tasks, steps=5_000), cluster()).end_s == 0.0
 
 
 def test_equal_collectives_are_priced_once(monkeypatch):
@@ -522,8 +469,11 @@ def test_every_span_keeps_every_rule(task_graph, cost, contention):
 
 @unhurried
 @given(schedules(), costs)
-def test_no_byte_is_lost_and_no_port_overfull(task_graph, cost):
+def test_no_byte_is_lost_no_port_overfull_and_equal_runs_are_equal_to_the_last_bit(
+    task_graph, cost
+):
     played = play(task_graph, cost)
+    assert play(task_graph, cost).spans == played.spans
     moved: dict[str, int] = defaultdict(int)
     for span in played.spans:
         moved[span.op] += span.nbytes
@@ -538,9 +488,3 @@ def test_no_byte_is_lost_and_no_port_overfull(task_graph, cost):
         for port, seconds in transfer.busy.items():
             busy[port] += seconds
     assert max(busy.values(), default=0.0) <= played.end_s + 1e-9
-
-
-@unhurried
-@given(schedules(), costs)
-def test_equal_runs_are_equal_to_the_last_bit(task_graph, cost):
-    assert play(task_graph, cost).spans == play(task_graph, cost).spans
