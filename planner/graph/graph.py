@@ -178,11 +178,12 @@ class Graph:
         freeze(x)
         return dataclasses.replace(self, x=x, stats=dataclasses.replace(self.stats, nonzeros=0))
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Numbers in each row of sparse features [N]."""
-        assert not isinstance(self.x, np.ndarray)
-        return np.asarray(np.diff(self.x.indptr), dtype=np.int64)
+    def lengths(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """How many numbers are stored of the vertices' features [rows]."""
+        if not self.stats.nonzeros:
+            return np.full(rows.size, self.stats.features)
+        x: Any = self.x
+        return np.asarray(x.indptr[rows + 1] - x.indptr[rows], np.int64)
 
     @property
     def degree(self) -> Array:

@@ -51,14 +51,12 @@ from gnnplan.executor.layers.kernels.runtime import (
     keep_allocator,
     pin_no_more_than_asked,
 )
-from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows, joined
+from gnnplan.executor.layers.kernels.sparse_rows import SparseRows
 
 __all__ = [
     "GOLDEN",
     "Block",
-    "FeatureRows",
     "Mix",
-    "Rows",
     "Shapes",
     "SparseRows",
     "aggregate",
@@ -72,7 +70,6 @@ __all__ = [
     "dropout_mask",
     "give_back",
     "gradient_of",
-    "joined",
     "keep_allocator",
     "keep_until_used",
     "linear",

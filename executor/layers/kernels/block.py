@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import cast
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from scipy import sparse
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
-from gnnplan.executor.layers.kernels.sparse_rows import Rows, by_column
+from gnnplan.executor.layers.kernels.sparse_rows import by_column
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -91,12 +90,12 @@ class Block:
         self.weight = weight.contiguous().to(self.indptr.device)
         self.t_weight = self.weight.index_select(0, self.order)
 
-    def own_rows(self, rows: Rows) -> Rows:
+    def own_rows(self, rows: Tensor) -> Tensor:
         """Those of the destinations, the first of the sources' rows [S, H].
 
         Where these are all, a slice would cost a backward pass that puts its gradient among zeros.
         """
-        return rows if rows.shape[0] == self.n_dst else cast(Rows, rows[: self.n_dst])
+        return rows if rows.shape[0] == self.n_dst else rows[: self.n_dst]
 
     @property
     def readers(self) -> Tensor:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.kernels.runtime import apply, kernel
-from gnnplan.executor.layers.kernels.sparse_rows import Pattern, Rows, SparseRows
+from gnnplan.executor.layers.kernels.sparse_rows import Pattern, SparseRows
 
 # splitmix64's constants, as int64
 GOLDEN, _MIX1, _MIX2 = (
@@ -31,14 +31,14 @@ def mix(z: Tensor) -> Tensor:
 
 
 def dropout(
-    x: Rows,
+    x: Tensor,
     seed: int,
     epoch: int | Tensor,
     layer: int,
     vertices: Tensor,
     p: float,
     first: int = 0,
-) -> Rows:
+) -> Tensor:
     """x [R, H] with a share p of its values set to zero, the others scaled by 1 / (1 - p).
 
     Row r belongs to vertices[r] (int64 [R], global ids). `first`: the column of the model's row
@@ -50,16 +50,16 @@ def dropout(
     if isinstance(x, SparseRows):
         assert isinstance(epoch, int)
         mask = _sparse_mask(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
-        return cast(Rows, SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p))))
+        return SparseRows(x.pattern, _masked(x.stored, mask, 1.0 / (1.0 - p)))
     if not x.numel():
         return x
     if x.is_cuda and (ours := triton_kernels()):
         numbers = seed, epoch, layer, first, _threshold(p), 1.0 / (1.0 - p)
-        return cast(Rows, ours.dropout(x, vertices, *numbers))
+        return cast(Tensor, ours.dropout(x, vertices, *numbers))
     assert isinstance(epoch, int)
     with kernel:
         mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
-        return cast(Rows, apply(_Mask, x, mask, 1.0 / (1.0 - p)))
+        return apply(_Mask, x, mask, 1.0 / (1.0 - p))
 
 
 def dropout_mask(

@@ -17,19 +17,17 @@ from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.aggregation import spmm
 from gnnplan.executor.layers.kernels.runtime import apply, backward
-from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Pattern, SparseRows
+from gnnplan.executor.layers.kernels.sparse_rows import Pattern, SparseRows
 from gnnplan.planner.gnn.products import LEAST, block_rows
 
 
-def linear(
-    x: FeatureRows, weight: Tensor, bias: Tensor | None = None, relu: bool = False
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     """x [R, H_in] times weight [H_out, H_in] transposed, plus bias [H_out] -> [R, H_out].
 
     `relu`: apply ReLU to the result. Of sparse rows it is a weighted sum of the weight's columns.
     """
     if isinstance(x, SparseRows):
-        out = apply(_SparseLinear, weight, x.pattern, x.values)
+        out = apply(_SparseLinear, weight, x.pattern, x.stored)
         out = out if bias is None else out.add_(bias)
         return out.relu_() if relu else out
     return linear_sum([(x, weight)], bias, relu)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,17 +73,36 @@ def _offsets(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0)).int()
 
 
-class SparseRows:
-    """Rows [R, F] of mostly zeros: a pattern and its values [Z].
+class SparseRows(Tensor):
+    """Rows [R, F] of mostly zeros: a pattern and its stored values [Z].
 
-    They are constant (features), so no gradient goes to them. The methods are those of a Tensor
-    that layers and exchanges use.
+    They are constant (features), so no gradient goes to them. They are a tensor to whoever has
+    features; of what a tensor does, they do what is here, and products and dropout.
     """
 
-    requires_grad = False
+    pattern: Pattern
+    stored: Tensor
 
-    def __init__(self, pattern: Pattern, values: Tensor) -> None:
-        self.pattern, self.values = pattern, values
+    @staticmethod
+    def __new__(cls, pattern: Pattern, stored: Tensor) -> SparseRows:
+        made: SparseRows = Tensor._make_wrapper_subclass(
+            cls,
+            (len(pattern.indptr) - 1, pattern.width),
+            dtype=stored.dtype,
+            device=stored.device,
+        )
+        made.pattern, made.stored = pattern, stored
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> SparseRows:
+        if operation is torch.ops.aten.cat.default:
+            return cls.cat(*args)
+        raise TypeError(f"{operation} is not done on sparse rows")
 
     @classmethod
     def of(cls, lengths: Tensor, columns: Tensor, values: Tensor, width: int) -> SparseRows:
@@ -95,11 +114,7 @@ class SparseRows:
         """The rows of all parts, one part after the other."""
         lengths = torch.cat([part.lengths for part in parts])
         columns = torch.cat([part.pattern.columns for part in parts])
-        return cls.of(lengths, columns, torch.cat([p.values for p in parts]), parts[0].shape[1])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.pattern.indptr) - 1, self.pattern.width
+        return cls.of(lengths, columns, torch.cat([p.stored for p in parts]), parts[0].shape[1])
 
     @property
     def lengths(self) -> Tensor:
@@ -109,19 +124,29 @@ class SparseRows:
     @property
     def column_type(self) -> torch.dtype:
         """The type of columns in transit: as wide as a value, and 32 bits at least."""
-        return torch.int64 if self.values.itemsize == 8 else torch.int32
+        return torch.int64 if self.stored.itemsize == 8 else torch.int32
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Size in transit [B]: a column and a value per stored value."""
-        return len(self.values) * (self.column_type.itemsize + self.values.itemsize)
+        return len(self.stored) * (self.column_type.itemsize + self.stored.itemsize)
 
-    def __getitem__(self, rows: slice) -> SparseRows:
+    def __getitem__(self, rows: slice) -> SparseRows:  # type: ignore[override]
         start, stop, _ = rows.indices(self.shape[0])
         if (start, stop) == (0, self.shape[0]):
             return self
         pattern, places = self.pattern.cut(start, stop)
-        return SparseRows(pattern, self.values[places])
+        return SparseRows(pattern, self.stored[places])
+
+    def __setitem__(self, rows: slice, others: SparseRows) -> None:  # type: ignore[override]
+        start, stop, _ = rows.indices(self.shape[0])
+        filled = SparseRows.cat([self[:start], others, self[stop:]])
+        self.pattern, self.stored = filled.pattern, filled.stored
+
+    def new_empty(self, rows: int, width: int) -> SparseRows:  # type: ignore[override]
+        """Rows that store nothing."""
+        lengths = self.pattern.indptr.new_zeros(rows)
+        return SparseRows.of(lengths, self.pattern.columns[:0], self.stored[:0], width)
 
     def index_select(self, dim: int, rows: Tensor) -> SparseRows:
         """The rows in that order; dim is 0."""
@@ -132,26 +157,19 @@ class SparseRows:
             total, dtype=torch.int32, device=rows.device
         ) + starts.repeat_interleave(lengths, output_size=total)
         columns = self.pattern.columns.index_select(0, places)
-        return SparseRows.of(lengths, columns, self.values.index_select(0, places), self.shape[1])
+        return SparseRows.of(lengths, columns, self.stored.index_select(0, places), self.shape[1])
 
-    def to(self, device: torch.device | str) -> SparseRows:
-        if self.values.device == torch.device(device):
+    def to(self, device: torch.device | str) -> SparseRows:  # type: ignore[override]
+        if self.stored.device == torch.device(device):
             return self
-        parts = self.pattern.indptr, self.pattern.columns, self.values
+        parts = self.pattern.indptr, self.pattern.columns, self.stored
         indptr, columns, values = sent(parts, torch.device(device))
         pattern = Pattern(indptr, columns, self.shape[1], on_host=self.pattern.on_host)
         return SparseRows(pattern, values)
 
-    def __repr__(self) -> str:
-        return f"SparseRows(shape={self.shape}, numbers={len(self.values)})"
+    def record_stream(self, stream: Any) -> None:
+        for part in (self.pattern.indptr, self.pattern.columns, self.stored):
+            part.record_stream(stream)
 
-
-FeatureRows: TypeAlias = Tensor | SparseRows  # either kind
-Rows = TypeVar("Rows", bound=FeatureRows)  # the kind that a function is given, and gives back
-
-
-def joined(parts: Sequence[FeatureRows]) -> FeatureRows:
-    """The rows of all parts, which are of one kind, one part after the other."""
-    if sparse := [part for part in parts if isinstance(part, SparseRows)]:
-        return SparseRows.cat(sparse)
-    return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SparseRows(shape={tuple(self.shape)}, numbers={len(self.stored)})"
