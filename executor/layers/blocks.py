@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import Block, SparseRows, sent
@@ -37,8 +35,8 @@ def features(
     Dense rows are converted a few at a time, so they are never in memory twice. To a GPU they are
     under way when this returns (copies.py).
     """
-    if graph.stats.nonzeros:
-        return _sparse_features(graph, rows, workload, room).to(device)
+    if not graph.stats.dense:
+        return SparseRows.of_csr(graph.x[rows], dtype_of(workload), room).to(device)
     width, x = graph.stats.features, graph.x
     stored = torch.float64 if x.dtype == np.float64 else torch.float32
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
@@ -69,18 +67,6 @@ def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> np.ndarray:
         return out
     # with mode='raise' numpy would copy twice, for the sake of indices out of range
     return np.take(x, rows, axis=0, out=out, mode="clip")
-
-
-def _sparse_features(graph: Graph, rows: Ids, workload: Workload, room: int) -> SparseRows:
-    """They share the graph's memory if they may write there."""
-    x: sp.csr_matrix = graph.x[rows]
-    indices, data = (
-        array if array.flags.writeable else array.copy() for array in (x.indices, x.data)
-    )
-    lengths = F.pad(torch.from_numpy(np.diff(x.indptr).astype(np.int64)), (0, room))
-    columns = torch.from_numpy(indices)
-    values = torch.from_numpy(data).to(dtype_of(workload))
-    return SparseRows.of(lengths, columns, values, x.shape[1])
 
 
 def weighted_block(

@@ -44,7 +44,7 @@ def with_user_model(
     if not names_layer(model, problem.workload.seed):
         return with_user_module(problem, model, given, folder, more)
     stats = problem.stats
-    if stats.nonzeros:
+    if not stats.dense:
         raise SpecError(
             f"{model}: the features of {stats.name} are sparse, and a layer of your own reads dense"
             " ones; convert the graph with gnnplan convert, whose folder has dense features"

@@ -101,27 +101,8 @@ class Exchange:
         each row of the halo stores: all ranks know them (Graph.lengths), so they are not sent."""
         if isinstance(packed, SparseRows):
             assert lengths is not None
-            return self._swap_sparse(packed, torch.from_numpy(lengths))
+            return packed.swapped(self._swap, self.gives, self.take, torch.from_numpy(lengths))
         return self.swap("f", packed, into)
-
-    def _swap_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
-        """A peer gets one message of bytes: the columns of all stored values, then these."""
-        columns, values = packed.pattern.columns.to(packed.column_type), packed.stored
-        gives = [int(part.sum()) for part in torch.split(packed.lengths, self.gives)]
-        takes = [int(part.sum()) for part in torch.split(lengths, self.take)]
-        messages = zip(*(torch.split(part, gives) for part in (columns, values)), strict=True)
-        outgoing = torch.cat([part.view(torch.uint8) for pair in messages for part in pair])
-        sizes = columns.itemsize, values.itemsize
-        incoming = self._swap(
-            outgoing[:, None], [n * sum(sizes) for n in gives], [n * sum(sizes) for n in takes]
-        )
-        parts = torch.split(incoming[:, 0], [n * size for n in takes for size in sizes])
-        return SparseRows.of(
-            lengths.to(values.device),
-            torch.cat(parts[::2]).view(columns.dtype),
-            torch.cat(parts[1::2]).view(values.dtype),
-            packed.shape[1],
-        )
 
     def fetch(
         self,

@@ -407,10 +407,10 @@ class Model:
         return activate + forward * drops, 2 * activate + backward * drops
 
 
-def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
+def describe(workload: Workload, features: int, classes: int, stored: float = 0.0) -> Model:
     """The shapes of a workload's model on a graph with so many feature columns and classes.
 
-    nonzeros: numbers in a row of sparse features, on average; 0: the features are dense. Link
+    stored: numbers of a row of features, on average; 0: all of them. Link
     prediction reads rows of the last layer that are as wide as hidden ones, whatever the classes.
 
     >>> model = describe(Workload(layers=3, hidden=16), 40, 5)
@@ -419,7 +419,7 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     """
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
     module, kind = workload.module, KINDS.get(workload.model, Kind())
-    inputs = Rows.of(features, workload.itemsize, nonzeros)
+    inputs = Rows.of(features, workload.itemsize, stored)
     layers = tuple(layers_of(workload, inputs, classes))
     decoder = (workload.hidden, classes) if kind.encodes else None
     ends = module is not None and module.ends

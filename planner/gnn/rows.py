@@ -12,6 +12,8 @@ import numpy as np
 
 from gnnplan.planner.vocabulary.numbers import Number
 
+INDEX = 4  # [B]
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -23,9 +25,9 @@ class Rows:
     index: int = 0  # [B]; 0: all numbers are stored, and none needs an index
 
     @classmethod
-    def of(cls, width: int, itemsize: int, nonzeros: float = 0.0) -> Rows:
-        """nonzeros: of a row of sparse features, on average; 0: the rows are dense."""
-        return cls(width, itemsize, nonzeros, 4) if nonzeros else cls(width, itemsize, width)
+    def of(cls, width: int, itemsize: int, stored: float = 0.0) -> Rows:
+        """stored: numbers of a sparse row, on average; 0: the rows are dense."""
+        return cls(width, itemsize, stored, INDEX) if stored else cls(width, itemsize, width)
 
     @property
     def multiplied_first(self) -> bool:

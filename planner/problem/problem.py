@@ -110,7 +110,7 @@ class Problem:
         module = self.workload.module
         if self.graph and self.workload.is_cut:  # the user's code may do anything with them
             object.__setattr__(self, "graph", self.graph.dense())
-            object.__setattr__(self, "stats", replace(self.stats, nonzeros=0))
+            object.__setattr__(self, "stats", self.stats.made_dense())
         if module is not None and module.inputs:
             dtype = self.workload.dtype
             graph, stats = with_inputs(self.graph, self.stats, module.inputs, dtype)
@@ -204,7 +204,7 @@ class Problem:
             self.workload,
             self.stats.features,
             self.stats.classes,
-            self.stats.nonzeros / self.stats.vertices,
+            self.stats.stored_per_row,
         )
         device, b = self.cluster.device, model.itemsize
         if device.kind != "cpu":

@@ -10,7 +10,6 @@ from scipy import sparse
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
-from gnnplan.executor.layers.kernels.sparse_rows import by_column
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -166,6 +165,14 @@ class Block:
             f"Block(n_dst={self.n_dst}, n_src={self.n_src}, edges={self.edges},"
             f" weighted={self.weight is not None})"
         )
+
+
+def by_column(rows: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values at these places [Z], sorted by column: indptr [width + 1], rows and places [Z]."""
+    columns, order = columns.sort(stable=True)
+    starts = torch.arange(width + 1, dtype=columns.dtype, device=columns.device)
+    # torch.bincount would have the host wait for the largest column
+    return torch.searchsorted(columns, starts, out_int32=True), rows[order], order.int()
 
 
 def check_rows(block: Block, x: Tensor) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
+from gnnplan.executor.layers.kernels.rows import Pattern, SparseRows
 from gnnplan.executor.layers.kernels.runtime import apply, kernel
-from gnnplan.executor.layers.kernels.sparse_rows import Pattern, SparseRows
 
 # splitmix64's constants, as int64
 GOLDEN, _MIX1, _MIX2 = (
@@ -49,7 +49,7 @@ def dropout(
         return x
     if isinstance(x, SparseRows):
         assert isinstance(epoch, int)
-        mask = _sparse_mask(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
+        mask = _mask_at(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
         return SparseRows(x.pattern, _masked(x.stored, mask, 1.0 / (1.0 - p)))
     if not x.numel():
         return x
@@ -115,7 +115,7 @@ def _threshold(p: float) -> int:
     return min(round(p * 2**16), 2**16 - 1) - 2**15
 
 
-def _sparse_mask(keys: Tensor, pattern: Pattern, p: float, first: int) -> Tensor:
+def _mask_at(keys: Tensor, pattern: Pattern, p: float, first: int) -> Tensor:
     """dropout_mask at the pattern's places alone: bool [Z]. Only their words are hashed."""
     columns, threshold = pattern.columns + first, _threshold(p)
     keys, offsets = pattern.per_number(keys), (columns & 3).long()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import sparse
+from scipy.sparse import csr_matrix
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gnnplan.executor.layers.kernels.aggregation import spmm
+from gnnplan.executor.layers.kernels.block import by_column
 from gnnplan.executor.layers.kernels.page_locked import sent
+from gnnplan.executor.layers.kernels.runtime import apply
 
 
 class Pattern:
@@ -61,14 +66,6 @@ class Pattern:
         return self._slices[start, stop]
 
 
-def by_column(rows: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values at these places [Z], sorted by column: indptr [width + 1], rows and places [Z]."""
-    columns, order = columns.sort(stable=True)
-    starts = torch.arange(width + 1, dtype=columns.dtype, device=columns.device)
-    # torch.bincount would have the host wait for the largest column
-    return torch.searchsorted(columns, starts, out_int32=True), rows[order], order.int()
-
-
 def _offsets(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0)).int()
 
@@ -77,7 +74,7 @@ class SparseRows(Tensor):
     """Rows [R, F] of mostly zeros: a pattern and its stored values [Z].
 
     They are constant (features), so no gradient goes to them. They are a tensor to whoever has
-    features; of what a tensor does, they do what is here, and products and dropout.
+    features; of what a tensor does, they do what is here, and `linear` and `dropout`.
     """
 
     pattern: Pattern
@@ -110,6 +107,17 @@ class SparseRows(Tensor):
         return cls(Pattern(_offsets(lengths), columns.int(), width), values)
 
     @classmethod
+    def of_csr(cls, x: csr_matrix, dtype: torch.dtype, room: int = 0) -> SparseRows:
+        """Of a matrix, with `room` more rows that store nothing. They share its memory if they may
+        write there."""
+        indices, data = (
+            array if array.flags.writeable else array.copy() for array in (x.indices, x.data)
+        )
+        lengths = F.pad(torch.from_numpy(np.diff(x.indptr).astype(np.int64)), (0, room))
+        columns, values = torch.from_numpy(indices), torch.from_numpy(data).to(dtype)
+        return cls.of(lengths, columns, values, x.shape[1])
+
+    @classmethod
     def cat(cls, parts: Sequence[SparseRows]) -> SparseRows:
         """The rows of all parts, one part after the other."""
         lengths = torch.cat([part.lengths for part in parts])
@@ -130,6 +138,34 @@ class SparseRows(Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         """Size in transit [B]: a column and a value per stored value."""
         return len(self.stored) * (self.column_type.itemsize + self.stored.itemsize)
+
+    def swapped(
+        self, swap: Callable[..., Tensor], gives: list[int], takes: list[int], lengths: Tensor
+    ) -> SparseRows:
+        """What peers send of theirs, while `gives` of these rows go to each of them.
+
+        lengths [sum takes]: stored values of what comes. A peer gets one message of bytes: the
+        columns of all stored values, then these."""
+        columns, values = self.pattern.columns.to(self.column_type), self.stored
+        given = [int(part.sum()) for part in torch.split(self.lengths, gives)]
+        taken = [int(part.sum()) for part in torch.split(lengths, takes)]
+        messages = zip(*(torch.split(part, given) for part in (columns, values)), strict=True)
+        outgoing = torch.cat([part.view(torch.uint8) for pair in messages for part in pair])
+        sizes = columns.itemsize, values.itemsize
+        incoming = swap(
+            outgoing[:, None], [n * sum(sizes) for n in given], [n * sum(sizes) for n in taken]
+        )
+        parts = torch.split(incoming[:, 0], [n * size for n in taken for size in sizes])
+        return SparseRows.of(
+            lengths.to(values.device),
+            torch.cat(parts[::2]).view(columns.dtype),
+            torch.cat(parts[1::2]).view(values.dtype),
+            self.shape[1],
+        )
+
+    def times(self, weight: Tensor) -> Tensor:
+        """Weighted sums of the columns of weight [H, F] -> [R, H]."""
+        return apply(_Linear, weight, self.pattern, self.stored)
 
     def __getitem__(self, rows: slice) -> SparseRows:  # type: ignore[override]
         start, stop, _ = rows.indices(self.shape[0])
@@ -173,3 +209,23 @@ class SparseRows(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SparseRows(shape={tuple(self.shape)}, numbers={len(self.stored)})"
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` of sparse rows; where they are bfloat16, weights and their gradient are float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, pattern: Pattern, values: Tensor) -> Tensor:
+        ctx.pattern, ctx.dtype = pattern, weight.dtype
+        ctx.save_for_backward(values)
+        # no copy where the weight lies column by column in memory (models.Net)
+        by_column = weight.to(values.dtype).t().contiguous()
+        return spmm(pattern.indptr, pattern.columns, values, by_column)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        indptr, rows, order = ctx.pattern.transposed
+        (values,) = ctx.saved_tensors
+        gradient = spmm(indptr, rows, values.index_select(0, order), grad.contiguous())
+        return gradient.t().to(ctx.dtype), None, None
