@@ -13,6 +13,11 @@ import numpy as np
 from gnnplan.planner.vocabulary.numbers import Number
 
 INDEX = 4  # [B]
+# why nothing is done to rows before they are multiplied
+SPARSE = (
+    "its features are sparse, so their rows are multiplied before anything is summed; save x dense"
+    " (x.toarray()), and the graph with gnnplan convert, in whose folder it stays so"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,11 @@ class Rows:
     def multiplied_first(self) -> bool:
         """Whether a layer can only multiply them, and adds up products along edges."""
         return self.index > 0
+
+    @property
+    def why_unsummed(self) -> str:
+        """Why rows themselves are not added up along edges, with a remedy; '' if they may be."""
+        return SPARSE * self.multiplied_first
 
     @property
     def alike(self) -> bool:
