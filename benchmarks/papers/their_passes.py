@@ -33,7 +33,7 @@ class TheirModel(Model):
         told, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
         narrow = narrow and self.narrow_at(layer)
         applied = APPLIED * (spec.weights > 0) + MIXED * self.hands_on_initial
-        width = spec.multiplied if narrow or self.reads_sparse(layer) else spec.h_in
+        width = spec.multiplied if narrow or self.rows(layer).multiplied_first else spec.h_in
         per_source = 0 if self.aggregate_cached(layer) else COPIED * width
         per_source += EXPONENTIALS * (spec.sums > 1) * spec.h_in
         per_source += 0 if narrow else _activated(spec)
@@ -53,7 +53,7 @@ class TheirModel(Model):
     def encodes(self) -> Played:
         assert self.encoder
         told, (h_in, h_out) = super().encodes, self.encoder
-        copied = COPIED * (h_out if self.nonzeros else h_in + h_out) * ROWS
+        copied = COPIED * (h_out + h_in * (not self.inputs.multiplied_first)) * ROWS
         return replace(told, ways=self._theirs(told.ways, copied))
 
     @property

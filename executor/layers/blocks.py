@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.copies import staging
-from gnnplan.executor.layers.kernels import Block, FeatureRows, SparseRows, sent
+from gnnplan.executor.layers.kernels import Block, SparseRows, sent
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, Whole
 from gnnplan.planner.graph.sampling import Ids
 
-AT_ONCE = 1 << 19  # values of dense features that are converted together
+AT_ONCE = 1 << 19  # values of features that are converted together
 
 
 def dtype_of(workload: Workload) -> torch.dtype:
@@ -31,11 +30,13 @@ def weight_dtype_of(workload: Workload) -> torch.dtype:
 def features(
     graph: Graph, rows: Ids, workload: Workload, device: torch.device, room: int = 0
 ) -> Tensor:
-    """Dense features of `rows` [rows + room, F]; the last `room` rows are not filled.
+    """Features of `rows` [rows + room, F]; the last `room` rows are not filled.
 
-    Rows are converted a few at a time, so they are never in memory twice. To a GPU they are under
-    way when this returns (copies.py).
+    Dense rows are converted a few at a time, so they are never in memory twice. To a GPU they are
+    under way when this returns (copies.py).
     """
+    if not graph.stats.dense:
+        return SparseRows.of_csr(graph.x[rows], dtype_of(workload), room).to(device)
     width, x = graph.stats.features, graph.x
     stored = torch.float64 if x.dtype == np.float64 else torch.float32
     out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
@@ -66,31 +67,6 @@ def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> np.ndarray:
         return out
     # with mode='raise' numpy would copy twice, for the sake of indices out of range
     return np.take(x, rows, axis=0, out=out, mode="clip")
-
-
-def sparse_features(
-    graph: Graph, rows: Ids, workload: Workload, device: torch.device
-) -> SparseRows:
-    """Features [rows, F] of a graph whose features are sparse.
-
-    They share the graph's memory if they may write there."""
-    x: sp.csr_matrix = graph.x[rows]
-    indices, data = (
-        array if array.flags.writeable else array.copy() for array in (x.indices, x.data)
-    )
-    lengths = torch.from_numpy(np.diff(x.indptr).astype(np.int64))
-    columns = torch.from_numpy(indices)
-    values = torch.from_numpy(data).to(dtype_of(workload))
-    return SparseRows.of(lengths, columns, values, x.shape[1]).to(device)
-
-
-def lengths_of(graph: Graph, rows: Ids, like: FeatureRows) -> Tensor | None:
-    """How many values each of these rows of sparse features stores, int64 [rows]; None where rows
-    are dense, as `like` is.
-
-    Every rank knows the structure of the graph's features, so lengths need not be sent.
-    """
-    return torch.from_numpy(graph.lengths[rows]) if isinstance(like, SparseRows) else None
 
 
 def weighted_block(

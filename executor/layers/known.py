@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import (
     Block,
-    FeatureRows,
-    Rows,
     aggregate,
     aggregate_beside,
     attend,
@@ -48,40 +46,39 @@ class KnownLayer(Layer):
             empty = torch.zeros(shape) if len(shape) == 1 else torch.empty(shape)
             self.register_parameter(name, nn.Parameter(empty))
 
-    def prepare(self, x: Rows, drop: Drop, moments: Tensor | None = None) -> Rows:
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
         if self.spec.activates:
-            assert isinstance(x, Tensor)
-            x = cast(Rows, activated(self.norm, x, moments))
+            x = activated(self.norm, x, moments)
         return drop(x) if self.spec.drops else x
 
-    def project(self, rows: FeatureRows) -> Tensor:
-        return self.kind.project(_Tensors(self), self.spec, _read(rows))
+    def project(self, rows: Tensor) -> Tensor:
+        return self.kind.project(_Tensors(self), self.spec, rows)
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         return self.kind.gather(_Tensors(self, block), self.spec, rows)
 
-    def gather_beside(self, block: Block, rows: FeatureRows) -> tuple[Tensor, FeatureRows]:
-        if self.kind.projects_own and not self.projects_first and isinstance(rows, Tensor):
+    def gather_beside(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind.projects_own and not self.projects_first:
             return aggregate_beside(block, rows)
         return super().gather_beside(block, rows)
 
     def update(
-        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+        self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool
     ) -> Tensor:
-        given = Given(gathered, _read(rows), _read(x), relu)
+        given = Given(gathered, rows, x, relu)
         return self.kind.update(_Tensors(self, initial=x0), self.spec, given)
 
     # -- P3's calls (layer.ColumnLayer) ----------------------------------------------------------
 
-    def scatter(self, block: Block, x: FeatureRows, sync: Sync) -> Tensor:
+    def scatter(self, block: Block, x: Tensor, sync: Sync) -> Tensor:
         if not self.projects_first:
             return self.gathers(x)
-        return self.kind.project(_Tensors(self, block, sync=sync), self.spec, _read(x))
+        return self.kind.project(_Tensors(self, block, sync=sync), self.spec, x)
 
-    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+    def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
         ops, away = _Tensors(self, is_partial=True), gathered.shape[0] - own.shape[0]
         if not (away and self.kind.projects_own):
-            given = Given(gathered, _read(own), _read(own), False)
+            given = Given(gathered, own, own, False)
             return self.kind.update(ops, self.spec, given)
         of_own, others = torch.split(gathered, [own.shape[0], away])
         if not self.projects_first:
@@ -187,11 +184,6 @@ class _Tensors:
 
     def attend_pairs(self, x: Tensor, heads: int) -> Tensor:
         return attend_pairs(self.block, x, self._matrix("attention"))
-
-
-def _read(rows: FeatureRows) -> Tensor:
-    """Rows that a kind reads: where products alone read them they may be sparse."""
-    return cast(Tensor, rows)
 
 
 def _logits(z: Tensor, vectors: Tensor) -> Tensor:

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import (
     Block,
-    FeatureRows,
-    Rows,
     aggregate,
     dropout,
 )
@@ -50,7 +48,7 @@ class Drop:
     first: int = 0  # column of the model's row that they begin with
     training: bool = True
 
-    def __call__(self, rows: Rows) -> Rows:
+    def __call__(self, rows: Tensor) -> Tensor:
         numbers = self.seed, self.epoch, self.layer, self.vertices, self.p, self.first
         return dropout(rows, *numbers)
 
@@ -75,7 +73,7 @@ class Layer(nn.Module):
     reads_whole: bool = False
     by_columns: tuple[str, ...] = ()
 
-    def prepare(self, x: Rows, drop: Drop, moments: Tensor | None = None) -> Rows:
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
         """Row-wise [S, H_in] -> [S, H_in], before anything is read from neighbours.
 
         moments [2, H_in]: of batch norm (models.BatchNorm), which layers of ours may have.
@@ -86,7 +84,7 @@ class Layer(nn.Module):
         """Of any numbers [S, H_in] such that the layer may be given."""
         return x
 
-    def project(self, rows: FeatureRows) -> Tensor:
+    def project(self, rows: Tensor) -> Tensor:
         """Row-wise, prepared [S, H_in] -> [S, width]; called only if projects_first."""
         raise NotImplementedError
 
@@ -94,12 +92,12 @@ class Layer(nn.Module):
         """Prepared, and perhaps projected, rows [S, width] -> [R, width]."""
         return aggregate(block, rows)
 
-    def gather_beside(self, block: Block, rows: FeatureRows) -> tuple[Tensor, FeatureRows]:
+    def gather_beside(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
         """`gather` of prepared rows [S, H_in], and those of the destinations [R, H_in]."""
         return self.gather(block, self.gathers(rows)), block.own_rows(rows)
 
     def update(
-        self, gathered: Tensor, rows: FeatureRows, x: FeatureRows, x0: Tensor | None, relu: bool
+        self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool
     ) -> Tensor:
         """Row-wise, on destinations: gathered [R, width] -> [R, H_out], with ReLU if asked.
 
@@ -108,11 +106,10 @@ class Layer(nn.Module):
         """
         raise NotImplementedError
 
-    def gathers(self, rows: FeatureRows) -> Tensor:
+    def gathers(self, rows: Tensor) -> Tensor:
         """What `gather` reads of prepared rows."""
         if self.projects_first:
             return self.project(rows)
-        assert isinstance(rows, Tensor)  # sparse rows are multiplied first
         return rows
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
@@ -130,7 +127,7 @@ class Layer(nn.Module):
     def forward(
         self,
         block: Block,
-        x: FeatureRows,
+        x: Tensor,
         drop: Drop = keep,
         x0: Tensor | None = None,
         relu: bool = False,
@@ -160,13 +157,13 @@ class ColumnLayer(Protocol):
     apply       what follows, on the whole sum; not torch's Module.apply, which nothing here calls
     """
 
-    def scatter(self, block: Block, x: FeatureRows, sync: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rows x [S, H_in] -> [S, width]."""
+    def scatter(self, block: Block, x: Tensor, sync: Callable[[Tensor], Tensor]) -> Tensor:
+        """Tensor x [S, H_in] -> [S, width]."""
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """[S, width] -> [R, width]."""
 
-    def transform(self, gathered: Tensor, own: FeatureRows) -> Tensor:
+    def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
         """[R, width] and the first destinations' rows [., H_in] -> partial sums [R, H_out]."""
 
     def apply(self, summed: Tensor, relu: bool) -> Tensor:
@@ -174,7 +171,7 @@ class ColumnLayer(Protocol):
 
 
 def partial_sums(
-    layer: ColumnLayer, block: Block, rows: FeatureRows, sync: Callable[[Tensor], Tensor]
+    layer: ColumnLayer, block: Block, rows: Tensor, sync: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """A layer's sums over a block's edges [R, H_out], for `apply`; rows [S, H_in] are prepared."""
     gathered = layer.gather(block, layer.scatter(block, rows, sync))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.blocks import weight_dtype_of
-from gnnplan.executor.layers.kernels import FeatureRows, linear
+from gnnplan.executor.layers.kernels import linear
 from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm, activated, norm_of
@@ -68,13 +68,13 @@ class Net(nn.Module):
         self.initial = shapes.hands_on_initial  # layers read x0, the encoder's output
         self.relu_after = shapes.relu_after  # whether a layer (0: the encoder) ends in ReLU
         self.to(weight_dtype_of(workload))
-        if shapes.nonzeros and 1 in self.which:
+        if shapes.inputs.multiplied_first and 1 in self.which:
             self._store_by_columns()
         if own is None:  # who makes their own layers does so
             self._initialise(workload.seed)
 
     def _store_by_columns(self) -> None:
-        """Lay out by columns the weights that multiply sparse features.
+        """Lay out by columns the weights that multiply features of few numbers.
 
         Their product gathers columns, for which `linear` would otherwise transpose the weight.
         """
@@ -128,7 +128,7 @@ class Net(nn.Module):
         norm = self.norm if number > self.total else getattr(self.layers[str(number)], "norm", None)
         return norm if isinstance(norm, BatchNorm) else None
 
-    def encode(self, x: FeatureRows, drop: Drop = keep) -> Tensor:
+    def encode(self, x: Tensor, drop: Drop = keep) -> Tensor:
         """Features [R, F] -> h_0 [R, H]."""
         assert self.encoder is not None
         return linear(

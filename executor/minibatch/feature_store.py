@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows
+from gnnplan.executor.layers.blocks import features
+from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
@@ -67,23 +67,23 @@ class FeatureStore:
             ids = ids[self.store.of(self.rank.rank, ids)[0] == HOST]
         return ids, int(self.problem.features_bytes(ids, self.columns).sum())
 
-    def load(self, ids: Ids, room: int = 0) -> FeatureRows:
+    def load(self, ids: Ids, room: int = 0) -> Tensor:
         """Features of vertices `in_host` on the device; no other rank has a part in it.
 
-        Where these are all that a batch reads, dense ones have `room` more rows, not filled."""
+        Where these are all that a batch reads, they have `room` more rows, not filled."""
         return self._host(ids, room * self.is_plain)
 
     def complete(
         self,
-        loaded: FeatureRows,
+        loaded: Tensor,
         ids: Ids,
         step: int,
         room: int = 0,
         there: Tensor | None = None,
-    ) -> FeatureRows:
+    ) -> Tensor:
         """Features [R, F] of these vertices on the device, in order; all ranks call it together.
 
-        `loaded`: what `load` returned. Dense features have `room` more rows, which are not filled.
+        `loaded`: what `load` returned. Features have `room` more rows, which are not filled.
         `there`: the ids on the device, if they are. Spans and bytes are recorded under the
         operations of `step`.
         """
@@ -96,7 +96,7 @@ class FeatureStore:
         kind, provider = store.of(rank.rank, ids)
         self._count(kind)
         hits = np.flatnonzero(kind == HIT)
-        parts: list[tuple[Ids, FeatureRows]] = [(np.flatnonzero(kind == HOST), loaded)]
+        parts: list[tuple[Ids, Tensor]] = [(np.flatnonzero(kind == HOST), loaded)]
         if store.caches:
             with rank.recorder.span(Label("pick", step), "compute"):
                 parts.append((hits, self._from_cache(ids[hits])))
@@ -105,7 +105,7 @@ class FeatureStore:
             away = away[np.argsort(provider[away], kind="stable")]
             parts.append((away, self._from_ranks(ids[away], provider[away], step)))
         rows = _merged(parts, ids.size, rank.device)
-        if room and isinstance(rows, Tensor):
+        if room:
             rows = torch.cat([rows, rows.new_empty(room, rows.shape[1])])
         return rows
 
@@ -114,9 +114,8 @@ class FeatureStore:
         """The place of each vertex in the cache [N]; -1: it is not there."""
         return torch.from_numpy(self.store.slot(self.rank.rank)).to(self.rank.device)
 
-    def _picked(self, loaded: FeatureRows, ids: Tensor, step: int) -> Tensor:
+    def _picked(self, loaded: Tensor, ids: Tensor, step: int) -> Tensor:
         """`complete`, where the cache has the rows that were not loaded. The host looks up none."""
-        assert isinstance(loaded, Tensor) and isinstance(self.cached, Tensor)
         with self.rank.recorder.span(Label("pick", step), "compute"):
             place = self._places[ids]
             rows = self.cached.index_select(0, place.clamp(min=0))
@@ -125,7 +124,7 @@ class FeatureStore:
         self._count(np.repeat([HOST, HIT], [len(loaded), len(ids) - len(loaded)]))
         return rows
 
-    def _from_ranks(self, ids: Ids, provider: NDArray[np.int32], step: int) -> FeatureRows:
+    def _from_ranks(self, ids: Ids, provider: NDArray[np.int32], step: int) -> Tensor:
         """Rows that other ranks provide, grouped by them; and rows for those who ask this one."""
         rank = self.rank
         counts = np.bincount(provider, minlength=rank.world)
@@ -138,9 +137,9 @@ class FeatureStore:
         rank.settle()
         gives, rows = _grouped(rank, wanted, counts), self._provide(asked[:, 0].cpu().numpy())
         with rank.recorder.sending(Label("fetch", step), "comm", rows.nbytes):
-            return gives.forward(rows, lengths=lengths_of(self.graph, ids, rows))
+            return gives.forward(rows, lengths=self.graph.lengths(ids))
 
-    def _fill_cache(self) -> FeatureRows:
+    def _fill_cache(self) -> Tensor:
         """The rank's cache: rows of its server's memory, and those that others send it once."""
         rank, store = self.rank, self.store
         ids = store.cached[rank.rank]
@@ -157,29 +156,27 @@ class FeatureStore:
             takes = np.bincount(sender[away], minlength=rank.world)
             exchange = _grouped(rank, [rows.size for rows in wanted], takes)
             rows = self._host(np.concatenate(wanted))
-            lengths = lengths_of(self.graph, ids[away], rows)
             with rank.recorder.sending(Label("fill", -1), "comm", rows.nbytes):
-                parts.append((away, exchange.forward(rows, lengths=lengths)))
+                came = exchange.forward(rows, lengths=self.graph.lengths(ids[away]))
+            parts.append((away, came))
         return _merged(parts, ids.size, self.rank.device)
 
-    def _host(self, ids: Ids, room: int = 0) -> FeatureRows:
-        """Rows from the server's memory; dense ones with `room` more rows."""
+    def _host(self, ids: Ids, room: int = 0) -> Tensor:
+        """Rows from the server's memory, with `room` more rows."""
         if self.store.home is not None:
             elsewhere = ids[self.store.sender(self.rank.rank, ids) != self.rank.rank]
             assert not elsewhere.size, (
                 f"server {self.store.servers[self.rank.rank]} has no features of vertices"
                 f" {elsewhere[:8].tolist()}"
             )
-        if self.problem.model.nonzeros:
-            return sparse_features(self.graph, ids, self.problem.workload, self.rank.device)
         return features(self.graph, ids, self.problem.workload, self.rank.device, room)
 
-    def _from_cache(self, ids: Ids) -> FeatureRows:
+    def _from_cache(self, ids: Ids) -> Tensor:
         """Rows that the rank caches."""
         places = self.store.slot(self.rank.rank)[ids].astype(np.int64)
         return self.cached.index_select(0, torch.from_numpy(places).to(self.rank.device))
 
-    def _provide(self, ids: Ids) -> FeatureRows:
+    def _provide(self, ids: Ids) -> Tensor:
         """Rows for other ranks: those in the cache, the rest from the server's memory."""
         held = self.store.slot(self.rank.rank)[ids] >= 0
         parts = [
@@ -208,22 +205,21 @@ def _grouped(rank: Rank, gives: Sequence[int] | Ids, takes: Ids) -> Exchange:
     return Exchange(rank, np.split(np.arange(sum(gives)), np.cumsum(gives)[:-1]), takes)
 
 
-def _merged(parts: list[tuple[Ids, FeatureRows]], size: int, device: torch.device) -> FeatureRows:
+def _merged(parts: list[tuple[Ids, Tensor]], size: int, device: torch.device) -> Tensor:
     """Rows [size, F] on the device where they are; each part is (places, rows there)."""
     parts = [(places, rows) for places, rows in parts if places.size or not size]
     if len(parts) == 1 or not size:
         return _permuted(*parts[0], device)
-    if sparse := [rows for _, rows in parts if isinstance(rows, SparseRows)]:
+    if isinstance(parts[0][1], SparseRows):
         places = np.concatenate([places for places, _ in parts])
-        return _permuted(places, SparseRows.cat(sparse), device)
-    dense = [(places, rows) for places, rows in parts if isinstance(rows, Tensor)]
-    out = dense[0][1].new_empty(size, dense[0][1].shape[1])
-    for places, rows in dense:  # on CPUs index_copy_ takes up to three times as long
+        return _permuted(places, torch.cat([rows for _, rows in parts]), device)
+    out = parts[0][1].new_empty(size, parts[0][1].shape[1])
+    for places, rows in parts:  # on CPUs index_copy_ takes up to three times as long
         out[torch.from_numpy(places).to(device)] = rows
     return out
 
 
-def _permuted(places: Ids, rows: FeatureRows, device: torch.device) -> FeatureRows:
+def _permuted(places: Ids, rows: Tensor, device: torch.device) -> Tensor:
     """Rows [R, F] moved to their places, a permutation of 0 .. R - 1."""
     if np.array_equal(places, np.arange(places.size)):
         return rows

@@ -44,11 +44,8 @@ def with_user_model(
     if not names_layer(model, problem.workload.seed):
         return with_user_module(problem, model, given, folder, more)
     stats = problem.stats
-    if stats.nonzeros:
-        raise SpecError(
-            f"{model}: the features of {stats.name} are sparse, and a layer of your own reads dense"
-            " ones; convert the graph with gnnplan convert, whose folder has dense features"
-        )
+    if why := problem.model.inputs.why_unsummed:
+        raise SpecError(f"{model}: a layer of your own reads whole rows, and of {stats.name} {why}")
     workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
     if more:
         workload = checked(Workload, workload.model_dump() | dict(more), "--", [*more])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.kernels import Block, FeatureRows, dropout
+from gnnplan.executor.layers.kernels import Block, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, keep
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
@@ -268,20 +268,18 @@ class PieceLayer(Layer):
     def cut(self) -> Cut:
         return self.mode.layers[self.number - 1]
 
-    def project(self, rows: FeatureRows) -> Tensor:
-        assert isinstance(rows, Tensor)
+    def project(self, rows: Tensor) -> Tensor:
         return rows[:, : self.read]
 
     def forward(
         self,
         block: Block,
-        x: FeatureRows,
+        x: Tensor,
         drop: Drop = keep,
         x0: Tensor | None = None,
         relu: bool = False,
         moments: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(x, Tensor)
         during = self.during(drop)
         prepared = during.begun(during.cut.prepare, self.norm, x, moments)
         read = {node: prepared[node] for node in during.cut.gather.given}

@@ -106,10 +106,10 @@ def with_user_module(
 
 
 def made_dense(user: UserModule, stats: GraphStats) -> list[str]:
-    """Say that sparse features are made dense for the module."""
-    if user.pieces is None or not stats.nonzeros:
+    """Say that features are made dense for the module, if they are not."""
+    if user.pieces is None or stats.dense:
         return []
-    share = stats.nonzeros / (stats.vertices * stats.features)
+    share = stats.stored_per_row / stats.features
     return [
         f"the features of {stats.name} are made dense, of which {show_percent(share, 1)} are not 0:"
         " a module that is run as it is written may do anything with them"

@@ -11,14 +11,14 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import Rows, SparseRows
+from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.schedule import Collective, Label, Ring
@@ -76,14 +76,14 @@ class Exchange:
         take = np.bincount(owner[wanted[rank.rank]], minlength=rank.world)
         return cls(rank, give, take, at=at)
 
-    def pack(self, rows: Rows, into: Tensor | None = None) -> Rows:
+    def pack(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """A copy of the rows for all peers [sum gives, H]; the source may then be overwritten.
 
-        `into`: the buffer for the copy of dense rows.
+        `into`: the buffer for the copy.
         """
-        if into is None or isinstance(rows, SparseRows):
-            return cast(Rows, rows.index_select(0, self.positions))
-        return cast(Rows, torch.index_select(rows, 0, self.positions, out=into))
+        if into is None:
+            return rows.index_select(0, self.positions)
+        return torch.index_select(rows, 0, self.positions, out=into)
 
     def swap(self, way: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Send packed rows and receive the halo [sum take, H] (way 'f'); or send the halo's
@@ -95,41 +95,33 @@ class Exchange:
         return self._swap(rows, *ends, into)
 
     def forward(
-        self, packed: Rows, into: Tensor | None = None, lengths: Tensor | None = None
-    ) -> Rows:
-        """`swap` of packed rows for the halo; lengths [sum take]: of sparse ones, how many values
-        each row of the halo stores."""
+        self, packed: Tensor, into: Tensor | None = None, lengths: np.ndarray | None = None
+    ) -> Tensor:
+        """`swap` of packed rows for the halo. Features need `lengths` [sum take], the numbers that
+        each row of the halo stores: all ranks know them (Graph.lengths), so they are not sent."""
         if isinstance(packed, SparseRows):
             assert lengths is not None
-            return cast(Rows, self._swap_sparse(packed, lengths))
-        return cast(Rows, self.swap("f", packed, into))
-
-    def _swap_sparse(self, packed: SparseRows, lengths: Tensor) -> SparseRows:
-        """A peer gets one message of bytes: the columns of all stored values, then these."""
-        columns, values = packed.pattern.columns.to(packed.column_type), packed.values
-        gives = [int(part.sum()) for part in torch.split(packed.lengths, self.gives)]
-        takes = [int(part.sum()) for part in torch.split(lengths, self.take)]
-        messages = zip(*(torch.split(part, gives) for part in (columns, values)), strict=True)
-        outgoing = torch.cat([part.view(torch.uint8) for pair in messages for part in pair])
-        sizes = columns.itemsize, values.itemsize
-        incoming = self._swap(
-            outgoing[:, None], [n * sum(sizes) for n in gives], [n * sum(sizes) for n in takes]
-        )
-        parts = torch.split(incoming[:, 0], [n * size for n in takes for size in sizes])
-        return SparseRows.of(
-            lengths.to(values.device),
-            torch.cat(parts[::2]).view(columns.dtype),
-            torch.cat(parts[1::2]).view(values.dtype),
-            packed.shape[1],
-        )
+            return packed.swapped(self._swap, self.gives, self.take, torch.from_numpy(lengths))
+        return self.swap("f", packed, into)
 
     def fetch(
-        self, label: Label, rows: Rows, into: Tensor | None = None, lengths: Tensor | None = None
-    ) -> Rows:
+        self,
+        label: Label,
+        rows: Tensor,
+        into: Tensor | None = None,
+        lengths: np.ndarray | None = None,
+    ) -> Tensor:
         """Exchange rows, recorded under a label -> the halo (`forward`)."""
         packed = self.pack(rows)
         with self.rank.recorder.sending(label, "comm", packed.nbytes):
             return self.forward(packed, into, lengths)
+
+    def fill(self, label: Label, rows: Tensor, start: int, lengths: np.ndarray) -> None:
+        """`fetch` the halo of features into the rows from `start` on."""
+        room = rows[start:]
+        came = self.fetch(label, rows, room, lengths)
+        if came is not room:
+            rows[start:] = came
 
     def add_home(self, gradient: Tensor, received: Tensor) -> None:
         """Add what came home to the gradient of this rank's rows, in place."""

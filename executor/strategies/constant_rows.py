@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
-from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.share import block_of, source_of
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.schedule import Label
@@ -28,34 +26,23 @@ from gnnplan.planner.vocabulary.schedule import Label
 PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
 
 
-def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor | SparseRows:
+def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor:
     """Features [S, F] of all rows that this rank computes and, if layer 1 reads it, of its halo."""
     graph, me, device = problem.data, rank.rank, rank.device
     own, rows, piece = layout.own(me), layout.rows(me, 0), layout.piece(me, 1)
-    # what is fetched: ids by owner, and the place of each
-    fetched: list[tuple[Label, Exchange, Ids, Ids]] = []
+    reads_halo = problem.model.first_varying == 1 and bool(layout.facts(1).sends.any())
+    room = rows.size - own.size + piece.halo.size * reads_halo
+    x = features(graph, own, problem.workload, device, room)
     if layout.preloaded().any():
         wanted = [layout.rows(peer, 0)[layout.own(peer).size :] for peer in range(layout.ranks)]
         exchange = Exchange.of_ids(rank, wanted, layout.owner, own)
         order = np.argsort(layout.owner[wanted[me]], kind="stable")
-        fetched.append((PRELOAD, exchange, wanted[me][order], own.size + order))
-    if problem.model.first_varying == 1 and layout.facts(1).sends.any():
+        came = exchange.fetch(PRELOAD, x, lengths=graph.lengths(wanted[me][order]))
+        places = torch.from_numpy(np.argsort(order)).to(device)
+        x[own.size : rows.size] = came.index_select(0, places)
+    if reads_halo:
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
-        places = rows.size + np.arange(piece.halo.size)
-        fetched.append((INPUT_HALO, exchange, piece.halo, places))
-    if problem.model.nonzeros:
-        sparse = sparse_features(graph, own, problem.workload, device)
-        for label, exchange, ids, places in fetched:
-            came = exchange.fetch(label, sparse, lengths=lengths_of(graph, ids, sparse))
-            came = came.index_select(0, torch.from_numpy(np.argsort(places)).to(device))
-            sparse = SparseRows.cat([sparse, came])
-        return sparse
-    x = features(graph, own, problem.workload, device, sum(len(each[-1]) for each in fetched))
-    for label, exchange, _, places in fetched:
-        if label == INPUT_HALO:  # it lies in the order in which it comes
-            exchange.fetch(label, x, x[rows.size :])
-        else:
-            x[torch.from_numpy(places).to(device)] = exchange.fetch(label, x)
+        exchange.fill(INPUT_HALO, x, rows.size, graph.lengths(piece.halo))
     return x
 
 
@@ -80,10 +67,9 @@ class ConstantRows:
         self.rank, self.problem, self.layout = rank, problem, layout
         self.cached = problem.model.aggregate_cached(1)
         x = constant_rows(rank, problem, layout).to("cpu")
-        self.kept: list[Tensor | SparseRows] = [x]
+        self.kept: list[Tensor] = [x]
         ids = self._ids(layout)
         if self.cached:
-            assert isinstance(x, Tensor)
             layer = net.layer(1)
             block = block_of(layout, rank.rank, 1, layer.edges, problem.workload, degrees)
             self.kept = [layer.gather(block, x)]
@@ -104,21 +90,18 @@ class ConstantRows:
         """Places of a layout's constant rows among those that are kept."""
         return torch.from_numpy(self.place[self._ids(layout)])
 
-    def at(self, places: Tensor) -> list[Tensor | SparseRows]:
+    def at(self, places: Tensor) -> list[Tensor]:
         """Copies of the rows at these places."""
         return [kept.index_select(0, places) for kept in self.kept]
 
-    def of(self, layout: Layout) -> list[Tensor | SparseRows]:
+    def of(self, layout: Layout) -> list[Tensor]:
         """The constant rows of a layout: those that are kept, or copies of some of them."""
         return self.kept if layout is self.layout else self.at(self.places(layout))
 
-    def on_device(
-        self, rows: list[Tensor | SparseRows]
-    ) -> tuple[Tensor | SparseRows, Tensor | None]:
+    def on_device(self, rows: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """What layer 1 or the encoder reads, and layer 1's aggregate if that is cached."""
         loaded = [each.to(self.rank.device) for each in rows]
         if not self.cached:
             return loaded[0], None
-        assert isinstance(loaded[0], Tensor)
         own = loaded[1] if len(loaded) > 1 else loaded[0][:0]
         return own, loaded[0]

@@ -17,9 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, sparse_features, weighted_block
+from gnnplan.executor.layers.blocks import features, weighted_block
 from gnnplan.executor.layers.kernels import (
-    FeatureRows,
     aggregate_transposed,
     backward,
     gradient_of,
@@ -70,14 +69,13 @@ class Worker(layerwise.Worker):
         ).to(device)
         self.targets = Targets(graph, own, workload, device)
         self.scored_by = [self.targets]
-        read = sparse_features if problem.model.nonzeros else features
-        self.features: FeatureRows = read(graph, own, workload, device)
+        self.features = features(graph, own, workload, device)
         self.cached: Tensor | None = None
         self.to_sum: Tensor | None = None
         if self.courses[0] is None:
-            self.cached = self._sum_features(cast(Tensor, self.features))
+            self.cached = self._sum_features(self.features)
             if not self.shapes.layers[0].reads_own:
-                self.features = cast(Tensor, self.features)[:0].clone()
+                self.features = self.features[:0].clone()
 
     def _sum_features(self, x: Tensor) -> Tensor:
         """Layer 1's sums of own rows [R, F]; they stay the same."""
@@ -96,7 +94,7 @@ class Worker(layerwise.Worker):
         """Forward of one layer, by rows or by columns -> the next layer's, and the way back."""
         net, relu = self.net.layer(layer), self.net.relu_after(layer)
         reads_features = layer == 1 and self.net.encoder is None
-        x: FeatureRows = self.features if reads_features else entered.leaf
+        x = self.features if reads_features else entered.leaf
         course = self.courses[layer - 1]
         if course is None:
             return self._of_constant_sums(step, x)
@@ -110,15 +108,15 @@ class Worker(layerwise.Worker):
                 first = spans(width, self.rank.world)[self.rank.rank].start
                 drop = self.drop(step, layer, self.everyone, first)
             moments = entered.moments.values if entered.moments else None
-            prepared: FeatureRows = net.prepare(x, drop, moments)
+            prepared = net.prepare(x, drop, moments)
             sent, own = net.gathers(prepared), prepared
-            if isinstance(prepared, Tensor) and self.shapes.layers[layer - 1].reads_own:
-                own = prepared.detach().requires_grad_(prepared.requires_grad)
+            if prepared.requires_grad and self.shapes.layers[layer - 1].reads_own:
+                own = prepared.detach().requires_grad_()
                 leaf = own if learns else None
             outgoing = sent.detach()
             pieces = turn.pieces(outgoing) if course.cuts else [outgoing]
             if learns:
-                made += [sent, prepared] if isinstance(prepared, Tensor) else [sent]
+                made += [sent] if leaf is None else [sent, prepared]
             del outgoing, sent, prepared
         where = Label("aggregate", step, "f", layer)
         with torch.no_grad():
@@ -160,7 +158,7 @@ class Worker(layerwise.Worker):
 
         return following, back
 
-    def _of_constant_sums(self, step: int, x: FeatureRows) -> tuple[Entered, Back]:
+    def _of_constant_sums(self, step: int, x: Tensor) -> tuple[Entered, Back]:
         """Layer 1, where its sums were made at set-up."""
         net, label = self.net.layer(1), Label("forward", step, layer=1)
         assert self.cached is not None

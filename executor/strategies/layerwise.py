@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import (
-    FeatureRows,
-    SparseRows,
     backward,
     give_back,
     gradient_of,
@@ -44,7 +42,7 @@ T = TypeVar("T")
 NOTHING = torch.empty(0)
 _Segment = Callable[[], Tensor]  # computes h_l
 # what layer 1 or the encoder reads, and on the device what a worker has on the host
-_Bring = Callable[[Any], tuple[FeatureRows, Any]]
+_Bring = Callable[[Any], tuple[Tensor, Any]]
 
 
 @dataclass
@@ -139,10 +137,9 @@ class Worker(base.Worker):
     def replays(self) -> bool:
         """Of one rank on the full graph, where no step draws anything on the host."""
         alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
-        repeats = self.problem.workload.repeats and not isinstance(self.features, SparseRows)
-        return alone and repeats and triton_kernels() is not None
+        return alone and self.problem.repeats and triton_kernels() is not None
 
-    def keep(self, features: Tensor | SparseRows, own: Callable[[], Tensor] | None) -> None:
+    def keep(self, features: Tensor, own: Callable[[], Tensor] | None) -> None:
         """Take features that stay, and aggregate them once if layer 1 always reads the same.
 
         own: reads those of the rank's destinations again, where they are rows of its own. So they
@@ -151,7 +148,6 @@ class Worker(base.Worker):
         self.features = features
         if not self.shapes.aggregate_cached(1):
             return
-        assert isinstance(features, Tensor)
         give_back()  # what was sent
         self.cached = self.net.layer(1).gather(self.blocks[1], features)
         rows = self.blocks[1].n_dst if self.shapes.layers[0].reads_own else 0
@@ -244,7 +240,7 @@ class Worker(base.Worker):
         if layer > self.shapes.first_varying:
             lay_out = self._current_halo.rows(step, layer, entered.outgoing)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
-            source = cast(Tensor, self.features)  # sparse rows offer what layer 1 asks of a tensor
+            source = self.features
             if lay_out is not None:
                 source = self._laid_out(layer, entered, lay_out())
             lay_out = None  # it has the rows as they were before they were laid out

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import lengths_of
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, keep_until_used, on_device
+from gnnplan.executor.layers.kernels import keep_until_used, on_device
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.arriving import Arriving
 from gnnplan.executor.minibatch.feature_store import FeatureStore
@@ -75,7 +74,7 @@ class OnBatches(base.Worker):
         asked = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
         self.arriving = Arriving(rank, sampler(*asked), strategy.prefetch, first, load)
 
-    def _load(self, share: Share, span: _Recorded, beside: T) -> tuple[FeatureRows, T]:
+    def _load(self, share: Share, span: _Recorded, beside: T) -> tuple[Tensor, T]:
         """Rows of the server's memory that layer 1 or the encoder reads, with room for a halo, and
         what else a worker has on the device."""
         own, room = self._own(share.parts[0])
@@ -162,7 +161,7 @@ class Worker(OnBatches):
         worker = self._open(made.share, span)
         return _Loaded(made.share, made.spans, made.sent, worker=worker)
 
-    def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor | SparseRows:
+    def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor:
         """What layer 1 or the encoder reads: own rows, and a halo that its owners send."""
         first = share.parts[0]
         own, room = self._own(first)
@@ -170,11 +169,9 @@ class Worker(OnBatches):
         if not (first.meets and self.problem.model.first_varying):
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]
-        if isinstance(rows, Tensor):
-            exchange.fetch(label, rows, into=rows[first.local :])
-            return rows
-        lengths = lengths_of(self.problem.data, first.source[first.local :], rows)
-        return SparseRows.cat([rows, exchange.fetch(label, rows, lengths=lengths)])
+        lengths = self.problem.data.lengths(first.source[first.local :])
+        exchange.fill(label, rows, first.local, lengths)
+        return rows
 
 
 open_worker = Worker

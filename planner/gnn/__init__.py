@@ -7,6 +7,7 @@
     layer.py        work and memory of a layer on any block, from its operations
     operations.py   what torch does for each operation, in both passes: work, and what is kept
     trace.py        how operations follow each other, and gradients go back through them
+    rows.py         how input rows are stored, and their bytes
     products.py     products of rows with a matrix, and the shapes that oneDNN makes code for
     amounts.py      amounts that are linear in a block's rows, sources and edges
     few_bits.py     rows in few bits per number: their bytes and work

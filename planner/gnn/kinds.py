@@ -34,8 +34,8 @@ class Layer:
     h_in: int
     h_out: int
     kind: str = "gcn"  # what it does (KINDS); 'own': a layer of the user's, which was counted
-    # multiplies, then aggregates: its output is narrower, or it is attention, or it reads sparse
-    # features
+    # multiplies, then aggregates: its output is narrower, or it is attention, or its inputs
+    # can only be multiplied (rows.py)
     projects_first: bool = False
     matrices: int = 1  # products with a matrix [h_in, h_out]; 0: the layer only aggregates
     sums: int = 1  # aggregations over the edges; a softmax of messages is a ratio of two

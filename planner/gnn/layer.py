@@ -50,7 +50,7 @@ def played_rowwise(
 
     twice: it has two readers, whose gradients are added."""
     ops = Operations(setting)
-    out = _prepare(ops, spec, _inputs(ROWS, spec, setting))
+    out = _prepare(ops, spec, _inputs(ROWS, setting))
     out = ops.product([out], spec.h_in, h_out, spec.bias, relu) if h_out else out
     ops.passes(0, SUM * twice, out)
     return _told(ops, out)
@@ -65,9 +65,8 @@ def _told(ops: Operations, out: Value) -> Played:
     return Played(ways, ops.project, Amounts((kept, kept, *ops.moments)), tuple(ops.products))
 
 
-def _inputs(rows: Amount, spec: Layer, setting: Setting) -> Value:
-    sparse = setting.nonzeros > 0
-    return Value(rows, setting.nonzeros or spec.h_in, setting.varies, sparse)
+def _inputs(rows: Amount, setting: Setting) -> Value:
+    return Value(rows, setting.inputs.numbers, setting.varies, setting.inputs.index)
 
 
 def _prepare(ops: Operations, spec: Layer, x: Value) -> Value:
@@ -77,7 +76,7 @@ def _prepare(ops: Operations, spec: Layer, x: Value) -> Value:
 
 def _all_of(ops: Operations, spec: Layer) -> Value:
     setting = ops.setting
-    x = _inputs(LOCAL if setting.narrow else SOURCES, spec, setting)
+    x = _inputs(LOCAL if setting.narrow else SOURCES, setting)
     prepared = x if setting.apart else _prepare(ops, spec, x)
     if spec.counted:
         return _counted(ops, spec, spec.counted, prepared)

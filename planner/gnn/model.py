@@ -1,8 +1,8 @@
 """What a GNN is to a plan: its layers, and the work of each.
 
-layer.py says what a layer does. Attention always projects first, and so does a layer that reads
-sparse features. GCNII and ResGCN+ have a row-wise encoder before the first layer and a row-wise
-decoder after the last; the decoder counts as layer L + 1. The executor's models
+layer.py says what a layer does. Attention always projects first, and so does a layer whose inputs
+must be multiplied first (rows.py). GCNII and ResGCN+ have a row-wise encoder before the first layer
+and a row-wise decoder after the last; the decoder counts as layer L + 1. The executor's models
 (executor/layers/models.py) have the same shapes."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.kinds import KINDS, Kind, Layer
 from gnnplan.planner.gnn.layer import Played, played, played_rowwise
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, MASKED_IN_PASSING, RELU, VECTOR
+from gnnplan.planner.gnn.rows import Rows
 from gnnplan.planner.gnn.trace import SUM, Setting, Work
 from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number
@@ -28,7 +29,6 @@ MASK = 5
 # hash_ops that an exponential of the loss costs in rows shorter than VECTOR, whose numbers are
 # taken one by one. In longer rows it costs one.
 SHORT = 5
-COLUMN = 4  # [B] of the column of a number of a sparse row, at least
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,11 @@ class Model:
     dropout: float
     itemsize: int  # [B] of a number of a row
     weight_itemsize: int  # [B] of a weight, and of its gradient
-    features: int
+    inputs: Rows  # of features
     classes: int
     hands_on_initial: bool  # GCNII: every layer reads h_0, so a pipeline stage hands it on as well
     norm: str = "none"  # 'none', 'layer' or 'batch'
     activates_last: bool = False  # norm and ReLU before the decoder
-    nonzeros: float = 0.0  # numbers in a row of sparse features, on average; 0: they are dense
     redrawn: bool = False  # every step has other edges (mini-batches)
     # A product is made piece by piece, and the pieces are copied into place. CPU ranks do so where
     # every step has other shapes and oneDNN multiplies.
@@ -64,6 +63,11 @@ class Model:
     is_cut: bool = False  # a user's module: where narrow, rows that no neighbour reads stay
 
     own_laid_out: ClassVar[int] = COPY  # passes over own rows, to put them beside others
+
+    @property
+    def features(self) -> int:
+        """Columns of features."""
+        return self.inputs.width
 
     @property
     def carried(self) -> int:
@@ -103,21 +107,25 @@ class Model:
     def aggregating_first(self) -> Model:
         """The same model with every layer aggregating before it multiplies.
 
-        Attention and the layer of sparse features still multiply first, and a layer of the user's
-        own stays as it is."""
+        Attention still multiplies first, as do layers that must (`Rows.multiplied_first`), and a
+        layer of the user's own stays as it is."""
         return replace(
             self,
             layers=tuple(
                 spec
                 if spec.counted
-                else replace(spec, projects_first=spec.heads > 0 or self.reads_sparse(layer))
+                else replace(
+                    spec, projects_first=spec.heads > 0 or self.rows(layer).multiplied_first
+                )
                 for layer, spec in enumerate(self.layers, 1)
             ),
         )
 
-    def reads_sparse(self, layer: int) -> bool:
-        """Whether the layer (0: the encoder) multiplies sparse features."""
-        return self.nonzeros > 0 and layer == self.first_varying
+    def rows(self, layer: int) -> Rows:
+        """How the rows that the layer (0: the encoder) reads are stored."""
+        if layer == self.first_varying:
+            return self.inputs
+        return Rows.of(self.input_width(layer), self.itemsize)
 
     @property
     def prepares_linearly(self) -> bool:
@@ -152,43 +160,23 @@ class Model:
         """Whether the layer's aggregate is computed once, before training.
 
         Only layer 1 aggregates constant features. Its aggregate changes where edges are redrawn,
-        dropout comes before it, or attention weighs it. Sparse features are never aggregated."""
+        dropout comes before it, or attention weighs it. Some features are never aggregated."""
         return (
             layer == 1
             and self.encoder is None
-            and not (self.redrawn or self.layers[0].heads or self.nonzeros)
+            and not (self.redrawn or self.layers[0].heads or self.inputs.multiplied_first)
             and not self.layers[0].counted
             and not (self.dropout and self.layers[0].drops)
         )
 
-    @property
-    def sparse_itemsize(self) -> int:
-        """Bytes of a number of a sparse row in transit [B]: a value and its column.
-
-        The column is as wide as the value, and has 32 bits at least."""
-        return self.itemsize + max(self.itemsize, COLUMN)
-
     def features_moved(self, rows: Number) -> Number:
-        """Bytes of some rows of features in transit [B]; sparse ones have the average count of
-        numbers."""
-        return rows * (self.nonzeros * self.sparse_itemsize or self.features * self.itemsize)
+        """Bytes of some rows of features in transit [B], of average ones."""
+        return self.inputs.moved(rows)
 
-    def features_held(self, rows: Number, numbers: Number | None = None) -> Number:
-        """Bytes of some rows of features in memory [B].
-
-        Sparse ones, with `numbers` in all (default: the average), are kept by row and by column:
-        value, column, and in the transpose row and place."""
-        if not self.nonzeros:
-            return rows * self.features * self.itemsize
-        return (rows * self.nonzeros if numbers is None else numbers) * (self.itemsize + 12) + 4 * (
-            rows + self.features
-        )
-
-    def features_sorted(self, rows: Number) -> Number:
-        """Bytes needed to multiply some of the sparse rows alone [B].
-
-        They hold where each row begins, and the transpose of these rows."""
-        return rows * (8 * self.nonzeros + 4) + 4 * self.features
+    def own_sorted(self, rows: Number) -> Number:
+        """Bytes to multiply own rows alone too, where layer 1 does so with features [B]."""
+        reads_own = self.first_varying > 0 and self.layers[0].reads_own
+        return self.inputs.sorted(rows) if reads_own else 0.0 * rows
 
     def exchanged_width(self, layer: int, narrow: bool) -> int:
         """Numbers per halo row before the layer.
@@ -221,7 +209,7 @@ class Model:
     def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
         """What the layer does on any block, by its operations; see Setting."""
         spec = self.layers[layer - 1]
-        setting = self._setting(self.reads_sparse(layer))._replace(
+        setting = self._setting(self.rows(layer))._replace(
             relu=self.relu_after(layer),
             varies=layer > self.first_varying,
             cached=self.aggregate_cached(layer),
@@ -230,21 +218,22 @@ class Model:
         )
         return played(spec, setting)
 
-    def _setting(self, sparse: bool = False) -> Setting:
+    def _setting(self, inputs: Rows) -> Setting:
         return Setting(
             self.itemsize,
             self.weight_itemsize,
             self.dropout > 0,
-            self.nonzeros * sparse,
+            inputs,
             self.redrawn,
             self.by_pieces,
             self.in_place,
             self.on_gpu,
         )
 
-    def prepares(self, spec: Layer, sparse: bool = False, varies: bool = True) -> Played:
+    def prepares(self, spec: Layer, varies: bool = True) -> Played:
         """What is done to a layer's input rows alone."""
-        return played_rowwise(spec, self._setting(sparse)._replace(varies=varies and not sparse))
+        setting = self._setting(Rows.of(spec.h_in, self.itemsize))
+        return played_rowwise(spec, setting._replace(varies=varies))
 
     def work(
         self,
@@ -291,7 +280,7 @@ class Model:
     def encodes(self) -> Played:
         """What the encoder does; GCNII adds the gradients of h_0 and of the initial rows."""
         assert self.encoder
-        setting = self._setting(self.reads_sparse(0))._replace(varies=False)
+        setting = self._setting(self.inputs)._replace(varies=False)
         h_out, twice = self.encoder[1], self.hands_on_initial
         # whose preparation its inputs get
         spec = Layer(*self.encoder, drops=not self.activates_last)
@@ -301,7 +290,8 @@ class Model:
     def decodes(self) -> Played:
         """What the decoder does."""
         assert self.decoder
-        return played_rowwise(self.decoder_inputs, self._setting(), self.decoder[1])
+        setting = self._setting(Rows.of(self.decoder[0], self.itemsize))
+        return played_rowwise(self.decoder_inputs, setting, self.decoder[1])
 
     def _moved(self, nbytes: Number = 0.0, launches: float = 0.0) -> Compute:
         """Element-wise work on so many bytes [B]."""
@@ -417,10 +407,10 @@ class Model:
         return activate + forward * drops, 2 * activate + backward * drops
 
 
-def describe(workload: Workload, features: int, classes: int, nonzeros: float = 0.0) -> Model:
+def describe(workload: Workload, features: int, classes: int, stored: float = 0.0) -> Model:
     """The shapes of a workload's model on a graph with so many feature columns and classes.
 
-    nonzeros: numbers in a row of sparse features, on average; 0: the features are dense. Link
+    stored: numbers of a row of features, on average; 0: all of them. Link
     prediction reads rows of the last layer that are as wide as hidden ones, whatever the classes.
 
     >>> model = describe(Workload(layers=3, hidden=16), 40, 5)
@@ -429,7 +419,8 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
     """
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
     module, kind = workload.module, KINDS.get(workload.model, Kind())
-    layers = tuple(_layers(workload, features, classes, nonzeros > 0))
+    inputs = Rows.of(features, workload.itemsize, stored)
+    layers = tuple(layers_of(workload, inputs, classes))
     decoder = (workload.hidden, classes) if kind.encodes else None
     ends = module is not None and module.ends
     if ends:
@@ -441,12 +432,11 @@ def describe(workload: Workload, features: int, classes: int, nonzeros: float = 
         dropout=workload.dropout,
         itemsize=workload.itemsize,
         weight_itemsize=workload.weight_itemsize,
-        features=features,
+        inputs=inputs,
         classes=classes,
         hands_on_initial=kind.reads_initial,
         norm=workload.norm or kind.norm,
         activates_last=kind.activates or ends,
-        nonzeros=nonzeros,
         redrawn=workload.mode == "mini",
         relu=kind.has_relu and (module is None or module.relu),
         ends=ends,
@@ -459,13 +449,13 @@ def _linear(h_in: int, h_out: int) -> int:
     return h_in * h_out + h_out
 
 
-def _layers(workload: Workload, features: int, classes: int, sparse: bool) -> Iterator[Layer]:
+def layers_of(workload: Workload, inputs: Rows, classes: int) -> Iterator[Layer]:
     """The layers of a workload; a user's module has norms, heads, dropout and biases of its own.
 
     They project first where that narrows the rows. The first one does not where its aggregate is
-    cached (Model.aggregate_cached), and always does on sparse features."""
+    cached (Model.aggregate_cached), and always does where it must (`Rows.multiplied_first`)."""
     kind, module = KINDS.get(workload.model, Kind()), workload.module
-    first, last = (workload.hidden,) * 2 if kind.encodes else (features, classes)
+    first, last = (workload.hidden,) * 2 if kind.encodes else (inputs.width, classes)
     outs = [kind.width(workload, classes)] * (workload.layers - 1) + [last]
     if module:
         outs = [layer.h_out for layer in module.layers]
@@ -478,7 +468,7 @@ def _layers(workload: Workload, features: int, classes: int, sparse: bool) -> It
         drops = workload.dropout and (own is None or own.drops)
         caches = reads_features and not drops and workload.mode != "mini"
         narrows = h_out < h_in and not caches
-        projects_first = kind.attends or narrows or (reads_features and sparse)
+        projects_first = kind.attends or narrows or (reads_features and inputs.multiplied_first)
         layer = Layer(h_in, h_out, workload.model, projects_first)
         layer = kind.shaped(layer, workload, place)
         norm = own.norm if own else (workload.norm or kind.norm) if place else "none"

@@ -72,7 +72,7 @@ class Operations(Trace):
         """Dropout. A word of the hash serves four columns of a dense row, and one number of a
         sparse row. A GPU hashes in passing: what counts there is to read rows and to write them."""
         setting, numbers = self.setting, x.rows * x.width
-        each = 4.0 if x.sparse else 1.0
+        each = 4.0 if x.index else 1.0
         if setting.on_gpu:
             each *= 2 * setting.itemsize / HASH_BYTES
         self.works(x.rows)[0].add(hash_ops=each * numbers)
@@ -82,7 +82,7 @@ class Operations(Trace):
 
     def like(self, x: Value) -> Value:
         """A new tensor as x."""
-        return replace(self.made(x.rows, x.width, x.varies), sparse=x.sparse)
+        return replace(self.made(x.rows, x.width, x.varies), index=x.index)
 
     def linear(
         self, terms: Sequence[tuple[Value, str]], bias: str = "", relu: bool = False
@@ -94,7 +94,7 @@ class Operations(Trace):
         self, terms: Sequence[Value], h_in: int, h_out: int, bias: bool = False, relu: bool = False
     ) -> Value:
         """Rows of h_in numbers times a matrix [h_in, h_out]; of several, the sum of products."""
-        setting, sparse = self.setting, terms[0].sparse
+        setting, sparse = self.setting, terms[0].index > 0
         relu_inside = relu and len(terms) == 1 and not (sparse or setting.in_place)
         varies = any(x.varies for x in terms)
         out = self.made(terms[-1].rows, h_out, True)
@@ -124,7 +124,7 @@ class Operations(Trace):
 
     def _multiply(self, x: Value, h_in: int, h_out: int) -> None:
         setting, (forward, backward) = self.setting, self.works(x.rows)
-        if x.sparse:
+        if x.index:
             # A row gathers a column of the matrix per number. The gradient is a product with the
             # transpose, whose order is found anew if the rows are another batch's: the numbers are
             # put in its order, and each gathers a row of the output's gradient.
@@ -150,7 +150,7 @@ class Operations(Trace):
         sum of its gradients; where it is not added in place, the gradient of a block."""
         setting, x = self.setting, terms[-1]
         itemsize, matrix = setting.itemsize, h_in * h_out
-        if x.sparse:  # numbers in the order of columns, and the gradient before it is added
+        if x.index:  # numbers in the order of columns, and the gradient before it is added
             in_order = x.rows * x.width * (itemsize + setting.unrounded)
             return matrix * itemsize + in_order, Amount.of(matrix * (itemsize + setting.unrounded))
         made_apart = max(h_in * any(x.varies for x in terms), h_out) * (not setting.in_place)
@@ -213,7 +213,7 @@ class Operations(Trace):
     def first_rows(self, x: Value) -> Value:
         """The destinations' own rows. Their gradient is put among zeros; but those that are
         prepared before an exchange are mostly all of them, and then it goes on as it is."""
-        out = Value(OWN, x.width, x.varies, x.sparse, view_of=x)
+        out = Value(OWN, x.width, x.varies, x.index, view_of=x)
         passed = self.size(x.rows + ROWS, x.width)
         return self.note(out, (x,), passed=passed, passes_on=x.rows is LOCAL)
 

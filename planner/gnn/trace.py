@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, Amount, Amounts, Block
 from gnnplan.planner.gnn.products import Product
+from gnnplan.planner.gnn.rows import Rows
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 SUM = 3  # passes over numbers, of the sum of two tensors
@@ -29,7 +30,7 @@ class Setting(NamedTuple):
     itemsize: int  # [B] of a number of a row
     weight_itemsize: int
     dropout: bool
-    nonzeros: float  # numbers of a row of sparse features, if the layer reads them; 0: dense
+    inputs: Rows
     redrawn: bool
     by_pieces: bool
     in_place: bool
@@ -102,7 +103,7 @@ class Value:
     rows: Amount
     width: float
     varies: bool  # it gets a gradient
-    sparse: bool = False
+    index: int = 0  # [B] of a number; 0: all numbers are stored (rows.Rows)
     held: Amount = NOTHING  # [B]; nothing: it is held elsewhere
     view_of: Value | None = None
     holders: int = 0  # operations that have saved it for the backward pass, and who reads what ends

@@ -71,6 +71,19 @@ class GraphStats:
     numbers: bool = False  # y holds numbers, of which `classes` are predicted for each vertex
 
     @property
+    def dense(self) -> bool:
+        """Whether all numbers of features are stored."""
+        return not self.nonzeros
+
+    @property
+    def stored_per_row(self) -> float:
+        """Numbers of a row of sparse features, on average; 0: they are dense."""
+        return self.nonzeros / self.vertices
+
+    def made_dense(self) -> GraphStats:
+        return dataclasses.replace(self, nonzeros=0)
+
+    @property
     def learned(self) -> Literal["label", "labels", "numbers"]:
         """What is predicted of a vertex."""
         if self.numbers:
@@ -170,19 +183,20 @@ class Graph:
 
     def dense(self) -> Graph:
         """The graph with all numbers of its features, zeros too. Raises SpecError for too many."""
-        if isinstance(self.x, np.ndarray) or not self.stats.nonzeros:
+        if isinstance(self.x, np.ndarray) or self.stats.dense:
             return self
         rows, columns = self.x.shape
         must_fit(self.stats.name, "features", rows * columns * self.x.dtype.itemsize)
         x = self.x.toarray()
         freeze(x)
-        return dataclasses.replace(self, x=x, stats=dataclasses.replace(self.stats, nonzeros=0))
+        return dataclasses.replace(self, x=x, stats=self.stats.made_dense())
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Numbers in each row of sparse features [N]."""
-        assert not isinstance(self.x, np.ndarray)
-        return np.asarray(np.diff(self.x.indptr), dtype=np.int64)
+    def lengths(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """How many numbers are stored of the vertices' features [rows]."""
+        if self.stats.dense:
+            return np.full(rows.size, self.stats.features)
+        x: Any = self.x
+        return np.asarray(x.indptr[rows + 1] - x.indptr[rows], np.int64)
 
     @property
     def degree(self) -> Array:

@@ -25,7 +25,6 @@ class ChunkFacts:
     rows: np.ndarray  # [K, g]
     edges: np.ndarray  # [K, g], into a sub-chunk
     sources: np.ndarray  # [K, g], distinct rows that these edges read, and the sub-chunk's own
-    numbers: np.ndarray  # [K, g], numbers of sparse features in the sources; 0 if dense
     sends: Pairs  # [K, g, g]: sends[c, i, j] rows of chunk c go from i to j
 
 
@@ -61,7 +60,7 @@ class Chunks:
 
     def halo(self, member: int) -> np.ndarray:
         """Global ids of other members' rows that a member reads, by chunk, then by owner."""
-        return self._sources[2][member]
+        return self._sources[1][member]
 
     def given(self, chunk: int, owner: int, reader: int) -> np.ndarray:
         """Positions, among the owner's rows of the chunk, of those that it sends to the reader."""
@@ -82,22 +81,16 @@ class Chunks:
         return ChunkFacts(
             np.diff(self.bounds).reshape(shape),
             edges.reshape(shape),
-            *self._sources[:2],
+            self._sources[0],
             np.stack(sends, axis=2),
         )
 
     @cached_property
-    def _sources(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Sources [K, g], numbers of sparse features in them [K, g], and each member's halo.
+    def _sources(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Sources [K, g], and each member's halo.
 
         Neighbours are marked rather than sorted, which is faster for many edges."""
-        sources, numbers = np.zeros((2, self.chunks, self.members), dtype=np.int64)
-        lengths = (
-            self.graph.lengths
-            if self.graph.stats.nonzeros
-            else np.zeros(self.sub.size, dtype=np.int64)
-        )
-        halos = []
+        sources, halos = np.zeros((self.chunks, self.members), dtype=np.int64), []
         for member in range(self.members):
             read_by_member = np.zeros(self.sub.size, dtype=bool)
             for chunk in range(self.chunks):
@@ -106,10 +99,9 @@ class Chunks:
                 read_by_member |= read
                 read[rows] = True
                 sources[chunk, member] = np.count_nonzero(read)
-                numbers[chunk, member] = lengths[read].sum()
             remote = read_by_member & (self.sub % self.members != member)
             halos.append(self.order[remote[self.order]])
-        return sources, numbers, halos
+        return sources, halos
 
 
 def cut_parts(
@@ -159,6 +151,5 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
         rows,
         rows * (edges / vertices),
         sources,
-        sources * (stats.nonzeros / vertices),
         Outer.of([0] * members, True, sent),
     )

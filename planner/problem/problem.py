@@ -110,7 +110,7 @@ class Problem:
         module = self.workload.module
         if self.graph and self.workload.is_cut:  # the user's code may do anything with them
             object.__setattr__(self, "graph", self.graph.dense())
-            object.__setattr__(self, "stats", replace(self.stats, nonzeros=0))
+            object.__setattr__(self, "stats", self.stats.made_dense())
         if module is not None and module.inputs:
             dtype = self.workload.dtype
             graph, stats = with_inputs(self.graph, self.stats, module.inputs, dtype)
@@ -204,7 +204,7 @@ class Problem:
             self.workload,
             self.stats.features,
             self.stats.classes,
-            self.stats.nonzeros / self.stats.vertices,
+            self.stats.stored_per_row,
         )
         device, b = self.cluster.device, model.itemsize
         if device.kind != "cpu":
@@ -220,13 +220,15 @@ class Problem:
 
         columns: of the features; default: all."""
         graph, columns = self.graph, columns or range(self.model.features)
-        if not self.model.nonzeros or graph is None:
+        if self.model.inputs.alike or graph is None:
             row_bytes = float(self.model.features_moved(1.0)) * len(columns) / self.model.features
             return np.full(rows.size, round(row_bytes))
         whole = len(columns) == self.model.features
         sliced = graph if whole else replace(graph, x=graph.x[:, columns.start : columns.stop])
-        lengths = self.known.answer(("lengths", graph, columns), lambda: sliced.lengths)
-        return np.asarray(lengths[rows].astype(np.int64) * self.model.sparse_itemsize)
+        lengths = self.known.answer(
+            ("lengths", graph, columns), lambda: sliced.lengths(np.arange(self.stats.vertices))
+        )
+        return np.asarray(lengths[rows].astype(np.int64) * self.model.inputs.number_moved)
 
     @cached_property
     def cost(self) -> Cost:
@@ -243,11 +245,15 @@ class Problem:
         """Whether all kernels of a step are launched as one (executor/ranks/replay.py).
 
         Steps that fill more of a GPU's memory are not. Their kernels take longer than launches, so
-        the host is ahead. Nor are those that differ (Workload.repeats), or read sparse features.
+        the host is ahead. Nor are those that differ.
         """
         alone = self.cluster.device.kind == "cuda" and self.ranks == 1
-        repeats = self.workload.repeats and self.workload.mode == "full" and not self.model.nonzeros
-        return self.replayed and alone and repeats
+        return self.replayed and alone and self.repeats and self.workload.mode == "full"
+
+    @property
+    def repeats(self) -> bool:
+        """`Workload.repeats`; but the host tells dropout of rows that differ which step it is."""
+        return self.workload.repeats and self.model.inputs.alike
 
     def launching(self, replayed: bool) -> Problem:
         """The same problem for a strategy whose steps are `replayed`, or are not."""

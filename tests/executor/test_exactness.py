@@ -222,7 +222,7 @@ def test_sparse_features_in_one_process(run_ranks, graphs, model):
             graphs["sparse"],
             workload(model, dtype="float64", dropout=dropout, hidden=hidden),
         )
-        assert case.problem(1).model.reads_sparse(case.problem(1).model.first_varying)
+        assert case.problem(1).model.inputs.multiplied_first
         losses, weights = train_plainly(case)
         alone = one_process(run_ranks, case)
         assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
 from test_memory import counted
-from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, sparse_features
+from gnnplan.executor.layers.blocks import features
+from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.minibatch import feature_store as executor_store
 from gnnplan.executor.minibatch.feature_store import FeatureStore, map_features, write_features
 from gnnplan.executor.ranks.rank import Rank
@@ -87,16 +88,10 @@ def test_rows_read_are_the_graphs(graphs, graph, cache):
     for step, ids in enumerate([*drawn, np.zeros(0, np.int64), np.arange(60)[::-1]]):
         (in_host, nbytes), loads = store.in_host(ids), planned.loads(problem, [ids])
         rows = store.complete(store.load(in_host), ids, step)
-        whole = (features if graph == "rough" else sparse_features)(
-            problem.graph, ids, problem.workload, rank.device
-        )
-        if isinstance(rows, Tensor):
-            assert isinstance(whole, Tensor) and torch.equal(rows, whole)
-        else:
-            assert not isinstance(whole, Tensor) and torch.equal(rows.lengths, whole.lengths)
-            assert torch.equal(rows.pattern.columns, whole.pattern.columns) and torch.equal(
-                rows.values, whole.values
-            )
+        whole = features(problem.graph, ids, problem.workload, rank.device)
+        assert isinstance(rows, SparseRows) == isinstance(whole, SparseRows) == (graph == "sparse")
+        for name in ("lengths", "pattern.columns", "stored") if graph == "sparse" else ("data",):
+            assert torch.equal(*map(attrgetter(name), (rows, whole)))
         total += loads.rows[0]
         assert nbytes == loads.host[0]
     assert store.rows == {name: n for name, n in zip(CLASSES, total.tolist(), strict=True)}
@@ -188,10 +183,10 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
     assert isinstance(planned, Store)
     store, left, _ = counted(lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), supply))
     # its arrays are numpy's, whom the profiler does not see
-    if not isinstance(store.cached, Tensor):
+    if isinstance(store.cached, SparseRows):
         pattern = store.cached.pattern
         assert (
-            pattern.indptr.nbytes + pattern.columns.nbytes + store.cached.values.nbytes
+            pattern.indptr.nbytes + pattern.columns.nbytes + store.cached.stored.nbytes
             == planned.held(problem)[0] + 4
         )
         return

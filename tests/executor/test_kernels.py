@@ -29,7 +29,7 @@ from gnnplan.executor.layers.kernels import (
     softmax_aggregate,
 )
 from gnnplan.executor.layers.kernels.aggregation import sparse_product
-from gnnplan.executor.layers.kernels.sparse_rows import by_column
+from gnnplan.executor.layers.kernels.block import by_column
 from gnnplan.planner.gnn.operations import EDGE_NUMBERS
 from gnnplan.planner.gnn.products import block_rows
 
@@ -384,8 +384,8 @@ def sparse_rows(x: torch.Tensor) -> SparseRows:
 
 def dense_rows(x: SparseRows) -> torch.Tensor:
     rows = torch.arange(x.shape[0]).repeat_interleave(x.lengths)
-    return torch.zeros(x.shape, dtype=x.values.dtype).index_put(
-        (rows, x.pattern.columns.long()), x.values, accumulate=True
+    return torch.zeros(x.shape, dtype=x.stored.dtype).index_put(
+        (rows, x.pattern.columns.long()), x.stored, accumulate=True
     )
 
 
@@ -435,7 +435,8 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
         (picked, x[chosen]),
         (ours[:], x),
         (ours.to("cpu"), x),
-        (SparseRows.cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
+        (torch.cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
+        (torch.cat([ours, ours.new_empty(3, x.shape[1])]), F.pad(x, (0, 0, 0, 3))),
     ):
         assert sparse.shape == tuple(plain.shape) and sparse.nbytes == 2 * 8 * int(
             (plain != 0).sum()
@@ -444,17 +445,32 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
         indptr, where, order = sparse.pattern.transposed
         assert torch.equal(
             dense_rows(
-                SparseRows.of(indptr.diff(), where, sparse.values[order.long()], len(plain))
+                SparseRows.of(indptr.diff(), where, sparse.stored[order.long()], len(plain))
             ),
             plain.t(),
         )
 
 
+@settings(deadline=None)
+@given(thin, st.data())
+def test_room_among_sparse_rows_is_filled_like_that_among_dense_ones(x, data):
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(x))] * 2)))
+    room = torch.cat([x[:start], x.new_zeros(stop - start, x.shape[1]), x[stop:]])
+    ours = sparse_rows(room)
+    ours[start:stop] = sparse_rows(x)[start:stop]
+    assert torch.equal(dense_rows(ours), x)
+
+
+def test_what_sparse_rows_do_not_do_is_said():
+    with pytest.raises(TypeError, match="is not done on sparse rows"):
+        sparse_rows(torch.eye(3)).relu()
+
+
 def test_a_cut_is_sorted_once():
     """Rows with other numbers, as dropout makes them every epoch, share it."""
     x = sparse_rows(torch.eye(6))
-    assert x[2:4].pattern is SparseRows(x.pattern, x.values * 2)[2:4].pattern and x[:6] is x
-    assert x.pattern.transposed is SparseRows(x.pattern, x.values * 2).pattern.transposed
+    assert x[2:4].pattern is SparseRows(x.pattern, x.stored * 2)[2:4].pattern and x[:6] is x
+    assert x.pattern.transposed is SparseRows(x.pattern, x.stored * 2).pattern.transposed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -468,7 +484,7 @@ def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p, dtype):
     for rows in (slice(None), slice(3, 9), slice(0, 0)):
         ours = dropout(sparse_rows(x)[rows], 1, 2, 3, vertices[rows], p)
         assert torch.equal(dense_rows(ours), dropout(x[rows], 1, 2, 3, vertices[rows], p))
-    assert len(ours.values) == 0 and dropout(ours, 1, 2, 3, vertices[:0], 0.0) is ours
+    assert len(ours.stored) == 0 and dropout(ours, 1, 2, 3, vertices[:0], 0.0) is ours
 
 
 # -- dropout ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from gnnplan.executor.modules.own import own_layers, with_user_model
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.formats import convert
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case
 
@@ -276,8 +278,17 @@ def test_p3_says_what_a_layer_lacks(tmp_path, graphs):
 def test_sparse_features_are_refused(tmp_path, graphs):
     (tmp_path / "layer.py").write_text(EXAMPLE)
     problem = Case("graph_parallel", graphs["sparse"]).problem(2)
-    with pytest.raises(SpecError, match=r"sparse.*gnnplan convert"):
-        with_user_model(problem, f"{tmp_path / 'layer.py'}:Contrast")
+    layers = f"{tmp_path / 'layer.py'}:Contrast"
+    with pytest.raises(SpecError, match=r"sparse.*save x dense.*gnnplan convert"):
+        with_user_model(problem, layers)
+    # as it says: conversion alone keeps features sparse, and so does a .npz of dense ones
+    with np.load(graphs["sparse"]) as arrays:
+        held = {name: arrays[name] for name in arrays.files if not name.startswith("x_")}
+    dense = np.asarray(problem.data.x.toarray())
+    np.savez(tmp_path / "dense.npz", x=dense, **held)
+    convert(str(tmp_path / "dense.npz"), tmp_path / "graph")
+    problem = Case("graph_parallel", str(tmp_path / "graph")).problem(2)
+    assert with_user_model(problem, layers)[0].workload.model == "own"
 
 
 def test_a_norm_is_the_layers_own_affair(tmp_path):

@@ -145,11 +145,8 @@ def test_sparse_features_are_multiplied_first(dropout):
         for name in ("gcn", "sage", "gat")
     )
     for model in (gcn, sage, gat):
-        assert [model.reads_sparse(layer) for layer in (0, 1, 2)] == [
-            False,
-            True,
-            False,
-        ] and not model.aggregate_cached(1)
+        assert [model.rows(layer).multiplied_first for layer in (1, 2)] == [True, False]
+        assert not model.aggregate_cached(1)
         assert model.layers[0].projects_first and model.aggregating_first.layers[0].projects_first
         forward, backward = model.forward(1, 10, 20, 50), model.backward(1, 10, 20, 50)
         assert forward.flops == backward.flops == 0.0
@@ -186,7 +183,7 @@ def test_sparse_features_are_multiplied_first(dropout):
     )
     assert gcn.forward(2, 10, 20, 50) == dense.forward(2, 10, 20, 50)
     encoding = describe(Workload(model="gcnii", hidden=16, dropout=dropout), 40, 5, 3.0)
-    assert [encoding.reads_sparse(layer) for layer in (0, 1)] == [True, False]
+    assert [encoding.rows(layer).multiplied_first for layer in (0, 1)] == [True, False]
     assert [work.gathers for work in encoding.encode(10)] == [
         ((30, 16, 40, 10),),
         ((30, 16, 10, 40),),

@@ -5,9 +5,9 @@ is public or probed at run time.
 
 Open
     block.py           for `Block`: the edges of a layer, in CSR, with their transpose
-    aggregation.py     for `aggregate`: sparse matrix times dense rows, and its gradient
+    aggregation.py     for `aggregate`: weighted sums over edges, and their gradient
     attention.py       for `softmax_aggregate`, `attend`, `attend_pairs`: softmax over edges
-    sparse_rows.py     for `SparseRows`: features of which most are zero
+    rows.py            for `SparseRows`: features of which most are zero
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
     few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random; and for
@@ -17,7 +17,7 @@ Open
     gpu.py             for `triton_kernels`: whether a GPU takes them
     runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
-Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
+Shapes: R destination rows, S source rows, E edges, Z stored values of rows, H values per row
 (H_in and H_out for a linear layer)."""
 
 from gnnplan.executor.layers.kernels.aggregation import (
@@ -44,6 +44,7 @@ from gnnplan.executor.layers.kernels.page_locked import (
     sent,
     together,
 )
+from gnnplan.executor.layers.kernels.rows import SparseRows
 from gnnplan.executor.layers.kernels.runtime import (
     backward,
     give_back,
@@ -51,14 +52,11 @@ from gnnplan.executor.layers.kernels.runtime import (
     keep_allocator,
     pin_no_more_than_asked,
 )
-from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Rows, SparseRows, joined
 
 __all__ = [
     "GOLDEN",
     "Block",
-    "FeatureRows",
     "Mix",
-    "Rows",
     "Shapes",
     "SparseRows",
     "aggregate",
@@ -72,7 +70,6 @@ __all__ = [
     "dropout_mask",
     "give_back",
     "gradient_of",
-    "joined",
     "keep_allocator",
     "keep_until_used",
     "linear",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import cast
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from scipy import sparse
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
-from gnnplan.executor.layers.kernels.sparse_rows import Rows, by_column
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -93,12 +91,12 @@ class Block:
         self.weight = weight.contiguous().to(self.indptr.device)
         self.t_weight = self.weight.index_select(0, self.order)
 
-    def own_rows(self, rows: Rows) -> Rows:
+    def own_rows(self, rows: Tensor) -> Tensor:
         """Those of the destinations, the first of the sources' rows [S, H].
 
         Where these are all, a slice would cost a backward pass that puts its gradient among zeros.
         """
-        return rows if rows.shape[0] == self.n_dst else cast(Rows, rows[: self.n_dst])
+        return rows if rows.shape[0] == self.n_dst else rows[: self.n_dst]
 
     @property
     def readers(self) -> Tensor:
@@ -169,6 +167,14 @@ class Block:
             f"Block(n_dst={self.n_dst}, n_src={self.n_src}, edges={self.edges},"
             f" weighted={self.weight is not None})"
         )
+
+
+def by_column(rows: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values at these places [Z], sorted by column: indptr [width + 1], rows and places [Z]."""
+    columns, order = columns.sort(stable=True)
+    starts = torch.arange(width + 1, dtype=columns.dtype, device=columns.device)
+    # torch.bincount would have the host wait for the largest column
+    return torch.searchsorted(columns, starts, out_int32=True), rows[order], order.int()
 
 
 def check_rows(block: Block, x: Tensor) -> None:

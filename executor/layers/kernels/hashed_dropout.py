@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
+from gnnplan.executor.layers.kernels.rows import Pattern, SparseRows
 from gnnplan.executor.layers.kernels.runtime import apply, kernel
-from gnnplan.executor.layers.kernels.sparse_rows import Pattern, Rows, SparseRows
 
 # splitmix64's constants, as int64
 GOLDEN, _MIX1, _MIX2 = (
@@ -31,14 +31,14 @@ def mix(z: Tensor) -> Tensor:
 
 
 def dropout(
-    x: Rows,
+    x: Tensor,
     seed: int,
     epoch: int | Tensor,
     layer: int,
     vertices: Tensor,
     p: float,
     first: int = 0,
-) -> Rows:
+) -> Tensor:
     """x [R, H] with a share p of its values set to zero, the others scaled by 1 / (1 - p).
 
     Row r belongs to vertices[r] (int64 [R], global ids). `first`: the column of the model's row
@@ -49,17 +49,17 @@ def dropout(
         return x
     if isinstance(x, SparseRows):
         assert isinstance(epoch, int)
-        mask = _sparse_mask(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
-        return cast(Rows, SparseRows(x.pattern, _masked(x.values, mask, 1.0 / (1.0 - p))))
+        mask = _mask_at(vertex_keys(vertices, seed, epoch, layer), x.pattern, p, first)
+        return SparseRows(x.pattern, _masked(x.stored, mask, 1.0 / (1.0 - p)))
     if not x.numel():
         return x
     if x.is_cuda and (ours := triton_kernels()):
         numbers = seed, epoch, layer, first, _threshold(p), 1.0 / (1.0 - p)
-        return cast(Rows, ours.dropout(x, vertices, *numbers))
+        return cast(Tensor, ours.dropout(x, vertices, *numbers))
     assert isinstance(epoch, int)
     with kernel:
         mask = dropout_mask(seed, epoch, layer, vertices, x.shape[1], p, first)
-        return cast(Rows, apply(_Mask, x, mask, 1.0 / (1.0 - p)))
+        return apply(_Mask, x, mask, 1.0 / (1.0 - p))
 
 
 def dropout_mask(
@@ -115,7 +115,7 @@ def _threshold(p: float) -> int:
     return min(round(p * 2**16), 2**16 - 1) - 2**15
 
 
-def _sparse_mask(keys: Tensor, pattern: Pattern, p: float, first: int) -> Tensor:
+def _mask_at(keys: Tensor, pattern: Pattern, p: float, first: int) -> Tensor:
     """dropout_mask at the pattern's places alone: bool [Z]. Only their words are hashed."""
     columns, threshold = pattern.columns + first, _threshold(p)
     keys, offsets = pattern.per_number(keys), (columns & 3).long()

@@ -1,4 +1,4 @@
-"""Linear layers: products of dense or sparse rows with a weight, on CPUs by MKL or oneDNN.
+"""Linear layers: products of rows with a weight, on CPUs by MKL or oneDNN.
 
 oneDNN is reached through an operation of torch that is private, so `has_onednn` probes it first.
 Shapes: R rows, H_in and H_out values per row of input and output."""
@@ -15,21 +15,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from gnnplan.executor.layers.kernels.aggregation import spmm
+from gnnplan.executor.layers.kernels.rows import SparseRows
 from gnnplan.executor.layers.kernels.runtime import apply, backward
-from gnnplan.executor.layers.kernels.sparse_rows import FeatureRows, Pattern, SparseRows
 from gnnplan.planner.gnn.products import LEAST, block_rows
 
 
-def linear(
-    x: FeatureRows, weight: Tensor, bias: Tensor | None = None, relu: bool = False
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     """x [R, H_in] times weight [H_out, H_in] transposed, plus bias [H_out] -> [R, H_out].
 
-    `relu`: apply ReLU to the result. Of sparse rows it is a weighted sum of the weight's columns.
+    `relu`: apply ReLU to the result.
     """
     if isinstance(x, SparseRows):
-        out = apply(_SparseLinear, weight, x.pattern, x.values)
+        out = x.times(weight)
         out = out if bias is None else out.add_(bias)
         return out.relu_() if relu else out
     return linear_sum([(x, weight)], bias, relu)
@@ -326,23 +323,3 @@ def _pieces(rows: int, size: int) -> Iterator[slice]:
         yield slice(start, start := start + (Shapes.least << power))
     if left:
         yield slice(start, rows)
-
-
-class _SparseLinear(torch.autograd.Function):
-    """`linear` of sparse rows; where they are bfloat16, weights and their gradient are float32."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, pattern: Pattern, values: Tensor) -> Tensor:
-        ctx.pattern, ctx.dtype = pattern, weight.dtype
-        ctx.save_for_backward(values)
-        # no copy where the weight lies column by column in memory (models.Net)
-        by_column = weight.to(values.dtype).t().contiguous()
-        return spmm(pattern.indptr, pattern.columns, values, by_column)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        indptr, rows, order = ctx.pattern.transposed
-        (values,) = ctx.saved_tensors
-        gradient = spmm(indptr, rows, values.index_select(0, order), grad.contiguous())
-        return gradient.t().to(ctx.dtype), None, None

@@ -8,13 +8,11 @@ the beginning of every step. Features are never historical.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import features, lengths_of, sparse_features
-from gnnplan.executor.layers.kernels import FeatureRows, SparseRows, joined
+from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.layer import Drop, keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
@@ -35,23 +33,23 @@ class Inputs:
         exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
         # of far rows that layer 1 reads; they cross once
         self.fetched = exchanges if problem.model.first_varying > 0 else []
-        self.features: FeatureRows = self._load(rank, problem, kept, own)
-        self.by_chunk: list[SparseRows] = []  # of sparse features, what each chunk's edges read
-        if isinstance(self.features, SparseRows) and net.encoder is None:
+        self.features = self._load(rank, problem, kept, own)
+        self.by_chunk: list[Tensor] = []  # what each chunk's edges read, if only products read it
+        if problem.model.rows(1).multiplied_first:
             self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
             self.features = torch.empty(0)  # every chunk has its own
         self.aggregated: list[Tensor] = []  # by chunk
         if problem.model.aggregate_cached(1):
-            self.aggregated = [chunk.gather(net.layer(1), self.dense) for chunk in chunks]
+            self.aggregated = [chunk.gather(net.layer(1), self.features) for chunk in chunks]
         # other dense features are prepared in every step, but by layers that do so with parameters
         plain = net.encoder is None and not net.layer(1).reads_whole
         self.is_prepared = plain and not (self.by_chunk or self.aggregated)
         self.prepared = torch.empty(0)
 
-    def _load(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> FeatureRows:
+    def _load(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> Tensor:
         """Features of own rows, and of far rows if layer 1 reads them."""
-        graph, read = problem.data, sparse_features if problem.model.nonzeros else features
-        rows: FeatureRows = read(graph, kept[:own], problem.workload, rank.device)
+        graph = problem.data
+        rows = features(graph, kept[:own], problem.workload, rank.device)
         leaving = [exchange.pack(rows[chunk.rows]) for chunk, exchange in self.fetched]
         if not leaving:
             return rows
@@ -59,21 +57,15 @@ class Inputs:
             Label("input_halo", -1), "comm", sum(each.nbytes for each in leaving)
         ):
             far = [
-                exchange.forward(packed, lengths=lengths_of(graph, kept[chunk.far], packed))
+                exchange.forward(packed, lengths=graph.lengths(kept[chunk.far]))
                 for (chunk, exchange), packed in zip(self.fetched, leaving, strict=True)
             ]
-        return joined([rows, *far])
-
-    @property
-    def dense(self) -> Tensor:
-        """Features as layer 1 reads them if they are dense."""
-        assert isinstance(self.features, Tensor)
-        return self.features
+        return torch.cat([rows, *far])
 
     def prepare(self, drop: Drop) -> None:
         """Drop features for a step, where layer 1 reads them so."""
         if self.is_prepared:
-            self.prepared = self.net.layer(1).prepare(self.dense, drop)
+            self.prepared = self.net.layer(1).prepare(self.features, drop)
 
     def encode(self, chunk: Chunk, drop: Drop) -> Tensor:
         """The encoder's output for a chunk's own rows, with its graph."""
@@ -83,16 +75,13 @@ class Inputs:
         """Layer 1's output for chunk c. drop: dropout of the rows at these places."""
         chunk, layer, relu = self.chunks[c], self.net.layer(1), self.net.relu_after(1)
         if self.by_chunk or layer.reads_whole:
-            # sparse rows offer what layer 1 asks of a tensor
             rows = (
-                cast(Tensor, self.by_chunk[c])
-                if self.by_chunk
-                else self.dense.index_select(0, chunk.sources)
+                self.by_chunk[c] if self.by_chunk else self.features.index_select(0, chunk.sources)
             )
             block, dropped = chunk.blocks[layer.edges], drop(chunk.sources)
             out: Tensor = layer(block, rows, dropped, None, relu)
             return out
-        own = self.dense[chunk.rows]
+        own = self.features[chunk.rows]
         if self.aggregated:
             return layer.update(self.aggregated[c], own, own, None, relu)
         gathered = chunk.gather(layer, self.prepared)

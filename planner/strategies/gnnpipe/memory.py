@@ -67,13 +67,12 @@ def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray,
         graph = graph + 16 * own  # labels and masks
     if stage:
         return np.zeros(own.size), graph
-    features = np.asarray(model.features_held(kept if model.first_varying else own))
-    if model.reads_sparse(1):  # each chunk has what it reads
-        features = np.asarray(model.features_held(facts.sources)).sum(0)
-        if model.layers[0].reads_own:
-            features = features + np.asarray(model.features_sorted(facts.rows)).sum(0)
+    features = np.asarray(model.inputs.held(kept if model.first_varying else own))
+    if model.rows(1).multiplied_first:  # each chunk has what it reads
+        of_chunks = model.inputs.held(facts.sources) + model.own_sorted(facts.rows)
+        features = np.asarray(of_chunks).sum(0)
     elif model.first_varying and model.aggregate_cached(1):
-        features = features + model.features_held(own)
+        features = features + model.inputs.held(own)
     elif model.first_varying and model.dropout and model.layers[0].drops:
         features = 2 * features  # dropped anew in every step
     return features, graph
@@ -96,7 +95,7 @@ def _varying(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, 
         kept = kept + encoding(model, rows)
     for layer in layers:
         spec, varies = model.layers[layer - 1], layer > model.first_varying
-        apart = not model.reads_sparse(layer)
+        apart = not model.rows(layer).multiplied_first
         need = footprint(model, layer, rows, sources, edges, apart=apart)
         saved = np.asarray(need.kept)
         linear = spec.gathers_linearly and not spec.projects_first

@@ -299,7 +299,7 @@ class Pipeline(Strategy):
             again = forward
             keeps_gathered = spec.gathers_linearly and not spec.projects_first
             backward = backward + (replace(again, gathers=()) if keeps_gathered else again)
-        if not (model.aggregate_cached(layer) or model.reads_sparse(layer)):
+        if not (model.aggregate_cached(layer) or model.rows(layer).multiplied_first):
             # the rows that are read are picked out of all rows that the member keeps
             forward = forward + Compute(
                 random_rows=((sources, width),),
@@ -348,12 +348,12 @@ class Pipeline(Strategy):
             model.layers[layer - 1] for layer in stages[stage] if layer > model.first_varying
         ]
         dropped = [spec.h_in for spec in varying if model.dropout and spec.drops]
-        # sparse rows are dropped by each chunk instead
+        # rows that are only multiplied are dropped by each chunk instead
         if (
             model.dropout
             and model.layers[0].drops
             and 1 in stages[stage]
-            and not (model.encoder or model.nonzeros)
+            and not (model.encoder or model.inputs.multiplied_first)
         ):
             dropped.append(model.features)
         return Compute(

@@ -121,11 +121,9 @@ class ByColumns(Model):
         # ReLU after a layer is the next layer's where that activates: only this one is changed
         layers = (*self.layers[: layer - 1], plain, *self.layers[layer:])
         model = replace(self, layers=layers)
-        # the product of sparse rows, and its gradient, are in `prepare`
-        sources = 0.0 * rows if self.reads_sparse(layer) else rows
         return (
-            model.forward(layer, rows, sources, 0.0, narrow=True),
-            model.backward(layer, rows, sources, 0.0, narrow=True),
+            model.forward(layer, rows, rows, 0.0, narrow=True),
+            model.backward(layer, rows, rows, 0.0, narrow=True),
         )
 
 
@@ -316,6 +314,5 @@ def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number
     """
     spec = model.layers[layer - 1]
     sums = spec.projects_first or not spec.matrices or model.hands_on_initial
-    inputs = model.nonzeros if model.reads_sparse(layer) else spec.h_in
     dropped = model.dropout > 0 and spec.drops and not spec.projects_first and spec.matrices < 2
-    return 1.0 * own * (width * sums + inputs * dropped) * model.itemsize
+    return 1.0 * own * (width * sums + model.rows(layer).numbers * dropped) * model.itemsize

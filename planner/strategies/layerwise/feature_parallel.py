@@ -149,12 +149,10 @@ class FeatureParallel(Strategy):
         """Bytes per rank by use: all edges, and an equal share of all else."""
         model, stats = problem.model, problem.stats
         own = shares(stats.vertices, problem.ranks)
-        read = model.features_held(own)
-        features, spec = read, model.layers[0]
+        read = model.inputs.held(own)
+        features, spec = read + model.own_sorted(own), model.layers[0]
         if model.aggregate_cached(1):
-            features = model.features_held(own * (2 if spec.reads_own else 1))
-        elif model.reads_sparse(1) and spec.reads_own:
-            features = features + model.features_sorted(own)
+            features = model.inputs.held(own * (2 if spec.reads_own else 1))
         edges = block(model, spec, *(stats.vertices,) * 2, stats.edges)
         return on_ranks(
             problem,

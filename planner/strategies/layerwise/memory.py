@@ -51,7 +51,7 @@ def memory(
     for batch, count in times.items():
         halo = halo + _kept_rows(problem, batch, options)
         graph = graph + blocks(problem, batch, count)
-    made = problem.model.features_held(layout.facts(1).rows)
+    made = problem.model.inputs.held(layout.facts(1).rows)
     elsewhere = read(problem, layout) + made * problem.model.aggregate_cached(1)
     code = machine_code(problem, len(times) + (len(times) > 1))
     if batches:
@@ -94,18 +94,16 @@ def constant(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
         return read(problem, layout)
     # GraphSAGE and residuals read a vertex's own row too
     rows = f.rows * (2 if model.layers[0].reads_own else 1)
-    return np.asarray(model.features_held(rows), dtype=float)
+    return np.asarray(model.inputs.held(rows), dtype=float)
 
 
 def read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
     """Bytes of the constant rows that layer 1 or the encoder reads [ranks]."""
     model, f = problem.model, layout.facts(1)
     rows = f.sources if model.first_varying else layout.row_counts(0)
-    held = np.asarray(model.features_held(rows), dtype=float)
-    # own rows, a part of the rows read, have a sparse product of their own
-    if model.reads_sparse(1) and model.layers[0].reads_own:
-        held = held + (f.rows < f.sources) * model.features_sorted(f.rows)
-    return held
+    # own rows, a part of the rows read, have a product of their own
+    own = (f.rows < f.sources) * model.own_sorted(f.rows)
+    return np.asarray(model.inputs.held(rows) + own, dtype=float)
 
 
 def _kept_rows(

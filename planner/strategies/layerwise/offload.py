@@ -111,9 +111,7 @@ class Offload(Strategy):
                 "it computes the last layer chunk by chunk, and a batch norm after it needs all"
                 " rows at once; leave that norm out"
             )
-        if model.nonzeros:
-            return "it loads dense features, and these are sparse; store them dense"
-        return ""
+        return model.inputs.why_unsummed
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:

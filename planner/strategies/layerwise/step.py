@@ -271,10 +271,9 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
 
 def send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str) -> Op:
     """The exchange of the features of so many `rows` [ranks, ranks]."""
-    nbytes = (rows * problem.model.features_moved(1)).round().astype(np.int64)
-    if not (problem.model.nonzeros and isinstance(layout, Layout)):
-        return Op(op, work=Exchange(nbytes))
-    # sparse rows differ in length
+    if problem.model.inputs.alike or not isinstance(layout, Layout):
+        return Op(op, work=Exchange(rows, round(float(problem.model.features_moved(1.0)))))
+    nbytes = np.zeros((problem.ranks, problem.ranks), np.int64)
     for receiver in range(problem.ranks):
         if op == "preload":
             ids = layout.rows(receiver, 0)[layout.own(receiver).size :]
@@ -301,7 +300,7 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
     cached.
     """
     model = problem.model
-    if model.nonzeros and isinstance(layout, Layout):
+    if isinstance(layout, Layout) and not model.inputs.alike:
         local = [layout.rows(rank, 0) for rank in range(problem.ranks)]
         read = (
             [np.append(rows, layout.piece(rank, 1).halo) for rank, rows in enumerate(local)]

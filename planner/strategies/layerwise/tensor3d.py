@@ -226,8 +226,8 @@ def unsuited(problem: Problem) -> str:
     if kind not in ("gcn", "sage"):
         what = "attention" if model.layers[0].heads else "layers of another kind"
         return f"its tiles are those of gcn and sage, and {problem.workload.called} has {what}"
-    if model.nonzeros:
-        return "sparse features are multiplied before they are summed, which tiles are not"
+    if why := model.inputs.why_unsummed:
+        return why
     for number, spec in enumerate(model.layers, 1):
         if spec.activates:
             return f"layer {number} has a norm ({spec.norm}), of numbers that lie on several ranks"

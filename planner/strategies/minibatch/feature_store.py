@@ -399,15 +399,9 @@ def that_fit(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
 
 
 def row_bytes(problem: Problem, ids: Ids, columns: range | None = None) -> NDArray[np.int64]:
-    """Bytes of each of these rows, or of some of their columns, in a cache [R].
-
-    In a sparse row every number has a column, and the row has an end (int32 both).
-    """
-    itemsize = problem.model.itemsize
-    if not problem.model.nonzeros:
-        return np.full(ids.size, len(columns or range(problem.model.features)) * itemsize)
-    numbers = problem.features_bytes(ids, columns) // problem.model.sparse_itemsize
-    return np.asarray(numbers * (itemsize + 4) + 4)
+    """Bytes of each of these rows, or of some of their columns, in a cache [R]."""
+    inputs = problem.model.inputs
+    return inputs.cached(problem.features_bytes(ids, columns) // inputs.number_moved)
 
 
 def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> Ids:

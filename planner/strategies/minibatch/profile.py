@@ -48,7 +48,7 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
     """
     stats = graph.stats if isinstance(graph, Graph) else graph
     check_batches(workload, stats, max(ranks), "leave --batch out")
-    model = describe(workload, stats.features, stats.classes, stats.nonzeros / stats.vertices)
+    model = describe(workload, stats.features, stats.classes, stats.stored_per_row)
     varying = model.first_varying
     each: dict[int, Batches] = {}  # each rank's batches are its own
     for count in (1, *ranks):

@@ -52,7 +52,7 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR
 from gnnplan.planner.strategies.minibatch.device_sampler import sampled
 from gnnplan.planner.strategies.minibatch.supply import Supply, told
-from gnnplan.planner.strategies.program.program import Exchange, Op, Program
+from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -88,11 +88,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
         yield Op("wait", work=Compute(), idle=True)
     yield from supply.gathered(batch)
     if batch.meets(1) and problem.model.first_varying == 1:
-        if problem.model.nonzeros and problem.graph:  # rows differ in length
-            halo = layerwise.send_features(problem, batch, facts[0].sends, "halo")
-        else:
-            row_bytes = int(problem.features_bytes(np.zeros(1, np.int64))[0])
-            halo = Op("halo", work=Exchange(facts[0].sends, row_bytes))
+        halo = layerwise.send_features(problem, batch, facts[0].sends, "halo")
         yield replace(halo, way="f", layer=1)
     yield from layerwise.step(problem, batch, options, scored=batch.scored)
 

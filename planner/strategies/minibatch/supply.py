@@ -70,7 +70,7 @@ class Supply:
     def picks_there(self) -> bool:
         """Whether a GPU that has laid out a batch finds its rows among those that it caches."""
         store = self.store
-        return store.caches and not store.asks.any() and not self.problem.model.nonzeros
+        return store.caches and not store.asks.any() and self.problem.model.inputs.alike
 
     @property
     def is_plain(self) -> bool:

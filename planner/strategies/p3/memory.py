@@ -99,19 +99,19 @@ class Batch:
         self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
         # in the pipeline the rank goes on while its messages leave
         self.leaving = self.peers * p3.pipelined
-        self.loaded: Number = sliced.features_held(sources)
-        self.sorted: Number = 0.0  # sparse rows by column, when their gradient comes
-        if model.nonzeros:
-            self.sorted = sliced.features_sorted(sources)
-            self.loaded = self.loaded - self.sorted
-            # own rows, a cut of those read, have a product of their own
-            if model.layers[0].matrices > 1:
-                self.sorted = self.sorted + sliced.features_sorted(rows)
+        # rows by column, when the gradient of their product comes
+        self.sorted: Number = sliced.inputs.sorted(sources)
+        self.loaded: Number = sliced.inputs.held(sources) - self.sorted
+        # own rows, a cut of those read, have a product of their own
+        if model.layers[0].matrices > 1:
+            self.sorted = self.sorted + sliced.inputs.sorted(rows)
         saved = spec.projects_first or spec.matrices > 1
         if spec.counted:
             saved = spec.counted.keeps_inputs
         # what was loaded stays for the tail, not a copy of it
-        self.reads_on = bool(model.nonzeros) or (saved and not (model.dropout and spec.drops))
+        self.reads_on = model.inputs.multiplied_first or (
+            saved and not (model.dropout and spec.drops)
+        )
         # with labels, and the places of peers' rows
         self.blocks = 16.0 * last.rows + 8 * (rows - first.rows)
         counts = [(f.rows, f.sources, f.edges) for f in facts.values()]

@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.gnn.kinds import KINDS
-from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.model import Model, layers_of
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
@@ -216,9 +216,9 @@ class Slices(OnBatches):
     def sliced(self, problem: Problem, rank: int) -> Model:
         """The model as a rank has it: its first layer reads its columns only."""
         share = len(self.columns(problem, rank))
-        nonzeros = problem.model.nonzeros * share / problem.stats.features
-        layers = describe(problem.workload, share, problem.stats.classes, nonzeros).layers
-        return replace(problem.model, layers=layers, features=share, nonzeros=nonzeros)
+        inputs = problem.model.inputs.of_columns(share)
+        layers = tuple(layers_of(problem.workload, inputs, problem.model.classes))
+        return replace(problem.model, layers=layers, inputs=inputs)
 
     def host_memory(self, problem: Problem) -> Memory:
         columns_at: dict[int, set[range]] = {}
