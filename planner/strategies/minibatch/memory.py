@@ -134,11 +134,11 @@ def of_sampling(supply: Supply, batch: MiniBatch) -> np.ndarray:
 def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """Drawn edges, and the most that is held while layers are laid out one after the other.
 
-    Of the layer in work, per edge: positions (4 bytes), numbers sorted by source (12) and a copy for
-    the block (12). Then its weights are made, beside positions and the block: the edge's reader (4)
-    and a weight in both orders; GCN's are in 64 bits first (8), times what an edge stands for (8),
-    unless it is a self edge (1). Per source: ids, degrees and offsets (72). Blocks of the layers
-    before it stay.
+    Of the layer in work, per edge: positions (4 bytes), numbers sorted by source (12) and a copy
+    for the block (12). Then its weights are made, beside positions and the block: the edge's reader
+    (4) and a weight in both orders; GCN's are in 64 bits first (8), times what an edge stands for
+    (8), unless it is a self edge (1). Per source: ids, degrees and offsets (72). Blocks of the
+    layers before it stay.
     """
     model, most, done, drawn = problem.model, *np.zeros((3, problem.ranks))
     for layer, spec in enumerate(model.layers, 1):
