@@ -13,8 +13,9 @@ from gnnplan.executor.layers.kernels import Block, SparseRows, sent
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, Whole
 from gnnplan.planner.graph.sampling import Ids
+from gnnplan.planner.vocabulary.numbers import runs
 
-AT_ONCE = 1 << 19  # values of features that are converted together
+AT_ONCE = 1 << 19  # values of features, or weights of edges, that are converted together
 
 
 def dtype_of(workload: Workload) -> torch.dtype:
@@ -123,19 +124,24 @@ def weighed(
 
     ins [R] and outs [S]: degrees of destinations and sources. taken [R]: how many edges of each row
     were drawn; None: each edge stands for itself."""
-    count, reader = np.maximum(ins if taken is None else taken, 1), block.readers
+    count = np.maximum(ins if taken is None else taken, 1)
     if edges == "mean":
-        of_rows = torch.from_numpy(1.0 / count).to(dtype_of(workload))
-        return block.weighted(of_rows.index_select(0, reader))
-    weight = torch.from_numpy(ins + 1.0).index_select(0, reader)
-    weight *= torch.from_numpy(outs + 1.0).index_select(0, block.indices)
-    weight.sqrt_().reciprocal_()
-    if taken is not None:
-        # a vertex has no other edge to itself
-        is_self = (block.indices == reader) & (reader < block.own)
-        stands_for = torch.from_numpy(ins / count).index_select(0, reader)
-        weight *= stands_for.masked_fill_(is_self, 1.0)
-    return block.weighted(weight.to(dtype_of(workload)))
+        return block.weighted(block.per_edge(torch.from_numpy(1.0 / count).to(dtype_of(workload))))
+    degree = block.indptr.diff()
+    of_dst, of_src, stands_for, ids = map(
+        torch.from_numpy, (ins + 1.0, outs + 1.0, ins / count, np.arange(block.n_dst))
+    )
+    weights = torch.empty(block.edges, dtype=dtype_of(workload))
+    for rows in runs(degree.numpy(), AT_ONCE):
+        here = slice(int(block.indptr[rows.start]), int(block.indptr[rows.stop]))
+        src, dst = block.indices[here], ids[rows].repeat_interleave(degree[rows])
+        exact = of_dst.index_select(0, dst).mul_(of_src.index_select(0, src)).sqrt_().reciprocal_()
+        if taken is not None:
+            # a vertex has no other edge to itself
+            is_self = (src == dst) & (dst < block.own)
+            exact *= stands_for.index_select(0, dst).masked_fill_(is_self, 1.0)
+        weights[here] = exact
+    return block.weighted(weights)
 
 
 def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> Block:

@@ -3,10 +3,12 @@ and `profile` says what parts cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
@@ -123,7 +125,8 @@ def partition(
     owner = assign(found, parts, method, seed)
     if not isinstance(found, Graph):
         raise SpecError(f"{graph}: known by statistics only; give the graph itself")
-    about = write_parts(found, owner, method, seed, output)
+    with _unwound_by_sigterm():  # so that it says what is kept
+        about = write_parts(found, owner, method, seed, output)
     notes, name = list(found.stats.notes), quote(str(output))
     facts = {
         "folder": str(output),
@@ -144,6 +147,20 @@ def partition(
     ]
     say_notes(() if as_json else notes)
     show(Blocks(lines, {"source": graph, **facts, "notes": notes}), as_json)
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """A block in which SIGTERM raises SystemExit."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _between(counts: list[int]) -> str:

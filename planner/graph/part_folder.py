@@ -40,14 +40,14 @@ from gnnplan.planner.graph.kept import remembered, state_of
 from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
-from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.numbers import ranges, runs
 
 DESCRIPTION = "parts.json"  # tells a folder of parts
 OF_PART = "part.json"
 SHARED = {"owner", "place", "order", "degree", "sends"}  # files of the folder itself
 VERSION = 1  # of the folder: raise it when old ones can no longer be read
 MOST_DESCRIBED = 64 << 20  # [B]
-EDGES_AT_ONCE = 1 << 22  # that are put in their places at a time
+AT_ONCE = 1 << 20  # edges, or numbers of sparse features, that are read at a time
 AGAIN = "write the folder again with gnnplan partition"
 T = TypeVar("T")
 Ids: TypeAlias = NDArray[Any]
@@ -247,7 +247,9 @@ class PartFolder:
 
         def spans() -> Iterator[Span]:
             for number, at in parts:
-                yield number, ranges(begin[at], lengths[at]), ranges(starts[at], lengths[at])
+                for some in (at[run] for run in runs(lengths[at], AT_ONCE)):
+                    here, there = (ranges(of[some], lengths[some]) for of in (begin, starts))
+                    yield number, here, there
 
         return lengths, [self._gathered(name, spans(), int(lengths.sum())) for name in names]
 
@@ -269,11 +271,9 @@ class PartFolder:
         stored, stats = self.parts[0].files[name], self.about.graph
         out = np.empty((stats.edges, *stored.shape[1:]), stored.dtype)
         must_fit(str(self.path), f"{name} of all edges", out.nbytes)
-        ends = np.searchsorted(self.indptr, np.arange(0, stats.edges, EDGES_AT_ONCE), "right") - 1
-        for ids in np.split(np.arange(stats.vertices), np.unique(ends)):
-            if ids.size:
-                rows = slice(self.indptr[ids[0]], self.indptr[ids[-1] + 1])
-                (out[rows],) = self.ragged(ids, "indptr", name)[1]
+        for run in runs(self.array(None, "degree"), AT_ONCE):
+            rows = slice(self.indptr[run.start], self.indptr[run.stop])
+            (out[rows],) = self.ragged(np.arange(run.start, run.stop), "indptr", name)[1]
         return out
 
 

@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 from gnnplan.planner.gnn.workload import AUTO
 from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats, Owner
 from gnnplan.planner.graph.kept import cached
+from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.partitioners import METHODS, cut, even_out, library_of, version_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.numbers import runs
 
 FEW_EDGES = 5_000_000  # directed edges that METIS cuts in seconds
+AT_ONCE = 1 << 22  # edges that are looked at together
+CLUSTERS = 64  # that rows of a part follow each other by
 # Vertices. All features of a smaller graph fit the processor's cache, so their order is irrelevant.
 SMALL = 2_000
 
@@ -97,14 +101,16 @@ def partition_weighted(
     )
 
 
-def locality_order(graph: Graph, method: str = "metis", clusters: int = 64) -> Owner:
+def locality_order(graph: Graph, method: str = "metis") -> Owner:
     """Position [N] of each vertex in an order that keeps clusters of the method's library together.
 
     In this order aggregation finds more of its rows in cache. A small graph keeps its order."""
-    vertices = graph.stats.vertices
+    vertices, library = graph.stats.vertices, library_of(method)
+    if isinstance(graph, PartGraph) and library_of(graph.folder.about.partitioner) == library:
+        return graph.folder.array(None, "order")
     rank = np.arange(vertices, dtype=np.int32)
     if vertices >= SMALL:
-        order = np.argsort(partition(graph, clusters, library_of(method)), kind="stable")
+        order = np.argsort(partition(graph, CLUSTERS, library), kind="stable")
         rank[order] = rank.copy()
     return rank
 
@@ -114,6 +120,24 @@ def undirected(graph: Graph) -> Csr:
     if not graph.stats.directed:
         return graph.whole
     return sp.csr_matrix(graph.adjacency + graph.adjacency.T)
+
+
+def between(graph: Graph, rows: Array) -> sp.csr_matrix:
+    """The edges between some vertices (ids, ascending) in both directions, [rows, rows].
+
+    Of a graph in parts no others are read than those of the rows, some at a time."""
+    place = np.full(graph.stats.vertices, -1, np.int32)
+    place[rows] = np.arange(rows.size, dtype=np.int32)
+    degree, found, inside = graph.degree_of(rows), [], []
+    for run in runs(degree, AT_ONCE):
+        ends = place[graph.neighbours(rows[run])]
+        found.append(ends[ends >= 0])
+        inside.append(np.append(0, np.cumsum(ends >= 0))[np.append(0, np.cumsum(degree[run]))])
+    indptr = np.append(0, np.cumsum(np.concatenate([np.diff(ends) for ends in inside])))
+    columns = np.concatenate(found)
+    arrays = np.ones(columns.size, bool), columns, indptr
+    edges = sp.csr_matrix(arrays, shape=(rows.size, rows.size))
+    return sp.csr_matrix(edges + edges.T) if graph.stats.directed else edges
 
 
 def repair(part: Owner, parts: int) -> Owner:

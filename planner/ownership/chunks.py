@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 
 import numpy as np
-import scipy.sparse as sp
 
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.partition import partition_weighted, undirected
+from gnnplan.planner.graph.kept import cached
+from gnnplan.planner.graph.partition import between, partition_weighted
+from gnnplan.planner.graph.partitioners import library_of, version_of
 from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
@@ -110,22 +112,25 @@ def cut_parts(
     """The piece of each vertex, by the method's library inside every part: int64 [N].
 
     In a part of fewer vertices than pieces, some pieces have none."""
-    piece = np.zeros(part.size, dtype=np.int64)
     if pieces == 1:
+        return np.zeros(part.size, dtype=np.int64)
+
+    def compute() -> np.ndarray:
+        piece = np.zeros(part.size, np.int32)
+        by_part = np.argsort(part, kind="stable")
+        for p, rows in enumerate(
+            np.split(by_part, np.searchsorted(part[by_part], np.arange(1, parts)))
+        ):
+            if rows.size <= pieces:
+                piece[rows] = (np.arange(rows.size) + p) % pieces
+            else:
+                piece[rows] = partition_weighted(between(graph, rows), None, pieces, method)
         return piece
-    both = undirected(graph)
-    ones, size = np.ones(len(both.indices), dtype=np.int8), part.size
-    adjacency = sp.csr_matrix((ones, both.indices, both.indptr), shape=(size, size))
-    by_part = np.argsort(part, kind="stable")
-    for p, rows in enumerate(
-        np.split(by_part, np.searchsorted(part[by_part], np.arange(1, parts)))
-    ):
-        if rows.size <= pieces:
-            piece[rows] = (np.arange(rows.size) + p) % pieces
-        else:
-            inside = adjacency[rows][:, rows]
-            piece[rows] = partition_weighted(inside, None, pieces, method)
-    return piece
+
+    # a rank that finds all of them on disk looks at no edge of others' parts
+    digest = blake2b(np.ascontiguousarray(part, np.int32).data, digest_size=16).hexdigest()
+    key = f"{version_of(library_of(method))} inside {graph.stats.hash} {digest} {pieces}"
+    return cached(key, part.size, pieces, compute).astype(np.int64)
 
 
 def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkFacts:

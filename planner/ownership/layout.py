@@ -28,8 +28,9 @@ from functools import cached_property
 import numpy as np
 
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.partition import locality_order, partition_weighted
+from gnnplan.planner.graph.partition import between, locality_order, partition_weighted
 from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
+from gnnplan.planner.vocabulary.numbers import runs
 from gnnplan.planner.vocabulary.outer import Pairs
 
 FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
@@ -206,7 +207,7 @@ class Layout:
             if len(ranks) == 1:
                 rank_of = np.full(region.size, ranks[0])
             else:
-                inside = self.graph.adjacency[region][:, region]
+                inside = between(self.graph, region)
                 # the layers are balanced in which rows are computed, at least 1
                 weights = np.maximum(last[region].astype(np.int64), 1)
                 rank_of = ranks[partition_weighted(inside, weights, len(ranks), self.method)]
@@ -364,7 +365,10 @@ class Layout:
         position = np.empty(self.graph.stats.vertices, dtype=np.int32)
         position[self.rows(rank, layer - 1)] = np.arange(piece.local, dtype=np.int32)
         position[piece.halo] = piece.local + np.arange(piece.halo.size, dtype=np.int32)
-        return np.concatenate([[0], np.cumsum(degree)]), position[columns]
+        for start in range(0, columns.size, AT_ONCE):  # numpy makes 64-bit copies of indices
+            some = columns[start : start + AT_ONCE]
+            some[:] = position[some]
+        return np.concatenate([[0], np.cumsum(degree)]), columns
 
     def degrees(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """In- and out-degrees [N] among the rows that the rank's server may have."""
@@ -407,10 +411,8 @@ class Layout:
 
 def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Blocks of `rows` with about AT_ONCE edges each: (rows, their in-neighbours)."""
-    ends = np.cumsum(graph.degree_of(rows))
-    cuts = np.searchsorted(ends, np.arange(AT_ONCE, ends[-1] if ends.size else 0, AT_ONCE)) + 1
-    for some in np.split(rows, np.unique(cuts)):
-        yield some, graph.neighbours(some)
+    for some in runs(graph.degree_of(rows), AT_ONCE):
+        yield rows[some], graph.neighbours(rows[some])
 
 
 def distances(

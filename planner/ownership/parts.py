@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -38,7 +38,7 @@ from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import alone_in, read_bytes, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
-from gnnplan.planner.vocabulary.progress import notify
+from gnnplan.planner.vocabulary.progress import notify, say
 
 HOPS = 16  # the folder says how many vertices are within 0 .. 16 hops of training vertices
 
@@ -66,10 +66,6 @@ class PartLayout(Layout):
     def folder(self) -> PartFolder:
         assert isinstance(self.graph, PartGraph)
         return self.graph.folder
-
-    @property
-    def _order(self) -> np.ndarray:
-        return self.folder.array(None, "order")
 
     @property
     def _position(self) -> np.ndarray:
@@ -138,12 +134,22 @@ def write_parts(
             must_be_new(folder)
             os.rename(begun, folder)
     except OSError as error:
-        kept = f"{len(known)} of {parts} parts are kept in {begun}, and the same command goes on"
-        kept = f"; {kept} from there" if known else ""
         raise SpecError(
-            f"{folder}: cannot be written ({error.strerror or error}); {remedy_of(error)}{kept}"
+            f"{folder}: cannot be written ({error.strerror or error}); {remedy_of(error)};"
+            f" {_kept(known, parts, begun)}"
         ) from error
+    except (KeyboardInterrupt, SystemExit):
+        say(f"note: {folder} is not complete; {_kept(known, parts, begun)}")
+        raise
     return about
+
+
+def _kept(known: Mapping[int, Part], parts: int, begun: Path) -> str:
+    """What is left of parts that could not all be written."""
+    if not known:
+        return "no part of it is kept, and the same command begins anew"
+    kept = f"{len(known)} of {parts} parts are kept in {begun}"
+    return f"{kept}, and the same command goes on from there"
 
 
 def _name_of(graph: Graph, owner: np.ndarray, method: str, seed: int) -> str:

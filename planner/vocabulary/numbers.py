@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
@@ -64,3 +65,15 @@ def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     """
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if ends.size else 0)
+
+
+def runs(lengths: NDArray[Any], most: int) -> list[slice]:
+    """Slices of rows with so many numbers each: all of them, about `most` numbers at a time.
+
+    >>> runs(np.array([2, 2, 9, 1, 1]), 4)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 5, None)]
+    """
+    ends = np.cumsum(lengths)
+    cuts = np.searchsorted(ends, np.arange(most, ends[-1] if ends.size else 0, most)) + 1
+    bounds = [0, *np.unique(cuts[cuts < ends.size]).tolist(), ends.size]
+    return [slice(*pair) for pair in pairwise(bounds)]

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,14 +15,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
 from gnnplan.api.asking import ask
+from gnnplan.cli.graphs import _unwound_by_sigterm
 from gnnplan.planner.decision import plan as documents
+from gnnplan.planner.graph import partition as cuts
 from gnnplan.planner.graph.formats import recognise
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.part_folder import PartFolder
-from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.graph.partition import between, partition, undirected
+from gnnplan.planner.ownership import parts
 from gnnplan.planner.ownership.layout import Layout, reached
 from gnnplan.planner.ownership.parts import PartLayout, write_parts
 from gnnplan.planner.vocabulary.errors import OtherData, SpecError
@@ -163,6 +168,37 @@ def test_a_plan_has_a_rank_per_part(tmp_path):
         ask(str(folder), "local", None, directed=True)
     with pytest.raises(SpecError, match="takes no parameters; give them to gnnplan partition"):
         ask(str(folder), "local", None, task="none")
+
+
+@pytest.mark.parametrize("directed", [False, True])
+def test_the_edges_between_vertices_are_those_of_the_graph(tmp_path, monkeypatch, directed):
+    """Some at a time, and of a folder of parts as of the graph."""
+    graph = a_graph(tmp_path, "sparse", directed)
+    rows = np.flatnonzero(np.random.default_rng(2).random(N) < 0.7)
+    both = undirected(graph)
+    ones = np.ones(len(both.indices), bool)
+    expected = sp.csr_matrix((ones, both.indices, both.indptr), shape=(N, N))[rows][:, rows]
+    monkeypatch.setattr(cuts, "AT_ONCE", 50)
+    for one in (graph, read(str(written(graph, tmp_path / "parts")), directed)):
+        found = between(one, rows)
+        assert np.array_equal(found.indptr, expected.indptr)
+        assert np.array_equal(found.indices, expected.indices)
+    assert between(graph, rows[:0]).shape == (0, 0)
+
+
+def test_chunks_of_parts_that_a_plan_has_found_are_looked_up(tmp_path):
+    """A rank read the edges of all parts to find again in which chunks they were cut."""
+    folder = written(read(GRAPH), tmp_path / "parts")
+    planned, again = (
+        ask(str(folder), "local", None, model="gcn", layers=2).problem for _ in range(2)
+    )
+    chunks = planned.chunked(2)
+    for path in folder.glob("part*/indices.npy"):
+        path.unlink()
+    found = again.chunked(2)
+    assert isinstance(chunks, Layout) and isinstance(found, Layout)
+    assert np.array_equal(found.owner, chunks.owner)
+    assert all(np.array_equal(found.rows(c, 1), chunks.rows(c, 1)) for c in range(6))
 
 
 @pytest.mark.slow
@@ -329,6 +365,32 @@ except SpecError as error:
     assert not begun.exists() and np.array_equal(read(str(folder)).indices, graph.indices)
     kept = [(folder / f"part{k}" / "x.npy").stat().st_mtime_ns for k in (0, 1)]
     assert kept == times
+
+
+@pytest.mark.parametrize("end", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
+def test_who_ends_a_partition_is_told_what_is_kept(tmp_path, monkeypatch, capsys, end):
+    """SIGTERM, as of a cluster whose time is up, ended it without a word."""
+    folder, write = tmp_path / "parts", parts._write_part
+
+    def ended(layout: Layout, number: int, name: str, begun: Path) -> object:
+        if number == 2:
+            raise end
+        return write(layout, number, name, begun)
+
+    with monkeypatch.context() as patch, pytest.raises(type(end)):
+        patch.setattr(parts, "_write_part", ended)
+        written(read(GRAPH), folder)
+    said = capsys.readouterr().err
+    assert "2 of 3 parts are kept in" in said and "the same command goes on from there" in said
+    assert not folder.exists()
+    assert np.array_equal(read(str(written(read(GRAPH), folder))).indices, read(GRAPH).indices)
+
+
+def test_sigterm_unwinds_a_partition():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, _unwound_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_parts_of_another_cut_are_not_gone_on_with(tmp_path):

@@ -62,6 +62,7 @@ class Block:
         )
         forward.check_format(full_check=True)  # an index out of range would read foreign memory
         transposed = forward.tocsc()
+        del forward
         self.indptr, self.indices = _int32(indptr), _int32(indices)
         self.t_indptr, self.t_indices = _int32(transposed.indptr), _int32(transposed.indices)
         self.order = _int32(transposed.data)
@@ -189,5 +190,5 @@ def _ends(stays: Tensor) -> Tensor:
 
 
 def _int32(array: np.ndarray) -> Tensor:
-    # a copy: a graph's arrays are read-only, which torch warns about
-    return torch.from_numpy(np.array(array, dtype=np.int32))
+    # a copy of a graph's arrays: they are read-only, which torch warns about
+    return torch.from_numpy(np.require(array, np.int32, ["C", "W"]))

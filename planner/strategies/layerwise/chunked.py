@@ -65,6 +65,7 @@ from gnnplan.planner.vocabulary.values import Value
 FORWARD = ("load f", "halo f", "forward", "store f")
 LAST = ("load f", "halo f", "forward", "loss", "backward", "halo b", "store b")
 BACKWARD = ("load b", "halo_again b", "backward", "halo b", "store b")
+PASSES = ("forward", "backward")
 CROSSING = ("halo f", "halo_again b", "halo b")
 
 
@@ -139,12 +140,8 @@ class ChunkedStep:
     def fullest_program(self, evaluates: bool = False) -> Program:
         """The step over one chunk of each kind, which holds as much as the whole step; or what an
         evaluation does of it."""
-        layers = range(1, len(self.model.layers) + 1)
-        kinds = {tuple(self.counts(layer, c) for layer in layers): c for c in self.chunks}
         does = evaluation if evaluates else order
-        return Program.of(
-            [*self.ops(does(self.model, sorted(kinds.values()))), *end_of_step(self.problem)]
-        )
+        return Program.of([*self.ops(does(self.model, self.unlike)), *end_of_step(self.problem)])
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -165,31 +162,47 @@ class ChunkedStep:
             back = model.backward(layer, *sizes)
             return back if layer == last else model.forward(layer, *sizes) + back
 
+        @cache
+        def work_of(op: str, way: str, layer: int, c: int) -> Work | None:
+            """None: nothing crosses."""
+            n = self.counts(layer, c)
+            if op == "load":
+                return _copied(self.loaded_bytes(way, layer, c))
+            if op == "store":
+                return _copied(self.stored_bytes(way, layer, c))
+            if not op.startswith("halo"):
+                return computed(op, like[layer], n)
+            if not n.sends.any():
+                return None
+            home = (op, way) == ("halo", "b")
+            return Exchange(n.sends.T if home else n.sends, self._row_bytes(layer))
+
         for label in labels:
             op, way, layer, c = label.op, label.way, label.layer or last, label.chunk
             if c is None:
                 yield from moments(self.problem, layer, way)
-                continue
-            n, holds = self.counts(layer, c), None
-            work: Work
-            if op == "load":
-                work = _copied(self.loaded_bytes(way, layer, c))
-            elif op == "store":
-                work = _copied(self.stored_bytes(way, layer, c))
-            elif not op.startswith("halo"):
-                work = computed(op, like[layer], n)
-                holds = partial(self._hold, op, layer, c) if op != "loss" else None
-            elif n.sends.any():
-                home = (op, way) == ("halo", "b")
-                work = Exchange(n.sends.T if home else n.sends, self._row_bytes(layer))
-            else:
-                continue
-            yield Op(op, way, label.layer, chunk=c, work=work, holds=holds)
+            elif (work := work_of(op, way, layer, self._first_like[c])) is not None:
+                holds = partial(self._hold, op, layer, c) if op in PASSES else None
+                yield Op(op, way, label.layer, chunk=c, work=work, holds=holds)
 
     # -- counts, work and bytes ------------------------------------------------------------------
 
     def counts(self, layer: int, c: int) -> Counts:
         return self._counted[layer - 1][c]
+
+    @cached_property
+    def _first_like(self) -> list[int]:
+        """Of each chunk the first one that has the same counts in all layers; estimates are alike
+        but for a vertex."""
+        first = dict[tuple[Counts, ...], int]()
+        return [
+            first.setdefault(each, c) for c, each in enumerate(zip(*self._counted, strict=True))
+        ]
+
+    @property
+    def unlike(self) -> list[int]:
+        """A chunk of each kind."""
+        return sorted(set(self._first_like))
 
     @cached_property
     def _counted(self) -> list[list[Counts]]:
@@ -298,7 +311,7 @@ class ChunkedStep:
         made, then what the next one reads [ranks] [B]."""
         most = np.zeros(self.problem.ranks)
         if self.copies_beside:
-            for layer, c, way in product(range(1, len(self.model.layers) + 1), self.chunks, ways):
+            for layer, c, way in product(range(1, len(self.model.layers) + 1), self.unlike, ways):
                 for copied in (self.loaded_bytes, self.stored_bytes):
                     most = np.maximum(most, copied(way, layer, c))
         return most

@@ -21,7 +21,7 @@ For equal chunks this is (K + stages - 1) slots forward and as many backward (GN
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
@@ -164,7 +164,13 @@ class _Moment(NamedTuple):
 
     met: Number = 0.0  # [.., 1] [s]
     late: Number = 0.0  # [.., ranks] [s]
-    worked: tuple[int, ...] = ()  # kinds of operations
+    worked: tuple[tuple[int, int], ...] = ()  # kinds of operations, and how often each was done
+
+    def and_then(self, kind: int) -> _Moment:
+        """When ranks have done one more such operation."""
+        worked = dict(self.worked)
+        worked[kind] = worked.get(kind, 0) + 1
+        return self._replace(worked=tuple(worked.items()))
 
 
 def _ends_s(
@@ -173,11 +179,11 @@ def _ends_s(
     """When each step has ended [s]. Ranks mostly do between two meetings what they did before."""
 
     @cache
-    def seconds(worked: tuple[int, ...]) -> Number:
-        return total(prices[kind].seconds * times for kind, times in Counter(worked).items())
+    def seconds(worked: tuple[tuple[int, int], ...]) -> Number:
+        return total(prices[kind].seconds * times for kind, times in worked)
 
     @cache
-    def done_s(worked: tuple[int, ...]) -> Number:
+    def done_s(worked: tuple[tuple[int, int], ...]) -> Number:
         return cores.all_done_s(seconds(worked))
 
     def of_all(moment: _Moment) -> Number:
@@ -200,7 +206,7 @@ def _ends_s(
         price = prices[kind]
         start = reduce(or_later, [ended[place] for place in after] or [_Moment()])
         if not price.is_transfer:
-            ended.append(start._replace(worked=(*start.worked, kind)))
+            ended.append(start.and_then(kind))
             continue
         begin, taken = of_all(start), price.seconds
         if beside is not None:
