@@ -33,7 +33,7 @@ def memory(pipe: Pipeline, problem: Problem) -> Memory:
 def _of_stage(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
     """What a stage's members tell `on_ranks` [g]."""
     model, stages = pipe.shape(problem)
-    kept = np.array(pipe.kept(problem), dtype=float)
+    kept, rows = np.array(pipe.kept(problem), dtype=float), pipe.facts(problem).rows
     its = [layer for piece in pipe.pieces(problem, stage) for layer in piece]
     varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
     features, graph = _constant(pipe, problem, stage)
@@ -41,13 +41,15 @@ def _of_stage(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
     handed = pipe.handed_bytes(problem, stage) if stage + 1 < len(stages) else 0
     return {
         "weights": np.full(kept.size, pipe.weights(problem, stage)),
-        # a third of the chunks are as large as another
-        "code": np.full(kept.size, machine_code(problem, 2 * settled(pipe.chunks) / 3, its)),
+        # oneDNN makes code for each number of rows, of which chunks have few
+        "code": np.array(
+            [machine_code(problem, sizes.size, its, sizes[-1]) for sizes in map(np.unique, rows.T)]
+        ),
         "features": features,
         # past rows, the mixed rows that are read, and their gradients
         "history": (3 + pipe.historical_gradients) * kept * sum(varying) * model.itemsize,
         # buffers for the gradients that come back
-        "pipeline": pipe.facts(problem).rows.sum(0) * float(handed),
+        "pipeline": rows.sum(0) * float(handed),
         "graph": graph,
         "activations": activations,
         "buffers": buffers,

@@ -70,14 +70,18 @@ def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> M
     return use
 
 
-def machine_code(problem: Problem, pieces: float = 1, layers: Iterable[int] = ()) -> float:
+def machine_code(
+    problem: Problem, pieces: float = 1, layers: Iterable[int] = (), rows: float | None = None
+) -> float:
     """Bytes of the code that oneDNN makes for products, where it multiplies.
 
-    Of a step, or of some of its layers (0: the encoder). pieces: in which a rank's rows come."""
+    Of a step, or of some of its layers (0: the encoder). pieces: of so many sizes do a rank's rows
+    come. rows: of the largest piece; None: it is like one of a rank's equal shares."""
     model, code = problem.model, problem.cluster.device.code_of(problem.model.itemsize)
     if not code:
         return 0.0
-    rows = 1.5 * problem.stats.vertices / problem.ranks / pieces  # of the largest
+    if rows is None:
+        rows = 1.5 * problem.stats.vertices / problem.ranks / pieces
     told = []
     for layer in layers or range(len(model.layers) + 1):
         told += [model.played(layer)] if layer else [model.encodes] if model.encoder else []
