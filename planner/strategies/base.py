@@ -115,9 +115,7 @@ class Strategy(ABC):
 
     def with_whole_rows(self) -> Self:
         """The same, whose rows cross as they are."""
-        if not self.codec.packs:
-            return self
-        return dataclasses.replace(self, bits=None)  # type: ignore[call-arg]  # their knob
+        return dataclasses.replace(self, **{"bits": None} if self.codec.packs else {})
 
     def approximates_as(self, other: Strategy) -> bool:
         """Whether `other` is lossy in the same way; asked of lossy strategies.
