@@ -49,6 +49,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
+from gnnplan.planner.vocabulary.precision import TF32
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, write_traces
 
@@ -77,7 +78,7 @@ def train(
     metrics.jsonl in `out`, and reports it. eval_every: epochs from one evaluation to the next; the
     last epoch always has one. Raises GnnplanError if the loss is not finite.
     """
-    torch.backends.cuda.matmul.allow_tf32 = problem.workload.dtype == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = problem.workload.precision == TF32
     with Shapes.varying(strategy.mode == "mini"):
         training = _Training(rank, problem, strategy, out, epochs, checkpoints)
         for epoch in range(training.first, epochs):
@@ -117,7 +118,7 @@ class _Training:
         self.watch = rank.watch = MemoryWatch(rank.device)
         self.rank, self.problem, self.out, self.epochs = rank, problem, out, epochs
         self.checkpoints = checkpoints
-        self.steps, self.rounds = strategy.steps(problem), bool(strategy.knobs().get("bits"))
+        self.steps, self.rounds = strategy.steps(problem), strategy.codec.packs
         self.first = checkpoints.first if checkpoints else 0
         worker = self.worker = open_worker(rank, problem, strategy, self.first * self.steps)
         self.learner = worker.open_learner()

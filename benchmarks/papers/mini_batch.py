@@ -43,8 +43,8 @@ PARTS: dict[tuple[str, str], tuple[str, ...]] = {
 REST = {"compute_time_s": "p3", "forward_backward_time_s": "gsplit"}
 # metrics of batches, which are alike on all machines
 SAMPLED = ("edges_computed", "features_loaded", "frontier_vertices")
-# [B] of a neighbour in DGL's adjacency lists, which have 64 bits unless it is told otherwise;
-# GSplit spreads the lists over GPUs
+# [B] of a neighbour in DGL's adjacency lists, which are int64 unless it is told otherwise; GSplit
+# spreads the lists over GPUs
 LIST_ENTRY = 8
 
 

@@ -3,7 +3,7 @@
 Counted from GATECH-EIC/PipeGCN and AIS-SNU/GraNNDis_Artifact (helper/feature_buffer.py,
 module/*.py). In brackets: rows of a layer's output, or its sources (own rows and halo).
 
-    graph         DGL has it by edges, by rows and by columns, with ids of 32 bits: 8 bytes per edge
+    graph         DGL has it by edges, by rows and by columns, with int32 ids: 8 bytes per edge
                   each.
     features      PipeGCN keeps its own beside their neighbours' mean (--use-pp).
     layer         Exchanged rows as they came, and their gradients (f_recv, b_recv: halo). Own

@@ -246,7 +246,7 @@ def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
 
 # -- what an epoch takes ---------------------------------------------------------------------------
 
-# What our operations are to a program; all others compute. Its adjacency lists have 32 bits, and
+# What our operations are to a program; all others compute. Its adjacency lists are int32, and
 # fit: it reads none over the host link.
 PARTS = {"draw": "sample", "lay": "sample", "load": "load", "ask": "fetch", "fetch": "fetch"}
 PARTS |= {"read": "left out"}

@@ -55,7 +55,7 @@ class Delayed(OnParts):
             policy=EveryPeriod("stay", self.r) if self.r > 1 else Policy(),
             checkpoint=self.checkpoint,
             buckets=self.buckets,
-            bits=self.bits,
+            codec=self.codec,
         )
 
     def check(self, problem: Problem) -> None:

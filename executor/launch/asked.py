@@ -247,7 +247,7 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
     Gradients are compared with those of its exact twin, the same worker with exchanges of whole
     rows that are not late (strategies/gradient_errors.py).
     """
-    if options.staleness_errors and isinstance(strategy, GraphParallel) and strategy.bits:
+    if options.staleness_errors and isinstance(strategy, GraphParallel) and strategy.codec.packs:
         raise SpecError(
             "--staleness-errors compares rows with those one step older, and packed rows differ by"
             f" rounding too (bits: {strategy.bits}); leave it out, or use --gradient-errors"

@@ -14,18 +14,15 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, Whole
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.vocabulary.numbers import runs
+from gnnplan.planner.vocabulary.precision import Precision
 
 AT_ONCE = 1 << 19  # values of features, or weights of edges, that are converted together
 
 
-def dtype_of(workload: Workload) -> torch.dtype:
-    """The type of a row's numbers."""
-    return {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[workload.itemsize]
-
-
-def weight_dtype_of(workload: Workload) -> torch.dtype:
-    """The type of weights, of their gradients, and of the loss."""
-    return torch.float64 if workload.dtype == "float64" else torch.float32
+def dtype_of(precision: Precision) -> torch.dtype:
+    """The type of numbers that are held so."""
+    dtype: torch.dtype = getattr(torch, precision.torch)
+    return dtype
 
 
 def features(
@@ -37,10 +34,10 @@ def features(
     under way when this returns (copies.py).
     """
     if not graph.stats.dense:
-        return SparseRows.of_csr(graph.x[rows], dtype_of(workload), room).to(device)
+        return SparseRows.of_csr(graph.x[rows], dtype_of(workload.precision), room).to(device)
     width, x = graph.stats.features, graph.x
     stored = torch.float64 if x.dtype == np.float64 else torch.float32
-    out = torch.empty(rows.size + room, width, dtype=dtype_of(workload), device=device)
+    out = torch.empty(rows.size + room, width, dtype=dtype_of(workload.precision), device=device)
     if device.type == "cuda":
 
         def gather(start: int, stop: int, into: Tensor) -> None:
@@ -126,12 +123,13 @@ def weighed(
     were drawn; None: each edge stands for itself."""
     count = np.maximum(ins if taken is None else taken, 1)
     if edges == "mean":
-        return block.weighted(block.per_edge(torch.from_numpy(1.0 / count).to(dtype_of(workload))))
+        of_rows = torch.from_numpy(1.0 / count).to(dtype_of(workload.precision))
+        return block.weighted(block.per_edge(of_rows))
     degree = block.indptr.diff()
     of_dst, of_src, stands_for, ids = map(
         torch.from_numpy, (ins + 1.0, outs + 1.0, ins / count, np.arange(block.n_dst))
     )
-    weights = torch.empty(block.edges, dtype=dtype_of(workload))
+    weights = torch.empty(block.edges, dtype=dtype_of(workload.precision))
     for rows in runs(degree.numpy(), AT_ONCE):
         here = slice(int(block.indptr[rows.start]), int(block.indptr[rows.stop]))
         src, dst = block.indices[here], ids[rows].repeat_interleave(degree[rows])

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.blocks import weight_dtype_of
+from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import linear
 from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.layers.layer import Drop, Layer, keep
@@ -67,7 +67,7 @@ class Net(nn.Module):
         )
         self.initial = shapes.hands_on_initial  # layers read x0, the encoder's output
         self.relu_after = shapes.relu_after  # whether a layer (0: the encoder) ends in ReLU
-        self.to(weight_dtype_of(workload))
+        self.to(dtype_of(workload.precision.weights))
         if shapes.inputs.multiplied_first and 1 in self.which:
             self._store_by_columns()
         if own is None:  # who makes their own layers does so

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.executor.layers.blocks import weight_dtype_of
+from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.planner.gnn.workload import BALANCED, Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids
@@ -66,7 +66,7 @@ class Targets:
         """total: the `weight_of` what the loss is the mean over; None: of all of the graph."""
         self.learned, self.vertices = graph.stats.learned, graph.stats.vertices
         self.metric, self.is_mae = workload.metric_of(self.learned), workload.loss == "mae"
-        self.dtype = weight_dtype_of(workload)
+        self.dtype = dtype_of(workload.precision.weights)
         y = torch.from_numpy(np.array(graph.y[rows]))
         if self.learned == "numbers":
             y = y.view(len(y), -1)

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from scipy.optimize import lsq_linear
 
-from gnnplan.executor.layers.kernels import code_of
+from gnnplan.executor.layers.kernels import product_codes
 from gnnplan.executor.measure.microbench import PRODUCTS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.planner.cluster import scaling as scaled
-from gnnplan.planner.cluster.compute import BFLOAT16
 from gnnplan.planner.cluster.link_fit import beyond, fit, shapes
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.spec import GEMMS, Cluster, Device, Link
+from gnnplan.planner.vocabulary.precision import FLOAT32, PRECISIONS
 from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 
@@ -29,7 +29,6 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent
 LEAST_DOUBT = 0.05
 # Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
 MEDIAN_TO_TENTH = 1.9
-RATES = ("gemm", "gemm_bfloat16", "gemm_tf32")  # of dense products
 HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
 
@@ -127,7 +126,7 @@ def _device(
     found: dict[str, Any], memory: float, source: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The fields of a Device, by its kernels alone, and the provenance of each."""
-    cuda = torch.cuda.is_available()
+    cuda, codes = torch.cuda.is_available(), product_codes()
     ((elementwise_s,),) = found["elementwise"]
     gathering = aggregation(
         [(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]]
@@ -138,19 +137,14 @@ def _device(
         memory=memory,
         gemm=1e12,
         memory_bandwidth=1 / median(elementwise_s),
-        product_code=0.0 if cuda else code_of(torch.float32),
-        product_code_bfloat16=0.0 if cuda else code_of(torch.bfloat16),
+        **({} if cuda else codes),
         **gathering,
     )
     products: dict[str, float] = {}
-    of_library = "of the library that multiplies there"
-    provenance = {
-        "device.product_code": of_library,
-        "device.product_code_bfloat16": of_library,
-    }
-    for name in RATES:
+    provenance = {f"device.{name}": "of the library that multiplies there" for name in codes}
+    for name in GEMMS:
         flops, seconds = [], []
-        b = BFLOAT16 if name == "gemm_bfloat16" else 4
+        b = PRECISIONS.get(name.removeprefix("gemm_"), FLOAT32).itemsize
         for rows, h_in, h_out, samples in found.get(name, ()):
             # as the cost model counts them
             read = PRODUCTS * rows * (h_in + h_out) * b
@@ -165,15 +159,15 @@ def _device(
             f"{source}, {len(flops)} shapes together, shapes within"
             f" {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)}"
         )
-    if "gather_bfloat16" in found:
+    for precision in PRECISIONS.values():
+        if (name := f"gather_{precision.name}") not in found:
+            continue
         shares = [
-            BFLOAT16 / median(rounded) / (4 / median(whole))
-            for (*_, whole), (*_, rounded) in zip(
-                found["gather"], found["gather_bfloat16"], strict=True
-            )
+            precision.itemsize / median(rounded) / (4 / median(whole))
+            for (*_, whole), (*_, rounded) in zip(found["gather"], found[name], strict=True)
         ]
-        products["gather_bfloat16"] = median(shares)
-        provenance["device.gather_bfloat16"] = (
+        products[name] = median(shares)
+        provenance[f"device.{name}"] = (
             f"{source}, median of {len(shares)} widths and sizes, {min(shares):.2g} to"
             f" {max(shares):.2g}"
         )

@@ -134,10 +134,11 @@ class Bench(Messages):
         found = {"gemm": products()}
         notify("aggregation")
         found["gather"] = gathers()
-        if self.dtype == torch.bfloat16:
-            notify("products and aggregation in bfloat16")
-            found["gemm_bfloat16"] = products(torch.bfloat16)
-            found["gather_bfloat16"] = gathers(torch.bfloat16)
+        if self.dtype != torch.float32:
+            name = str(self.dtype).removeprefix("torch.")
+            notify(f"products and aggregation in {name}")
+            found[f"gemm_{name}"] = products(self.dtype)
+            found[f"gather_{name}"] = gathers(self.dtype)
         if cuda and torch.cuda.get_device_capability() >= TF32:
             notify("products in TF32")
             torch.backends.cuda.matmul.allow_tf32 = True

@@ -106,7 +106,7 @@ class Lists:
             # a vertex has no other edge to itself
             stands_for = torch.where(indices == reader, 1.0, (degree / count)[reader])
             weight = 1.0 / ((degree + 1.0)[reader] * (outs + 1.0)[indices]).sqrt() * stands_for
-        return block.weighted(weight.to(dtype_of(workload)))
+        return block.weighted(weight.to(dtype_of(workload.precision)))
 
     def _here(self, ids: Ids) -> Tensor:
         return sent([torch.from_numpy(ids)], self.indptr.device)[0]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
 from gnnplan.executor.layers.layer import EDGES, Layer
 from gnnplan.executor.modules.make import as_planned, in_file, make, source_of
@@ -109,7 +110,7 @@ def _counted(
     workload: Workload, number: int, shape: ModuleLayer, varies: bool, relu: bool
 ) -> ModuleLayer:
     """The layer of this shape with what it does. Raises SpecError."""
-    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    dtype = dtype_of(workload.precision.weights)
     where = f"{workload.own.file}: {workload.own.name}"
     layer = made(workload, number, shape.h_in, shape.h_out).to(dtype)
     _must_be_whole(layer, where)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small
 from gnnplan.executor.modules.convert import NoChain, Parameters, converted, parts_of
@@ -149,7 +150,7 @@ def read(
 
     with torch.random.fork_rng(devices=[]):
         module, arguments = made()
-    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    dtype = dtype_of(workload.precision.weights)
     trained: Parameters | Pieces
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
@@ -307,7 +308,7 @@ def read_again(workload: Workload) -> Parameters | Pieces:
 def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Pieces:
     """What a plan's module is trained as. Raises SpecError if that is not what was planned."""
     module = workload.own
-    dtype = torch.float64 if workload.dtype == "float64" else torch.float32
+    dtype = dtype_of(workload.precision.weights)
     vertex, edge = (
         {name: (sizes, kind, kinds) for name, sizes, kind, kinds in fields}
         for fields in (module.vertex_fields, module.edge_fields)

@@ -5,7 +5,7 @@ They are named as in planner/strategies/, and record their spans under the label
     base.py             what each of them offers the training loop
     graph_parallel.py   graph parallel, PipeGCN, bns: halos exchanged before each layer
     layerwise.py        its step, forward and backward
-    halo.py             its exchanges: which rows are fresh, which stay or lag; in few bits
+    halo.py             its exchanges: which rows are fresh, which stay or lag; packed rows
     constant_rows.py    its features, fetched at set-up
     gradient_errors.py  how far a step's gradient is from the exact one
     feature_parallel.py sums over edges on columns of all rows

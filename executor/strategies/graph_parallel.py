@@ -21,7 +21,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.constant_rows import ConstantRows, constant_rows, own_again
 from gnnplan.executor.strategies.halo import RowWeights, fresh_places
 from gnnplan.executor.strategies.layerwise import Worker
-from gnnplan.planner.gnn.few_bits import ADAPTIVE
+from gnnplan.planner.gnn.codec import WHOLE
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions
@@ -56,8 +56,8 @@ def worker_on(
     weights = net or net_of(problem.model, problem.workload).to(rank.device)
 
     def on(rows: Layout, options: ExchangeOptions) -> Worker:
-        adaptive = options.bits == ADAPTIVE
-        counted = variance_weights(rank, problem, rows, weights) if adaptive else {}
+        adapts = options.codec.adapts
+        counted = variance_weights(rank, problem, rows, weights) if adapts else {}
         share = share_of(rows, rank.rank, weights.edges, problem.workload, degrees)
         return Worker(rank, problem, share, options, weights, counted)
 
@@ -76,9 +76,7 @@ def worker_on(
     trimmed = problem.trimmed(layout)
     assert isinstance(trimmed, Layout)
     worker = loaded(trimmed, options)
-    worker.evaluator = lambda: loaded(
-        layout, replace(options, policy=FRESH, smoothing="", bits=None)
-    )
+    worker.evaluator = lambda: loaded(layout, replace(options, policy=FRESH, codec=WHOLE))
     return worker
 
 
@@ -139,7 +137,7 @@ class Vanishing(Worker):
             give,
             take,
             bool(self.leaving_out.facts(self.problem, self.layout, layer, step).halo.any()),
-            block.among(come, weigh, dtype_of(self.problem.workload)),
+            block.among(come, weigh, dtype_of(self.problem.workload.precision)),
         )
 
 

@@ -7,9 +7,8 @@ A policy says which rows are fresh in a step (planner/strategies/layerwise/excha
 in the step that reads them, and the others stay as they came last, zero before that (`Halo`). Or
 all are read one step late, and cross beside computation on the comm lane (`StaleHalo`). That lane
 reads and fills buffers that stay: memory does not depend on how far it lags behind. In a
-`QuantizedHalo` either of the two crosses in few bits per number, and in an `AdaptiveHalo` each row
-has its own. An exchange is counted when its step comes to it, and recorded under the schedule's
-label.
+`QuantizedHalo` either of the two crosses in few bits per number (planner/gnn/codec.py). An exchange
+is counted when its step comes to it, and recorded under the schedule's label.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import Mix, pack, pack_mixed, unpack, unpack_mixed
+from gnnplan.executor.layers.kernels import Even, Mix
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.gnn.few_bits import ADAPTIVE
+from gnnplan.planner.gnn.codec import WHOLE, Codec
 from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
@@ -210,8 +209,7 @@ class Halo:
 class StaleHalo(Halo):
     """Rows cross as they are and are used one step later, or a moving average of them."""
 
-    smoothed: str = ""  # ways of which averages are used
-    gamma: float = 0.0  # the average's weight
+    codec: Codec = WHOLE  # which averages are used
     # buffer for what is received and then smoothed, one exchange after the other
     arriving: Tensor = field(default_factory=lambda: torch.empty(0))
     leaving: dict[_Key, Tensor] = field(default_factory=dict, init=False)  # buffers
@@ -234,7 +232,7 @@ class StaleHalo(Halo):
         leaving = self.leaving[key]
         leaving = exchange.pack(rows, leaving) if way == "f" else leaving.copy_(rows)
         into = None if self.rank.staleness_errors else used
-        if way in self.smoothed:
+        if way in self.codec.averaged:
             into = self.arriving[: receives * width].view(receives, width)
         cross = self._crossing(step, layer, way, leaving, into)
         self.pending[key] = self.rank.lanes.submit(
@@ -249,17 +247,23 @@ class StaleHalo(Halo):
         """
         if self.rank.staleness_errors:
             self._note(layer, way, used, received)
-        if way not in self.smoothed:
+        if way not in self.codec.averaged:
             return received
-        weight = 1.0 if self.anew else 1 - self.gamma
+        weight = 1.0 if self.anew else 1 - self.codec.gamma
         return received * weight if used is None else used.lerp_(received, weight)
 
 
 @dataclass
 class QuantizedHalo(Halo):
-    """Rows cross in few bits per number, in the step that reads them or one before."""
+    """Rows cross in few bits per number, in the step that reads them or one before.
 
-    bits: int = 0
+    Adaptive rows have more where rounding counts more (few_bits.py): sender and receiver choose
+    alike, from the rows that have crossed.
+    """
+
+    codec: Codec = WHOLE
+    weights: RowWeights = field(default_factory=dict)
+    mixes: dict[tuple[str, str, int], Mix] = field(default_factory=dict, init=False)  # by end, key
 
     @contextmanager
     def _swapped(
@@ -271,7 +275,8 @@ class QuantizedHalo(Halo):
         with self.rank.recorder.span(Label("pack", step, way, layer), "compute"):
             whose = vertices[len(vertices) - len(rows) :] if way == "b" else vertices
             whose = whose if positions is None else whose[positions]
-            leaving = self._pack(key, rows, positions, whose, *numbers)
+            leaving = self._bits("out", key).pack(rows, positions, whose, *numbers)
+            self._crossed("out", key, leaving)
         cross = self._crossing(step, layer, way, leaving)
         packed: Tensor | None
         if self.policy.lags:
@@ -282,52 +287,27 @@ class QuantizedHalo(Halo):
         with self.rank.recorder.span(Label("unpack", step, way, layer), "compute"):
             if into is None:
                 into = rows.new_empty(fresh.exchange.rows(way)[1], rows.shape[1])
-            yield None if packed is None else self._unpack(key, packed, into)
+            came: Tensor | None = None
+            if packed is not None:
+                came = self._bits("in", key).unpack(packed, into)
+                self._crossed("in", key, packed)
+            yield came
 
-    def _pack(
-        self, key: _Key, rows: Tensor, positions: Tensor | None, whose: Tensor, *numbers: int
-    ) -> Tensor:
-        """Some rows as bytes [., row_bytes] (layers/kernels/few_bits.py)."""
-        return pack(rows, positions, self.bits, whose, *numbers)
-
-    def _unpack(self, key: _Key, packed: Tensor, into: Tensor) -> Tensor:
-        return unpack(packed, self.bits, into)
-
-
-@dataclass
-class AdaptiveHalo(QuantizedHalo):
-    """Quantized rows of 4 bits on average, more where rounding counts more (few_bits.py).
-
-    Sender and receiver choose alike, from the rows that have crossed.
-    """
-
-    weights: RowWeights = field(default_factory=dict)
-    mixes: dict[tuple[str, str, int], Mix] = field(default_factory=dict, init=False)  # by end, key
-
-    def _pack(
-        self, key: _Key, rows: Tensor, positions: Tensor | None, whose: Tensor, *numbers: int
-    ) -> Tensor:
-        packed = pack_mixed(rows, positions, self._mix("out", key), whose, *numbers)
-        self._crossed("out", key, packed)
-        return packed
-
-    def _unpack(self, key: _Key, packed: Tensor, into: Tensor) -> Tensor:
-        rows = unpack_mixed(packed, self._mix("in", key), into)
-        self._crossed("in", key, packed)
-        return rows
-
-    def _mix(self, end: str, key: _Key) -> Mix:
-        """The bits of the rows that leave or come next."""
+    def _bits(self, end: str, key: _Key) -> Even | Mix:
+        """How many bits the rows have that leave or come next."""
+        if not self.codec.adapts:
+            return Even(self.codec.on_average)
         sends, receives = self.exchanges[key[1]].rows(key[0])
         count = sends if end == "out" else receives
         return self.mixes.get((end, *key)) or Mix.even(count, self.rank.device)
 
     def _crossed(self, end: str, key: _Key, packed: Tensor) -> None:
         """Rows have left or come: choose the bits of those after them."""
-        (way, layer), exchange = key, self.exchanges[key[1]]
-        peers = exchange.gives if (end == "out") == (way == "f") else exchange.take
-        weights = self.weights[end, layer] if way == "f" else None
-        self.mixes[end, way, layer] = self._mix(end, key).after(packed, peers, weights)
+        (way, layer), exchange, bits = key, self.exchanges[key[1]], self._bits(end, key)
+        if isinstance(bits, Mix):
+            peers = exchange.gives if (end == "out") == (way == "f") else exchange.take
+            weights = self.weights[end, layer] if way == "f" else None
+            self.mixes[end, way, layer] = bits.after(packed, peers, weights)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {
@@ -351,26 +331,23 @@ def halo_of(
     vertices: Mapping[int, Tensor],  # whose each layer's source rows are
     weights: RowWeights,
 ) -> Halo:
-    """The halo of training, where `whole` is that of evaluation; weights: of adaptive bits."""
+    """The halo of training, where `whole` is that of evaluation; weights: of adaptive rows."""
     rank, exchanges, model = whole.rank, whole.exchanges, problem.model
-    policy = options.policy
+    policy, codec = options.policy, options.codec
     rows = rank, exchanges, policy, vertices, problem.workload.seed
-    if options.bits == ADAPTIVE:
-        return AdaptiveHalo(*rows, bits=4, weights=weights)
-    if options.bits is not None:
-        return QuantizedHalo(*rows, bits=int(options.bits))
+    if codec.packs:
+        return QuantizedHalo(*rows, codec, weights)
     if not policy.lags:
         return whole if policy.whole else Halo(*rows)
-    smoothed = options.smoothing.replace("g", "b")
     sizes = [
         exchanges[layer].rows(way)[1] * model.exchanged_width(layer, options.narrow)
         for layer in exchanges.keys() & vertices.keys()
         if layer > model.first_varying
-        for way in smoothed
+        for way in codec.averaged
     ]
-    dtype = dtype_of(problem.workload)
+    dtype = dtype_of(problem.workload.precision)
     arriving = torch.empty(max(sizes, default=0), dtype=dtype, device=rank.device)
-    return StaleHalo(*rows, smoothed=smoothed, gamma=options.gamma, arriving=arriving)
+    return StaleHalo(*rows, codec, arriving)
 
 
 def fresh_places(

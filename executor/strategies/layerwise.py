@@ -81,7 +81,7 @@ class Worker(base.Worker):
     share: InitVar[Share]
     options: ExchangeOptions
     net: Net
-    weights: InitVar[RowWeights | None] = None  # of adaptive bits (halo.py)
+    weights: InitVar[RowWeights | None] = None  # of adaptive rows (halo.py)
     batch: float | None = None  # if the share is of a batch: what its loss is the mean over
     # makes the worker that evaluates, where the share leaves out rows of which evaluation is
     evaluator: Callable[[], Worker] | None = None
@@ -381,7 +381,7 @@ class Worker(base.Worker):
         self.halo.drain()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: weights, the next step's stale rows, and adaptive bits."""
+        """What a checkpoint keeps: weights, the next step's stale rows, what a codec carries."""
         return self.trained() | self.halo.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:

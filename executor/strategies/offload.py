@@ -151,13 +151,13 @@ class Worker(base.Worker):
                 same = chunk.parts.get(like[n])
                 chunk.parts[n] = same or self._part(layout, chunk.number, n, own)
 
-        on_gpu = self.rank.device.type == "cuda"
+        dtype, on_gpu = dtype_of(self.problem.workload.precision), self.rank.device.type == "cuda"
         if on_gpu:
             pin_no_more_than_asked()
 
         def room(numbers: int) -> Tensor:
             """Zeros [numbers]; in page-locked memory if a GPU is to read them."""
-            return torch.zeros(numbers, dtype=dtype_of(self.problem.workload), pin_memory=on_gpu)
+            return torch.zeros(numbers, dtype=dtype, pin_memory=on_gpu)
 
         def rows(layer: int, width: int) -> Tensor:
             return room(int(ends[layer, -1]) * width).view(-1, width)
@@ -339,7 +339,7 @@ class Worker(base.Worker):
 
             def add(start: int, stop: int, rows: Tensor) -> None:
                 its = part.places[start:stop]
-                if rows.dtype == torch.bfloat16:  # index_add_ of it writes others' rows, too
+                if rows.itemsize < 4:  # index_add_ of such numbers writes others' rows, too
                     into.index_copy_(0, its, into.index_select(0, its).add_(rows))
                 else:
                     into.index_add_(0, its, rows)

@@ -158,9 +158,7 @@ def test_training_is_exact_or_follows_its_recursion(
     request: pytest.FixtureRequest,
 ) -> None:
     """In float64, to 1e-9. Of rows that are rounded at random, those that are not."""
-    strategy = parse(example.strategy)
-    if strategy.knobs().get("bits"):
-        strategy = replace(strategy, bits=None)  # type: ignore[call-arg]
+    strategy = parse(example.strategy).with_whole_rows()
     case = case_of(example, graphs["rough"], model, dtype="float64", optimizer="sgd")
     case = replace(case, strategy=str(strategy), epochs=6, eval_every=2)
     if strategy.exact:
@@ -185,7 +183,7 @@ def test_what_it_carries_is_made_anew_for_another_plans_weights(
     example: Example, run_ranks: Ranks, graphs: dict[str, str]
 ) -> None:
     strategy, case = parse(example.strategy), case_of(example, graphs["rough"], "sage")
-    if not (strategy.carries and strategy.hands_over) or strategy.knobs().get("bits"):
+    if not (strategy.carries and strategy.hands_over) or strategy.codec.packs:
         pytest.skip("it carries nothing that can be made anew exactly")
     how = case.workload
     must_go_on_from_another_plan(run_ranks, case.strategy, example.ranks, case.graph, how)

@@ -56,9 +56,8 @@ class Case:
     fields: str = ""  # a .npz of more numbers of the graph, as 'edge edge_attr' and 'vertex pos'
 
     def problem(self, world: int) -> Any:
-        import torch
 
-        from gnnplan.executor.layers.kernels import code_of
+        from gnnplan.executor.layers.kernels import product_codes
         from gnnplan.planner.cluster.spec import Cluster
         from gnnplan.planner.gnn.workload import Workload
         from gnnplan.planner.graph.load import load
@@ -68,8 +67,7 @@ class Case:
         device: dict[str, Any] = {"kind": self.device, "memory": "24GB"}
         device |= {"gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
         if self.device == "cpu":
-            device["product_code"] = code_of(torch.float32)
-            device["product_code_bfloat16"] = code_of(torch.bfloat16)
+            device |= product_codes()
         islands: dict[str, Any] = {}
         if self.islands and world > 1:
             islands = {"islands": self.islands, "island": {"bandwidth": "100GB/s"}}

@@ -23,7 +23,6 @@ RANDOM_ACCESS_SLOWDOWN = 3.0
 # On a CPU core, gathers of rows in no order cost 1.25 to 1.8 times those of rows in an order that
 # keeps neighbours near each other, which rates are measured of.
 SCATTERED_SLOWDOWN = 1.5
-BFLOAT16 = 2  # [B] of a number
 
 
 class Curve(NamedTuple):
@@ -84,8 +83,7 @@ class Roofline:
             at_once = row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)
             rate = self.gather_rate(width, distinct * at_once, rows / distinct)
             slowdown = SCATTERED_SLOWDOWN if work.scattered and not on_gpu else 1.0
-            if work.itemsize == BFLOAT16:
-                slowdown /= device.gather_bfloat16
+            slowdown /= device.gathering(work.itemsize)
             seconds = seconds + rows * row_bytes * slowdown / rate
             seconds = seconds + outputs * (
                 device.row_latency

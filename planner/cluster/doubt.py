@@ -5,7 +5,7 @@ one of ten above. The file of a cluster may say it (`ranges`). Otherwise the con
 does (RANGES): a number that was measured is known better than one of a datasheet.
 
     constant                          what it multiplies
-    device.gemm                       the rate of products, in bfloat16 too
+    device.gemm                       the rates of products, in every precision
     device.memory_bandwidth           rates of element-wise work and of the cache
     device.gather                     rates of aggregation, where they were measured
     device.launch                     the time of an operation, however small
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from gnnplan.planner.cluster.scaling import multiplied
-from gnnplan.planner.cluster.spec import DOUBTED, LINKS, Cluster
+from gnnplan.planner.cluster.spec import DOUBTED, GEMMS, LINKS, Cluster
 
 DRAWS = 300
 TENTH = 1.2816  # standard deviations from the median of a normal to its 10th and 90th percentile
@@ -53,7 +53,7 @@ RANGES: dict[str, tuple[float, float]] = {
 UNSAID = (0.5, 1.33)  # of a number that does not say where it comes from
 # The fields that a constant stands for, if it is not one itself (scaling.multiplied)
 FIELDS = {
-    "device.gemm": ("device.gemm", "device.gemm_bfloat16", "device.gemm_tf32"),
+    "device.gemm": tuple(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth": ("device.memory_bandwidth", "device.cache_bandwidth"),
     "device.gather": ("device.gather", "device.row_bandwidth", "/device.row_latency"),
 }

@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.cluster.spec import Cluster, LinkName
+from gnnplan.planner.cluster.spec import GEMMS, Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import Number
 
 # All that a device's speed is in; '/': seconds
 DEVICE = (
-    "device.gemm",
-    "device.gemm_bfloat16",
-    "device.gemm_tf32",
+    *(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth",
     "device.cache_bandwidth",
     "device.gather",

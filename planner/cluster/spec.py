@@ -37,6 +37,7 @@ OPERATIONS = ("all_reduce", "exchange", "send")  # that links can be measured fo
 PLACES = ("intra_node", "inter_node", "island", "switch")
 LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
 LISTS = ("islands", "switches", "nics")  # fields that list GPUs of a server
+GEMMS = ("gemm", "gemm_bfloat16", "gemm_tf32")  # rates of a device's products, by precision
 # of a device, constants that an epoch depends on, as they are doubted (doubt.py)
 DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
@@ -176,12 +177,16 @@ class Device(Spec):
 
     def multiplying(self, dtype: str) -> Device:
         """The device at the rates of products of rows in this type."""
-        rate = {"bfloat16": self.gemm_bfloat16, "tf32": self.gemm_tf32}.get(dtype)
+        rate = getattr(self, f"gemm_{dtype}", None)
         return self if rate is None else self.model_copy(update={"gemm": rate})
 
     def code_of(self, itemsize: int) -> float:
         """Machine code that is kept for each shape of a product of numbers of so many bytes [B]."""
         return {2: self.product_code_bfloat16, 4: self.product_code}.get(itemsize, 0.0)
+
+    def gathering(self, itemsize: int) -> float:
+        """How many times float32's bytes per second aggregation reads of such numbers."""
+        return self.gather_bfloat16 if itemsize == 2 else 1.0
 
 
 def _lists(value: object) -> object:

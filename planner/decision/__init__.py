@@ -4,7 +4,7 @@
     search.py          all candidates, ranked
     room.py            what would make one fit
     recommendation.py  which of them is recommended, and how sure that is
-    dtypes.py          rows in float32 or in bfloat16 (--dtype auto)
+    dtypes.py          which precision rows have (--dtype auto)
     whole.py           the whole training in both modes and on all sizes
     epochs.py          how many epochs a training has
     summary.py         the lines that a plan opens with

@@ -131,8 +131,8 @@ class Candidate:
         # the same for all candidates on these GPUs, which share what all-reduces take there
         there = known.recent("in doubt", problem, lambda: replace(problem, cluster=doubted), most=1)
         epoch_s = strategy.predict(there).epoch_s
-        dtype = problem.workload.dtype
-        misses = missed(cluster.device.kind, strategy.family, strategy.exact, dtype)
+        precision = problem.workload.precision
+        misses = missed(cluster.device.kind, strategy.family, strategy.exact, precision)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
     def chance_faster(self, other: Candidate) -> float:

@@ -19,9 +19,10 @@ from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult, each_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.precision import BFLOAT16, FLOAT32
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
-PLAIN, ROUNDED = "float32", "bfloat16"
+PLAIN, ROUNDED = FLOAT32.name, BFLOAT16.name
 DTYPES = (PLAIN, ROUNDED)
 
 
@@ -108,7 +109,8 @@ def choose(problem: Problem, ask: Callable[[Problem], SearchResult], exact: bool
 def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
     """The type of rows that is recommended of two that fit, and why."""
     objective, products = plain.objective, rounded_products(rounded.problem)
-    if rounded.problem.cluster.device.gemm_bfloat16 is None:
+    device = rounded.problem.cluster.device
+    if device.multiplying(ROUNDED) is device:
         return PLAIN, products  # nothing is surely faster at a rate that nobody knows
     is_measured = objective.target is not None  # runs have shown what rounding costs
     chance = rounded.chance_faster(plain)

@@ -19,7 +19,7 @@ from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
 from gnnplan.planner.vocabulary.files import quoted
-from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
+from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 
 TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
 
@@ -105,22 +105,16 @@ def tightest(best: Candidate) -> list[str]:
 
 
 def rounded_rows(problem: Problem) -> list[str]:
-    """Say what rows in bfloat16 or TF32 are, and how they are priced; nothing of other rows."""
-    if problem.workload.dtype == "tf32":
-        return [
-            "Rows are float32, and GPUs round the factors of products to 10 bits (TF32);"
-            f" {rounded_products(problem)}"
-        ]
-    if problem.workload.dtype != "bfloat16":
+    """Say what rounded rows or products are, and how they are priced; nothing of others."""
+    precision = problem.workload.precision
+    if not precision.rounds:
         return []
-    return [
-        "Rows are bfloat16, half the bytes; weights, optimizer and all-reduces are float32;"
-        f" {rounded_products(problem)}; {rounding_cost()}"
-    ]
+    cost = [rounding_cost()] if precision.rounds_rows else []
+    return ["; ".join([precision.rounds, rounded_products(problem), *cost])]
 
 
 def rounding_runs() -> list[dict[str, Any]]:
-    """The measured costs of rows in bfloat16 in test accuracy, JSON-ready.
+    """The measured costs of rounded rows in test accuracy, JSON-ready.
 
     points: minus float32, ± two_errors (two standard errors of paired differences) [points].
     """
@@ -141,11 +135,11 @@ def rounding_cost() -> str:
 
 
 def rounded_products(problem: Problem) -> str:
-    """How fast the device multiplies such rows, in bfloat16 or TF32, beside float32."""
+    """How fast the device multiplies such rows, beside float32."""
     device, dtype = problem.cluster.device, problem.workload.dtype
     own = device.multiplying(dtype)
     if own is device:
-        measure = "gnnplan measure" + " --dtype bfloat16" * (dtype == "bfloat16")
+        measure = "gnnplan measure" + f" --dtype {dtype}" * problem.workload.precision.rounds_rows
         return (
             f"{dtype} products are priced at float32's rate, for this device's own is not known"
             f" (`{measure}` measures it)"
@@ -259,15 +253,31 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
 
 
 def of_families(found: SearchResult) -> list[str]:
-    """The sentences of each family about the problem itself (`Strategy.explain`)."""
-    problem = found.problem
+    """The sentences of each family about the problem itself, and what its packed rows save."""
+    problem, told = found.problem, list[str]()
     on_all = [c.strategy for c in found.ranked if c.problem.ranks == problem.ranks]
-    told = [
-        family.explain(problem, next((one for one in on_all if type(one) is family), None))
-        for family in families()
-        if family.mode == problem.workload.mode
+    for family in families():
+        if family.mode == problem.workload.mode:
+            fastest = next((one for one in on_all if type(one) is family), None)
+            told += packed_rows(problem, fastest) if fastest and fastest.codec.packs else []
+            told += family.explain(problem, fastest)
+    return list(dict.fromkeys(told))
+
+
+def packed_rows(problem: Problem, packed: Strategy) -> list[str]:
+    """What packing saves and takes, beside the same strategy with whole rows."""
+    whole = packed.with_whole_rows()
+    few, all_of = packed.predict(problem), whole.predict(problem)
+    sent, of_whole = (
+        show_bytes(each.bytes.get("halo", 0) + each.bytes.get("pipeline", 0))
+        for each in (few, all_of)
+    )
+    packing_s = sum(float(few.by_op[op]) for op in few.by_op if op.startswith(("pack", "unpack")))
+    return [
+        f"{packed} sends {sent} of rows and their gradients per epoch, {whole}"
+        f" {of_whole}; to pack and unpack them takes {show_time(packing_s)} of"
+        f" {show_time(float(few.epoch_s))}, and {whole} takes {show_time(float(all_of.epoch_s))}"
     ]
-    return list(dict.fromkeys(sentence for sentences in told for sentence in sentences))
 
 
 def within_doubt(found: SearchResult) -> list[str]:

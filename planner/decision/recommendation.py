@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import normals
+from gnnplan.planner.vocabulary.precision import FLOAT32, Precision
 
 Array = NDArray[np.float64]
 
@@ -27,7 +28,7 @@ class Miss(NamedTuple):
     """Standard deviations of log(predicted / true) that right constants leave."""
 
     shared: float  # by all strategies of a question
-    own: float  # by the exact, or the lossy, strategies of a family; in bfloat16 by others again
+    own: float  # by the exact, or the lossy, strategies of a family; of rounded rows by others
 
 
 # By the kind of device. CPU ranks: from the first 146 blind runs, and 38 later runs lay between
@@ -64,14 +65,14 @@ class Settled(NamedTuple):
     regret: float  # the least expected regret when it is known
 
 
-def missed(kind: str, family: str, exact: bool, dtype: str = "float32") -> Array:
+def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) -> Array:
     """Factors on a predicted epoch by which predictions miss on right constants [DRAWS].
 
-    Rows in bfloat16 have kernels of their own, so their predictions are taken to miss on their own,
+    Rounded rows have kernels of their own, so their predictions are taken to miss on their own,
     as widely as those of float32: no recorded runs have compared both with predictions.
     """
     shared, own = MISSES[kind]
-    rounded = " bfloat16" if dtype == "bfloat16" else ""
+    rounded = f" {precision.name}" if precision.rounds_rows else ""
     by_kind = normals(f"{family} {'exact' if exact else 'lossy'}{rounded}")
     return np.asarray(np.exp(shared * normals("shared") + own * by_kind))
 

@@ -148,7 +148,7 @@ def certainty(found: SearchResult) -> str:
 def inputs(problem: Problem) -> str:
     """Where the numbers come from that the plan is made of."""
     words = [f"of the cluster's numbers {sources(problem.cluster.provenance)}"]
-    if problem.workload.dtype in ("bfloat16", "tf32"):
+    if problem.workload.precision.rounds:
         words.append(rounded_products(problem))
     if not problem.stats.known:
         words.append(estimates(problem))

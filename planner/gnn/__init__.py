@@ -10,7 +10,7 @@
     rows.py         how input rows are stored, and their bytes
     products.py     products of rows with a matrix, and the shapes that oneDNN makes code for
     amounts.py      amounts that are linear in a block's rows, sources and edges
-    few_bits.py     rows in few bits per number: their bytes and work
+    codec.py        how rows cross, whole or packed: their bytes and work
     footprint.py    memory of each layer while it is trained
     counted.py      work and memory of a layer of the user's own, as counted by the executor
 

@@ -85,8 +85,6 @@ class Fields(Spec):
     evaluated, with the best epoch's weights.  [default: train all epochs]"""
     epochs: int = Field(50, ge=1, le=MOST)
     """Epochs that a run trains. Of a plan for GPUs that does not say: as many as in print."""
-    # Weights, their gradients and the optimizer's state are float32 where rows are bfloat16.
-    # Of tf32 GPUs round the factors of products to 10 bits.
     dtype: Literal["float32", "float64", "bfloat16", "tf32"] = "float32"
     """Of rows: float32; tf32, whose products GPUs round and make several times as fast; float64; or
     bfloat16, half the bytes and memory, with weights in float32. Of a plan also auto, which

@@ -159,7 +159,7 @@ class Kind:
     # names of parameters [., h_in] of which P3 gives every rank some columns
     by_columns: ClassVar[tuple[str, ...]] = ()
     lacks_columns: ClassVar[str] = "reads an encoder's output"  # why it has none of these
-    rounds_rows: ClassVar[bool] = True  # its rows may be bfloat16
+    rounds_rows: ClassVar[bool] = True  # its rows may be rounded (--dtype)
     # of the model that its layers make
     encodes: ClassVar[bool] = False  # an encoder before the first layer, a decoder after the last
     reads_initial: ClassVar[bool] = False  # every layer reads what the encoder made

@@ -51,7 +51,7 @@ class Model:
     # every step has other shapes and oneDNN multiplies.
     by_pieces: bool = False
     # Gradients of products are written where they belong, and a sum of products is added up there,
-    # with ReLU after it (cuBLAS, MKL, and oneDNN's of bfloat16). oneDNN's of float32 are made
+    # with ReLU after it (cuBLAS, MKL, and oneDNN's of rounded rows). oneDNN's of float32 are made
     # apart, with ReLU inside.
     in_place: bool = False
     # Kernels in Triton and whole products: nothing goes by blocks, dropout keeps no mask, and
@@ -419,7 +419,7 @@ def describe(workload: Workload, features: int, classes: int, stored: float = 0.
     """
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
     module, kind = workload.module, KINDS.get(workload.model, Kind())
-    inputs = Rows.of(features, workload.itemsize, stored)
+    inputs = Rows.of(features, workload.precision.itemsize, stored)
     layers = tuple(layers_of(workload, inputs, classes))
     decoder = (workload.hidden, classes) if kind.encodes else None
     ends = module is not None and module.ends
@@ -430,8 +430,8 @@ def describe(workload: Workload, features: int, classes: int, stored: float = 0.
         encoder=(features, workload.hidden) if kind.encodes else None,
         decoder=decoder,
         dropout=workload.dropout,
-        itemsize=workload.itemsize,
-        weight_itemsize=workload.weight_itemsize,
+        itemsize=workload.precision.itemsize,
+        weight_itemsize=workload.precision.weights.itemsize,
         inputs=inputs,
         classes=classes,
         hands_on_initial=kind.reads_initial,

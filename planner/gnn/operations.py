@@ -21,7 +21,7 @@ VECTOR = 16
 # GATv2). On a core they stay in its cache; a GPU would do little else but begin operations.
 EDGE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
 INDEX = 4  # [B] of an index of ours
-LONG = 8  # [B] of an index that torch wants in 64 bits
+LONG = 8  # [B] of an index that torch wants in int64
 BAG = 8  # [B] that embedding_bag keeps of each row that it aggregates: two numbers
 # hash_ops that a number of sparse rows costs in their transpose: to find its place there, and to
 # put it there.

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.fields import FANOUT, Fields
 from gnnplan.planner.gnn.kinds import KINDS, Kind
+from gnnplan.planner.vocabulary.precision import PRECISIONS, Precision
 from gnnplan.planner.vocabulary.spec import Spec
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: what papers trained with
@@ -198,28 +199,29 @@ class Workload(Fields):
         return self
 
     @model_validator(mode="after")
-    def _sums_what_bfloat16_holds(self) -> Workload:
-        if self.dtype != "bfloat16":
+    def _sums_what_rows_hold(self) -> Workload:
+        rounded, few = self.dtype, self.precision.coarseness
+        if not self.precision.rounds_rows:
             return self
         if self.module is not None or self.model not in ROUNDED_MODELS:
             name = self.module.name if self.module else self.model
             raise Conflict(
                 ("dtype", "model"),
-                f"rows are bfloat16 in {', '.join(ROUNDED_MODELS)} only: attention sums"
+                f"rows are {rounded} in {', '.join(ROUNDED_MODELS)} only: attention sums"
                 " exponentials, and what other layers lose is not known (model:"
-                f" {name}, dtype: bfloat16); use one of these, or dtype=float32",
+                f" {name}, dtype: {rounded}); use one of these, or dtype=float32",
             )
         if self.norm == "batch":
             raise Conflict(
                 ("dtype", "norm"),
-                "batch norm sums all vertices, for which bfloat16's 8 bits are too few (dtype:"
-                " bfloat16, norm: batch); use norm=layer or dtype=float32",
+                f"batch norm sums all vertices, for which {few} are too few (dtype: {rounded},"
+                " norm: batch); use norm=layer or dtype=float32",
             )
         if self.task == "link":
             raise Conflict(
                 ("dtype", "task"),
-                "scores of edges are compared with each other, and bfloat16's 8 bits make many of"
-                " them equal (dtype: bfloat16, task: link); use task=node or dtype=float32",
+                f"scores of edges are compared with each other, and {few} make many of them equal"
+                f" (dtype: {rounded}, task: link); use task=node or dtype=float32",
             )
         return self
 
@@ -343,11 +345,6 @@ class Workload(Fields):
         return (ALL if self.fanout == "full" else FANOUT,) * self.layers
 
     @property
-    def itemsize(self) -> int:
-        """[B] of a number of a row."""
-        return {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2}[self.dtype]
-
-    @property
-    def weight_itemsize(self) -> int:
-        """[B] of a weight, of its gradient, and of each number that the optimizer keeps of it."""
-        return max(self.itemsize, 4)
+    def precision(self) -> Precision:
+        """How the numbers of a row are held."""
+        return PRECISIONS[self.dtype]

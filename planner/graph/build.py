@@ -10,6 +10,7 @@ import numpy as np
 
 from gnnplan.planner.graph.fields import EDGE, VERTEX, along, checked
 from gnnplan.planner.graph.graph import (
+    IDS_REACH,
     MOST_VERTICES,
     Array,
     Cut,
@@ -166,7 +167,6 @@ def count(parts: Parts) -> tuple[int, str]:
         )
     if vertices > MOST_VERTICES:
         raise SpecError(
-            f"{parts.path}: {', '.join(counts) or 'src, dst'}: {vertices:,} vertices; ids of 32"
-            f" bits reach {MOST_VERTICES:,}"
+            f"{parts.path}: {', '.join(counts) or 'src, dst'}: {vertices:,} vertices; {IDS_REACH}"
         )
     return vertices, " and ".join(counts)

@@ -151,18 +151,18 @@ GENERATORS = {"community": (COMMUNITY, community), "rmat": (RMAT, rmat)}
 def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...]]:
     """Edges (src, dst) by R-MAT, some at a time; all cores draw, and what they draw is the same."""
     count, vertices = given["edges"] // 2, len(new_id)
-    bits = (vertices - 1).bit_length()
+    levels = (vertices - 1).bit_length()
     a, ab, abc = np.cumsum([given["a"], given["b"], given["c"]])
 
     def drawn(piece: int) -> tuple[Array, ...]:
         rng = np.random.default_rng([given["seed"], piece])
         ends = np.zeros((2, min(DRAWN_AT_ONCE, count - piece * DRAWN_AT_ONCE)), np.int64)
-        for _ in range(bits):
+        for _ in range(levels):
             quarter = rng.random(ends.shape[1], dtype=np.float32)
             ends *= 2
             ends[0] += quarter >= ab
             ends[1] += ((quarter >= a) & (quarter < ab)) | (quarter >= abc)
-        ends = ends * vertices >> bits  # a power of two becomes as many as there are vertices
+        ends = ends * vertices >> levels  # a power of two becomes as many as there are vertices
         return new_id[ends[0]], new_id[ends[1]]
 
     pieces, threads = -(-count // DRAWN_AT_ONCE), os.cpu_count() or 1

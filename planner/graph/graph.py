@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.graph.kept import remembered, state_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
+from gnnplan.planner.vocabulary.precision import FLOAT64, Precision
 from gnnplan.planner.vocabulary.units import show_bytes
 
 Array = NDArray[Any]
@@ -31,11 +32,11 @@ Features: TypeAlias = NDArray[np.floating[Any]] | sp.csr_matrix
 LARGEST_ARRAY = 64 << 30  # [B]
 MOST_CLASSES = 1_000_000
 MOST_VERTICES = 2**31 - 1  # ids are int32
+IDS_REACH = f"ids of 32 bits reach {MOST_VERTICES:,}"
 MOST_FEATURES = 1_000_000
 SPARSE = 0.1  # features with at most this share of nonzero numbers are kept sparse
 AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
 LARGEST_WHOLE = 1 << 53  # float64 holds all whole numbers up to it
-LARGEST_HELD = {"float64": LARGEST_WHOLE, "bfloat16": 1 << 8}  # and rows of a type
 COMPARED = 4096  # rows, at the start and all over, in which float32 is compared with float64
 FINITE = "features must be finite in float32"
 MERGED = 0.01  # share of different numbers that float32 may make equal, as it does among millions
@@ -228,12 +229,12 @@ class Graph:
 
 
 def with_inputs(
-    graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]], dtype: str
+    graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]], precision: Precision
 ) -> tuple[Graph | None, GraphStats]:
     """The graph whose features are these fields of its vertices, side by side.
 
-    dtype: of the workload's rows. Raises SpecError for a field that the graph lacks, and for whole
-    numbers that such rows do not hold."""
+    precision: of the workload's rows. Raises SpecError for a field that the graph lacks, and for
+    whole numbers that such rows do not hold."""
     width = sum(columns for _, columns in inputs)
     if [name for name, _ in inputs] == ["x"] or stats.packed:
         return graph, stats
@@ -241,8 +242,8 @@ def with_inputs(
     if graph is None:
         return None, stats
     parts, own = [], graph.features()
-    kind = np.dtype(np.float64) if dtype == "float64" else own.dtype
-    most = LARGEST_HELD.get(dtype, 1 << 24)
+    is_exact, dtype, most = precision == FLOAT64, precision.name, 1 << precision.digits
+    kind = np.dtype(np.float64) if is_exact else own.dtype
     for name, columns in inputs:
         field = own if name == "x" else graph.vertex_fields.get(name)
         if field is None:
@@ -254,7 +255,7 @@ def with_inputs(
             raise SpecError(
                 f"{stats.source}: {name}: rows in {dtype} hold whole numbers up to {most:,}, found"
                 f" {found:,}; number them anew (numpy.unique(..., return_inverse=True))"
-                + ("" if dtype == "float64" else ", or use --dtype float64")
+                + ("" if is_exact else ", or use --dtype float64")
             )
         parts.append(np.asarray(field, kind).reshape(stats.vertices, columns))
     return dataclasses.replace(graph, x=np.concatenate(parts, 1), stats=stats), stats

@@ -34,7 +34,7 @@ WORDS = {
     "test_mask": ("test", "test_mask", "test_idx", "te"),
 }
 # what libraries write for no label, besides numbers below 0: the highest of a type
-NO_LABEL = [2**bits - 1 for bits in (8, 16, 31, 32, 63, 64)]
+NO_LABEL = [2**width - 1 for width in (8, 16, 31, 32, 63, 64)]
 
 
 def class_ids(path: str, name: str, y: Array) -> Array:
@@ -208,14 +208,14 @@ def mask_of(path: str, name: str, array: Array, vertices: int) -> Array:
             f"{path}: {name}: must have a value for each of {vertices:,} vertices, has shape"
             f" {list(array.shape)}; write all, or a list of ids"
         )
-    bits = array.dtype.kind in "iuf" and array.shape == (vertices,) != (0,)
-    bits = bits and bool(np.isin(array, (0, 1)).all())
-    if bits and np.unique(array).size == vertices:
+    binary = array.dtype.kind in "iuf" and array.shape == (vertices,) != (0,)
+    binary = binary and bool(np.isin(array, (0, 1)).all())
+    if binary and np.unique(array).size == vertices:
         raise SpecError(
             f"{path}: {name}: {array.tolist()} may be ids of vertices or a mask of {vertices};"
             f" save {name}.astype(bool) if it is a mask"
         )
-    return array.astype(bool) if flags or bits else mask_of_ids(path, name, array, vertices)
+    return array.astype(bool) if flags or binary else mask_of_ids(path, name, array, vertices)
 
 
 def column(array: Array) -> Array:

@@ -1,6 +1,6 @@
 """Arrays in .npy and .npz files: checked by their headers before anything is allocated.
 
-Ids of vertices count from 0, and are below the number of vertices, which 32 bits hold."""
+Ids of vertices count from 0, and are below the number of vertices, which int32 holds."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import (
+    IDS_REACH,
     MOST_VERTICES,
     Array,
     Cut,
@@ -136,10 +137,7 @@ class PartFolder:
                 f"{path}: describes {len(about.digests):,} parts and says {about.parts:,}; {AGAIN}"
             )
         if about.graph.vertices > MOST_VERTICES:
-            raise SpecError(
-                f"{path}: {about.graph.vertices:,} vertices; ids of 32 bits reach"
-                f" {MOST_VERTICES:,}; take fewer"
-            )
+            raise SpecError(f"{path}: {about.graph.vertices:,} vertices; {IDS_REACH}; take fewer")
         if lacking := SHARED - about.files.keys():
             raise SpecError(f"{path}: tells of no {min(lacking)}.npy; {AGAIN}")
         if (found := sum(about.vertices)) != about.graph.vertices:

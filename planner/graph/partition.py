@@ -60,7 +60,7 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
     if graph.cut is not None and (graph.cut.parts, graph.cut.method) == (parts, method):
         return graph.cut.owner
     if method == "hash":
-        # Fibonacci hashing: the top bits of id * 2**32 / golden ratio
+        # Fibonacci hashing: the top of id * 2**32 / golden ratio
         mixed = np.arange(vertices, dtype=np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)
         return repair((mixed * np.uint64(parts) >> np.uint64(32)).astype(np.int32), parts)
     if method == "random":

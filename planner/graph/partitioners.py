@@ -91,7 +91,7 @@ def by_kaminpar(
         ) from error
     # ParHIP's binary format: a header, where each row begins in the file, edges, loads. Bits of the
     # header's first number say that edges have no weights (1), and that ids (8) and weights of
-    # vertices (16) have 32 bits.
+    # vertices (16) are int32.
     degree = np.diff(edges.indptr)
     if loads is None:
         loads = np.rint(100 * (1 + EDGE_SHARE * degree / degree.mean()))

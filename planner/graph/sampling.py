@@ -14,7 +14,7 @@ same neighbours are drawn for a vertex on every rank, whatever else is drawn the
 Sampling is uniform and without replacement. Of d > k neighbours, k are drawn by Floyd's algorithm
 (Bentley & Floyd 1987, "A sample of brilliance"): for j = d-k .. d-1 draw t from 0 .. j, and take j
 if t is taken already. A draw is a word of a counter hash (splitmix64) of (vertex, j), scaled to
-0 .. j by its upper 32 bits. It is off uniform by less than j / 2^32.
+0 .. j by its upper half. It is off uniform by less than j / 2^32.
 
 Link prediction: which edges a model learns from, and which pairs of vertices it tells apart.
 
@@ -54,7 +54,7 @@ SEEDS = 4  # mini-batches: the order of training vertices
 BOUNDARY = 5  # boundary node sampling: halo rows that are sent
 EDGES = 6  # link prediction: the order of edges
 HELD_OUT = 7  # link prediction: edges for validation and test, and what they are compared with
-ROUNDING = 8  # rows that cross in few bits: which way their numbers are rounded
+ROUNDING = 8  # rows that cross packed: which way their numbers are rounded
 TILES = 9  # tensor3d: the two orders of the vertices
 
 # constants of splitmix64
@@ -68,7 +68,7 @@ Ids = NDArray[np.int64]
 
 
 def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer: mixes the bits of uint64 words, in place."""
+    """splitmix64's finalizer: mixes uint64 words, in place."""
     z ^= z >> np.uint64(30)
     z *= MIX1
     z ^= z >> np.uint64(27)

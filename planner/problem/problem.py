@@ -28,6 +28,7 @@ from gnnplan.planner.ownership.minibatch import Batches, SplitBelow
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
 from gnnplan.planner.problem.known import Known, answered
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.precision import FLOAT64
 
 # Rows are left out where training vertices need at most this share of all rows of all layers
 MOST_NEEDED = 2 / 3
@@ -105,15 +106,15 @@ class Problem:
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.graph and self.workload.dtype != "float64":
+        if self.graph and self.workload.precision != FLOAT64:
             object.__setattr__(self, "graph", self.graph.in_float32())
         module = self.workload.module
         if self.graph and self.workload.is_cut:  # the user's code may do anything with them
             object.__setattr__(self, "graph", self.graph.dense())
             object.__setattr__(self, "stats", self.stats.made_dense())
         if module is not None and module.inputs:
-            dtype = self.workload.dtype
-            graph, stats = with_inputs(self.graph, self.stats, module.inputs, dtype)
+            precision = self.workload.precision
+            graph, stats = with_inputs(self.graph, self.stats, module.inputs, precision)
             object.__setattr__(self, "graph", graph)
             object.__setattr__(self, "stats", stats)
         if self.workload.task == "link":

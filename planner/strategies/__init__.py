@@ -1,7 +1,6 @@
 """The strategies: what each does to bytes, memory and seconds of a training epoch.
 
     base.py         what every strategy answers; how strategies are written and read as text
-    bits.py         the knob `bits` of those whose rows cross in 8, 4 or 2 bits
     program/        what ranks do, written once; bytes, seconds and tasks are read from it
     layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis, offload
     gnnpipe/        full graph, layers in a pipeline: GNNPipe

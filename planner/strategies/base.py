@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar, Self, TypeVar
 
+from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -44,7 +45,7 @@ MOST_NUMBERS = 100_000  # of such a list
 # uses that are not of what ranks train with: libraries, NCCL's buffers, and a server's data in the
 # memory of a rank on its processor
 BESIDE_TRAINING = ("runtime", "communicators", "host")
-# by mode, who trains with rows in bfloat16 (Strategy.rounds_rows)
+# by mode, who trains with rounded rows (Strategy.rounds_rows)
 ROUNDING = {
     "full": "graph_parallel, pipegcn, gnnpipe, granndis, bns, feature_parallel or offload",
     "mini": "data_parallel, gsplit, dnp or snp",
@@ -75,7 +76,7 @@ class Strategy(ABC):
     mode: ClassVar[str] = "full"  # what it trains on: the 'full' graph, or 'mini'-batches
     # published names of variants, and the knobs that each sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    rounds_rows: ClassVar[bool] = False  # whether its rows may be bfloat16; see ROUNDING
+    rounds_rows: ClassVar[bool] = False  # whether its rows may be rounded; see ROUNDING
     # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
     examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train
@@ -106,6 +107,15 @@ class Strategy(ABC):
     def hands_over(self) -> bool:
         """Whether another plan can go on from weights and the optimizer's state alone."""
         return True
+
+    @property
+    def codec(self) -> Codec:
+        """How rows are written that cross in every step: as the knob `bits` says, if it has one."""
+        return Codec(vars(self).get("bits"))
+
+    def with_whole_rows(self) -> Self:
+        """The same, whose rows cross as they are."""
+        return dataclasses.replace(self, **{"bits": None} if self.codec.packs else {})
 
     def approximates_as(self, other: Strategy) -> bool:
         """Whether `other` is lossy in the same way; asked of lossy strategies.
@@ -166,9 +176,10 @@ class Strategy(ABC):
                 f" {problem.workload.mode}; use --mode"
                 f" {self.mode}{' with --batch and --fanout' if self.mode == 'mini' else ''}"
             )
-        if problem.workload.dtype == "bfloat16" and not self.rounds_rows:
+        precision = problem.workload.precision
+        if precision.rounds_rows and not self.rounds_rows:
             raise SpecError(
-                f"{self.name} has no rows in bfloat16 (dtype: bfloat16); use"
+                f"{self.name} has no rows in {precision.name} (dtype: {precision.name}); use"
                 f" {ROUNDING[self.mode]}, or --dtype float32"
             )
 

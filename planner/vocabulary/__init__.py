@@ -8,6 +8,7 @@
     table.py      tables of text
     spec.py       the base of specifications, and the types of their fields
     numbers.py    numbers that may be arrays of candidates
+    precision.py  how the numbers of rows are held: what --dtype names
     values.py     values that hold arrays: equal where their numbers are
     outer.py      what all ranks send each other, by a number per sender and one per receiver
     files.py      reading and writing files safely

@@ -10,7 +10,7 @@ import pytest
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.gnn.few_bits import row_bytes
+from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -115,7 +115,7 @@ def test_more_bits_take_longer_and_hold_more():
     for bits in (2, 8):
         stays = GraphParallel(1, bits=bits).memory(asked)["halo"]
         rows = 2 * (sends.sum(0) + sends.sum(1))
-        assert (stays == 2 * rows * row_bytes(30, 4, bits)).all()
+        assert (stays == 2 * rows * Codec(bits).row_bytes(30, 4)).all()
         assert not np.any(GraphParallel(bits=bits).memory(asked)["halo"])
 
 

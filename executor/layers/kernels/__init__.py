@@ -10,8 +10,8 @@ Open
     rows.py            for `SparseRows`: features of which most are zero
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
-    few_bits.py        for `pack`, `unpack`: rows as codes of few bits, rounded at random; and for
-                       `Mix`: rows of 8, 4 or 2 bits beside each other
+    few_bits.py        for `Even`, `Mix`: rows as codes, rounded at random, all as wide or each of
+                       its own width
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
     page_locked.py     for `sent`, `on_device`: copies to a GPU that nobody waits for
     gpu.py             for `triton_kernels`: whether a GPU takes them
@@ -27,13 +27,14 @@ from gnnplan.executor.layers.kernels.aggregation import (
 )
 from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
-from gnnplan.executor.layers.kernels.few_bits import Mix, pack, pack_mixed, unpack, unpack_mixed
+from gnnplan.executor.layers.kernels.few_bits import Even, Mix
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import (
     Shapes,
     code_of,
     linear,
     linear_sum,
+    product_codes,
     warm_up,
     weight_gradient,
 )
@@ -56,6 +57,7 @@ from gnnplan.executor.layers.kernels.runtime import (
 __all__ = [
     "GOLDEN",
     "Block",
+    "Even",
     "Mix",
     "Shapes",
     "SparseRows",
@@ -77,14 +79,11 @@ __all__ = [
     "mapped",
     "mix",
     "on_device",
-    "pack",
-    "pack_mixed",
     "pin_no_more_than_asked",
+    "product_codes",
     "sent",
     "softmax_aggregate",
     "together",
-    "unpack",
-    "unpack_mixed",
     "warm_up",
     "weight_gradient",
 ]

@@ -30,64 +30,67 @@ So a row counts as range^2 / (2^bits - 1)^2, times the sum of squares of what it
 it by (gradients are added as they are). Of a peer's rows the j-th widest rises while that lowers
 the sum, with the j-th narrowest pair. Both ends know the ranges of the rows that crossed: they are
 spacing (2^bits - 1). So both choose alike, and nothing about bits crosses. The first exchange has 4
-bits for all; bits are chosen after it, and then every PERIOD exchanges.
-
-Source: AdaQP (MLSys 2023), Sec. 3.2, whose program weighs variance against seconds."""
+bits for all; bits are chosen after it, and then every PERIOD exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix, vertex_keys
-from gnnplan.planner.gnn.few_bits import ADAPTIVE, AT_ONCE, BITS, PARAMETERS, row_bytes
+from gnnplan.planner.gnn.codec import ADAPTIVE, AT_ONCE, BITS, PARAMETERS, Codec
 
 PERIOD = 10  # exchanges after which bits are chosen anew
 LEAST = 2.0**-126  # of a spacing: its inverse is a float32, too
 
 
-def pack(
-    rows: Tensor, positions: Tensor | None, bits: int, vertices: Tensor, *numbers: int
-) -> Tensor:
-    """Some rows [S, H] as bytes: uint8 [R, row_bytes].
+class Even(NamedTuple):
+    """All rows have as many bits."""
 
-    positions: which rows, int64 [R]; None: all. vertices: whose they are, int64 [R], global ids.
-    With equal `numbers` a vertex's equal rows have equal bytes on every rank.
-    """
-    count, width = len(vertices), rows.shape[1]
-    nbytes = row_bytes(width, rows.element_size(), bits)
-    packed = torch.empty(count, nbytes, dtype=torch.uint8, device=rows.device)
-    keys = vertex_keys(vertices, *numbers)
-    steps = torch.arange(1, (width + 3) // 4 + 1, device=rows.device) * GOLDEN
-    for part in _parts(count, width, rows.device):
-        chosen = rows[part] if positions is None else rows.index_select(0, positions[part])
-        lowest, spacing = _range(chosen, bits)
-        scaled = (chosen - lowest.to(rows.dtype)).mul_(1 / spacing.to(rows.dtype))
-        words = mix(keys[part, None] + steps).view(torch.int16)[:, :width]
-        scaled.add_(words.to(rows.dtype), alpha=2.0**-16).add_(0.5 + 2.0**-17)
-        packed[part, :-PARAMETERS] = _together(scaled, bits)
-        packed[part, -PARAMETERS:] = torch.cat([lowest, spacing], 1).view(torch.uint8)
-    return packed
+    bits: int
 
+    def pack(
+        self, rows: Tensor, positions: Tensor | None, vertices: Tensor, *numbers: int
+    ) -> Tensor:
+        """Some rows [S, H] as bytes: uint8 [R, row_bytes].
 
-def unpack(packed: Tensor, bits: int, into: Tensor) -> Tensor:
-    """`into` [R, H], filled with the rows that were packed."""
-    count, width = into.shape
-    stride, mask = packed.shape[1] - PARAMETERS, (1 << bits) - 1
-    for part in _parts(count, width, into.device):
-        codes, rows = packed[part, :-PARAMETERS], into[part]
-        # a copy, for no two bytes at an odd place are seen as one number
-        parameters = packed[part, -PARAMETERS:].clone(memory_format=torch.contiguous_format)
-        lowest, spacing = parameters.view(torch.bfloat16).to(into.dtype).tensor_split(2, 1)
-        for place in range(8 // bits):
-            columns = rows[:, place * stride : (place + 1) * stride]
-            if columns.shape[1]:
-                columns.copy_((codes[:, : columns.shape[1]] >> (place * bits)) & mask)
-        rows.mul_(spacing).add_(lowest)
-    return into
+        positions: which rows, int64 [R]; None: all. vertices: whose they are, int64 [R], global
+        ids. With equal `numbers` a vertex's equal rows have equal bytes on every rank.
+        """
+        count, width = len(vertices), rows.shape[1]
+        nbytes = Codec(self.bits).row_bytes(width, rows.element_size())
+        packed = torch.empty(count, nbytes, dtype=torch.uint8, device=rows.device)
+        keys = vertex_keys(vertices, *numbers)
+        steps = torch.arange(1, (width + 3) // 4 + 1, device=rows.device) * GOLDEN
+        for part in _parts(count, width, rows.device):
+            chosen = rows[part] if positions is None else rows.index_select(0, positions[part])
+            lowest, spacing = _range(chosen, self.bits)
+            scaled = (chosen - lowest.to(rows.dtype)).mul_(1 / spacing.to(rows.dtype))
+            words = mix(keys[part, None] + steps).view(torch.int16)[:, :width]
+            scaled.add_(words.to(rows.dtype), alpha=2.0**-16).add_(0.5 + 2.0**-17)
+            packed[part, :-PARAMETERS] = _together(scaled, self.bits)
+            packed[part, -PARAMETERS:] = torch.cat([lowest, spacing], 1).view(torch.uint8)
+        return packed
+
+    def unpack(self, packed: Tensor, into: Tensor) -> Tensor:
+        """`into` [R, H], filled with the rows that were packed."""
+        count, width = into.shape
+        stride, mask = packed.shape[1] - PARAMETERS, (1 << self.bits) - 1
+        for part in _parts(count, width, into.device):
+            codes, rows = packed[part, :-PARAMETERS], into[part]
+            # a copy, for no two bytes at an odd place are seen as one number
+            parameters = packed[part, -PARAMETERS:].clone(memory_format=torch.contiguous_format)
+            lowest, spacing = parameters.view(torch.bfloat16).to(into.dtype).tensor_split(2, 1)
+            for place in range(8 // self.bits):
+                columns = rows[:, place * stride : (place + 1) * stride]
+                if columns.shape[1]:
+                    columns.copy_((codes[:, : columns.shape[1]] >> (place * self.bits)) & mask)
+            rows.mul_(spacing).add_(lowest)
+        return into
 
 
 def _parts(count: int, width: int, device: torch.device) -> list[slice]:
@@ -159,6 +162,33 @@ class Mix:
             assigned(ranges if weights is None else ranges * weights.double().sqrt(), peers), PERIOD
         )
 
+    def pack(
+        self, rows: Tensor, positions: Tensor | None, vertices: Tensor, *numbers: int
+    ) -> Tensor:
+        """As `Even` does, with the bits of each row: uint8 [R, row_bytes]."""
+        count, width = len(vertices), rows.shape[1]
+        nbytes = Codec(ADAPTIVE).row_bytes(width, rows.element_size())
+        packed = torch.zeros(count, nbytes, dtype=torch.uint8, device=rows.device)
+        planes = _planes(packed)
+        for bits, (chosen, places) in self.groups.items():
+            where = chosen if positions is None else positions[chosen]
+            alone = Even(bits).pack(rows, where, vertices[chosen], *numbers)
+            codes, room = alone[:, :-PARAMETERS], bits // 2 * planes.shape[2]
+            codes = torch.nn.functional.pad(codes, (0, room - codes.shape[1]))
+            planes[places // 2, places % 2] = codes.reshape(len(places), planes.shape[2])
+            packed[chosen, -PARAMETERS:] = alone[:, -PARAMETERS:]
+        return packed
+
+    def unpack(self, packed: Tensor, into: Tensor) -> Tensor:
+        """`into` [R, H], filled with the rows that were packed."""
+        planes, width = _planes(packed), into.shape[1]
+        for bits, (chosen, places) in self.groups.items():
+            codes = planes[places // 2, places % 2].view(len(chosen), bits // 2 * planes.shape[2])
+            codes = codes[:, : Codec(bits).row_bytes(width, into.element_size()) - PARAMETERS]
+            alone = torch.cat([codes, packed[chosen, -PARAMETERS:]], 1)
+            into[chosen] = Even(bits).unpack(alone, into.new_empty(len(chosen), width))
+        return into
+
 
 def assigned(ranges: Tensor, peers: Sequence[int]) -> Tensor:
     """Bits of each row, uint8 [R], with the least rounding variance in the bytes of 4 bits.
@@ -178,35 +208,6 @@ def assigned(ranges: Tensor, peers: Sequence[int]) -> Tensor:
         chosen[widest_first[:rise]] = 8
         chosen[widest_first[len(of_peer) - 2 * rise :]] = 2
     return bits
-
-
-def pack_mixed(
-    rows: Tensor, positions: Tensor | None, its: Mix, vertices: Tensor, *numbers: int
-) -> Tensor:
-    """As `pack`, with the bits of each row: uint8 [R, row_bytes]."""
-    count, width = len(vertices), rows.shape[1]
-    nbytes = row_bytes(width, rows.element_size(), ADAPTIVE)
-    packed = torch.zeros(count, nbytes, dtype=torch.uint8, device=rows.device)
-    planes = _planes(packed)
-    for bits, (chosen, places) in its.groups.items():
-        where = chosen if positions is None else positions[chosen]
-        alone = pack(rows, where, bits, vertices[chosen], *numbers)
-        codes, room = alone[:, :-PARAMETERS], bits // 2 * planes.shape[2]
-        codes = torch.nn.functional.pad(codes, (0, room - codes.shape[1]))
-        planes[places // 2, places % 2] = codes.reshape(len(places), planes.shape[2])
-        packed[chosen, -PARAMETERS:] = alone[:, -PARAMETERS:]
-    return packed
-
-
-def unpack_mixed(packed: Tensor, its: Mix, into: Tensor) -> Tensor:
-    """`into` [R, H], filled with the rows that were packed."""
-    planes, width = _planes(packed), into.shape[1]
-    for bits, (chosen, places) in its.groups.items():
-        codes = planes[places // 2, places % 2].view(len(chosen), bits // 2 * planes.shape[2])
-        codes = codes[:, : row_bytes(width, into.element_size(), bits) - PARAMETERS]
-        alone = torch.cat([codes, packed[chosen, -PARAMETERS:]], 1)
-        into[chosen] = unpack(alone, bits, into.new_empty(len(chosen), width))
-    return into
 
 
 def _planes(packed: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def dropout_mask(
     """Which values survive: bool [R, width], for columns first .. first + width - 1.
 
     A pure function of (seed, epoch, layer, vertex, column): the same on every device and for any
-    subset or order of the vertices (int64 [R], global ids). A value is decided by 16 bits, so p is
+    subset or order of the vertices (int64 [R], global ids). A value is decided by an int16, so p is
     accurate to 1 / 65536.
     """
     device, threshold = vertices.device, _threshold(p)
@@ -106,7 +106,7 @@ def _mixed(z: int) -> int:
 
 
 def _signed(z: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """The int64 that a uint64 is in memory."""
     return z - 2**64 if z >= 2**63 else z
 
 

@@ -110,6 +110,12 @@ def code_of(dtype: torch.dtype) -> float:
     return CODE[dtype] if compiles and compiles() else 0.0
 
 
+def product_codes() -> dict[str, float]:
+    """`code_of` by the fields of a device (planner/cluster/spec.py)."""
+    of_rounded = code_of(torch.bfloat16)
+    return {"product_code": code_of(torch.float32), "product_code_bfloat16": of_rounded}
+
+
 @functools.cache
 def _bfloat16_by_onednn() -> bool:
     """Whether torch hands products of bfloat16 to oneDNN: on all cores with AVX-512."""

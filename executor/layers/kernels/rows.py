@@ -131,7 +131,7 @@ class SparseRows(Tensor):
 
     @property
     def column_type(self) -> torch.dtype:
-        """The type of columns in transit: as wide as a value, and 32 bits at least."""
+        """The type of columns in transit: as wide as a value, and int32 at least."""
         return torch.int64 if self.stored.itemsize == 8 else torch.int32
 
     @property

@@ -419,8 +419,8 @@ def _dropout(
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     words = _mix(key[:, None] + ((word + FIRST // 4 + 1).to(tl.uint64) * golden)[None, :])
     lane = tl.arange(0, 4)
-    bits = ((words[:, :, None] >> (lane * 16).to(tl.uint64)[None, None, :]) & 0xFFFF).to(tl.int32)
-    survives = tl.where(bits >= 32768, bits - 65536, bits) >= THRESHOLD
+    draw = ((words[:, :, None] >> (lane * 16).to(tl.uint64)[None, None, :]) & 0xFFFF).to(tl.int32)
+    survives = tl.where(draw >= 32768, draw - 65536, draw) >= THRESHOLD
     column = word[None, :, None] * 4 + lane[None, None, :] - FIRST % 4
     inside = (row < rows)[:, None, None] & (column >= 0) & (column < WIDTH)
     values = tl.load(x + row[:, None, None] * STRIDE + column, mask=inside, other=0.0).to(SUM)

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import dtype_of, weight_dtype_of
-from gnnplan.executor.layers.kernels import backward, gradient_of, pack, unpack
+from gnnplan.executor.layers.blocks import dtype_of
+from gnnplan.executor.layers.kernels import Even, backward, gradient_of
 from gnnplan.executor.layers.layer import keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
@@ -70,8 +70,8 @@ class Worker(base.Worker):
             for stage in range(self.stages):
                 rank.groups.of(tuple(strategy.group(problem, stage)))
         rank.groups.open_pairs(self.members)
-        self.dtype, self.seed = dtype_of(workload), workload.seed
-        self.bits = strategy.bits if isinstance(strategy.bits, int) else None
+        self.dtype, self.seed = dtype_of(workload.precision), workload.seed
+        self.codec = strategy.codec
         self.net = net_of(self.shapes, workload, self.layers).to(device)
         cut = problem.cut(settled(strategy.chunks), self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
@@ -126,7 +126,7 @@ class Worker(base.Worker):
                 self.history.begin_step(layer, *drops)
             if self.is_first:
                 self.inputs.prepare(self.drop(step, 1, self.vertices))
-        device, dtype = self.rank.device, weight_dtype_of(self.problem.workload)
+        device, dtype = self.rank.device, dtype_of(self.problem.workload.precision.weights)
         loss = torch.zeros((), dtype=dtype, device=device)
         shape = self.own if self.is_last else 0, self.shapes.classes
         logits = torch.zeros(shape, dtype=self.dtype, device=device)
@@ -162,10 +162,9 @@ class Worker(base.Worker):
         if not 0 <= peer < self.rank.world:
             return {}
         below = min(peer // self.members, self.stage)
-        if self.bits is None:
-            width, dtype = self.strategy.boundary(self.problem, below), self.dtype
-        else:
-            width, dtype = self.strategy.handed_bytes(self.problem, below), torch.uint8
+        width, dtype = self.strategy.boundary(self.problem, below), self.dtype
+        if self.codec.packs:
+            width, dtype = self.codec.row_bytes(width, dtype.itemsize), torch.uint8
         return {c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order}
 
     def _received(
@@ -182,11 +181,11 @@ class Worker(base.Worker):
         is_sent = self.chunks[c].size > 0
         with self.rank.recorder.span(label, "receive") if is_sent else nullcontext():
             message = arrivals.pop(c).wait()
-        if self.bits is not None:
+        if self.codec.packs:
             width = self.strategy.boundary(self.problem, self.stage - (way == "f"))
             with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
                 rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
-                message = unpack(message, self.bits, rows)
+                message = Even(self.codec.on_average).unpack(message, rows)
         if not self.shapes.carried:
             return [message]
         # `contiguous` would leave rows apart where there are none, of which autograd warns
@@ -197,12 +196,13 @@ class Worker(base.Worker):
         """Send chunk c's rows on the send lane, with what goes past all layers beside them."""
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         label = Label("pipeline", step, way, chunk=c, peer=peer)
-        if self.bits is not None:
+        if self.codec.packs:
             # the layer that reads the rows, on the stage after
             layer = self.layers.stop if way == "f" else self.layers.start
             numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
             with self.rank.recorder.span(label._replace(op="pack", peer=None), "compute"):
-                rows = pack(rows, None, self.bits, self.vertices[self.chunks[c].rows], *numbers)
+                vertices = self.vertices[self.chunks[c].rows]
+                rows = Even(self.codec.on_average).pack(rows, None, vertices, *numbers)
         if not rows.shape[0]:
             return completed_future(None)
         recorded = self.rank.recorder.sending(label, "send", rows.nbytes)

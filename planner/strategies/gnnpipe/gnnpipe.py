@@ -39,15 +39,15 @@ Epoch 0 is an evaluation pass with the initial weights. Our choices where the pa
     There are 4 x stages chunks by default.
     Stages get layers by cost, so that the slowest stage is as fast as possible.
 
-Exact: the gradient of one process with one chunk and whole rows only; else historical rows, or few
-bits of a row that a stage hands on, approximate it.
+Exact: the gradient of one process with one chunk and whole rows only; else historical rows, or
+packed rows that a stage hands on, approximate it.
 
 Bytes per epoch, for N vertices, rows of H numbers of b bytes, g ranks per stage and W weights of
 all stages:
 
     2 (stages-1) N H b        chunks between stages; twice for GCNII, which hands initial rows on;
-                              a model whose layers' rows are summed hands the sum on; with `bits`
-                              such a row of d numbers is ceil(d bits / 8) + 4 bytes (bits.py)
+                              a model whose layers' rows are summed hands the sum on; packed rows
+                              are smaller (planner/gnn/codec.py)
     2 b sum_l H_{l-1} halo    hybrid: over layers whose input varies; halo: rows that other members
                               of the group read, in whichever chunk (Sec. 3.2.3)
     2 (g-1) W b               hybrid: all-reduces, each of a stage's weights in its group
@@ -154,16 +154,18 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
     A chunk:  receive -> [exchange ->] compute ... -> send      forward, from the stage before
               receive -> compute [-> exchange] ... -> send      backward, from the stage after
 
-    With few bits a chunk is packed before it is sent, and unpacked once it is received.
+    A codec may pack a chunk before it is sent, and unpack it once it is received.
     """
     g, b, facts = pipe.members(problem), problem.model.itemsize, pipe.facts(problem)
     last, kept = settled(pipe.stages) - 1, np.array(pipe.kept(problem), dtype=float)
+    rows = facts.rows.astype(float).ravel()  # of each sub-chunk
     works: dict[object, tuple[Compute, Compute]] = {}  # forward and backward, by kind of piece
 
     def message(stage: int, way: Way) -> Op:
         """A chunk's rows, or their gradients, to the same member of the next stage on this way."""
         ranks, below = tuple(pipe.group(problem, stage)), stage - (way == "b")
-        handed = Message(facts.rows * pipe.handed_bytes(problem, below), SIGNS[way] * g)
+        width = pipe.boundary(problem, below)
+        handed = Message(facts.rows * pipe.codec.row_bytes(width, b), SIGNS[way] * g)
         return Op("pipeline", way, work=handed, ranks=ranks, chunks=SIGNS[way])
 
     def passed(stage: int, way: Way) -> Iterator[Op]:
@@ -172,8 +174,8 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
         op = partial(Op, ranks=tuple(pipe.group(problem, stage)), chunks=sign)
         if 0 <= stage - sign <= last:
             yield op("receive", way, work=Receipt(message(stage - sign, way)))
-            if pipe.bits is not None:
-                _, unpack = pipe.packing(problem, stage - (not is_back), facts)
+            width = pipe.boundary(problem, stage - (not is_back))
+            for unpack in pipe.codec.unpack(rows, width, b, added=False):
                 yield op("unpack", way, work=unpack)
         for piece in pipe.pieces(problem, stage)[::sign]:
             if (kind := pipe.kind_of(problem, piece)) not in works:
@@ -185,8 +187,8 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
                 ops.insert(0, op("halo", way, piece[0], work=Exchange(sends, row_bytes)))
             yield from ops[::sign]
         if 0 <= stage + sign <= last:
-            if pipe.bits is not None:
-                pack, _ = pipe.packing(problem, stage - is_back, facts)
+            width = pipe.boundary(problem, stage - is_back)
+            for pack in pipe.codec.pack(rows, width, b, picked=False):
                 yield op("pack", way, work=pack)
             yield message(stage, way)
 

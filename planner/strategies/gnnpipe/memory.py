@@ -38,7 +38,9 @@ def _of_stage(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
     varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
     features, graph = _constant(pipe, problem, stage)
     activations, buffers = _varying(pipe, problem, stage)
-    handed = pipe.handed_bytes(problem, stage) if stage + 1 < len(stages) else 0
+    handed = 0
+    if stage + 1 < len(stages):
+        handed = pipe.codec.row_bytes(pipe.boundary(problem, stage), model.itemsize)
     return {
         "weights": np.full(kept.size, pipe.weights(problem, stage)),
         # oneDNN makes code for each number of rows, of which chunks have few
@@ -124,6 +126,6 @@ def _varying(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, 
         needs.append(np.asarray(besides))
         most = np.max(needs, axis=0)
     else:  # a message that was unpacked, and copies of both its parts
-        copies = (pipe.bits is not None) + bool(model.carried)
+        copies = pipe.codec.packs + bool(model.carried)
         most = np.max(needs, axis=0) + rows * pipe.boundary(problem, stage) * copies * b
     return kept.sum(0), most.max(0)

@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, pairwise
 from operator import add
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkFacts
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
@@ -82,7 +80,7 @@ class Pipeline(Strategy):
 
     @property
     def exact(self) -> bool:
-        return self.chunks == 1 and self.bits is None
+        return self.chunks == 1 and not self.codec.packs
 
     @property
     def carries(self) -> str:
@@ -111,13 +109,9 @@ class Pipeline(Strategy):
             f"(layers: {problem.workload.layers}, ranks: {problem.ranks})"
         )
 
-    @classmethod
-    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        return bits.sentences(problem, fastest)
-
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
-        bits.check_bits(self.name, self.bits, problem)
+        self.codec.check(self.name, problem.workload.precision, adapts=False)
         stages, chunks = settled(self.stages), settled(self.chunks)
         per_stage = self.layers_per_stage
         layers, vertices = problem.workload.layers, problem.stats.vertices
@@ -322,21 +316,6 @@ class Pipeline(Strategy):
         """Numbers per row that `stage` hands to the next stage."""
         model, stages = self.shape(problem)
         return model.input_width(stages[stage + 1].start) + model.carried
-
-    def handed_bytes(self, problem: Problem, stage: int) -> int:
-        """Of such a row, on the way [B]."""
-        width = self.boundary(problem, stage)
-        return few_bits.row_bytes(width, problem.model.itemsize, self.bits)
-
-    def packing(self, problem: Problem, stage: int, facts: ChunkFacts) -> tuple[Compute, Compute]:
-        """Work of packing the rows that `stage` hands to the next, and of unpacking them there;
-        their gradients take the same. Arrays over sub-chunks [chunks * g]."""
-        width, b, rows = self.boundary(problem, stage), problem.model.itemsize, _floats(facts.rows)
-        assert self.bits is not None
-        return (
-            few_bits.pack(rows, width, b, self.bits, picked=False),
-            few_bits.unpack(rows, width, b, self.bits, added=False),
-        )
 
     def refresh_work(self, problem: Problem, stage: int, rows: Number) -> Compute:
         """Work at the start of a step: historical rows are laid out for every layer of the stage.

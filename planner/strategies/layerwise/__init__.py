@@ -16,6 +16,6 @@
     buckets.py          gradients that ranks add up in buckets, beside the backward pass
     memory.py           bytes that the step's operations hold, and what stays from step to step
 
-Rows that cross in few bits are in the folder above (bits), for pipelines have them too. Mini-batch
-strategies begin with operations of their own and go on with the same `step`.
+How rows are written that cross is a codec's (planner/gnn/codec.py), for pipelines have one too.
+Mini-batch strategies begin with operations of their own and go on with the same `step`.
 """

@@ -14,8 +14,8 @@ numbers per row and b bytes per number. Halo rows held: p times as many. Layer 1
 features exchanges nothing in training and reads its whole halo. p = 1 is graph parallelism to the
 bit. Evaluation exchanges the whole halo.
 
-With `bits` the rows drawn cross in few bits per number (bits.py). What is drawn and how it is
-rounded are drawn apart from each other, so a sum is still on average that of all its inputs.
+With `bits` the rows drawn cross packed (planner/gnn/codec.py). What is drawn and how it is rounded
+are drawn apart from each other, so a sum is still on average that of all its inputs.
 
 A rank samples its blocks anew in every epoch (`lay`). It keeps the whole ones for evaluation.
 
@@ -82,7 +82,7 @@ class BNS(OnParts):
             policy,
             checkpoint=self.checkpoint,
             buckets=self.buckets,
-            bits=self.bits,
+            codec=self.codec,
         )
 
 

@@ -9,8 +9,8 @@
 
 A policy holds for rows before a layer, and for their gradients on the way home. From it follow
 counts, bytes and memory here, and in the executor what is exchanged, kept and carried on
-(executor/strategies/halo.py). How a row is written that crosses (whole, in few bits, averaged with
-earlier ones) is not its concern.
+(executor/strategies/halo.py). How a row is written that crosses is not its concern, but a codec's
+(planner/gnn/codec.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.gnn import few_bits
-from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.codec import WHOLE, Codec
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
@@ -97,16 +96,9 @@ class ExchangeOptions:
 
     narrow: bool = False  # multiply before the exchange where that shrinks the rows
     policy: Policy = FRESH
-    smoothing: str = ""  # of rows that lag ('f'), gradients ('g') or both ('gf')
-    gamma: float = 0.0  # weight of what is smoothed
+    codec: Codec = WHOLE  # how rows are written that cross
     checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
     buckets: int = 1  # all-reduces in which gradients are added up (buckets.py)
-    bits: int | str | None = None  # of a number that crosses; None: rows cross as they are
-
-    def row_bytes(self, model: Model, layer: int) -> int:
-        """Bytes of a row that crosses before the layer."""
-        width = model.exchanged_width(layer, self.narrow)
-        return few_bits.row_bytes(width, model.itemsize, self.bits)
 
     def facts(self, problem: Problem, rows: Rows, layer: int, step: int = 0) -> LayerFacts:
         """Counts of a layer in a step."""

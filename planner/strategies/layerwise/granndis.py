@@ -70,7 +70,6 @@ from gnnplan.planner.graph.sampling import BATCH_ORDER
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise.buckets import pays
@@ -132,11 +131,11 @@ class GraNNDis(OnParts):
 
     @property
     def exact(self) -> bool:
-        return not self.sampled and self.batches == 1 and self.bits is None
+        return not self.sampled and self.batches == 1 and super().exact
 
     def approximates_as(self, other: Strategy) -> bool:
         def lossy(strategy: GraNNDis) -> tuple[object, ...]:
-            return strategy.sampled, strategy.batches == 1, strategy.bits
+            return strategy.sampled, strategy.batches == 1, strategy.codec
 
         return isinstance(other, GraNNDis) and lossy(self) == lossy(other)
 
@@ -197,10 +196,7 @@ class GraNNDis(OnParts):
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
         sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
-        return [
-            *preloading.sentences(problem, cls().settle(problem), sampled),
-            *bits.sentences(problem, fastest),
-        ]
+        return preloading.sentences(problem, cls().settle(problem), sampled)
 
     def settle(self, problem: Problem) -> GraNNDis:
         out = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
@@ -349,7 +345,7 @@ class GraNNDis(OnParts):
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(
-            self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, bits=self.bits
+            self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, codec=self.codec
         )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:

@@ -25,7 +25,7 @@ s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for
 gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
 
 With `buckets`, all-reduces of some layers' gradients begin beside the backward pass (buckets.py).
-With `bits`, rows and gradients cross in few bits per number, rounded at random (bits.py).
+With `bits`, rows and gradients cross packed, rounded at random (planner/gnn/codec.py).
 
 `narrow` multiplies before the exchange where a layer makes its rows narrower, so that
 min(H_{l-1}, H_l) numbers per row cross. This is exact without staleness. With staleness it is a
@@ -45,8 +45,7 @@ Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W wei
 
     2 b sum_{l=2..L} H_{l-1} sum_i |B_i|  +  2 (M-1) W b
 
-With `bits`, b H_{l-1} is ceil(H_{l-1} bits / 8) + 4; adaptive, 2 ceil(H_{l-1} / 4) + 4. Of rows in
-bfloat16 the first b is 2; that of weights stays 4.
+Packed rows have fewer bytes. Of rounded rows the first b is 2; that of weights stays 4.
 
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
@@ -62,6 +61,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy
 from gnnplan.planner.strategies.layerwise.buckets import pays
@@ -137,13 +137,11 @@ class GraphParallel(OnParts):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        told = super().explain(problem, fastest)
         if not problem.needs_few_rows:
-            return told
+            return []
         trained = problem.stats.train_vertices / problem.stats.vertices
         source = "estimated" if problem.graph is None else "counted"
         return [
-            *told,
             f"{show_percent(trained, 1)} of the vertices train; they need"
             f" {show_percent(problem.needed_share)} of all layers' rows ({source}), and trim leaves"
             " out the others",
@@ -179,28 +177,19 @@ class GraphParallel(OnParts):
         if self.trim:
             check_trim(problem, self.family)
         super().check(problem)
-        if self.bits is not None and self.smoothing:
-            raise SpecError(
-                f"{self.name}: a moving average is of whole rows, and with bits they arrive packed"
-                f" (smoothing: {self.smoothing!r}, bits: {self.bits}); use"
-                f" pipegcn(bits={self.bits!r}) or {self.name}"
-            )
-        if self.smoothing and problem.workload.dtype == "bfloat16":
-            raise SpecError(
-                f"{self.name}: bfloat16's 8 bits are too few for a moving average (smoothing:"
-                f" {self.smoothing!r}, dtype: bfloat16); use pipegcn, or --dtype float32"
-            )
+
+    @property
+    def codec(self) -> Codec:
+        return Codec(self.bits, self.smoothing, self.gamma)
 
     @property
     def exchange_options(self) -> ExchangeOptions:
         return ExchangeOptions(
             self.narrow,
             Policy("lag" if self.staleness else "stay"),
-            self.smoothing,
-            self.gamma,
+            self.codec,
             self.checkpoint,
             self.buckets,
-            self.bits,
         )
 
     def layouts(self, problem: Problem) -> Batches:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from gnnplan.planner.gnn import few_bits
+from gnnplan.planner.gnn.codec import PLACES, WHOLE, workspace
 from gnnplan.planner.gnn.footprint import Footprint, block, encoding, footprint, link_loss, loss
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -112,18 +112,19 @@ def _kept_rows(
     """Bytes of rows and gradients that are kept from step to step [ranks].
 
     Per layer these are the halo's rows and the gradients of rows given, as they came last. Where
-    they lag, what leaves has buffers too, and one more serves all layers in turn for what is
-    smoothed. Rows in bits of their own have these in both ways.
+    they lag they are kept as they cross, what leaves has buffers too, and one more serves all
+    layers in turn for what is smoothed. A codec that adapts carries something about each row.
     """
     stays, smoothed = np.zeros((2, problem.ranks))
+    model, codec = problem.model, options.codec
     buffers = 2 if options.policy.lags else int(options.policy.stays)
-    bits = options.bits if options.policy.lags else None
-    assigned = 2 * few_bits.PLACES * (options.bits == few_bits.ADAPTIVE)
+    written = codec if options.policy.lags else WHOLE
+    assigned = 2 * PLACES * codec.adapts
     for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
-        f = layout.facts(layer)
-        crossing = (f.taken + f.given) * replace(options, bits=bits).row_bytes(problem.model, layer)
+        f, width = layout.facts(layer), model.exchanged_width(layer, options.narrow)
+        crossing = (f.taken + f.given) * written.row_bytes(width, model.itemsize)
         stays = stays + buffers * crossing + assigned * (f.taken + f.given)
-        smoothed = np.maximum(smoothed, crossing / 2 * len(options.smoothing))
+        smoothed = np.maximum(smoothed, crossing / 2 * len(codec.averaged))
     return np.asarray(stays + smoothed)
 
 
@@ -251,15 +252,14 @@ class Holds:
 
     def _crossing(self, layer: int) -> Number:
         """Gradients that come from peers, beside the layer's own."""
-        f, bits, policy = self.facts[layer], self.options.bits, self.options.policy
+        f, codec, policy = self.facts[layer], self.options.codec, self.options.policy
         whole: Number = f.given * self._row_bytes(layer)
-        if bits is None:  # those that come where rows stay are put among them
+        if not codec.packs:  # those that come where rows stay are put among them
             return float(1 + policy.stays - policy.lags) * whole
         width, b = self.model.exchanged_width(layer, self.options.narrow), self.model.itemsize
-        packed: Number = (f.given + f.taken) * few_bits.row_bytes(width, b, bits)
-        return packed + np.maximum(
-            whole, few_bits.room(f.taken * width, b, self.problem.cluster.device.kind)
-        )
+        packed: Number = (f.given + f.taken) * codec.row_bytes(width, b)
+        device = self.problem.cluster.device.kind
+        return packed + np.maximum(whole, workspace(f.taken * width, b, device))
 
     def _copied(self, layer: int) -> Number:
         """A copy of the layer's source rows, own and halo together."""

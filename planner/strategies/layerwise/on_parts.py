@@ -15,16 +15,14 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.gnn.few_bits import ADAPTIVE
 from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import bits
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
@@ -44,7 +42,7 @@ class OnParts(Strategy):
     """A rank has a part of the graph, and exchanges halo rows as `exchange_options` say."""
 
     rounds_rows: ClassVar[bool] = True
-    adapts: ClassVar[bool] = False  # whether rows may have bits of their own (bits='adaptive')
+    adapts: ClassVar[bool] = False  # whether its executor knows how much rows weigh (codec.py)
 
     @property
     @abstractmethod
@@ -54,7 +52,7 @@ class OnParts(Strategy):
     @property
     def exact(self) -> bool:
         options = self.exchange_options
-        return options.policy.whole and not options.policy.lags and options.bits is None
+        return options.policy.whole and not options.policy.lags and not options.codec.packs
 
     @property
     def replays(self) -> bool:
@@ -67,8 +65,8 @@ class OnParts(Strategy):
             carried.append("halo rows and gradients of the step before")
         if policy.stays:
             carried.append("halo rows and gradients as they came last")
-        if self.exchange_options.bits == ADAPTIVE:
-            carried.append("each row's bits")
+        if self.codec.carries:
+            carried.append(self.codec.carries)
         return " and ".join(carried)
 
     def approximates_as(self, other: Strategy) -> bool:
@@ -87,10 +85,6 @@ class OnParts(Strategy):
     def absent(cls, problem: Problem) -> str:
         return ""
 
-    @classmethod
-    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        return bits.sentences(problem, fastest)
-
     def with_less_memory(self) -> Strategy | None:
         if "checkpoint" not in self.knobs() or self.exchange_options.checkpoint:
             return None
@@ -102,7 +96,7 @@ class OnParts(Strategy):
         if options.policy.vanishes:
             _check_sums(self.family, problem)
         check_buckets(self.name, problem, options.buckets)
-        bits.check_bits(self.name, options.bits, problem, adapts=self.adapts)
+        options.codec.check(self.name, problem.workload.precision, self.adapts)
         self.check_vertices(problem)
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:

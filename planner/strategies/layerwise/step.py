@@ -2,7 +2,7 @@
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
-With `bits` what crosses is packed before and unpacked after:
+A codec (planner/gnn/codec.py) may pack what crosses before and unpack it after:
 
     .. |pack f 2|halo f 2|unpack f 2|forward 2| ..  |backward 2|pack b 2|halo b 2|unpack b 2| ..
 
@@ -21,7 +21,6 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn import few_bits
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
@@ -99,7 +98,8 @@ def step(
             return None
         f, symmetric = facts[layer], isinstance(layout, EstimatedLayout)
         rows = f.sends if way == "f" or symmetric else f.returned
-        return Exchange(rows, options.row_bytes(model, layer))
+        width = model.exchanged_width(layer, options.narrow)
+        return Exchange(rows, options.codec.row_bytes(width, model.itemsize))
 
     @cache
     def work(layer: int, way: str, reduced: float = 0.0) -> Compute:
@@ -113,7 +113,7 @@ def step(
         if moved is None:
             return done
         if way == "f":  # fresh rows have arrived in their place, others were unpacked there
-            rows = f.present if policy.stays or (lags and options.bits is None) else f.local
+            rows = f.present if policy.stays or (lags and not options.codec.packs) else f.local
             done = done + model.lay_out(layer, rows, options.narrow)
         if f.added is not None:
             done = done + model.apply(layer - 1, f.sources, f.added)[0 if way == "f" else 1]
@@ -136,27 +136,17 @@ def step(
         # a checkpoint's backward pass begins with the forward pass
         return work + computation(layer, "f") if options.checkpoint and way == "b" else work
 
-    def packing(layer: int, way: str, bits: int | str) -> tuple[Compute, Compute]:
-        """The work of packing what leaves, and of unpacking what comes."""
-        f, width = facts[layer], model.exchanged_width(layer, options.narrow)
-        leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
-        return (
-            few_bits.pack(leaves, width, model.itemsize, bits, picked=way == "f"),
-            few_bits.unpack(comes, width, model.itemsize, bits, added=way == "b"),
-        )
-
     def exchange(layer: int, way: str) -> Iterator[Op]:
         """Rows before a layer, or their gradients after it."""
         if (moved := halo(like[layer], way)) is None:
             return
-        crosses = Op("halo", way, layer, work=moved)
-        if options.bits is None:
-            yield crosses
-            return
-        pack, unpack = packing(like[layer], way, options.bits)
-        yield Op("pack", way, layer, work=pack)
-        yield crosses
-        yield Op("unpack", way, layer, work=unpack)
+        f, width = facts[like[layer]], model.exchanged_width(layer, options.narrow)
+        leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
+        for pack in options.codec.pack(leaves, width, model.itemsize, picked=way == "f"):
+            yield Op("pack", way, layer, work=pack)
+        yield Op("halo", way, layer, work=moved)
+        for unpack in options.codec.unpack(comes, width, model.itemsize, added=way == "b"):
+            yield Op("unpack", way, layer, work=unpack)
 
     complete: dict[int, list[Bucket]] = {}  # by the layer whose backward pass completes them
     for bucket in buckets_of(problem, options.buckets, options.narrow):

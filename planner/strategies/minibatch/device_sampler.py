@@ -26,7 +26,7 @@ from gnnplan.planner.strategies.program.program import Op
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
-# A radix sort moves keys of 32 bits and places of 64, 8 bits of the keys at a time [B per key].
+# A radix sort moves int32 keys and int64 places, by a byte of the keys at a time [B per key].
 SORT = 4 * 2 * (4 + 8)
 SECTOR = 32  # [B] that a GPU reads of its own memory for one number
 FOUND = 8 + SECTOR + 5 * 4 + 8  # [B] for a row that is looked up by its id

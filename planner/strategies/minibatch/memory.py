@@ -136,7 +136,7 @@ def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
 
     Of the layer in work, per edge: positions (4 bytes), numbers sorted by source (12) and a copy
     for the block (12). Then its weights are made, beside positions and the block: the edge's reader
-    (4) and a weight in both orders; GCN's are in 64 bits first (8), times what an edge stands for
+    (4) and a weight in both orders; GCN's are float64 first (8), times what an edge stands for
     (8), unless it is a self edge (1). Per source: ids, degrees and offsets (72). Blocks of the
     layers before it stay.
     """
