@@ -8,11 +8,10 @@ from hashlib import blake2b
 from importlib.util import find_spec
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
-from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats, Owner
+from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats, Owner, both_ways
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partitioners import METHODS, cut, even_out, library_of, version_of
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -113,7 +112,7 @@ def undirected(graph: Graph) -> Csr:
     """The graph with every edge in both directions."""
     if not graph.stats.directed:
         return graph.whole
-    return sp.csr_matrix(graph.adjacency + graph.adjacency.T)
+    return both_ways(graph.adjacency)
 
 
 def repair(part: Owner, parts: int) -> Owner:

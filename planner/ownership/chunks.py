@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import scipy.sparse as sp
 
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Graph, GraphStats, matrix_of
 from gnnplan.planner.graph.partition import partition_weighted, undirected
 from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
@@ -114,8 +113,7 @@ def cut_parts(
     if pieces == 1:
         return piece
     both = undirected(graph)
-    ones, size = np.ones(len(both.indices), dtype=np.int8), part.size
-    adjacency = sp.csr_matrix((ones, both.indices, both.indptr), shape=(size, size))
+    adjacency = matrix_of(both, np.ones(len(both.indices), dtype=np.int8))
     by_part = np.argsort(part, kind="stable")
     for p, rows in enumerate(
         np.split(by_part, np.searchsorted(part[by_part], np.arange(1, parts)))
