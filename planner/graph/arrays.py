@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import scipy.sparse as sp
 
 from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import MASKS, dense_features, sparse_features
+from gnnplan.planner.graph.labels import MASKS, features_of
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import ENDS, Parts, gathered, ignored, shown, small_arrays, streams
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -78,7 +77,7 @@ def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
         )
     meta = _meta(path, arrays)
     parts = Parts(path, [(src, dst)], meta.get("vertices"), meta.get("classes"))
-    parts.x, parts.y = _features(path, arrays), arrays.get("y")
+    parts.x, parts.y = features_of(path, arrays), arrays.get("y")
     parts.masks = {name: arrays[name] for name in MASKS if name in arrays}
     for name, array in arrays.items():
         if name.startswith(VERTEX):
@@ -122,25 +121,6 @@ def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int)
             f" it {VERTEX}{name} or {EDGE}{name}"
         )
     return of
-
-
-def _features(path: str, arrays: Mapping[str, Array]) -> Array | sp.csr_matrix | None:
-    """Features, dense or sparse. Raises SpecError."""
-    if "x" in arrays and "x_indptr" in arrays:
-        raise SpecError(
-            f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
-        )
-    if "x" in arrays:
-        return dense_features(path, arrays["x"])
-    if "x_indptr" not in arrays:
-        return None
-    for name in ("x_indices", "x_shape"):
-        if name not in arrays:
-            raise SpecError(
-                f"{path}: {name}: missing; sparse features need x_indptr, x_indices and x_shape"
-            )
-    indptr, indices, shape = (arrays[name] for name in ("x_indptr", "x_indices", "x_shape"))
-    return sparse_features(path, indptr, indices, shape, arrays.get("x_data"))
 
 
 def _has_edge_index(source: Arrays) -> bool:

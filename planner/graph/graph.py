@@ -179,7 +179,7 @@ class Graph:
         if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
-        freeze(*_feature_arrays(x))
+        freeze(*feature_arrays(x).values())
         return dataclasses.replace(self, x=x)
 
     def dense(self) -> Graph:
@@ -214,10 +214,7 @@ class Graph:
     @property
     def adjacency(self) -> sp.csr_matrix:
         """The edges as a boolean matrix [N, N] that shares memory with the graph."""
-        n, whole = self.stats.vertices, self.whole
-        return sp.csr_matrix(
-            (np.ones(len(whole.indices), bool), whole.indices, whole.indptr), shape=(n, n)
-        )
+        return matrix_of(self.whole, np.ones(len(self.whole.indices), bool))
 
     def with_edges(
         self, indptr: Array, indices: Array, fields: Mapping[str, Array], **changes: Any
@@ -226,6 +223,17 @@ class Graph:
         known = {each.name: getattr(self, each.name) for each in dataclasses.fields(Graph)}
         edges = {"indptr": indptr, "indices": indices, "edge_fields": fields}
         return Graph(**known | edges | changes)
+
+
+def matrix_of(edges: Csr, numbers: Array) -> sp.csr_matrix:
+    """Edges with these numbers as a matrix [N, N], which shares memory with both."""
+    n = len(edges.indptr) - 1
+    return sp.csr_matrix((numbers, edges.indices, edges.indptr), shape=(n, n))
+
+
+def both_ways(edges: sp.csr_matrix) -> sp.csr_matrix:
+    """The edges and their opposites, whose numbers are added up."""
+    return sp.csr_matrix(edges + edges.T)
 
 
 def with_inputs(
@@ -327,7 +335,7 @@ def finish(graph: Graph) -> Graph:
         found = remembered("features", key, lambda: (hashed(x), _nonzeros(stats.source, x)))
         digest, nonzeros = found[0]
     else:
-        digest = hashed(*_feature_arrays(x))
+        digest = hashed(*feature_arrays(x).values())
         nonzeros = int(np.count_nonzero(x)) if isinstance(x, np.ndarray) else int(x.nnz)
     sparse = 0 < nonzeros <= SPARSE * stats.vertices * stats.features
     if sparse and mapped:
@@ -342,7 +350,9 @@ def finish(graph: Graph) -> Graph:
     elif not sparse and not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
-    freeze(*structure, *_feature_arrays(x), *others, *fields.values())  # so the hash stays true
+    freeze(
+        *structure, *feature_arrays(x).values(), *others, *fields.values()
+    )  # so the hash stays true
     stats = dataclasses.replace(
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )
@@ -355,8 +365,21 @@ def freeze(*arrays: Array) -> None:
         array.flags.writeable = False
 
 
-def _feature_arrays(x: Features) -> tuple[Array, ...]:
-    return (x,) if isinstance(x, np.ndarray) else (x.indptr, x.indices, x.data)
+def is_stored_whole(x: Any) -> bool:
+    """Whether all numbers of features are stored."""
+    return not sp.issparse(x)
+
+
+def feature_arrays(x: Any) -> dict[str, Any]:
+    """What features are stored in, by the names of our files."""
+    if is_stored_whole(x):
+        return {"x": x}
+    return {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}
+
+
+def csr_features(indptr: Array, indices: Array, data: Array, width: int) -> sp.csr_matrix:
+    """Features [N, width] that are stored in these arrays."""
+    return sp.csr_matrix((data, indices, indptr), shape=(len(indptr) - 1, width))
 
 
 def spread_of(degrees: Array) -> float:

@@ -19,6 +19,7 @@ from gnnplan.planner.graph.graph import (
     MOST_FEATURES,
     MOST_VERTICES,
     Array,
+    Features,
     must_fit,
     narrowed,
 )
@@ -307,7 +308,25 @@ def random_split(
     return masks[0], masks[1], masks[2]
 
 
-def dense_features(path: str, x: Array) -> Array:
+def features_of(path: str, arrays: Mapping[str, Array]) -> Features | None:
+    """Features of a table of arrays by their names, if it has any. Raises SpecError."""
+    if "x" in arrays and "x_indptr" in arrays:
+        raise SpecError(
+            f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
+        )
+    if "x" in arrays:
+        return _dense(path, arrays["x"])
+    if "x_indptr" not in arrays:
+        return None
+    for name in ("x_indices", "x_shape"):
+        if name not in arrays:
+            raise SpecError(
+                f"{path}: {name}: missing; sparse features need x_indptr, x_indices and x_shape"
+            )
+    return _sparse(path, arrays)
+
+
+def _dense(path: str, x: Array) -> Array:
     """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities.
 
     Mapped ones are looked through when they are hashed."""
@@ -328,15 +347,12 @@ def dense_features(path: str, x: Array) -> Array:
     return x
 
 
-def sparse_features(
-    path: str, indptr: Array, indices: Array, shape: Array, data: Array | None
-) -> sp.csr_matrix:
+def _sparse(path: str, arrays: Mapping[str, Array]) -> Features:
     """Features as CSR, of ones where there are no data.
 
     Raises SpecError for NaN, infinities and a broken CSR."""
     indptr, indices, shape = (
-        typed(path, name, array, "iu", (1,))
-        for name, array in (("x_indptr", indptr), ("x_indices", indices), ("x_shape", shape))
+        typed(path, name, arrays[name], "iu", (1,)) for name in ("x_indptr", "x_indices", "x_shape")
     )
     if len(shape) != 2 or not 1 <= int(shape[1]) <= MOST_FEATURES:
         raise SpecError(
@@ -348,8 +364,7 @@ def sparse_features(
             f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
             f" {indptr[0]} to {indptr[-1]}; save the indptr of a scipy.sparse.csr_matrix"
         )
-    if data is None:
-        data = np.ones(len(indices), np.float32)
+    data = arrays.get("x_data", np.ones(len(indices), np.float32))
     data = narrowed(path, "x_data", typed(path, "x_data", data, "fiub", (1,)))
     with reading(path, "a CSR x_indptr, x_indices, x_data of x_shape"):
         x = sp.csr_matrix((data, indices, indptr), shape=tuple(map(int, shape)))

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import DTypeLike, NDArray
 from pydantic import TypeAdapter, ValidationError
@@ -32,8 +31,10 @@ from gnnplan.planner.graph.graph import (
     MOST_VERTICES,
     Array,
     Cut,
+    Features,
     Graph,
     GraphStats,
+    csr_features,
     freeze,
     must_fit,
 )
@@ -251,12 +252,12 @@ class PartFolder:
 
         return lengths, [self._gathered(name, spans(), int(lengths.sum())) for name in names]
 
-    def sparse_rows(self, ids: Ids | None = None, columns: slice | None = None) -> sp.csr_matrix:
-        """Sparse features of these vertices, or of all, or some columns of them."""
+    def csr(self, ids: Ids | None = None, columns: slice | None = None) -> Features:
+        """Features stored as CSR, of these vertices or of all, or some columns of them."""
         ids = np.arange(self.about.graph.vertices) if ids is None else ids
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
-        arrays = data, indices, np.append(0, np.cumsum(lengths))
-        x = sp.csr_matrix(arrays, shape=(ids.size, self.about.graph.features))
+        indptr = np.append(0, np.cumsum(lengths))
+        x = csr_features(indptr, indices, data, self.about.graph.features)
         return x if columns is None else x[:, columns]
 
     @cached_property
@@ -386,10 +387,10 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
         return Lazy(first.files[name].dtype, shape, partial(folder.edges, name), by_rows=False)
 
     def rows(name: str) -> Any:
-        sparse = name == "x" and stats.nonzeros > 0
-        stored = first.files["x_data" if sparse else name]
-        row = (stats.features,) if sparse else stored.shape[1:]
-        read = folder.sparse_rows if sparse else partial(folder.rows, name)
+        as_csr = name == "x" and not stats.dense
+        stored = first.files["x_data" if as_csr else name]
+        row = (stats.features,) if as_csr else stored.shape[1:]
+        read = folder.csr if as_csr else partial(folder.rows, name)
         return Lazy(stored.dtype, (stats.vertices, *row), read, by_rows=True)
 
     def fields(of: str, make: Callable[[str], Any]) -> dict[str, Any]:

@@ -8,11 +8,19 @@ from hashlib import blake2b
 from importlib.util import find_spec
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
-from gnnplan.planner.graph.graph import Array, Csr, Graph, GraphStats, Owner
+from gnnplan.planner.graph.graph import (
+    Array,
+    Csr,
+    Graph,
+    GraphStats,
+    Owner,
+    Whole,
+    both_ways,
+    matrix_of,
+)
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.partitioners import METHODS, cut, even_out, library_of, version_of
@@ -119,10 +127,10 @@ def undirected(graph: Graph) -> Csr:
     """The graph with every edge in both directions."""
     if not graph.stats.directed:
         return graph.whole
-    return sp.csr_matrix(graph.adjacency + graph.adjacency.T)
+    return both_ways(graph.adjacency)
 
 
-def between(graph: Graph, rows: Array) -> sp.csr_matrix:
+def between(graph: Graph, rows: Array) -> Csr:
     """The edges between some vertices (ids, ascending) in both directions, [rows, rows].
 
     Of a graph in parts no others are read than those of the rows, some at a time."""
@@ -135,9 +143,8 @@ def between(graph: Graph, rows: Array) -> sp.csr_matrix:
         inside.append(np.append(0, np.cumsum(ends >= 0))[np.append(0, np.cumsum(degree[run]))])
     indptr = np.append(0, np.cumsum(np.concatenate([np.diff(ends) for ends in inside])))
     columns = np.concatenate(found)
-    arrays = np.ones(columns.size, bool), columns, indptr
-    edges = sp.csr_matrix(arrays, shape=(rows.size, rows.size))
-    return sp.csr_matrix(edges + edges.T) if graph.stats.directed else edges
+    edges = matrix_of(Whole(indptr, columns), np.ones(columns.size, bool))
+    return both_ways(edges) if graph.stats.directed else edges
 
 
 def repair(part: Owner, parts: int) -> Owner:

@@ -15,18 +15,26 @@ from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
-import scipy.sparse as sp
 
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
-from gnnplan.planner.graph.graph import AT_ONCE, MOST_VERTICES, Array, must_fit, narrowed
+from gnnplan.planner.graph.graph import (
+    AT_ONCE,
+    MOST_VERTICES,
+    Array,
+    Features,
+    feature_arrays,
+    is_stored_whole,
+    must_fit,
+    narrowed,
+)
 from gnnplan.planner.graph.labels import MASKS, class_ids
 from gnnplan.planner.graph.npy import must_be_ids, reading, typed
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
 T = TypeVar("T")
-# an array; or its rows, some at a time, for files that may exceed memory; or sparse
-Matrix: TypeAlias = "Array | sp.csr_matrix | Iterator[Array]"
+# or its rows, some at a time, for files that may exceed memory
+Matrix: TypeAlias = "Features | Iterator[Array]"
 ENDS = "src", "dst"
 # names of features and labels in other libraries' graphs, the likeliest first
 FEATURES = ("x", "feat", "feature", "features")
@@ -110,7 +118,7 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
 def tensor_array(path: str, name: str, value: Any) -> Array:
     """A dense tensor or an array as an array that shares its memory.
 
-    Raises SpecError for objects, sparse tensors, and expanded tensors beyond memory."""
+    Raises SpecError for objects, tensors that are not dense, and expanded tensors beyond memory."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         if str(value.layout) != "torch.strided":
             raise SpecError(
@@ -165,11 +173,9 @@ def counts_of(parts: Parts) -> dict[str, int]:
     """By their names, how many vertices parts have rows of, or say that there are.
 
     Raises SpecError where they differ."""
-    named = {"x": parts.x, "y": parts.y}
+    named = {next(iter(feature_arrays(parts.x))): parts.x, "y": parts.y}
     named |= {name: parts.masks[name] for name in MASKS if name in parts.masks}
     named |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
-    if sp.issparse(parts.x):
-        named["x_indptr"] = named.pop("x")
     shapes: dict[str, Any] = {name: getattr(each, "shape", ()) for name, each in named.items()}
     counts = {name: int(shape[0]) for name, shape in shapes.items() if shape}
     counts |= {} if parts.vertices is None else {"meta.vertices": parts.vertices}
@@ -279,7 +285,7 @@ def streams(parts: Parts) -> Iterator[tuple[tuple[str, ...], Iterable[tuple[Arra
     yield (*ENDS, *(EDGE + name for name in parts.columns)), edge_pieces(parts)
     for name, pieces in parts.edge_fields.items():
         yield (EDGE + name,), zip(pieces_of(parts.path, "its edges", pieces))
-    if parts.x is not None and not sp.issparse(parts.x):
+    if parts.x is not None and is_stored_whole(parts.x):
         x = cast("Array | Iterator[Array]", parts.x)
         yield ("x",), zip(feature_pieces(parts.x_path or parts.path, x))
 
@@ -293,10 +299,9 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
         # NaN stays, for -1 may be a number to predict
         lacking = y.dtype.kind == "f" and np.isnan(y).any()
         arrays["y"] = y if lacking else class_ids(parts.path, "y", y)
-    if sp.issparse(parts.x):
-        x = cast(sp.csr_matrix, parts.x).tocsr()
-        arrays |= {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}
-        arrays["x_shape"] = np.array(x.shape)
+    if not is_stored_whole(parts.x):
+        arrays |= feature_arrays(parts.x)
+        arrays["x_shape"] = np.array(cast(Features, parts.x).shape)
     known = {"vertices": parts.vertices, "classes": parts.classes}
     if meta := {name: int(value) for name, value in known.items() if value is not None}:
         arrays["meta"] = np.array(json.dumps(meta))

@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, Owner
+from gnnplan.planner.graph.graph import Graph, Owner, both_ways, matrix_of
 from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partition import check_parts, repair
 from gnnplan.planner.graph.partitioners import by_metis, version_of
@@ -118,9 +117,8 @@ def split(
     drawn = np.ones(graph.indices.size, np.int32)
     if splitter == "gsplit" and frequency is not None:
         drawn += frequency.edges  # METIS keeps neighbours together also where nothing was sampled
-    one_way = sp.csr_matrix((drawn, graph.indices, graph.indptr), shape=(load.size, load.size))
-    both = sp.csr_matrix(one_way + one_way.T)
-    del frequency, drawn, one_way  # METIS needs the memory
+    both = both_ways(matrix_of(graph.whole, drawn))
+    del frequency, drawn  # METIS needs the memory
     if parts == load.size or not both.nnz:
         return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)
     part = by_metis(

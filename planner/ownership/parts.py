@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from pydantic import TypeAdapter
 
 from gnnplan import __version__
 from gnnplan.planner.graph.arrays import must_be_new, renamed, write_rows
 from gnnplan.planner.graph.fields import EDGE, VERTEX
-from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph
+from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph, feature_arrays
 from gnnplan.planner.graph.part_folder import (
     DESCRIPTION,
     MOST_DESCRIBED,
@@ -221,12 +220,10 @@ def _arrays_of(layout: Layout, number: int) -> dict[str, Iterable[Array]]:
         "halo": [piece.halo.astype(np.int64, copy=False)],
         "give": [np.concatenate(layout.sent(number, 1))],
     }
-    if graph.stats.nonzeros:
-        x = graph.x[ids]
-        assert sp.issparse(x)
-        out |= {f"x_{of}": [getattr(x, of)] for of in ("indptr", "indices", "data")}
-    else:
+    if graph.stats.dense:
         out["x"] = _rows_of(graph.x, ids)
+    else:
+        out |= {name: [array] for name, array in feature_arrays(graph.x[ids]).items()}
     rows = {name: getattr(graph, name) for name in ("y", "train", "val", "test")}
     rows |= {VERTEX + name: field for name, field in graph.vertex_fields.items()}
     out |= {name: _rows_of(array, ids) for name, array in rows.items()}
