@@ -24,7 +24,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 
 T = TypeVar("T")
-VERSION = 4  # raise it when the same key should give another answer
+VERSION = 5  # raise it when the same key should give another answer
 MOST_BYTES = 8 << 30  # of the folder; what was not read for longest goes first
 
 
