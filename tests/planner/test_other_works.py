@@ -69,9 +69,13 @@ def test_constants_of_a_half_are_what_its_works_imply():
     assert calibrate.fit_software(first) == pytest.approx(told, rel=0.01)
 
 
+@pytest.fixture(scope="module")
+def found():
+    return evaluate_rows(ROWS)
+
+
 @pytest.mark.slow
-def test_what_is_not_stated_is_not_predicted():
-    found = evaluate_rows(ROWS)
+def test_what_is_not_stated_is_not_predicted(found):
     assert len(found["rows"]) + len(found["skipped"]) == len(ROWS)
     assert {each["why"] for each in found["skipped"]} == {"testbed is not stated"}
     assert len(found["rows"]) >= 120
@@ -81,13 +85,13 @@ def test_what_is_not_stated_is_not_predicted():
 
 
 @pytest.mark.slow
-def test_ranges_hold_what_they_say_of_works_that_did_not_give_them():
+def test_ranges_hold_what_they_say_of_works_that_did_not_give_them(found):
     """80 % are aimed at, of epochs on machines that nothing is known of; epochs are off by less
     than a third in the median."""
-    epochs = [each for each in evaluate_rows(ROWS)["rows"] if "kind" in each]
+    epochs = [each for each in found["rows"] if "kind" in each]
     inside = [is_inside(each) for each in epochs]
     assert len(inside) > 110 and 0.7 <= sum(inside) / len(inside) <= 0.9
-    for kind, told in evaluate_rows(ROWS)["kinds"].items():
+    for kind, told in found["kinds"].items():
         assert told["median"] < 1 / 3, kind
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from calls import call
 
 from gnnplan.api.asking import ask
 from gnnplan.cli.graphs import _unwound_by_sigterm
@@ -431,11 +432,10 @@ def test_a_folder_of_parts_is_not_converted(tmp_path):
         recognise(str(folder)).read(str(folder))
 
 
-@pytest.mark.processes
 def test_a_task_of_plans_is_refused_as_that(tmp_path):
     """`--task link` was refused with the advice to use link."""
-    done = partitioned(GRAPH, "-k", "2", "-o", str(tmp_path / "parts"), "--task", "link")
-    assert done.returncode == 2 and "--task link is what a plan trains" in done.stderr
+    with pytest.raises(SpecError, match="--task link is what a plan trains"):
+        call("partition", GRAPH, "-k 2 --task link -o", tmp_path / "parts")
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):

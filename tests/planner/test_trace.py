@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     st.lists(
         st.tuples(
