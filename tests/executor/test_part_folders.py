@@ -49,13 +49,14 @@ def set_up(tmp_path: Path, name: str, source: str, dropout: float) -> tuple[list
     return [rank["setup_rss_bytes"] for rank in ranks], use["features"] + use["graph"]
 
 
+@pytest.mark.nightly  # that a rank reads its own part only is tested every time
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("dropout", "features", "edges"),
     [
         pytest.param(0.0, 700, 400_000, id="aggregated once"),
-        pytest.param(0.5, 700, 400_000, id="not", marks=pytest.mark.nightly),
-        pytest.param(0.5, 8, 5_000_000, id="edges", marks=pytest.mark.nightly),
+        pytest.param(0.5, 700, 400_000, id="not"),
+        pytest.param(0.5, 8, 5_000_000, id="edges"),
     ],
 )
 def test_the_set_up_of_a_rank_takes_little_more_than_its_part(tmp_path, dropout, features, edges):
