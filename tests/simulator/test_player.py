@@ -246,12 +246,23 @@ def test_steps_end_and_take_time():
 
 
 def test_the_median_step_forgives_a_slow_one():
-    ends = [3.0, 5.0, 11.0, 13.0]
+    ends = [3.0, 5.0, 11.0, 13.0, 14.0]  # of the last, nothing is left for a later one
     played = Played(
-        [Task(Label("f", step), 0, "compute", Compute()) for step in range(4)],
+        [Task(Label("f", step), 0, "compute", Compute()) for step in range(5)],
         [(0.0, end) for end in ends],
     )
     assert played.step_s == 2.0
+
+
+def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
+    """The last updates of a run wait for nothing, so that a pipeline's last epoch of three seemed
+    up to half shorter than others."""
+    tasks = [
+        Task(Label(op, step), 0, op, Compute()) for step in range(3) for op in ("loss", "update")
+    ]
+    times = [(0.0, end) for end in (1.0, 7.0, 3.0, 8.0, 5.0, 8.5)]
+    assert Played(tasks, times, by_loss=True).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
+    assert Played(tasks, times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
 
 
 @pytest.mark.parametrize("turn", [1, -1])
