@@ -42,6 +42,7 @@ class Played:
 
     tasks: list[Task]
     times: list[tuple[float, float]]
+    by_loss: bool = False  # as the schedule has it
 
     @property
     def spans(self) -> list[Span]:
@@ -55,10 +56,11 @@ class Played:
 
     @property
     def step_ends(self) -> dict[int, float]:
-        """When the last task of each step ends [s]."""
+        """When each step has ended: its last task, or its last rank's loss [s]."""
         ends: dict[int, float] = {}
         for task, (_, end) in zip(self.tasks, self.times, strict=True):
-            ends[task.label.step] = max(ends.get(task.label.step, 0.0), end)
+            if task.label.op == "loss" or not self.by_loss:
+                ends[task.label.step] = max(ends.get(task.label.step, 0.0), end)
         return ends
 
     def epochs_s(self, steps: int) -> list[float]:
@@ -71,8 +73,13 @@ class Played:
         return [b - a for a, b in pairwise(ends)] if len(ends) > 1 else [self.end_s]
 
     def epoch_s(self, steps: int, period: int = 1) -> float:
-        """Duration of an epoch in the steady state: `typical` of `epochs_s` [s]."""
-        return typical(self.epochs_s(steps), period)
+        """Duration of an epoch in the steady state: `typical` of `epochs_s` [s].
+
+        Where others are left, the last epoch is left out too: what it leaves under way ends sooner
+        than ever, because no later epoch takes ports from it.
+        """
+        epochs = self.epochs_s(steps)
+        return typical(epochs[:-1] if len(epochs) > period else epochs, period)
 
     @property
     def step_s(self) -> float:
@@ -140,7 +147,8 @@ def play(
     advance([], [node for node in reversed(task_graph.nodes) if not node.waits_for])
     env.run()
     task_graph.check_all_ended()
-    return Played(schedule.tasks, [(node.start, node.end) for node in task_graph.nodes])
+    times = [(node.start, node.end) for node in task_graph.nodes]
+    return Played(schedule.tasks, times, schedule.by_loss)
 
 
 def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:

@@ -252,6 +252,7 @@ class Schedule:
     steps: int
     tasks: list[Task] = field(default_factory=list)
     setup: list[Task] = field(default_factory=list)  # done once before step 0; no part of an epoch
+    by_loss: bool = False  # a step has ended with its loss; else with all of its tasks
 
     def lane(self, rank: int, lane: str) -> Iterator[Task]:
         """Tasks of one rank and lane, in their order."""

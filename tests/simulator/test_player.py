@@ -201,6 +201,17 @@ def test_steps_end_and_take_time():
     assert [play(stale(0, steps=steps), cluster()).step_s for steps in (1, 2)] == [3.0, 2.0]
 
 
+def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
+    """The last updates of a run wait for nothing, so that a pipeline's last epoch of three seemed
+    up to half shorter than others."""
+    tasks = [
+        Task(Label(op, step), 0, op, Compute()) for step in range(3) for op in ("loss", "update")
+    ]
+    times = [(0.0, end) for end in (1.0, 7.0, 3.0, 8.0, 5.0, 8.5)]
+    assert Played(tasks, times, by_loss=True).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
+    assert Played(tasks, times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
+
+
 @pytest.mark.parametrize("turn", [1, -1])
 def test_a_message_waits_for_a_late_receiver(turn):
     """Sent in 1 s, fetched after 5: the critical path knows, in whatever order the ranks are

@@ -117,8 +117,7 @@ class GraphParallel(OnParts):
         Example("pipegcn"),
         Example("pipegcn(bits=4)"),
     )
-    # synchronous: exact; stale: exchanges and the all-reduce share ports at times that no closed
-    # form follows
+    # synchronous: exact; stale on a CPU: cores that copy what is exchanged compute meanwhile
     claim: ClassVar[float] = 0.25
 
     @classmethod

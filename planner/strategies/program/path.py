@@ -1,4 +1,4 @@
-"""Seconds without contention: the longest path over the lanes of all ranks.
+"""Seconds of an epoch: the longest path over the lanes of all ranks.
 
     compute  |forward 1|. .|forward 2|loss|backward 2|. . .|backward 1|. . . . . .|update|
     comm               |f 2|                         |b 2|
@@ -7,7 +7,8 @@
 An operation begins when its lane is free and what it waits for has ended (order.py). Computation,
 sampling and loads begin on each rank by itself. A transfer begins when the last of its ranks is
 ready, and ends on all of them at once: there they meet. What ranks do after they met is added up
-first, for how long it takes them together depends on the cores that they share.
+first, for how long it takes them together depends on the cores that they share. Exchanges and
+all-reduces that are under way at once take ports of each other; nothing else that overlaps does.
 
 Chunks that pass stages need no loop over chunks:
 
@@ -36,7 +37,6 @@ from gnnplan.planner.cluster.transfer import busiest
 from gnnplan.planner.strategies.program.order import by_ranks, queue
 from gnnplan.planner.strategies.program.price import Price
 from gnnplan.planner.strategies.program.program import (
-    Exchange,
     Group,
     Kind,
     Message,
@@ -50,6 +50,7 @@ from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Label
 
 FEW = 9  # steps that stand for an epoch of equal ones: its begin, its middle and its end
+BESIDE = {"comm": "reduce", "reduce": "comm"}  # lanes whose transfers may share ports
 LEAD = 2  # steps, beyond which a longer lead shifts sampling and changes no step's duration
 MANY = 200  # problems, from which on it is faster to go through the chunks one by one
 Prices = Sequence[Price]  # of each kind of operation, by its number
@@ -73,7 +74,7 @@ def path_of(
 class _Steps:
     """Known steps, one after the other: of equal ones in a row a few, of which the last counts for
     the others. A step takes from the end of the one before to its own end; the first that counts
-    begins when all that overlaps is under way.
+    begins when all that overlaps is under way, and what the last leaves under way meets the next.
 
     A step has ended when all of its operations have; where a program has an order of its own, when
     its loss is known, for the last update of a run waits for no later step. One sampler that
@@ -84,11 +85,11 @@ class _Steps:
         self, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
     ) -> None:
         names, self.weights, self.before = _played(program, known)
-        steps, epoch = len(self.weights), len(names)
+        steps, epoch = len(self.weights) + program.late, len(names)
         if program.order and len(known) < program.steps:  # none that counts ends an epoch or run
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
         played = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
-        self.begins, self.ends = _begins(queue(played, steps), numbers, program.order is not None)
+        self.begins, self.ends = _begins(queue(played, steps), numbers, program.by_loss)
         ops = (op for name in dict.fromkeys(known) for op in program.ops(name))
         self.sampled = {numbers[op.kind] for op in ops if op.lane == "host"}
         self.samplers = program.samplers
@@ -127,7 +128,7 @@ class _Begin(NamedTuple):
 
     kind: int  # its number
     after: list[int]
-    beside: int | None  # the all-reduce that may be under way while ranks exchange rows
+    beside: list[int]  # of a transfer: those of the other lane that may be under way, in order
 
 
 def _begins(
@@ -140,7 +141,7 @@ def _begins(
     begins, over = list[_Begin](), list[int]()  # over: a bit for each place over when one begins
     last: dict[Label | str, int] = {}  # place of an operation, and of the last one of a lane
     ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> place of its last operation
-    beside: int | None = None
+    transfers = defaultdict[str, list[int]](list)  # lane -> those that the other may overlap
 
     def latest(places: set[int]) -> list[int]:
         before = reduce(or_, (over[place] for place in places), 0)
@@ -150,10 +151,12 @@ def _begins(
         awaited = latest({last[name] for name in (*after, op.lane) if name in last})
         over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
         last[op.label(step)] = last[op.lane] = place
-        if op.lane == "reduce" or op.op == "update":
-            beside = place if op.beside else None
-        meets = beside if isinstance(op.work, Exchange) else None
-        begins.append(_Begin(numbers[op.kind], awaited, meets))
+        beside = list[int]()
+        if lane := BESIDE.get(op.lane):
+            beside = [other for other in transfers[lane] if not over[place] >> other & 1]
+            transfers[lane] = beside.copy()
+            transfers[op.lane].append(place)
+        begins.append(_Begin(numbers[op.kind], awaited, beside))
         if op.op == "loss" or not by_loss:
             ends[step][op.lane] = place
     return begins, [latest(set(of_lanes.values())) for of_lanes in ends.values()]
@@ -201,20 +204,31 @@ def _ends_s(
         ready = (each.late + seconds(each.worked) - (met - each.met) for each in (one, other))
         return _Moment(met, np.atleast_1d(np.maximum(*ready)))
 
-    ended = list[_Moment]()
-    for kind, after, beside in begins:
+    @cache
+    def crowding(one: int, other: int) -> Number:
+        return _crowding(prices[one], prices[other])
+
+    ended, began = list[_Moment](), dict[int, Number]()  # began: when transfers did
+    for place, (kind, after, beside) in enumerate(begins):
         price = prices[kind]
-        start = reduce(or_later, [ended[place] for place in after] or [_Moment()])
+        start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
         if not price.is_transfer:
             ended.append(start.and_then(kind))
             continue
-        begin, taken = of_all(start), price.seconds
-        if beside is not None:
-            common = np.clip(ended[beside].met - begin, 0.0, taken)
-            lost = common * _crowding(price, prices[begins[beside].kind])
-            ended[beside] = _Moment(ended[beside].met + lost)
-            taken = taken + lost
-        ended.append(_Moment(begin + taken))
+        began[place] = begin = of_all(start)
+        end, free = begin + price.seconds, 0.0  # free: when the other lane is
+        for other in beside:
+            if not np.any(ended[other].met > begin):
+                continue
+            its = prices[begins[other].kind]
+            moved = np.maximum(free - began[other], 0.0)
+            began[other], until = began[other] + moved, ended[other].met + moved
+            ports_from = [begin + price.transfer.latency, began[other] + its.transfer.latency]
+            common = np.maximum(np.minimum(until, end) - np.maximum(*ports_from), 0.0)
+            lost = common * crowding(kind, begins[other].kind)
+            free, end = until + lost, end + lost
+            ended[other] = _Moment(free)
+        ended.append(_Moment(end))
     return [largest(of_all(ended[place]) for place in places) for places in ends]
 
 
@@ -226,7 +240,7 @@ def _crowding(one: Price, other: Price) -> Number:
     """
     shares = (
         {
-            kind: busy / np.maximum(price.seconds, 1e-30)
+            kind: busy / np.maximum(price.seconds - price.transfer.latency, 1e-30)
             for kind, busy in price.transfer.ports.items()
         }
         for price in (one, other)

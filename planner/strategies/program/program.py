@@ -190,6 +190,15 @@ class Program:
         return bool(self.late or self.lead or self.order)
 
     @property
+    def by_loss(self) -> bool:
+        """Whether a step has ended with its loss; else it has with all of its operations.
+
+        An order of its own puts a step's update behind later steps, and a run's last ones do not
+        wait for any.
+        """
+        return self.order is not None
+
+    @property
     def groups(self) -> list[Group]:
         """The groups of ranks that do operations of the first step."""
         return list(dict.fromkeys(op.ranks for op in self.step(0) if op.ranks))

@@ -35,7 +35,7 @@ from gnnplan.planner.vocabulary.trace import sampler_lane
 def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
     """Every rank's tasks of the first so many steps of a program."""
     everyone = tuple(range(problem.ranks))
-    out = Schedule(problem.ranks, steps)
+    out = Schedule(problem.ranks, steps, by_loss=program.by_loss)
     for op in program.setup():
         shares = _shares(op, op.ranks or everyone, -1, None)
         out.setup += [Task(op.label(-1), rank, "comm", work) for rank, work in shares.items()]
