@@ -43,9 +43,9 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import ask_workload, overridden, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.strategies.base import parse_call
 from gnnplan.planner.vocabulary.errors import GnnplanError, Mismatch, SpecError
 from gnnplan.planner.vocabulary.files import read_json
+from gnnplan.planner.vocabulary.knobs import parse_call
 from gnnplan.planner.vocabulary.trace import read_traces, write_traces
 from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import must_be_playable, replay

@@ -1,6 +1,6 @@
 """The strategies: what each does to bytes, memory and seconds of a training epoch.
 
-    base.py         what every strategy answers; how strategies are written and read as text
+    base.py         what every strategy answers
     program/        what ranks do, written once; bytes, seconds and tasks are read from it
     layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis, offload
     gnnpipe/        full graph, layers in a pipeline: GNNPipe
@@ -31,7 +31,6 @@ from importlib.metadata import entry_points
 
 from gnnplan.planner.strategies.base import Example as Example
 from gnnplan.planner.strategies.base import Strategy as Strategy
-from gnnplan.planner.strategies.base import parse_call, read_list, read_size
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
 from gnnplan.planner.strategies.layerwise.bns import BNS as BNS
 from gnnplan.planner.strategies.layerwise.exchange import Crossing as Crossing
@@ -50,6 +49,7 @@ from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
 from gnnplan.planner.strategies.p3.p3 import P3 as P3
 from gnnplan.planner.strategies.program.account import Prediction as Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.knobs import parse_call, read_list, read_size
 
 FAMILIES: tuple[type[Strategy], ...] = (
     GraphParallel,

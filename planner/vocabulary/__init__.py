@@ -5,6 +5,7 @@
     hta.py        the same for Holistic Trace Analysis
     errors.py     errors that a user sees, and their exit codes
     units.py      quantities as people write them: '25GB/s'
+    knobs.py      knobs of strategies as people write them: 'gnnpipe(stages=4)'
     table.py      tables of text
     spec.py       the base of specifications, and the types of their fields
     numbers.py    numbers that may be arrays of candidates

@@ -55,8 +55,7 @@ all stages:
 Without groups no term has a factor L. Source: GNNPipe (arXiv 2308.10087), Alg. 1 and Sec. 3.2.
 (Counting as halo only neighbours inside the same chunk gives two thirds of the printed bytes.)
 
-See also pipeline.py (knobs, work of a chunk) and memory.py in this folder; program/path.py for
-seconds; planner/ownership/chunks.py for chunks; executor/strategies/gnnpipe/.
+docs/strategies/gnnpipe.md says which files to read next, in which order.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ from gnnplan.planner.ownership.estimated_batches import (
 )
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import show_size
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.knobs import show_size
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.units import show_bytes
 

@@ -1,0 +1,100 @@
+"""Knobs of strategies as text, as --strategy takes it and plans print it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import groupby
+from typing import Any
+
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import kind, quantity
+
+LONG = 4  # longer lists of a knob are written by what repeats
+MOST_NUMBERS = 100_000  # of such a list
+
+
+def show_knob(value: Any, annotation: str) -> Any:
+    """A knob's value as people write it."""
+    if annotation == "Bytes":
+        return show_size(value)
+    return show_list(value) if isinstance(value, tuple) else value
+
+
+def show_list(numbers: tuple[int, ...]) -> tuple[int, ...] | str:
+    """A list of more than LONG numbers as 'number x times', if `read_list` gives it back.
+
+    >>> show_list((4,) * 8), show_list((1, 3, 3, 3, 2)), show_list((4, 4))
+    ('4x8', '1,3x3,2', (4, 4))
+    """
+    if len(numbers) <= LONG:
+        return numbers
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ",".join(f"{number}x{times}" if times > 1 else f"{number}" for number, times in runs)
+
+
+def read_list(text: str) -> tuple[int, ...] | None:
+    """The numbers of a text such as '1,3x2'; None if it is no list.
+
+    >>> read_list("4x8"), read_list("1,3x2"), read_list("1;2"), read_list("1x9999999999")
+    ((4, 4, 4, 4, 4, 4, 4, 4), (1, 3, 3), None, None)
+    """
+    runs = [re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,5}))?", run) for run in text.split(",")]
+    pairs = [(int(run[1]), int(run[2] or 1)) for run in runs if run]
+    if len(pairs) < len(runs) or sum(times for _, times in pairs) > MOST_NUMBERS:
+        return None
+    return tuple(number for number, times in pairs for _ in range(times))
+
+
+def show_size(nbytes: int) -> str | int:
+    """A size with a unit and all its digits, if it is 1 MB or more and `read_size` gives it back.
+
+    >>> show_size(56_862_000_000), show_size(1_000_000_001), show_size(20_000)
+    ('56.862GB', '1.000000001GB', 20000)
+    """
+    for unit, digits in (("TB", 12), ("GB", 9), ("MB", 6)):
+        if nbytes >= 10**digits:
+            whole, rest = divmod(nbytes, 10**digits)
+            text = f"{whole}.{rest:0{digits}d}".rstrip("0").rstrip(".") + unit
+            return text if read_size(text) == nbytes else nbytes
+    return nbytes
+
+
+def read_size(text: object) -> int | None:
+    """Whole bytes of a size such as '2.5GB' or 20000; None if it is no size.
+
+    >>> read_size("56.862GB"), read_size("1GiB"), read_size(20_000), read_size("1GB/s")
+    (56862000000, 1073741824, 20000, None)
+    """
+    if type(text) is int:
+        return text
+    try:
+        return round(quantity(text)) if kind(text) == "B" else None
+    except (ValueError, OverflowError):  # '1.2.3GB', '1e999GB'
+        return None
+
+
+def parse_call(text: str) -> tuple[str, dict[str, Any]]:
+    """'gnnpipe(stages=4,chunks=16)' -> ('gnnpipe', {'stages': 4, 'chunks': 16}).
+
+    Values are Python literals. Raises SpecError.
+
+    >>> parse_call("gnnpipe(stages=4, shuffle=False)")
+    ('gnnpipe', {'stages': 4, 'shuffle': False})
+    >>> parse_call("granndis")
+    ('granndis', {})
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            knobs = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+            if len(knobs) == len(node.keywords):  # neither ** nor the same knob twice
+                return node.func.id, knobs
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        pass  # RecursionError, MemoryError: parentheses too deep
+    raise SpecError(
+        f"--strategy {text!r:.200} is not a family with knobs; write it as"
+        " 'gnnpipe(stages=4,chunks=16)'"
+    )
