@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -87,12 +87,15 @@ def test_rates_of_samplers_that_nobody_measured_are_in_doubt():
 
 
 @given(st.floats(0.05, 1.0), st.floats(1.0, 20.0))
+@example(1 - 2**-53, 1.0)
 def test_a_tenth_of_the_draws_is_below_a_range_and_a_tenth_above(low, high):
     cluster = preset("l4_box").model_copy(update={"ranges": {"device.gemm": (low, high)}})
     factor = doubt.factors(cluster).get("device.gemm", np.ones(doubt.DRAWS))
     margin = 1 / doubt.DRAWS
-    assert np.mean(factor < low) == pytest.approx(0.1 * (low < 1), abs=margin)
-    assert np.mean(factor > high) == pytest.approx(0.1 * (high > 1), abs=margin)
+    # of a range a few roundings wide several draws are its very end
+    assert np.mean(factor < low) <= 0.1 * (low < 1) + margin
+    assert np.mean(factor > high) <= 0.1 * (high > 1) + margin
+    assert min(np.mean(factor <= low), np.mean(factor >= high)) >= 0.1 - margin
     assert np.median(factor) == pytest.approx(1.0, rel=0.05 * max(1 / low, high))
 
 
