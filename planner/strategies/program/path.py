@@ -223,8 +223,10 @@ def _ends_s(
             its = prices[begins[other].kind]
             moved = np.maximum(free - began[other], 0.0)
             began[other], until = began[other] + moved, ended[other].met + moved
-            ports_from = [begin + price.transfer.latency, began[other] + its.transfer.latency]
-            common = np.maximum(np.minimum(until, end) - np.maximum(*ports_from), 0.0)
+            ports_from = np.maximum(
+                begin + price.transfer.latency, began[other] + its.transfer.latency
+            )
+            common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
             lost = common * crowding(kind, begins[other].kind)
             free, end = until + lost, end + lost
             ended[other] = _Moment(free)
