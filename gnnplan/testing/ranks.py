@@ -26,12 +26,19 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 # per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
 SECONDS = 90
+# of a workload that trains small graphs in no time
+SMALL = {"layers": 4, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3}
+
+
+def small(model: str, **more: Any) -> dict[str, Any]:
+    """A small workload in float64, in which rounding hides no fault."""
+    return {"model": model, **SMALL, "dtype": "float64", **more}
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,17 @@ def meeting(world: int) -> tuple[Any, dict[str, str]]:
     }
 
 
+Program = tuple[Sequence[str], Mapping[str, str]]  # its words as `start` takes them, environment
+
+
+class Ended(NamedTuple):
+    """A program that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
 class ForkServer:
     """Starts processes that have torch and the executor loaded: multiprocessing's."""
 
@@ -185,6 +203,17 @@ class ForkServer:
         """A process that does what `python argv...` would: a file, or '-m' and a module, and
         words."""
         return Forked({**os.environ, **env}, stderr, argv)
+
+    def run(self, programs: Sequence[Program], folder: Path, seconds: float = 90) -> list[Ended]:
+        """Be these programs side by side until all have ended; none of them is left."""
+        told = [folder / f"stderr{number}" for number in range(len(programs))]
+        begun = [self.start(*each, path) for each, path in zip(programs, told, strict=True)]
+        try:
+            ended = [process.ended(seconds) for process in begun]
+        finally:
+            for process in begun:
+                process.close()
+        return [Ended(*each, path.read_text()) for each, path in zip(ended, told, strict=True)]
 
 
 class Forked(multiprocessing.context.ForkServerProcess):
@@ -233,6 +262,14 @@ class World:
 
     def run(self, case: Case, out: Path) -> Result:
         """Raises AssertionError with the words of the rank that failed first."""
+        try:
+            self._await(case, out)
+        except BaseException:
+            self.close()  # else the next case would get the answers to this one
+            raise
+        return Result(case, self.world, out)
+
+    def _await(self, case: Case, out: Path) -> None:
         waiting = {process.channel: rank for rank, process in enumerate(self.processes)}
         for channel in waiting:
             with contextlib.suppress(OSError):  # it has died: its answer says so
@@ -250,7 +287,6 @@ class World:
                     channel.recv()
                 except (EOFError, OSError):
                     self._fail(case, f"rank {rank} of {self.world} failed", rank)
-        return Result(case, self.world, out)
 
     def _fail(self, case: Case, what: str, rank: int) -> None:
         for process in self.processes:

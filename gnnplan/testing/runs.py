@@ -204,6 +204,15 @@ def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
     assert predicted == pytest.approx(measured, rel=0.08), use
 
 
+def must_have_learnt(
+    result: Result, losses: list[float], weights: dict[str, Any], idle: tuple[str, ...] = ()
+) -> Result:
+    """These losses and these weights, as far as float64 holds them."""
+    assert result.losses == pytest.approx(losses, rel=1e-9), str(result.case)
+    assert difference(result.weights, weights, idle) <= 1e-9, str(result.case)
+    return result
+
+
 _references: dict[str, Result] = {}
 
 

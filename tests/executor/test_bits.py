@@ -13,19 +13,13 @@ from test_bns import sampled
 from torch import Tensor
 
 from gnnplan.planner.strategies import parse
-from gnnplan.testing.plain import Plain, difference
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.plain import Plain
+from gnnplan.testing.ranks import Case, small
+from gnnplan.testing.runs import must_have_learnt
 
 pytestmark = pytest.mark.timeout(110)
 
 SEED = 3
-
-
-def workload(model: str, **more: object) -> dict[str, object]:
-    return {
-        **{"model": model, "layers": 4, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": SEED},
-        **{"dtype": "float64", **more},
-    }
 
 
 @pytest.mark.parametrize(
@@ -42,7 +36,7 @@ def workload(model: str, **more: object) -> dict[str, object]:
     ],
 )
 def test_it_is_training_on_rounded_rows(run_ranks, graphs, model, world, servers, strategy):
-    case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2, servers=servers)
+    case = Case(strategy, graphs["rough"], small(model), epochs=4, eval_every=2, servers=servers)
     if "adaptive" in strategy:  # bits are chosen twice
         case = replace(case, epochs=13)
     asked, problem = parse(strategy), case.problem(world)
@@ -54,9 +48,7 @@ def test_it_is_training_on_rounded_rows(run_ranks, graphs, model, world, servers
         loss = plain.loss(logits)
         losses.append(loss.item())
         plain.descend(loss)
-    result = run_ranks(world, [case])[0]
-    assert result.losses == pytest.approx(losses, rel=1e-9)
-    assert difference(result.weights, plain.state) <= 1e-9
+    must_have_learnt(run_ranks(world, [case])[0], losses, plain.state)
 
 
 def late(
@@ -75,7 +67,7 @@ def test_stale_rows_are_rounded_when_they_leave(run_ranks, graphs, model, world,
     """PipeGCN's recursion (test_recursions.py): what is rounded in a step is used in the next."""
     strategy = f"pipegcn(bits={bits!r})"
     epochs = 13 if bits == "adaptive" else 4
-    case = Case(strategy, graphs["rough"], workload(model), epochs=epochs, eval_every=2)
+    case = Case(strategy, graphs["rough"], small(model), epochs=epochs, eval_every=2)
     part, plain, losses = case.problem(world).layout().owner, Plain(case), []
     layers, n, parts = (2, 3, 4), len(case.problem(1).graph.y), range(world)
     home = {layer: torch.zeros(n, 8, dtype=torch.float64) for layer in layers}
@@ -100,15 +92,13 @@ def test_stale_rows_are_rounded_when_they_leave(run_ranks, graphs, model, world,
             sent[layer] = [over(rows[layer - 1], step, layer, "f", reader) for reader in parts]
             grads = [over(old[layer][reader].grad, step, layer, "b", reader) for reader in parts]
             home[layer] = sum(grads)
-    result = run_ranks(world, [case])[0]
-    assert result.losses == pytest.approx(losses, rel=1e-9)
-    assert difference(result.weights, plain.state) <= 1e-9
+    must_have_learnt(run_ranks(world, [case])[0], losses, plain.state)
 
 
 def test_narrow_rounds_projected_rows(run_ranks, graphs):
     """GCN, whose last layer alone shrinks its rows: of it x W crosses."""
     strategy = "graph_parallel(bits=4,narrow=True)"
-    case = Case(strategy, graphs["rough"], workload("gcn"), epochs=4)
+    case = Case(strategy, graphs["rough"], small("gcn"), epochs=4)
     part, plain, losses, last = case.problem(3).layout().owner, Plain(case), [], 4
     for step in range(case.epochs):
         _, rows = plain.forward(step, reading(plain, part, 4, step))
@@ -118,15 +108,13 @@ def test_narrow_rounds_projected_rows(run_ranks, graphs):
         loss = plain.loss(gathered + plain.w[f"layers.{last}.bias"])
         losses.append(loss.item())
         plain.descend(loss)
-    result = run_ranks(3, [case])[0]
-    assert result.losses == pytest.approx(losses, rel=1e-9)
-    assert difference(result.weights, plain.state) <= 1e-9
+    must_have_learnt(run_ranks(3, [case])[0], losses, plain.state)
 
 
 def test_the_gradient_error_is_that_of_rounding(run_ranks, graphs):
     """Against a pass with whole rows at the same weights; training goes on as if nobody measured."""
     case = Case(
-        "graph_parallel(bits=4)", graphs["rough"], workload("sage"), epochs=3, gradient_errors=True
+        "graph_parallel(bits=4)", graphs["rough"], small("sage"), epochs=3, gradient_errors=True
     )
     part, plain = case.problem(2).layout().owner, Plain(case)
     result, unmeasured = run_ranks(2, [case, replace(case, gradient_errors=False)])

@@ -10,19 +10,13 @@ from torch import Tensor
 
 from gnnplan.planner.strategies.layerwise.bns import Sample
 from gnnplan.planner.strategies.layerwise.exchange import Crossing
-from gnnplan.testing.plain import Plain, Read, difference
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.plain import Plain, Read
+from gnnplan.testing.ranks import Case, small
+from gnnplan.testing.runs import must_have_learnt
 
 pytestmark = pytest.mark.timeout(110)
 
 SEED = 3
-
-
-def workload(model: str, **more: object) -> dict[str, object]:
-    return {
-        **{"model": model, "layers": 4, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": SEED},
-        **{"dtype": "float64", **more},
-    }
 
 
 def sampled(plain: Plain, part: np.ndarray, p: float, seed: int, step: int, layer: int) -> Tensor:
@@ -58,21 +52,19 @@ def reading(plain: Plain, part: np.ndarray, p: float, seed: int, step: int) -> R
     ],
 )
 def test_it_is_training_on_samples_of_the_boundary(run_ranks, graphs, model, world, strategy, p):
-    case = Case(strategy, graphs["rough"], workload(model), epochs=4, eval_every=2)
+    case = Case(strategy, graphs["rough"], small(model), epochs=4, eval_every=2)
     part, plain, losses = case.problem(world).layout().owner, Plain(case), []
     for step in range(case.epochs):
         logits, _ = plain.forward(step, reading(plain, part, p, SEED, step))
         loss = plain.loss(logits)
         losses.append(loss.item())
         plain.descend(loss)
-    result = run_ranks(world, [case])[0]
-    assert result.losses == pytest.approx(losses, rel=1e-9)
-    assert difference(result.weights, plain.state) <= 1e-9
+    must_have_learnt(run_ranks(world, [case])[0], losses, plain.state)
 
 
 def test_the_whole_boundary_is_graph_parallelism_to_the_bit(run_ranks, graphs):
     of_all, plainly = (
-        Case(strategy, graphs["rough"], workload("sage"), epochs=3)
+        Case(strategy, graphs["rough"], small("sage"), epochs=3)
         for strategy in ("bns(p=1)", "graph_parallel")
     )
     ours, exact = run_ranks(2, [of_all, plainly])

@@ -16,8 +16,8 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies import parse
 from gnnplan.testing.plain import difference, train_plainly
-from gnnplan.testing.ranks import Case
-from gnnplan.testing.runs import must_train_as_one_process, one_process
+from gnnplan.testing.ranks import SMALL, Case
+from gnnplan.testing.runs import must_have_learnt, must_train_as_one_process, one_process
 
 pytestmark = pytest.mark.timeout(110)
 NIGHTLY = pytest.mark.nightly
@@ -60,7 +60,7 @@ NAMES = ("world", "servers", "strategy")
 def workload(model: str, **more: object) -> dict[str, object]:
     """4 layers, so that 4 stages have one each; 12 features -> 8 -> 4 classes, so that narrow
     layers exist."""
-    return {"model": model, "layers": 4, "hidden": 8, "dropout": 0.0, "lr": 0.05, "seed": 3, **more}
+    return {"model": model, **SMALL, "dropout": 0.0, **more}
 
 
 # -- one process -----------------------------------------------------------------------------------
@@ -81,9 +81,7 @@ def test_one_process_is_plain_training(
     how = workload(model, dtype="float64", dropout=dropout, optimizer=optimizer)
     case = Case("graph_parallel", graphs[graph], how, directed=directed)
     losses, weights = train_plainly(case)
-    alone = one_process(run_ranks, case)
-    assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
-    assert difference(alone.weights, weights) <= 1e-9, str(case)
+    must_have_learnt(one_process(run_ranks, case), losses, weights)
 
 
 def test_the_graphs_are_as_awkward_as_they_claim(graphs):
@@ -224,9 +222,7 @@ def test_sparse_features_in_one_process(run_ranks, graphs, model):
         )
         assert case.problem(1).model.inputs.multiplied_first
         losses, weights = train_plainly(case)
-        alone = one_process(run_ranks, case)
-        assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
-        assert difference(alone.weights, weights) <= 1e-9, str(case)
+        must_have_learnt(one_process(run_ranks, case), losses, weights)
 
 
 SPARSE = (("sage", 0.5), ("gcn", 0.0), ("gcnii", 0.5))
@@ -297,9 +293,7 @@ def test_one_process_is_plain_training_of_blocks(run_ranks, graphs, how):
         work = workload(dtype="float64", dropout=dropout, optimizer=optimizer_for(how), **how)
         case = Case("graph_parallel", graphs[graph], work, directed=directed, eval_every=2)
         losses, weights = train_plainly(case)
-        alone = one_process(run_ranks, case)
-        assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
-        assert difference(alone.weights, weights, idle(how)) <= 1e-9, str(case)
+        must_have_learnt(one_process(run_ranks, case), losses, weights, idle(how))
         assert any("running_var" in name for name in weights) == (how.get("norm") == "batch")
 
 

@@ -22,7 +22,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, Store
 from gnnplan.planner.vocabulary.files import cache_dir
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.ranks import Case, small
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -30,20 +30,11 @@ ROW = 12 * 8  # [B] of `rough` in float64
 
 
 def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **more: object) -> Case:
-    asked = {
-        "model": model,
-        "layers": 3,
-        "hidden": 8,
-        "heads": 2,
-        "dropout": 0.5,
-        "lr": 0.05,
-        "seed": 3,
-        "dtype": "float64",
-    }
+    asked = small(model, layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
     return Case(
         strategy,
         graph,
-        {**asked, "mode": "mini", "batch": 6, "fanout": (3, 2, 2), **more},
+        {**asked, **more},
         servers,
         eval_every=2,
     )

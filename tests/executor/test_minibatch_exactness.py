@@ -21,7 +21,8 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.planner.graph.sampling import Frontier, frontier, seeds_of
 from gnnplan.testing.plain import Plain, difference
-from gnnplan.testing.ranks import Case, Ranks
+from gnnplan.testing.ranks import Case, Ranks, small
+from gnnplan.testing.runs import must_have_learnt
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -80,20 +81,8 @@ PAIRS = [
 def workload(model: str, **more: object) -> dict[str, object]:
     """10 steps: 3 epochs of 4 batches on `rough`'s training vertices, the last of an epoch
     smaller."""
-    return {
-        "model": model,
-        "layers": 3,
-        "hidden": 8,
-        "heads": 2,
-        "dropout": 0.0,
-        "lr": 0.05,
-        "seed": 3,
-        "mode": "mini",
-        "batch": 6,
-        "fanout": (3, 2, 2),
-        "dtype": "float64",
-        **more,
-    }
+    batches = {"layers": 3, "dropout": 0.0, "heads": 2, "mode": "mini", "batch": 6}
+    return small(model, **{**batches, "fanout": (3, 2, 2), **more})
 
 
 def drawn_operator(plain: Plain, found: Frontier, layer: int) -> Tensor:
@@ -180,9 +169,7 @@ def test_one_process_is_plain_training_on_the_same_batches(run_ranks, graphs, mo
     for graph, directed, more in ways if NIGHT else ways[MODELS.index(model) % 4 :: 4]:
         case = Case("data_parallel", graphs[graph], workload(model, **more), directed=directed)
         losses, weights = train_plainly_in_batches(case)
-        alone = run_ranks.alone(case)
-        assert alone.losses == pytest.approx(losses, rel=1e-9), str(case)
-        assert difference(alone.weights, weights) <= 1e-9, str(case)
+        must_have_learnt(run_ranks.alone(case), losses, weights)
         # it outlived the run once, and who multiplied after it in this process got other roundings
         assert not Shapes.vary
 

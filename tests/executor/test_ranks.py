@@ -1,7 +1,10 @@
 """The harness itself: a rank that fails says why, nothing stays behind, and the next case runs."""
 
 import os
+from dataclasses import replace
+from multiprocessing import connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +13,7 @@ from gnnplan.testing.ranks import Case, Ranks
 
 
 @pytest.mark.timeout(110)
-def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server):
+def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server, monkeypatch):
     ranks = Ranks(fork_server, tmp_path)
     try:
         case = Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)
@@ -24,6 +27,12 @@ def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server):
             first[1].join()
             ranks.worlds[2, False].run(case, tmp_path / "killed")
         assert all(process.exitcode is not None for process in first)
+        # who was no longer waited for answered the next case, and sixty tests failed behind one
+        ranks(2, [case])
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+            patch.setattr(connection, "wait", Mock(side_effect=TimeoutError))
+            ranks(2, [case])
+        assert ranks(2, [replace(case, epochs=2)])[0].losses[1:]
     finally:
         ranks.close()
     assert not any(world.processes for world in ranks.worlds.values())

@@ -10,27 +10,18 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import draw, key_of
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.adjacency_store import bytes_at
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.ranks import Case, small
 
 pytestmark = pytest.mark.timeout(110)
 
 
 def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
-    asked = {
-        "model": "gcn",
-        "layers": 3,
-        "hidden": 8,
-        "heads": 2,
-        "dropout": 0.5,
-        "lr": 0.05,
-        "seed": 3,
-        "dtype": "float64",
-    }
+    asked = small("gcn", layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
     directed = bool(more.pop("directed", False))
     return Case(
         strategy,
         graph,
-        {**asked, "mode": "mini", "batch": 6, "fanout": (3, 2, 2), **more},
+        {**asked, **more},
         servers,
         directed=directed,
     )

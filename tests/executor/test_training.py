@@ -20,6 +20,7 @@ from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.plain import Plain, difference, train_plainly, trained
 from gnnplan.testing.ranks import Case
+from gnnplan.testing.runs import must_have_learnt
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -67,9 +68,8 @@ def test_full_graphs_train_as_torch_does(run_ranks, graphs, how):
         model = "sgc" if "gnnpipe" in strategy else "sage"
         case = Case(strategy, graphs["rough"], {**FULL, "model": model, **how}, epochs=5)
         losses, weights = train_plainly(case)
-        (ranks,) = run_ranks(world, [replace(case, servers=servers)])
-        assert ranks.losses == pytest.approx(losses, rel=1e-9), str(case)
-        assert difference(ranks.weights, weights) <= 1e-9, str(case)
+        asked = replace(case, servers=servers)
+        must_have_learnt(run_ranks(world, [asked])[0], losses, weights)
 
 
 @pytest.mark.parametrize("how", HOW, ids=name)
@@ -77,9 +77,8 @@ def test_mini_batches_train_as_torch_does(run_ranks, graphs, how):
     for world, servers, strategy in shared_out(ON_BATCHES, HOW, how):
         case = Case(strategy, graphs["rough"], {**MINI, "model": "sage", **how}, epochs=4)
         losses, weights = train_plainly_in_batches(case)
-        (ranks,) = run_ranks(world, [replace(case, servers=servers)])
-        assert ranks.losses == pytest.approx(losses, rel=1e-9), str(case)
-        assert difference(ranks.weights, weights) <= 1e-9, str(case)
+        asked = replace(case, servers=servers)
+        must_have_learnt(run_ranks(world, [asked])[0], losses, weights)
 
 
 # -- metrics ---------------------------------------------------------------------------------------
@@ -195,9 +194,8 @@ def test_numbers_are_learned_on_full_graphs(run_ranks, numbers, graph, loss):
     with torch.no_grad():
         predicted = plain.forward(None)[0].numpy()
     for world, servers, strategy in shared_out(ON_FULL_GRAPHS, NUMBERS, (graph, loss)):
-        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
-        assert run.losses == pytest.approx(losses, rel=1e-9), strategy
-        assert difference(run.weights, plain.state) <= 1e-9, strategy
+        asked = replace(case, strategy=strategy, servers=servers)
+        run = must_have_learnt(run_ranks(world, [asked])[0], losses, plain.state)
         for part in ("val", "test"):
             mask = getattr(plain.graph, part)
             mae = np.abs(predicted[mask] - plain.graph.y[mask]).mean()
@@ -210,9 +208,8 @@ def test_numbers_are_learned_in_batches(run_ranks, numbers, graph, loss):
     case = Case("data_parallel", numbers[graph], how, epochs=4)
     losses, weights = train_plainly_in_batches(case)
     for world, servers, strategy in shared_out(ON_BATCHES, NUMBERS, (graph, loss)):
-        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
-        assert run.losses == pytest.approx(losses, rel=1e-9), strategy
-        assert difference(run.weights, weights) <= 1e-9, strategy
+        asked = replace(case, strategy=strategy, servers=servers)
+        must_have_learnt(run_ranks(world, [asked])[0], losses, weights)
 
 
 def test_the_smallest_error_is_the_best(run_ranks, numbers):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gnnplan.planner.ownership.layout import Layout
-from gnnplan.testing.plain import difference
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.ranks import Case, small
+from gnnplan.testing.runs import must_have_learnt
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -32,20 +32,11 @@ def with_all_rows(strategy: str) -> str:
 @pytest.mark.parametrize(("strategy", "model", "fields"), CASES)
 def test_rows_that_are_left_out_do_not_matter(run_ranks, strategy, model, fields):
     """Losses, weights and all accuracies, also where halo rows are stale or smoothed."""
-    workload = {
-        "model": model,
-        "layers": 3,
-        "hidden": 8,
-        "dropout": 0.0,
-        "seed": 3,
-        "dtype": "float64",
-    }
-    workload |= fields
+    workload = small(model, **{"layers": 3, "dropout": 0.0, **fields})
     trimmed = Case(strategy, FEW, workload, servers=2, epochs=4, eval_every=2)
     whole = replace(trimmed, strategy=with_all_rows(strategy))
     ours, theirs = run_ranks(4, [trimmed, whole])
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
-    assert difference(ours.weights, theirs.weights) <= 1e-9
+    must_have_learnt(ours, theirs.losses, theirs.weights)
     assert ours.scores == pytest.approx(theirs.scores, abs=1e-12)
     problem = trimmed.problem(4)
     layout = trimmed.settled(problem).layout(problem)
