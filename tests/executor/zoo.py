@@ -13,26 +13,16 @@ from torch_geometric.nn import (
     APPNP,
     GAT,
     GCN,
-    GIN,
     LINKX,
     MLP,
-    PNA,
-    AGNNConv,
-    AntiSymmetricConv,
-    ARMAConv,
     BatchNorm,
     CGConv,
     ChebConv,
-    ClusterGCNConv,
     DeepGCNLayer,
     DirGNNConv,
-    EdgeCNN,
     EdgeConv,
-    EGConv,
     FAConv,
     FastRGCNConv,
-    FeaStConv,
-    FiLMConv,
     GATConv,
     GatedGraphConv,
     GATv2Conv,
@@ -45,25 +35,17 @@ from torch_geometric.nn import (
     GMMConv,
     GraphConv,
     GraphNorm,
-    GraphSAGE,
     GraphSizeNorm,
     InstanceNorm,
     JumpingKnowledge,
     LayerNorm,
-    LEConv,
-    LGConv,
-    MeanSubtractionNorm,
-    MessageNorm,
     MessagePassing,
     MFConv,
     MixHopConv,
     NNConv,
-    PairNorm,
     PDNConv,
     PNAConv,
     PointNetConv,
-    ResGatedGraphConv,
-    RGATConv,
     RGCNConv,
     SAGEConv,
     Sequential,
@@ -214,21 +196,6 @@ class CoraGAT(nn.Module):
         return self.conv2(x, edge_index)
 
 
-@needs()
-class GATv2Net(nn.Module):
-    def __init__(self, in_channels, out_channels, dim_h=8, heads=4):
-        super().__init__()
-        self.gat1 = GATv2Conv(in_channels, dim_h, heads=heads, share_weights=True)
-        self.gat2 = GATv2Conv(dim_h * heads, out_channels, heads=1)
-
-    def forward(self, x, edge_index):
-        h = F.dropout(x, p=0.6, training=self.training)
-        h = self.gat1(h, edge_index)
-        h = F.elu(h)
-        h = F.dropout(h, p=0.6, training=self.training)
-        return self.gat2(h, edge_index)
-
-
 @needs("edge_attr")
 class GATv2OfEdges(nn.Module):
     def __init__(self, in_channels, out_channels):
@@ -239,23 +206,6 @@ class GATv2OfEdges(nn.Module):
     def forward(self, x, edge_index, edge_attr):
         x = self.conv1(x, edge_index, edge_attr).relu()
         return self.conv2(x, edge_index, edge_attr)
-
-
-@needs()
-class PPIGAT(nn.Module):
-    """Skips by a Linear beside each convolution."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.lin1 = GATConv(in_channels, 8, heads=4), nn.Linear(in_channels, 32)
-        self.conv2, self.lin2 = GATConv(32, 8, heads=4), nn.Linear(32, 32)
-        self.conv3 = GATConv(32, out_channels, heads=6, concat=False)
-        self.lin3 = nn.Linear(32, out_channels)
-
-    def forward(self, x, edge_index):
-        x = F.elu(self.conv1(x, edge_index) + self.lin1(x))
-        x = F.elu(self.conv2(x, edge_index) + self.lin2(x))
-        return self.conv3(x, edge_index) + self.lin3(x)
 
 
 @needs()
@@ -447,39 +397,9 @@ class SSGC(nn.Module):
 
 
 @needs()
-class Tagcn(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(TAGConv(in_channels, 8, K=2), TAGConv(8, out_channels, K=2))
-
-
-@needs()
 class Chebyshev(TwoLayers):
     def __init__(self, in_channels, out_channels):
         super().__init__(ChebConv(in_channels, 16, K=3), ChebConv(16, out_channels, K=2))
-
-
-@needs(refused="unsqueeze makes")
-class Arma(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = ARMAConv(
-            in_channels, 8, num_stacks=3, num_layers=2, shared_weights=True, dropout=0.25
-        )
-        self.conv2 = ARMAConv(
-            8,
-            out_channels,
-            num_stacks=3,
-            num_layers=2,
-            shared_weights=True,
-            dropout=0.25,
-            act=lambda x: x,
-        )
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, training=self.training)
-        x = F.relu(self.conv1(x, edge_index))
-        x = F.dropout(x, training=self.training)
-        return F.log_softmax(self.conv2(x, edge_index), dim=1)
 
 
 @needs()
@@ -504,40 +424,6 @@ class DeepGCNII(nn.Module):
             x = x.relu()
         x = F.dropout(x, 0.6, training=self.training)
         return self.lins[1](x)
-
-
-@needs()
-class Mixed(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = MixHopConv(in_channels, 8, powers=[0, 1, 2])
-        self.norm1 = BatchNorm(3 * 8)
-        self.conv2 = MixHopConv(24, 8, powers=[0, 1, 2])
-        self.lin = nn.Linear(24, out_channels)
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, p=0.7, training=self.training)
-        x = self.norm1(self.conv1(x, edge_index))
-        x = F.dropout(x, p=0.5, training=self.training)
-        return self.lin(self.conv2(x, edge_index))
-
-
-@needs()
-class LightGCN(nn.Module):
-    """Means of the rows of all layers, without weights between."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin = nn.Linear(in_channels, out_channels)
-        self.convs = nn.ModuleList([LGConv() for _ in range(3)])
-
-    def forward(self, x, edge_index):
-        x = self.lin(x)
-        out = x / 4
-        for conv in self.convs:
-            x = conv(x, edge_index)
-            out = out + x / 4
-        return out
 
 
 @needs()
@@ -586,19 +472,6 @@ class FrozenGates(GatedRecurrent):
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels)
         self.conv.rnn.requires_grad_(False)
-
-
-@needs("edge_attr")
-class ResGated(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = ResGatedGraphConv(in_channels, 16, edge_dim=5)
-        self.norm = BatchNorm(16)
-        self.conv2 = ResGatedGraphConv(16, out_channels, edge_dim=5)
-
-    def forward(self, x, edge_index, edge_attr):
-        x = self.norm(self.conv1(x, edge_index, edge_attr)).relu()
-        return self.conv2(x, edge_index, edge_attr)
 
 
 DEGREES = torch.tensor([1, 3, 8, 9, 12, 9, 6, 3, 2])
@@ -652,32 +525,6 @@ class EdgeConvolutionWithNorm(nn.Module):
 
     def forward(self, x, edge_index):
         return self.lin(self.conv1(x, edge_index))
-
-
-@needs()
-class Clustered(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.convs = nn.ModuleList(
-            [ClusterGCNConv(in_channels, 16, diag_lambda=0.1), ClusterGCNConv(16, out_channels)]
-        )
-
-    def forward(self, x, edge_index):
-        x = F.relu(self.convs[0](x, edge_index))
-        return F.log_softmax(self.convs[1](F.dropout(x, 0.5, self.training), edge_index), dim=-1)
-
-
-@needs()
-class Efficient(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = EGConv(in_channels, 16, ["symnorm", "max", "std"], num_heads=4, num_bases=2)
-        self.norm = nn.BatchNorm1d(16)
-        self.conv2 = EGConv(16, out_channels, num_heads=2, num_bases=2)
-
-    def forward(self, x, edge_index):
-        x = x_ = self.norm(self.conv1(x, edge_index)).relu()
-        return self.conv2(x + x_, edge_index)
 
 
 @needs(refused="line ")
@@ -734,69 +581,6 @@ class General(TwoLayers):
             GENConv(in_channels, 8, aggr="powermean", msg_norm=True, learn_msg_scale=True),
             GeneralConv(8, out_channels, attention=True, l2_normalize=True),
         )
-
-
-@needs("edge_weight")
-class LocalExtremum(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = LEConv(in_channels, 16), LEConv(16, out_channels)
-
-    def forward(self, x, edge_index, edge_weight):
-        return self.conv2(self.conv1(x, edge_index, edge_weight).relu(), edge_index, edge_weight)
-
-
-@needs("edge_weight")
-class WeisfeilerLeman(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = GraphConv(in_channels, 16, aggr="max")
-        self.conv2 = GraphConv(16, 16, aggr="mean")
-        self.lin = nn.Linear(32, out_channels)
-
-    def forward(self, x, edge_index, edge_weight):
-        x1 = F.relu(self.conv1(x, edge_index, edge_weight))
-        x1 = F.dropout(x1, p=0.2, training=self.training)
-        x2 = F.relu(self.conv2(x1, edge_index, edge_weight))
-        return self.lin(torch.cat([x1, x2], dim=-1))
-
-
-@needs()
-class FeaSt(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(FeaStConv(in_channels, 16, heads=4), FeaStConv(16, out_channels, heads=2))
-
-
-@needs("edge_type")
-class FiLM(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.convs = nn.ModuleList(
-            [FiLMConv(in_channels, 16, 2), FiLMConv(16, out_channels, 2, act=None)]
-        )
-        self.norm = BatchNorm(16)
-
-    def forward(self, x, edge_index, edge_type):
-        x = self.norm(self.convs[0](x, edge_index, edge_type))
-        x = F.dropout(x, p=0.1, training=self.training)
-        return self.convs[1](x, edge_index, edge_type)
-
-
-@needs()
-class Agnn(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin1 = nn.Linear(in_channels, 16)
-        self.prop1, self.prop2 = AGNNConv(requires_grad=False), AGNNConv(requires_grad=True)
-        self.lin2 = nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, training=self.training)
-        x = F.relu(self.lin1(x))
-        x = self.prop1(x, edge_index)
-        x = self.prop2(x, edge_index)
-        x = F.dropout(x, training=self.training)
-        return F.log_softmax(self.lin2(x), dim=1)
 
 
 @needs("edge_attr")
@@ -879,17 +663,6 @@ class FastEntityRGCN(nn.Module):
         return self.conv2(self.conv1(x, edge_index, edge_type).relu(), edge_index, edge_type)
 
 
-@needs("edge_type")
-class RelationalGAT(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = RGATConv(in_channels, 8, num_relations=2, heads=2)
-        self.conv2 = RGATConv(16, out_channels, num_relations=2, mod="additive")
-
-    def forward(self, x, edge_index, edge_type):
-        return self.conv2(self.conv1(x, edge_index, edge_type).relu(), edge_index, edge_type)
-
-
 @needs("pos")
 class PointNet(nn.Module):
     """Positions of vertices, and their differences along edges."""
@@ -910,17 +683,6 @@ class Directed(TwoLayers):
             SAGEConv(in_channels, 16, flow="source_to_target"),
             DirGNNConv(GCNConv(16, out_channels, add_self_loops=False)),
         )
-
-
-@needs()
-class AntiSymmetric(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin1, self.lin2 = nn.Linear(in_channels, 8), nn.Linear(8, out_channels)
-        self.conv = AntiSymmetricConv(8, num_iters=2)
-
-    def forward(self, x, edge_index):
-        return self.lin2(self.conv(self.lin1(x), edge_index))
 
 
 @needs(refused="new_empty")
@@ -1000,12 +762,6 @@ class JumpingCat(Jumping):
 
 
 @needs()
-class JumpingMax(Jumping):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, "max", 8)
-
-
-@needs()
 class JumpingLSTM(Jumping):
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels, "lstm", 8)
@@ -1064,24 +820,6 @@ class WholeGraphNorm(Normed):
         super().__init__(in_channels, out_channels, GraphNorm(16))
 
 
-@needs(refused="of the rows of all")
-class GraphLayerNorm(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, LayerNorm(16))
-
-
-@needs(refused="of the rows of all")
-class PairNormed(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, PairNorm())
-
-
-@needs(refused="of the rows of all")
-class Centred(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, MeanSubtractionNorm())
-
-
 @needs(refused="keep vertices in the first dimension")
 class InstanceNormed(Normed):
     def __init__(self, in_channels, out_channels):
@@ -1122,44 +860,11 @@ def ReadyGCN(in_channels, out_channels):
     return GCN(in_channels, 16, 3, out_channels, dropout=0.5, norm="batch")
 
 
-@needs("edge_weight")
-def ReadyWeightedGCN(in_channels, out_channels):
-    return GCN(in_channels, 16, 2, out_channels, dropout=0.2, act="elu")
-
-
-@needs(refused="of the rows of all")
-def ReadySAGE(in_channels, out_channels):
-    return GraphSAGE(in_channels, 16, 2, out_channels, jk="last", norm="layer_norm", aggr="max")
-
-
-@needs()
-def ReadyGIN(in_channels, out_channels):
-    return GIN(in_channels, 16, 2, out_channels, dropout=0.2, jk="cat")
-
-
 @needs("edge_attr")
 def ReadyGAT(in_channels, out_channels):
     return GAT(
         in_channels, 16, 2, out_channels, heads=4, v2=True, edge_dim=5, dropout=0.1, jk="lstm"
     )
-
-
-@needs()
-def ReadyPNA(in_channels, out_channels):
-    return PNA(
-        in_channels,
-        8,
-        2,
-        out_channels,
-        aggregators=["sum", "max"],
-        scalers=["linear", "attenuation"],
-        deg=DEGREES,
-    )
-
-
-@needs()
-def ReadyEdgeCNN(in_channels, out_channels):
-    return EdgeCNN(in_channels, 16, 2, out_channels, act_first=True, norm=None)
 
 
 @needs()
@@ -1203,17 +908,6 @@ class EncodedByMLP(nn.Module):
 
     def forward(self, x, edge_index):
         return self.decoder(self.conv(self.encoder(x), edge_index))
-
-
-@needs()
-class NormedFeatures(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(in_channels)
-        self.conv = SAGEConv(in_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        return self.conv(self.norm(x), edge_index)
 
 
 # -- hand-written ----------------------------------------------------------------------------------
@@ -1322,23 +1016,6 @@ class ScatterInForward(nn.Module):
         )
         h = torch.relu(self.own(x) + summed / count.clamp(min=1).unsqueeze(-1))
         return self.out(h + scatter(h[src], dst, dim=0, dim_size=h.shape[0], reduce="mean"))
-
-
-@needs()
-class SparseProduct(nn.Module):
-    """A sparse matrix made in forward, and multiplied."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(in_channels, 16) * 0.3)
-        self.w2 = nn.Parameter(torch.randn(16, out_channels) * 0.3)
-
-    def forward(self, x, edge_index):
-        n = x.size(0)
-        ones = torch.ones(edge_index.size(1), dtype=x.dtype)
-        adj = torch.sparse_coo_tensor(edge_index.flip(0), ones, (n, n))
-        x = torch.sparse.mm(adj, x @ self.w1).relu()
-        return torch.sparse.mm(adj, x @ self.w2)
 
 
 @needs()
@@ -1513,22 +1190,6 @@ class H2GCN(nn.Module):
 
 
 @needs()
-class Correlated(nn.Module):
-    """Message norm, and a learned temperature of the logits."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin, self.conv = nn.Linear(in_channels, 8), SimpleConv(aggr="mean")
-        self.norm = MessageNorm(learn_scale=True)
-        self.out, self.temperature = nn.Linear(8, out_channels), nn.Parameter(torch.ones(1))
-
-    def forward(self, x, edge_index):
-        x = self.lin(x)
-        x = x + self.norm(x, self.conv(x, edge_index))
-        return self.out(x) / self.temperature
-
-
-@needs()
 class Checked(nn.Module):
     """Checks of what it is given, as careful people write them."""
 
@@ -1543,24 +1204,6 @@ class Checked(nn.Module):
         if x.size(0) == 0:
             return x
         return self.conv(x, edge_index)
-
-
-@needs()
-class GatedByItself(nn.Module):
-    """A gate between a vertex's own row and its neighbours', and concatenation of x at the end."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = GCNConv(in_channels, in_channels)
-        self.gate = nn.Linear(2 * in_channels, in_channels)
-        self.out = nn.Linear(2 * in_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        h = self.conv(x, edge_index).tanh()
-        z = torch.sigmoid(self.gate(torch.cat([x, h], dim=-1)))
-        h = torch.lerp(h, x, z)
-        h = torch.where(h > 0, h, 0.01 * h)
-        return self.out(torch.cat([x, h], dim=-1))
 
 
 @needs()
@@ -1606,17 +1249,6 @@ class GraphClassifier(nn.Module):
         return self.lin(x)
 
 
-@needs(refused="of the rows of all")
-class GraphReadout(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv, self.lin = GCNConv(in_channels, 16), nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index):
-        x = self.conv(x, edge_index).relu()
-        return self.lin(global_mean_pool(x, None))
-
-
 @needs(refused="random")
 class DropsEdges(nn.Module):
     def __init__(self, in_channels, out_channels):
@@ -1652,28 +1284,6 @@ class Recurrent(nn.Module):
     def forward(self, x, edge_index, h_0):
         h = self.gru(self.conv(x, edge_index), h_0)
         return self.lin(h), h
-
-
-@needs(refused="several values")
-class TwoOutputs(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = SAGEConv(in_channels, 16)
-        self.lin = nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index):
-        h = self.conv(x, edge_index)
-        return self.lin(h), h
-
-
-@needs(refused="no convolution")
-class NoGraph(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.mlp = MLP([in_channels, 16, out_channels], norm=None)
-
-    def forward(self, x, edge_index):
-        return self.mlp(x)
 
 
 @needs(refused="row of logits for each")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dgl
 import dgl.function as fn
 import dgl.nn.pytorch as dglnn
 import torch
@@ -289,16 +288,3 @@ class InOneModule(nn.Module):
             g.ndata["h"] = self.linear(x)
             g.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
             return g.ndata["h"]
-
-
-@needs(refused="module of its own")
-class GraphClassifier(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.conv, self.classify = dglnn.GraphConv(in_feats, 16), nn.Linear(16, out_feats)
-
-    def forward(self, g, h):
-        h = F.relu(self.conv(g, h))
-        with g.local_scope():
-            g.ndata["h"] = h
-            return self.classify(dgl.mean_nodes(g, "h"))
