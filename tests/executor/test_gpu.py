@@ -7,6 +7,7 @@ import json
 import time
 from copy import copy
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import LANES, recorded_order
 from gnnplan.testing.plain import difference
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.ranks import Case, small
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,17 +53,7 @@ def gpu_rank(monkeypatch):
 
 
 def workload(model: str, **more: object) -> dict[str, object]:
-    return {
-        "model": model,
-        "layers": 4,
-        "hidden": 8,
-        "dropout": 0.5,
-        "optimizer": "sgd",
-        "lr": 0.05,
-        "seed": 3,
-        "dtype": "float64",
-        **more,
-    }
+    return small(model, **{"optimizer": "sgd", **more})
 
 
 def test_nccl_with_one_rank(gpu_rank, tmp_path):
@@ -92,24 +83,40 @@ def test_nccl_with_one_rank(gpu_rank, tmp_path):
     )
 
 
-@pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
-@pytest.mark.parametrize("graph", ["rough", "sparse"])
+MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2")
+MINI = {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "graph", "more"),
+    [
+        *(
+            (strategy, graph, {"model": model})
+            for strategy in ("graph_parallel", "gnnpipe(chunks=4)")
+            for graph in ("rough", "sparse")
+            for model in MODELS
+        ),
+        # rows of the server's memory, which pass the GPU beside computation
+        ("offload(chunks=3)", "rough", {"model": "sage", "layers": 3}),
+        ("offload(chunks=3)", "rough", {"model": "gat", "heads": 2}),
+        ("data_parallel", "rough", {"model": "sage", **MINI}),
+        ("data_parallel(prefetch=1)", "rough", {"model": "sage", **MINI}),
+    ],
+)
 def test_one_rank_on_the_gpu_equals_the_cpu(
-    gpu_rank, run_ranks, graphs, tmp_path, graph, model, strategy
+    gpu_rank, run_ranks, graphs, tmp_path, graph, more, strategy
 ):
     """The same masks and weights, so the same training."""
-    case = Case(strategy, graphs[graph], workload(model), eval_every=2)
+    case = Case(strategy, graphs[graph], workload(**more), eval_every=2)
     problem = case.problem(1)
     net = train(gpu_rank, problem, case.settled(problem), tmp_path, case.epochs, case.eval_every)
     alone = run_ranks.alone(case)
     assert all(p.device.type == "cuda" for p in net.parameters())
-    assert (
-        difference({name: p.cpu() for name, p in net.state_dict().items()}, alone.weights) <= 1e-9
-    )
+    found = {name: p.cpu() for name, p in net.state_dict().items()}
+    assert difference(found, alone.weights) <= 1e-9
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
+@pytest.mark.parametrize("model", MODELS)
 def test_steps_that_are_launched_as_one_equal_others(
     gpu_rank, graphs, tmp_path, model, monkeypatch
 ):
@@ -132,26 +139,6 @@ def test_steps_that_are_launched_as_one_equal_others(
     (weights, losses), (others, other_losses) = found
     assert losses == other_losses
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
-
-
-@pytest.mark.parametrize(
-    ("strategy", "more"),
-    [
-        ("offload(chunks=3)", {"layers": 3}),
-        ("offload(chunks=3)", {"model": "gat", "heads": 2}),
-        ("data_parallel", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
-        ("data_parallel(prefetch=1)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
-    ],
-)
-def test_rows_of_the_servers_memory(gpu_rank, run_ranks, graphs, tmp_path, strategy, more):
-    """They pass the GPU, beside computation, and train it as those of a processor do."""
-    case = Case(strategy, graphs["rough"], workload(**{"model": "sage", **more}), eval_every=2)
-    problem = case.problem(1)
-    net = train(gpu_rank, problem, case.settled(problem), tmp_path, case.epochs, case.eval_every)
-    on_cpu = run_ranks(1, [case])[0]
-    assert (
-        difference({name: p.cpu() for name, p in net.state_dict().items()}, on_cpu.weights) <= 1e-9
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -205,39 +192,32 @@ def test_chunks_are_copied_beside_computation(gpu_rank):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=1)"]
+    ("strategy", "model"),
+    [
+        *product(
+            ("graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=4)", "granndis(depth=1)"),
+            MODELS,
+        ),
+        ("offload(chunks=3)", "sage"),  # rows come beside computation, and halos through the host
+    ],
 )
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
 def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks, graphs, model, strategy):
     """NCCL refuses two ranks on a device, so rows go over Gloo, staged through the host;
-    GraphSAGE's features are sparse."""
+    GraphSAGE's features are sparse but for offload, which has dense ones alone."""
     servers = 2 if "granndis" in strategy else 1
-    case = Case(
-        strategy,
-        graphs["sparse" if model == "sage" else "rough"],
-        workload(model),
-        servers,
-        eval_every=2,
-    )
+    graph = graphs["sparse" if model == "sage" and "offload" not in strategy else "rough"]
+    case = Case(strategy, graph, workload(model), servers, eval_every=2)
     on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
     assert difference(on_gpu.weights, on_cpu.weights) <= 1e-9
     for rank in range(2):
-        assert on_gpu.rank(rank)["backend"] == "gloo"
+        left = on_gpu.rank(rank)
+        assert left["backend"] == "gloo" and left["bytes"] == on_cpu.rank(rank)["bytes"]
         if torch.cuda.device_count() == 1:
-            assert on_gpu.rank(rank)["device"] == "cuda:0" and on_gpu.rank(rank)["peak_bytes"] > 0
-        assert on_gpu.rank(rank)["bytes"] == on_cpu.rank(rank)["bytes"]
+            assert left["device"] == "cuda:0" and left["peak_bytes"] > 0
         for lane in LANES:
             assert recorded_order(on_gpu.spans, rank, lane) == recorded_order(
                 on_cpu.spans, rank, lane
             )
-
-
-def test_chunks_of_two_ranks_on_one_gpu(run_ranks, graphs):
-    """Rows come beside computation, and halos through the host."""
-    case = Case("offload(chunks=3)", graphs["rough"], workload("sage"), eval_every=2)
-    on_gpu, on_cpu = run_ranks(2, [case], cuda=True)[0], run_ranks(2, [case])[0]
-    assert difference(on_gpu.weights, on_cpu.weights) <= 1e-9
-    assert on_gpu.rank(0)["bytes"] == on_cpu.rank(0)["bytes"]
 
 
 def test_float32_losses_on_the_gpu(run_ranks, graphs):
@@ -255,7 +235,7 @@ def test_float32_losses_on_the_gpu(run_ranks, graphs):
         ("graph_parallel(buckets=2)", {}),
         ("pipegcn", {}),
         ("gnnpipe(chunks=4)", {}),
-        ("p3(pipelined=True)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}),
+        ("p3(pipelined=True)", MINI),
     ],
 )
 def test_ranks_with_a_gpu_each_equal_the_cpu(run_ranks, graphs, strategy, more):
