@@ -153,17 +153,8 @@ def test_what_ranks_say_arrives_as_it_is(tmp_path, fork_server):
         f"import sys\nsys.path[:0] = {sys.path}\nfrom test_meeting import say\n"
         f"say(int(sys.argv[1]), {store.port}, {str(out)!r})\n"
     )
-    ranks = [
-        fork_server.start([str(script), str(rank)], {}, tmp_path / f"stderr{rank}")
-        for rank in range(3)
-    ]
-    try:
-        for rank in ranks:
-            rank.ended(40)
-        assert sorted(path.name for path in out.iterdir()) == ["0", "1", "2"]
-    finally:
-        for rank in ranks:
-            rank.close()
+    ended = fork_server.run([([str(script), rank], {}) for rank in "012"], tmp_path, 40)
+    assert sorted(path.name for path in out.iterdir()) == ["0", "1", "2"], ended
 
 
 def test_nothing_from_a_network_is_unpickled():

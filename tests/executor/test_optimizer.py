@@ -78,8 +78,5 @@ def test_a_step_does_not_import_the_compiler(tmp_path, fork_server):
         "[Optimizer([p], Workload(optimizer=kind)).step() for kind in ('adam', 'adamw', 'sgd')];"
         " sys.exit('torch._dynamo' in sys.modules)"
     )
-    process = fork_server.start([str(program)], {}, tmp_path / "stderr")
-    try:
-        assert process.ended(60)[0] == 0, (tmp_path / "stderr").read_text()
-    finally:
-        process.close()
+    (ended,) = fork_server.run([([str(program)], {})], tmp_path)
+    assert ended.code == 0, ended.stderr

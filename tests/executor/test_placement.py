@@ -80,27 +80,12 @@ def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
     out, candidate = planned(case, 4, (2, 0, 3, 1), tmp_path)
     _store, where = meeting(4)  # held until they are done
     (tmp_path / "rank.py").write_text(RANK)
-    processes = [
-        fork_server.start(
-            [str(tmp_path / "rank.py"), str(tmp_path / "plan.json"), str(out)],
-            where | {"CUDA_VISIBLE_DEVICES": "", "RANK": str(k), "LOCAL_RANK": str(k)},
-            tmp_path / f"stderr{k}",
-        )
-        for k in range(4)
-    ]
-    try:
-        ended = [process.ended(90) for process in processes]
-    finally:
-        for process in processes:
-            process.close()
-    errors = [(tmp_path / f"stderr{k}").read_text() for k in range(4)]
-    assert [code for code, _ in ended] == [0] * 4, errors
-    assert [words.split() for _, words in ended] == [
-        ["0", "1", "1"],
-        ["1", "3", "3"],
-        ["2", "0", "0"],
-        ["3", "2", "2"],
-    ]
+    words = [str(tmp_path / "rank.py"), str(tmp_path / "plan.json"), str(out)]
+    env = where | {"CUDA_VISIBLE_DEVICES": ""}
+    ranks = [(words, env | {"RANK": k, "LOCAL_RANK": k}) for k in "0123"]
+    ended = fork_server.run(ranks, tmp_path)
+    assert [rank.code for rank in ended] == [0] * 4, ended
+    assert [rank.stdout.strip() for rank in ended] == ["0 1 1", "1 3 3", "2 0 0", "3 2 2"]
     assert_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)
 
 

@@ -49,13 +49,9 @@ def attempt(tmp_path, fork_server):
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "CUDA_VISIBLE_DEVICES": "",
         }
-        stderr = tmp_path / "stderr"
-        process = fork_server.start(["-m", "gnnplan", "run", *arguments], env, stderr)
-        try:
-            code, _ = process.ended(80)
-        finally:
-            process.close()
-        return code, stderr.read_text()
+        words = ["-m", "gnnplan", "run", *arguments]
+        (ended,) = fork_server.run([(words, env)], tmp_path)
+        return ended.code, ended.stderr
 
     return run
 

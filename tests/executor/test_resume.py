@@ -154,40 +154,20 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server
 
     def run(problem: int, *arguments: str) -> None:
         ranks = []
-        for rank in map(str, range(2)):
-            command = ["-m", "gnnplan", "run"]
-            command += [word.replace("RANK", rank) for word in arguments]
-            env = slurm | {
-                "SLURM_PROCID": rank,
-                "SLURM_NODEID": rank,
-                "SLURM_JOB_ID": str(os.getpid() + problem),
-            }
-            ranks.append(fork_server.start(command, env, tmp_path / f"stderr{rank}"))
-        try:
-            codes = [rank.ended(80)[0] for rank in ranks]
-        finally:
-            for process in ranks:
-                process.close()
-        said = [(tmp_path / f"stderr{rank}").read_text() for rank in range(2)]
-        assert codes == [0, 0], said
+        for rank in "01":
+            words = [word.replace("RANK", rank) for word in arguments]
+            env = {"SLURM_PROCID": rank, "SLURM_NODEID": rank}
+            env["SLURM_JOB_ID"] = str(os.getpid() + problem)
+            ranks.append((["-m", "gnnplan", "run", *words], slurm | env))
+        ended = fork_server.run(ranks, tmp_path)
+        assert [rank.code for rank in ended] == [0, 0], ended
 
-    run(
-        1,
-        str(plan),
-        "--out",
-        str(tmp_path / "serverRANK"),
-        "--epochs",
-        "4",
-        "--checkpoint-every",
-        "2",
-        "--eval-every",
-        "3",
-    )
-    run(2, "--resume", str(tmp_path / "serverRANK"), "--epochs", "7")
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "server0" / "metrics.jsonl").read_text().splitlines()
-    ]
+    out = str(tmp_path / "serverRANK")
+    how = "--epochs 4 --checkpoint-every 2 --eval-every 3"
+    run(1, str(plan), "--out", out, *how.split())
+    run(2, "--resume", out, "--epochs", "7")
+    told = (tmp_path / "server0" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in told.splitlines()]
     # with the options that it had
     assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
 

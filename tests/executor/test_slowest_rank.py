@@ -17,21 +17,10 @@ DELAY = 0.2  # [s] of rank 1 in every step, after all ranks have met
 def test_an_epochs_seconds_are_those_of_the_slowest_rank(tmp_path, graphs, fork_server):
     """Rank 0 waits for rank 1 outside its step: its own seconds are shorter than the delay."""
     _store, where = meeting(2)
-    ranks = [
-        fork_server.start(
-            [__file__, graphs["rough"], str(tmp_path)],
-            where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
-            tmp_path / f"stderr{rank}",
-        )
-        for rank in range(2)
-    ]
-    try:
-        for number, rank in enumerate(ranks):
-            code, _ = rank.ended(SECONDS - 10)
-            assert code == 0, (tmp_path / f"stderr{number}").read_text()
-    finally:
-        for rank in ranks:
-            rank.close()
+    words, env = [__file__, graphs["rough"], str(tmp_path)], where | {"CUDA_VISIBLE_DEVICES": ""}
+    ranks = [(words, env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    ended = fork_server.run(ranks, tmp_path, SECONDS - 10)
+    assert [rank.code for rank in ended] == [0, 0], ended
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and all(line["epoch_s"] >= DELAY for line in lines)
 
