@@ -139,7 +139,7 @@ def by_itself(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["Weighted", "Described", *at_night("Related", "Kinds")])
+@pytest.mark.parametrize("name", ["Described", *at_night("Weighted", "Related", "Kinds")])
 def test_two_ranks_train_as_the_module_on_its_data(name, folder, run_ranks):
     """Of all edges at once, and of batches that reach the ranks from another process."""
     cases = [

@@ -1,5 +1,5 @@
-"""Fifty epochs on several ranks: nobody hangs, and what a process holds does not grow. What is part
-of another case runs at night."""
+"""Fifty epochs on several ranks: nobody hangs, and what a process holds does not grow. At night:
+that a step leaves nothing behind is tested every time (test_memory.py)."""
 
 import pytest
 
@@ -12,8 +12,6 @@ SAGE = {"model": "sage", "layers": 3, "hidden": 48, "dropout": 0.5}
 
 CASES = [  # ranks, case
     (2, Case("gnnpipe(stages=2,chunks=4,historical_gradients=True)", GRAPH, DEEP)),
-]
-AT_NIGHT = [
     (2, Case("graph_parallel(checkpoint=True)", GRAPH, {**SAGE, "norm": "batch"})),
     (2, Case("granndis(max_hop=1,fanout=5)", GRAPH, SAGE, servers=2)),
     (2, Case("feature_parallel", GRAPH, SAGE)),
@@ -30,12 +28,9 @@ AT_NIGHT = [
 SETTLED, EPOCHS = 15, 50
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [*CASES, *(pytest.param(*row, marks=pytest.mark.nightly) for row in AT_NIGHT)],
-    ids=str,
-)
+@pytest.mark.parametrize(("world", "case"), CASES, ids=str)
 def test_memory_stays_flat(world, case, run_ranks):
     """A halo's rows kept from every epoch would be 12 MB and more in the end; pages that the
     allocator keeps come to 2 MB."""
