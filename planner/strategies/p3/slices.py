@@ -108,9 +108,11 @@ class Slices(OnBatches):
         if problem.ranks > 1 and not _why_whole(problem):
             tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
             for plain in dict.fromkeys(one_ahead(problem, strategy) for strategy in tried):
-                yield enough_ahead(problem, plain)
-                if cache := worth_caching(problem, plain):
-                    yield enough_ahead(problem, replace(plain, cache=cache))
+                cache = worth_caching(problem, plain)
+                for one in (plain, replace(plain, cache=cache))[: 2 if cache else 1]:
+                    ahead = enough_ahead(problem, one)
+                    # fewer copies with more samplers are proposed as they are
+                    yield ahead if ahead.copies == one.copies else one
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
