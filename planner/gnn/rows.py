@@ -42,7 +42,7 @@ class Rows:
     @property
     def why_unsummed(self) -> str:
         """Why rows themselves are not added up along edges, with a remedy; '' if they may be."""
-        return SPARSE * self.multiplied_first
+        return SPARSE if self.multiplied_first else ""
 
     @property
     def alike(self) -> bool:

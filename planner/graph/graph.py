@@ -82,6 +82,7 @@ class GraphStats:
         return self.nonzeros / self.vertices
 
     def made_dense(self) -> GraphStats:
+        """Those of the graph with all numbers of its features, zeros too."""
         return dataclasses.replace(self, nonzeros=0)
 
     @property
@@ -350,9 +351,8 @@ def finish(graph: Graph) -> Graph:
     elif not sparse and not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
-    freeze(
-        *structure, *feature_arrays(x).values(), *others, *fields.values()
-    )  # so the hash stays true
+    # so the hash stays true
+    freeze(*structure, *feature_arrays(x).values(), *others, *fields.values())
     stats = dataclasses.replace(
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
     )

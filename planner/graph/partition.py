@@ -143,7 +143,7 @@ def undirected(graph: Graph) -> Csr:
     return both_ways(graph.adjacency)
 
 
-def between(graph: Graph, rows: Array) -> Csr:
+def edges_between(graph: Graph, rows: Array) -> Csr:
     """The edges between some vertices (ids, ascending) in both directions, [rows, rows].
 
     Of a graph in parts no others are read than those of the rows, some at a time."""

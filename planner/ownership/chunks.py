@@ -14,7 +14,7 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.kept import cached
-from gnnplan.planner.graph.partition import between, partition_weighted
+from gnnplan.planner.graph.partition import edges_between, partition_weighted
 from gnnplan.planner.graph.partitioners import library_of, version_of
 from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
@@ -124,7 +124,7 @@ def cut_parts(
             if rows.size <= pieces:
                 piece[rows] = (np.arange(rows.size) + p) % pieces
             else:
-                piece[rows] = partition_weighted(between(graph, rows), None, pieces, method)
+                piece[rows] = partition_weighted(edges_between(graph, rows), None, pieces, method)
         return piece
 
     # a rank that finds all of them on disk looks at no edge of others' parts

@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.partition import between, locality_order, partition_weighted
+from gnnplan.planner.graph.partition import edges_between, locality_order, partition_weighted
 from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
 from gnnplan.planner.vocabulary.numbers import runs
 from gnnplan.planner.vocabulary.outer import Pairs
@@ -207,7 +207,7 @@ class Layout:
             if len(ranks) == 1:
                 rank_of = np.full(region.size, ranks[0])
             else:
-                inside = between(self.graph, region)
+                inside = edges_between(self.graph, region)
                 # the layers are balanced in which rows are computed, at least 1
                 weights = np.maximum(last[region].astype(np.int64), 1)
                 rank_of = ranks[partition_weighted(inside, weights, len(ranks), self.method)]

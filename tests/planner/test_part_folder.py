@@ -26,7 +26,7 @@ from gnnplan.planner.graph.formats import recognise
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.part_folder import PartFolder
-from gnnplan.planner.graph.partition import between, partition, undirected
+from gnnplan.planner.graph.partition import edges_between, partition, undirected
 from gnnplan.planner.ownership import parts
 from gnnplan.planner.ownership.layout import Layout, reached
 from gnnplan.planner.ownership.parts import PartLayout, write_parts
@@ -181,10 +181,10 @@ def test_the_edges_between_vertices_are_those_of_the_graph(tmp_path, monkeypatch
     expected = sp.csr_matrix((ones, both.indices, both.indptr), shape=(N, N))[rows][:, rows]
     monkeypatch.setattr(cuts, "AT_ONCE", 50)
     for one in (graph, read(str(written(graph, tmp_path / "parts")), directed)):
-        found = between(one, rows)
+        found = edges_between(one, rows)
         assert np.array_equal(found.indptr, expected.indptr)
         assert np.array_equal(found.indices, expected.indices)
-    assert between(graph, rows[:0]).shape == (0, 0)
+    assert edges_between(graph, rows[:0]).shape == (0, 0)
 
 
 def test_chunks_of_parts_that_a_plan_has_found_are_looked_up(tmp_path):

@@ -219,8 +219,8 @@ class _Linear(torch.autograd.Function):
         ctx.pattern, ctx.dtype = pattern, weight.dtype
         ctx.save_for_backward(values)
         # no copy where the weight lies column by column in memory (models.Net)
-        by_column = weight.to(values.dtype).t().contiguous()
-        return spmm(pattern.indptr, pattern.columns, values, by_column)
+        columns = weight.to(values.dtype).t().contiguous()
+        return spmm(pattern.indptr, pattern.columns, values, columns)
 
     @staticmethod
     @once_differentiable

@@ -109,7 +109,7 @@ class Slices(OnBatches):
             tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
             for plain in dict.fromkeys(one_ahead(problem, strategy) for strategy in tried):
                 cache = worth_caching(problem, plain)
-                for one in (plain, replace(plain, cache=cache))[: 2 if cache else 1]:
+                for one in [plain, replace(plain, cache=cache)] if cache else [plain]:
                     ahead = enough_ahead(problem, one)
                     # fewer copies with more samplers are proposed as they are
                     yield ahead if ahead.copies == one.copies else one
