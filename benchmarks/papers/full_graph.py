@@ -138,7 +138,7 @@ class InOrder(EstimatedLayout):
     metis: Mixing = field(default_factory=Mixing)
     drawn: float = np.inf
 
-    @cached_property
+    @property
     def _own_rows(self) -> float:
         assert self.targets is not None
         return self.targets

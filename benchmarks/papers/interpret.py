@@ -74,7 +74,6 @@ def testbed(row: Row) -> Cluster:
     return their_software.cluster_of(whole(row), row)
 
 
-@cache
 def _testbeds() -> set[str]:
     files = [*PRESETS.glob("*.yaml"), *TESTBEDS.glob("*.yaml")]
     return {file.stem for file in files} | set(clouds.names())

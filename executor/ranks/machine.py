@@ -16,7 +16,6 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,7 +104,6 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-@cache
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
     """glibc's mallinfo2; None where the C library has none."""
     try:

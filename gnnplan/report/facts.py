@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,12 @@ class Facts:
         """Steps of an epoch."""
         return self.candidate.strategy.steps(self.problem)
 
-    @cached_property
+    @property
     def epoch(self) -> Schedule:
         """All tasks of one epoch. Raises Absent where they are too many."""
         return self._schedule(self.batches)
 
-    @cached_property
+    @property
     def simulated(self) -> list[Span]:
         """The spans of some steps, the last of which is in the steady state. Raises Absent."""
         schedule = self._schedule(3 if self.batches == 1 else min(self.batches, 6))

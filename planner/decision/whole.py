@@ -33,7 +33,7 @@ class Whole:
     answers: Mapping[str, SearchResult]
     refused: Mapping[str, str]
 
-    @cached_property
+    @property
     def mode(self) -> str:
         """The mode that is recommended.
 

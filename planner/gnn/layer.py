@@ -42,7 +42,6 @@ def played(spec: Layer, setting: Setting) -> Played:
     return _told(ops, _all_of(ops, spec))
 
 
-@cache
 def played_rowwise(
     spec: Layer, setting: Setting, h_out: int = 0, relu: bool = False, twice: bool = False
 ) -> Played:

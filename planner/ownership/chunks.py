@@ -70,7 +70,7 @@ class Chunks:
         sent = halo[self.sub[halo] == chunk * self.members + owner]
         return np.asarray(np.searchsorted(self.rows(chunk, owner), sent))
 
-    @cached_property
+    @property
     def facts(self) -> ChunkFacts:
         shape = self.chunks, self.members
         sends = [

@@ -105,7 +105,7 @@ class EstimatedLayout:
         """How many servers there are."""
         return len(set(self.servers))
 
-    @cached_property
+    @property
     def inside(self) -> int:
         if self.expansion and self.groups > 1:
             return self.layers
@@ -121,7 +121,7 @@ class EstimatedLayout:
 
     # -- a server's region ---------------------------------------------------------------------
 
-    @cached_property
+    @property
     def _own_rows(self) -> float:
         """Rows of a server's own part."""
         return self.vertices / self.groups

@@ -183,7 +183,7 @@ class Layout:
 
     # -- regions -------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def _order(self) -> np.ndarray:
         return locality_order(self.graph, self.method)
 

@@ -106,8 +106,9 @@ def warm_up(device: torch.device) -> None:
 
 def code_of(dtype: torch.dtype) -> float:
     """Machine code that is kept for each shape of a product of such rows [B]; 0 if none is."""
-    compiles = {torch.float32: by_onednn, torch.bfloat16: _bfloat16_by_onednn}.get(dtype)
-    return CODE[dtype] if compiles and compiles() else 0.0
+    if dtype == torch.float32:
+        return CODE[dtype] * by_onednn()
+    return CODE[dtype] * _bfloat16_by_onednn() if dtype == torch.bfloat16 else 0.0
 
 
 def product_codes() -> dict[str, float]:
@@ -116,7 +117,6 @@ def product_codes() -> dict[str, float]:
     return {"product_code": code_of(torch.float32), "product_code_bfloat16": of_rounded}
 
 
-@functools.cache
 def _bfloat16_by_onednn() -> bool:
     """Whether torch hands products of bfloat16 to oneDNN: on all cores with AVX-512."""
     try:
@@ -130,7 +130,6 @@ def _by_pieces(rows: Tensor) -> bool:
     return Shapes.vary and not rows.is_cuda and code_of(rows.dtype) > 0
 
 
-@functools.cache
 def has_onednn() -> bool:
     """Whether this torch has the private oneDNN operation, and it computes what is expected."""
     generator = torch.Generator().manual_seed(0)

@@ -150,7 +150,6 @@ class ChunkedStep:
         model, last = self.model, len(self.model.layers)
         like = first_alike(alike_as(model, self.layout, narrow=False)) | {last: last}
 
-        @cache
         def computed(op: str, layer: int, n: Counts) -> Compute:
             """A backward pass begins with the forward pass, but that of the last layer."""
             sizes = n.rows, n.sources, n.edges

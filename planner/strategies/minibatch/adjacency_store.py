@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -112,7 +111,7 @@ class EstimatedStructure:
     asks: bool
     edges: int
 
-    @cached_property
+    @property
     def _places(self) -> int:
         """How many there are."""
         return len(set(self.places))

@@ -152,7 +152,7 @@ class Store:
                     holder[self.cached[rank]] = rank
         return self._holders[server]
 
-    @cached_property
+    @property
     def caches(self) -> bool:
         return any(ids.size for ids in self.cached)
 
